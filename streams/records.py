@@ -231,6 +231,7 @@ class PrefillDone(InternalRecord, frozen=True):
     ttft_ms: float = 0.0
     prefill_ms: float = 0.0
     handoff: bytes = b""
+    lease_ms: int = 0
 
 
 class Finished(InternalRecord, frozen=True):
@@ -339,11 +340,16 @@ class Fence(PublicRecord, frozen=True, tag="Fence"):
 
 
 class DryRunResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """The result of a dry run: the worker, and the tokens of the prompt. Part of an End."""
+    """The result of a dry run: the worker, and the tokens of the prompt. Part of an End.
+
+    `prefill_worker_id`: the worker of the prompt, if another one computes it.
+    """
 
     worker_id: str
     dp_rank: int = 0
     token_ids: tuple[int, ...] = ()
+    prefill_worker_id: str = ""
+    prefill_dp_rank: int = 0
 
 
 class End(PublicRecord, frozen=True, tag="End"):
@@ -434,6 +440,7 @@ class Assignment(InternalRecord, frozen=True):
     rank: int = 0
     taken: bytes = b""
     taken_chars: int = 0
+    handoff_until_ms: int = 0
 
 
 class CancelRun(InternalRecord, frozen=True):

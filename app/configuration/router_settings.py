@@ -32,6 +32,33 @@ class RouterSettings(BaseModel):
         description="prompt bytes that a router queues before it rejects more: an image counts as "
         "few tokens and takes megabytes",
     )
+    handover_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="longest time from the end of a prefill to the begin of its decode, in "
+        "seconds; past it the next attempt begins",
+    )
+    handover_min_tokens: int = Field(
+        2048,
+        ge=0,
+        description="a prompt with fewer uncached tokens, which are also less than "
+        "KVLANE_HANDOVER_MIN_SHARE of it, is computed by its decode worker",
+    )
+    handover_min_share: float = Field(0.7, ge=0, le=1, description="see KVLANE_HANDOVER_MIN_TOKENS")
+    enforce_disaggregation: bool = Field(
+        False,
+        description="serve no request without a prefill worker; a model without one is not listed",
+    )
+    transfer_domain: str = Field(
+        "",
+        description="topology domain within which KV caches are transferred, such as zone, by the "
+        "taints topology/zone=... of the workers; empty: between all workers",
+    )
+    transfer_domain_required: bool = Field(
+        False,
+        description="end requests that cannot be decoded in the domain of their prefill worker; "
+        "else that is only preferred",
+    )
     no_worker_timeout_s: float = Field(
         120,
         ge=0,

@@ -20,8 +20,8 @@ class WorkerSettings(BaseModel):
     )
     worker_role: Role = Field(
         "aggregated",
-        description="role of this worker: aggregated (prefill and decode); prefill or decode alone "
-        "is refused at start, since no router assigns them to separate workers",
+        description="role of this worker: aggregated (prefill and decode); with workers of "
+        "role prefill, these compute prompts and hand them to workers of role decode",
     )
     taints: str = Field(
         "",

@@ -22,6 +22,7 @@ from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.reconcile import ReconcileTimeouts
 from app.routing.selection.batch_placement import BatchBounds
 from app.routing.selection.decision import Placement, RoutingConfig
+from app.routing.selection.handover import HandOverRules
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
 from app.routing.state.active_load import ActiveLoad
@@ -82,6 +83,16 @@ def _interactive_bound(settings: Settings) -> QueueSize:
     )
 
 
+def _handover_rules(settings: Settings) -> HandOverRules:
+    return HandOverRules(
+        settings.handover_min_tokens,
+        settings.handover_min_share,
+        settings.enforce_disaggregation,
+        settings.transfer_domain,
+        settings.transfer_domain_required,
+    )
+
+
 def _batch_bound(settings: Settings) -> QueueSize:
     """The bound of the queue of batch requests; any number of tokens may wait."""
     return QueueSize(
@@ -139,6 +150,7 @@ class RouterContext:
             absence_ms=1000 * self.settings.no_worker_timeout_s,
             queue_order=self.settings.queue_order,
             classes=FairQueue(self.settings.queue_classes),
+            handover_rules=_handover_rules(self.settings),
         )  # fmt: skip
         self.batch_scheduler = BatchScheduler(
             self.scheduler, self.fleet, self.ledger, self._undelivered_batch,

@@ -12,19 +12,23 @@ request's deadline, and at once when its Cancel arrives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 from opentelemetry.trace import Span
 
-from app.lanes.cancellable_waits import CancellableWaits
 from app.lanes.context import RouterContext, ViewStopped
 from app.lanes.deferred_prompts import QueueSize
-from app.lanes.termination import RequestTermination
+from app.lanes.remaining_work import DeferredRequest, HandOver, HandOvers, RemainingWork
+from app.lanes.termination import CancellableWaits, RequestTermination
 from app.lanes.waiting_requests import LaneRequest, RequestKey
-from app.routing.queueing.fair_share import QueueKey
 from app.routing.selection.decision import Placement, Rejection, Wait
+from app.routing.selection.handover import (
+    decode_request,
+    domain_taint,
+    prefill_request,
+    within_domain,
+)
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.ledger import RunId
 from app.routing.worker_rank import WorkerRank
@@ -32,14 +36,13 @@ from app.runtime import spans
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Partition
-from streams.record_base import ServiceClass
 from streams.record_publisher import OutgoingRecord
 from streams.records import (
     Assigned,
     Assignment,
     DryRunResult,
     EndCode,
-    RequestOffset,
+    Phase,
     SessionUse,
     Usage,
 )
@@ -74,45 +77,6 @@ RETRY_AFTER_BY_CODE: Mapping[EndCode, float] = {
 }  # fmt: skip
 """Retry-After by rejection that may be over soon; an engine takes longer to start than to free
 capacity."""
-
-
-class RemainingWork(NamedTuple):
-    """The remaining work of a request: all of it, or the rest after the tokens already emitted."""
-
-    request: Request
-    attempt: int
-    origin: RequestOffset
-    responses_from: int
-    deadline_ms: int
-    excluded: frozenset[str] = frozenset()
-    """Workers on which it failed."""
-    emitted: Sequence[int] = ()
-    """Token ids that readers have; `emitted_chars`: the length of their text."""
-    emitted_chars: int = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a worker has worked on it, successfully or not."""
-        return bool(self.emitted or self.emitted_chars or self.excluded)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt, in tokens."""
-        return self.request.prompt_tokens
-
-
-class DeferredRequest(NamedTuple):
-    """A `RemainingWork` without emitted tokens and without its request, which is in the log."""
-
-    id: str
-    attempt: int
-    origin: RequestOffset
-    responses_from: int
-    deadline_ms: int
-    excluded: frozenset[str]
-    queue_key: QueueKey
-    size: QueueSize
-    service_class: ServiceClass
 
 
 class RequestDeferred(Exception):
@@ -151,6 +115,7 @@ class Dispatcher:
         self._lane = lane
         self._ledger = Partition(LEDGER, lane)
         self._waits = waits
+        self.handovers = HandOvers(int(1000 * context.settings.handover_timeout_s))
 
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
         """Dispatch a deferred prompt when there is room for it; or end it."""
@@ -199,28 +164,102 @@ class Dispatcher:
         if isinstance(choice, DeferredRequest):
             raise RequestDeferred(choice)
         if isinstance(choice, Rejection):
-            again_s = RETRY_AFTER_BY_CODE.get(choice.code)
-            await self._ends.end(request.id, choice.code, choice.message, retry_after_s=again_s)
-            return
-        if request.is_query:
+            await self._reject(request.id, choice)
+        elif request.is_query:
             await self._answer_dry_run(rest, choice)
-            return
-        now = s.ledger.request(self._lane, request.id)
-        # A worker's refusal without our Assigned does not make an id known: it still wants one.
-        if (
-            now is None
-            or not now.is_known
-            or not (now.ended or now.attempt > rest.attempt or now.runs)
-        ):
-            waited_s = s.ctx.clock.now() - began_at
-            s.metrics.on_dispatched(rest.attempt, PromptHashes(request), choice, waited_s)
-            span = _route_span(rest, choice) if request.traceparent else spans.NO_SPAN
-            try:
-                await self._dispatch(rest, choice)
-            finally:
-                span.end()
+        else:
+            await self._dispatch_if_due(rest, choice, began_at)
 
-    async def _hold(self, rest: RemainingWork) -> Placement | Rejection | DeferredRequest:
+    def _decode_rest(self, handover: HandOver) -> RemainingWork:
+        """The work of the decode worker."""
+        worker = handover.prefill.worker
+        request = decode_request(handover.rest.request, worker, handover.params)
+        rules = self._context.scheduler.handover_rules
+        request = within_domain(request, self._domain_taint(worker), rules)
+        return handover.rest._replace(request=request)
+
+    async def _hold_decode_of(
+        self, rest: RemainingWork, choice: Placement
+    ) -> Placement | Rejection | DeferredRequest:
+        """The place of the decode of a dry run whose prefill would go to this place."""
+        if choice.phase != "prefill":
+            return choice
+        run = RunId(rest.attempt, "prefill", choice.worker_rank.worker, choice.worker_rank.epoch)
+        handover = HandOver(rest, run, b"{}", rest.deadline_ms)
+        return await self._hold(self._decode_rest(handover), handover)
+
+    async def assign_decode(self, handover: HandOver) -> None:
+        """Dispatch the decode of a request whose prompt a prefill worker holds.
+
+        It is not dispatched past the time of the hand-over, nor after the death of that worker: the
+        owner finds that no decode was assigned, and begins the next attempt.
+        """
+        s, prefill = self._context, handover.prefill
+        began_at = s.ctx.clock.now()
+        rest = self._decode_rest(handover)
+        choice = await self._hold(rest, handover)
+        now_ms = s.broker_clock.now_ms()
+        if isinstance(choice, Placement):
+            is_lost = s.fleet.is_lost(prefill.worker, prefill.epoch)
+            if now_ms <= handover.until_ms and not is_lost:
+                await self._dispatch_if_due(rest, choice, began_at, handover)
+        elif isinstance(choice, Rejection) and not handover.until_ms < now_ms <= rest.deadline_ms:
+            await self._reject(rest.request.id, choice)
+
+    def _domain_taint(self, worker: str) -> str | None:
+        """The taint of a worker in the domain of transfers."""
+        domain = self._context.scheduler.handover_rules.domain
+        member = self._context.fleet.members.get(worker)
+        return domain_taint(member.card.taints, domain) if domain and member is not None else None
+
+    async def _reject(self, request_id: str, why: Rejection) -> None:
+        again_s = RETRY_AFTER_BY_CODE.get(why.code)
+        await self._ends.end(request_id, why.code, why.message, retry_after_s=again_s)
+
+    async def _dispatch_if_due(
+        self,
+        rest: RemainingWork,
+        choice: Placement,
+        began_at: float,
+        handover: HandOver | None = None,
+    ) -> None:
+        """Dispatch a request to its place, unless the ledger shows that this was done."""
+        s, request = self._context, rest.request
+        if choice.phase == "prefill" and (why := self._missing_domain(choice.worker_rank.worker)):
+            await self._reject(request.id, why)
+            return
+        if not self._is_due(rest, choice.phase):
+            return
+        waited_s = s.ctx.clock.now() - began_at
+        s.metrics.on_dispatched(rest.attempt, PromptHashes(request), choice, waited_s)
+        span = _route_span(rest, choice) if request.traceparent else spans.NO_SPAN
+        try:
+            await self._dispatch(rest, choice, 0 if handover is None else handover.until_ms)
+        finally:
+            span.end()
+
+    def _missing_domain(self, prefill_worker: str) -> Rejection | None:
+        """The rejection if transfers need a domain, and this worker is in none."""
+        rules = self._context.scheduler.handover_rules
+        if not rules.is_domain_required or self._domain_taint(prefill_worker) is not None:
+            return None
+        why = f"prefill worker {prefill_worker} has no taint topology/{rules.domain}=..."
+        return _rejection("none_eligible", why)
+
+    def _is_due(self, rest: RemainingWork, phase: Phase) -> bool:
+        """Whether the ledger has no run of this phase, no later attempt and no end.
+
+        A worker's refusal without our Assigned does not make an id known: it still wants one.
+        """
+        now = self._context.ledger.request(self._lane, rest.request.id)
+        if now is None or not now.is_known:
+            return True
+        runs = [run for run in now.runs if phase != "decode" or run.phase != "prefill"]
+        return not (now.ended or now.attempt > rest.attempt or runs)
+
+    async def _hold(
+        self, rest: RemainingWork, handover: HandOver | None = None
+    ) -> Placement | Rejection | DeferredRequest:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
 
         If the queue is full, a request that has not begun is refused, or deferred if it came over
@@ -233,9 +272,13 @@ class Dispatcher:
         deferral = Wait("")
         key = RequestKey(self._lane, request.id)
         scheduler = s.scheduler_of(request.service_class)
+        until_ms = rest.deadline_ms if handover is None else handover.until_ms
         wanted = scheduler.waiting.new_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
         try:
-            while s.broker_clock.now_ms() <= rest.deadline_ms:
+            while s.broker_clock.now_ms() <= min(until_ms, rest.deadline_ms):
+                phase = "decode" if handover else self._first_phase(rest, prompt)
+                if phase != wanted.phase:
+                    wanted = replace(wanted, phase=phase)
                 planned = (
                     s.scheduler.dry_run(wanted)
                     if request.is_query
@@ -257,6 +300,10 @@ class Dispatcher:
         code: EndCode = "deadline" if deferral.code == "no_workers" else deferral.code
         return _rejection(code, deferral.reason)
 
+    def _first_phase(self, rest: RemainingWork, prompt: PromptHashes) -> Phase:
+        stays_whole = bool(rest.excluded) or not self.handovers.has_room
+        return self._context.scheduler.first_phase(prompt, stays_whole=stays_whole)
+
     def _refusal(
         self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
     ) -> Rejection | DeferredRequest | None:
@@ -268,7 +315,7 @@ class Dispatcher:
         is_new = wanted.key not in queue.keys
         if is_new and not scheduler.model_availability.is_known(model):
             return _rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
-        if rest.has_begun:
+        if rest.has_begun or wanted.phase == "decode":
             return None
         if deferral.code == "no_workers" and scheduler.model_availability.is_timed_out(model):
             return _rejection("no_workers", deferral.reason)
@@ -288,11 +335,19 @@ class Dispatcher:
         """Answer a dry run. It counts in no load, no session and no cache."""
         s, request = self._context, rest.request
         s.metrics.on_dry_run(PromptHashes(request), choice)
+        decode = await self._hold_decode_of(rest, choice)
+        if isinstance(decode, Rejection):
+            await self._reject(request.id, decode)
+            return
+        assert isinstance(decode, Placement), "decode is never deferred"
         placed = DryRunResult(
-            worker_id=choice.worker_rank.worker,
-            dp_rank=choice.worker_rank.rank,
+            worker_id=decode.worker_rank.worker,
+            dp_rank=decode.worker_rank.rank,
             token_ids=tuple(unpack_tokens(request.token_ids)),
         )
+        if decode is not choice:
+            worker, _, rank = choice.worker_rank
+            placed = replace(placed, prefill_worker_id=worker, prefill_dp_rank=rank)
         usage = Usage(prompt_tokens=rest.prompt_tokens, cached_tokens=choice.cached_tokens)
         try:
             await self._ends.end(request.id, "stop", usage=usage, placed=placed)
@@ -300,7 +355,9 @@ class Dispatcher:
             message = "the tokens do not fit into one record"
             await self._ends.end(request.id, "too_large", message)
 
-    async def _dispatch(self, rest: RemainingWork, choice: Placement) -> None:
+    async def _dispatch(
+        self, rest: RemainingWork, choice: Placement, handover_until_ms: int
+    ) -> None:
         """Write the decision to the ledger and the work to the worker's slot, together.
 
         No transaction: a decision without work is found as not started, work without a decision
@@ -309,7 +366,7 @@ class Dispatcher:
         s, request = self._context, rest.request
         worker, epoch, rank = choice.worker_rank
         adapter = request.hints.lora_name or ""
-        run = RunId(rest.attempt, "aggregated", worker, epoch)
+        run = RunId(rest.attempt, choice.phase, worker, epoch)
         assigned = Assigned(
             id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
             origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
@@ -324,13 +381,16 @@ class Dispatcher:
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
-            request=_with_rank(request, rank), origin=rest.origin,
+            request=self._request_of(rest, choice), origin=rest.origin,
             responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
             budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
             taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
+            handoff_until_ms=handover_until_ms,
         )  # fmt: skip
         slot = s.assignments_partition(run.worker).partition
-        s.scheduler.on_dispatched()
+        s.scheduler.on_dispatched(request, run.phase)
+        if run.phase == "prefill":
+            self.handovers.begin(rest, run)
         try:
             with s.count_in_flight(run, request, choice):
                 decision, _ = await s.publisher.publish_together(
@@ -342,6 +402,12 @@ class Dispatcher:
             await self._ends.end(
                 request.id, "too_large", "the request does not fit into one record"
             )
+
+    def _request_of(self, rest: RemainingWork, choice: Placement) -> Request:
+        """The request as its worker gets it."""
+        if choice.phase == "prefill":
+            return prefill_request(rest.request, choice.worker_rank, len(rest.emitted))
+        return _with_rank(rest.request, choice.worker_rank.rank)
 
 
 def is_resumable(request: Request) -> bool:
@@ -380,7 +446,7 @@ def _route_span(rest: RemainingWork, choice: Placement) -> Span:
         "worker_id": choice.worker_rank.worker,
         "dp_rank": choice.worker_rank.rank,
         "overlap_blocks": choice.overlap_blocks,
-        "phase": "aggregated",
+        "phase": choice.phase,
     }
     return spans.start_span(
         "router.route_request", rest.request, attributes, rest.attempt, own_id=spans.ROUTE

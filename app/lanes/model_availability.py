@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from app.routing.state.fleet import Fleet
 from streams.clock import BrokerClock
+from streams.records import WorkerCard
 
 MAX_MODELS = 10_000
 """Bound on the names of models; more than any registry has."""
@@ -15,20 +17,36 @@ MAX_MODELS = 10_000
 class ModelAvailability:
     """The models of one router's fleet.
 
-    `absence_ms`: for how long requests wait while their model has no worker.
+    `absence_ms`: for how long requests wait while their model has no worker. `needs_prefill`: no
+    request is served without a prefill worker.
     """
 
-    def __init__(self, fleet: Fleet, broker_clock: BrokerClock, absence_ms: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        broker_clock: BrokerClock,
+        absence_ms: float,
+        *,
+        needs_prefill: bool = False,
+    ) -> None:
         self._fleet = fleet
         self._broker_clock = broker_clock
         self._absence_ms = absence_ms
+        self._needs_prefill = needs_prefill
         self._known: OrderedDict[str, None] = OrderedDict()
         self._absent_since_ms: OrderedDict[str, int] = OrderedDict()
         """By model, the time of the first request that found no worker."""
 
     def has_worker(self, model: str) -> bool:
-        """Whether a worker that is not lost serves this model; any worker serves ""."""
-        return any(not model or m.card.model == model for _, m in self._fleet.live_members())
+        """Whether workers that are not lost serve this model; any worker serves ""."""
+        if not any(card.role != "prefill" for card in self._cards(model)):
+            return False
+        return not self._needs_prefill or any(card.role == "prefill" for card in self._cards(model))
+
+    def _cards(self, model: str) -> Iterator[WorkerCard]:
+        for _, member in self._fleet.live_members():
+            if not model or member.card.model == model:
+                yield member.card
 
     def is_known(self, model: str) -> bool:
         """Whether waiting for this model makes sense: it has workers, had some, or has a card.

@@ -19,14 +19,22 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from app.lanes.cancellable_waits import CancellableWaits, RequestCancelled
 from app.lanes.context import RouterContext
-from app.lanes.dispatch import Dispatcher, RemainingWork, RequestDeferred, is_request_fault
+from app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
-from app.lanes.termination import RequestTermination
+from app.lanes.remaining_work import RemainingWork
+from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
 from app.lanes.waiting_requests import RequestKey
 from app.request_timers import RequestTimers
-from app.routing.reconcile import Finish, Restart, Verify, next_action, next_action_ms
+from app.routing.reconcile import (
+    Action,
+    Decode,
+    Finish,
+    Restart,
+    Verify,
+    next_action,
+    next_action_ms,
+)
 from app.routing.state.fleet import LastHeartbeat
 from app.routing.state.ledger import OPEN, LedgerRecord, RequestState, RunId, WorkerEpoch
 from app.settings import Settings
@@ -121,23 +129,23 @@ class LaneOwner:
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:  # noqa: ARG002  a lane looks at all
         """A record of this lane's ledger was applied."""
         if isinstance(fact.record, LedgerRecord):
+            self._dispatcher.handovers.on_record(fact)
             self.reconcile(fact.record.id)
 
     def reconcile(self, request_id: str) -> None:
         """Look for an obligation of one request, and start to meet it."""
         if not self.serving or request_id in self._jobs:
             return  # it is looked at when the job is over
-        s, action, at_ms = self._context, None, None
+        s = self._context
         now_ms = s.broker_clock.now_ms()
         state = s.ledger.request(self._lane, request_id)
         if state is not None and state.ended:
             state = None  # nothing is due any more
-        if state is not None:
-            action = next_action(request_id, state, s.fleet, now_ms, s.timeouts)
-            if action is None and s.batch_scheduler.gives_way(request_id, state):
-                action = Restart(state.attempt + 1, "preempted")
-            if action is None:
-                at_ms = next_action_ms(request_id, state, now_ms, s.timeouts)
+        self._drop_handover(request_id, state)
+        action = None if state is None else self._next_action(request_id, state, now_ms)
+        at_ms = None
+        if state is not None and action is None:
+            at_ms = next_action_ms(request_id, state, now_ms, s.timeouts)
         self._timers.set(request_id, at_ms)
         self._set_back_off(request_id, state if action is None else None)
         match action:
@@ -145,10 +153,35 @@ class LaneOwner:
                 self._start(request_id, partial(self._failover.restart, request_id, action))
             case Finish(code):
                 self._start(request_id, partial(self._ends.end, request_id, code))
+            case Decode(attempt):
+                self._start(request_id, partial(self._decode, request_id, attempt))
             case Verify(run):
                 self._start(request_id, partial(self._failover.verify, request_id, run))
             case None:
                 pass
+
+    def _next_action(self, request_id: str, state: RequestState, now_ms: int) -> Action | None:
+        s = self._context
+        action = next_action(request_id, state, s.fleet, now_ms, s.timeouts)
+        if action is None and s.batch_scheduler.gives_way(request_id, state):
+            return Restart(state.attempt + 1, "preempted")
+        return action
+
+    def _drop_handover(self, request_id: str, state: RequestState | None) -> None:
+        """Drop the hand-over of a request that is over, or has begun another attempt."""
+        handovers = self._dispatcher.handovers
+        if state is None or state.is_finished:
+            handovers.drop(request_id)
+        else:
+            handovers.drop_others(request_id, state.attempt)
+
+    async def _decode(self, request_id: str, attempt: int) -> None:
+        """Dispatch the decode of an attempt; begin the next one without a usable hand-over."""
+        handover = self._dispatcher.handovers.take(request_id, attempt)
+        if handover is not None:
+            await self._dispatcher.assign_decode(handover)
+        else:
+            await self._failover.restart(request_id, Restart(attempt + 1, "handover_unused"))
 
     def _set_back_off(self, request_id: str, state: RequestState | None) -> None:
         """A request that backs off waits, in the queue of its class."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,9 @@ from app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from app.routing.selection.eligibility import CandidatePools
+from app.routing.selection.eligibility import CandidatePools, pinned_worker
+from app.routing.selection.handover import DEFAULT_RULES, HandOverRules, first_phase
+from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRuns
@@ -50,7 +53,16 @@ from app.routing.worker_rank import WorkerRank
 from app.wait_queue import Priority, QueueName, WaitQueue
 from indexer.events import Tier
 from streams.clock import BrokerClock
-from streams.records import Finished, Heartbeat, LogRecord, ModelCard, PrefillDone, WorkerCard
+from streams.records import (
+    Finished,
+    Heartbeat,
+    LogRecord,
+    ModelCard,
+    Phase,
+    PrefillDone,
+    WorkerCard,
+)
+from streams.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +90,7 @@ class Scheduler:
     `own`, `own_batch`: this router's decisions that it has not read back. `worker_timeout_ms`: the
     silence after which nothing is sent to a worker. `absence_ms`: for how long requests wait while
     their model has no worker. `herd_avoidance`: the delays of this router among others.
+    `handover_rules`: when prompts are handed over.
     """
 
     def __init__(
@@ -97,6 +110,7 @@ class Scheduler:
         absence_ms: float = math.inf,
         queue_order: QueueOrder = "sjf",
         classes: FairQueue | None = None,
+        handover_rules: HandOverRules = DEFAULT_RULES,
     ) -> None:
         self._classes = classes or FairQueue()
         self.waiting = WaitingRequests(
@@ -110,13 +124,18 @@ class Scheduler:
         self._own = own
         self.worker_capacity = WorkerCapacity(fleet, load, own, own_batch)
         self._tuning = tuning
+        unheld = tuning.predictive_weights._replace(max_hold_ms=0.0)
+        self._unheld = tuning._replace(predictive_weights=unheld)
+        self.handover_rules = handover_rules
         self._pools = CandidatePools(fleet, worker_timeout_ms)
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
         self._herd_avoidance = herd_avoidance
         self._counts_output = counts_output
-        self._dispatched = 0
-        self.model_availability = ModelAvailability(fleet, broker_clock, absence_ms)
+        self._dispatched = Counter[Phase]()
+        self.model_availability = ModelAvailability(
+            fleet, broker_clock, absence_ms, needs_prefill=handover_rules.is_enforced
+        )
         self._heartbeat_ms: dict[str, int] = {}
         self._performance = PerformanceModel()
         self._pending = PendingRequests[RequestKey](queue_order, self._classes)
@@ -206,12 +225,23 @@ class Scheduler:
                 )
         return plan_batch(wanted, self._pending, None, self._plan)
 
+    def first_phase(self, prompt: PromptHashes, *, stays_whole: bool) -> Phase:
+        """The phase that a request begins with; see `handover.first_phase`."""
+        now_ms = self._broker_clock.now_ms()
+        if not self._pools.pool(prompt.request.model, "prefill", now_ms).rows and (
+            not self.handover_rules.is_enforced
+        ):
+            return "aggregated"
+        state = self.routing_state(now_ms)
+        return first_phase(prompt, state, self.handover_rules, stays_whole=stays_whole)
+
     def dry_run(self, wanted: LaneRequest) -> Decision:
         """The decision for a request now, without a reservation or any other effect."""
-        unheld = self._tuning.predictive_weights._replace(max_hold_ms=0.0)
-        return self._plan(wanted, self._tuning._replace(predictive_weights=unheld))
+        return self._plan(wanted, self._unheld)
 
     def _plan(self, wanted: LaneRequest, tuning: RoutingConfig | None = None) -> Decision:
+        if wanted.phase == "decode":
+            tuning = self._unheld  # the blocks of its prompt are held for it elsewhere
         tuning = tuning or self._tuning
         now_ms = self._broker_clock.now_ms()
         others = NOTHING_PLANNED
@@ -220,13 +250,14 @@ class Scheduler:
         session = wanted.prompt.request.hints.session_control
         bound: WorkerRank | None = None
         if session is not None and session.action != "open":
-            bound = self._load.sessions.preferred_rank(session.session_id, "aggregated", now_ms)
+            bound = self._load.sessions.preferred_rank(session.session_id, wanted.phase, now_ms)
         return select_worker(
             wanted.prompt,
             self.routing_state(now_ms, others),
             tuning,
             seed=wanted.seed,
-            dispatched_count=self._dispatched,
+            phase=wanted.phase,
+            dispatched_count=self._dispatched[wanted.phase],
             excluded=wanted.excluded,
             full_workers=self.worker_capacity.full_workers(now_ms),
             queued_since_ms=wanted.since_ms,
@@ -253,9 +284,10 @@ class Scheduler:
             ),
         )  # fmt: skip
 
-    def on_dispatched(self) -> None:
+    def on_dispatched(self, request: Request, phase: Phase) -> None:
         """Count a decision that is carried out, for policies that go in turn."""
-        self._dispatched += 1
+        if pinned_worker(request.hints, phase) is None:
+            self._dispatched[phase] += 1
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -298,7 +330,7 @@ class Scheduler:
     def start_waiting(self, wanted: LaneRequest) -> None:
         """Add a request that found no place at once to the queue."""
         prompt, model = wanted.prompt, wanted.prompt.request.model
-        block = self._pools.pool(model, "aggregated", self._broker_clock.now_ms()).block_size
+        block = self._pools.pool(model, wanted.phase, self._broker_clock.now_ms()).block_size
         depths = self._index.depths(prompt.local_hashes(block)).depths  # found when it was planned
         cached = int(depths[:, Tier.DEVICE].max(initial=0)) * block
         self.waiting.add(wanted, max(prompt.tokens - cached, 0))

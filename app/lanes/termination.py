@@ -1,4 +1,5 @@
-"""Termination of a request: visible to readers, once, and with no run left behind.
+"""Termination of a request: visible to readers, once, and with no run left behind; and the waits
+of a lane's jobs that a Cancel may end.
 
 The order of the appends is the contract: End where readers see it, CancelRun to the workers, Ended
 last of all, which discharges every obligation. Whether a request is to end is decided elsewhere.
@@ -12,7 +13,8 @@ appended by a transaction that the group's generation guards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from app.lanes.context import RouterContext
@@ -23,6 +25,36 @@ from streams.records import CancelRun, DryRunResult, End, EndCode, Ended, Usage
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 
 log = logging.getLogger(__name__)
+
+
+class RequestCancelled(Exception):
+    """A Cancel of the request is here: whatever is waited for is not wanted any more."""
+
+
+class CancellableWaits:
+    """The requests of one lane whose job waits for what may never come.
+
+    Cancelling the job's task ends such a wait, also for a Cancel. `is_cancelled` tells whether a
+    Cancel of a request is here already.
+    """
+
+    def __init__(self, is_cancelled: Callable[[str], bool]) -> None:
+        self.waiting_ids: set[str] = set()
+        self._is_cancelled = is_cancelled
+
+    @contextmanager
+    def begin(self, request_id: str) -> Iterator[None]:
+        """Around every wait for workers and look-up: nothing is half done, and a Cancel ends it.
+
+        Raises RequestCancelled if a Cancel is here already; then no wait begins.
+        """
+        if self._is_cancelled(request_id):
+            raise RequestCancelled(request_id)
+        self.waiting_ids.add(request_id)
+        try:
+            yield
+        finally:
+            self.waiting_ids.discard(request_id)
 
 
 class RequestTermination:

@@ -15,19 +15,19 @@ action is due for the next owner. Acting twice is harmless by the stream reconst
     an open run on a lost epoch                                     Restart, next attempt
     a run assigned long ago and not started                         Verify
     a run started, but not in its worker's later heartbeat          Verify
-    a prefill handed off, and no decode assigned                    nothing but the deadline
+    a prefill handed off, and no decode assigned                    Decode
     otherwise (running well, or ended by the worker)                nothing
 
 Nor is preemption: whether a batch run gives way depends on other requests
 (`app/lanes/batch_scheduler.py`); one that does is restarted with the next attempt.
 
 Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
-the log itself brings it to the next owner. Decodes are not dispatched yet; until they are, a
-prefill that was handed off is neither the end of its request nor a failure.
+the log itself brings it to the next owner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from app.routing.state.fleet import Fleet
@@ -35,8 +35,9 @@ from app.routing.state.ledger import OPEN, RequestState, RunId, RunStatus
 from streams.records import EndCode, RunKey
 
 RestartReason = Literal[
-    "broken", "retryable", "worker_full", "lost", "not_started", "resume", "preempted"
-]
+    "broken", "retryable", "worker_full", "lost", "not_started", "resume", "preempted",
+    "handover_unused",
+]  # fmt: skip
 
 
 class Restart(NamedTuple):
@@ -44,6 +45,13 @@ class Restart(NamedTuple):
 
     attempt: int
     reason: RestartReason
+
+
+class Decode(NamedTuple):
+    """Assign the decode of this attempt, whose prefill was handed over; or begin the next attempt,
+    where the hand-over cannot be used any more."""
+
+    attempt: int
 
 
 class Finish(NamedTuple):
@@ -58,7 +66,7 @@ class Verify(NamedTuple):
     run: RunId
 
 
-Action = Restart | Finish | Verify
+Action = Restart | Decode | Finish | Verify
 
 
 class ReconcileTimeouts(NamedTuple):
@@ -89,6 +97,20 @@ def next_action(
         return None
     if now_ms > state.deadline_ms or any(run.state == "expired" for _, run in runs):
         return Finish("deadline")
+    if any(run.state == "handed_off" for _, run in runs):
+        return Decode(state.attempt)
+    return _action_for_runs(request_id, state, runs, fleet, now_ms, timeouts)
+
+
+def _action_for_runs(
+    request_id: str,
+    state: RequestState,
+    runs: Sequence[tuple[RunId, RunStatus]],
+    fleet: Fleet,
+    now_ms: int,
+    timeouts: ReconcileTimeouts,
+) -> Restart | Verify | None:
+    """The next action for runs of which one has failed or is missing."""
     reason = next(
         (
             r

@@ -64,7 +64,9 @@ class SimulatedRouter:
 
     def on_arrival(self, prompt: PromptHashes, number: int, seed: int, now_ms: float) -> None:
         """Add a request."""
-        self.waiting[number] = PendingRequest(number, number, prompt, seed, int(now_ms))
+        self.waiting[number] = PendingRequest(
+            number, number, prompt, seed, int(now_ms), phase=self.phase
+        )
         self._due[number] = None
 
     def on_worker_progress(self, workers: Iterable[str]) -> None:
@@ -88,7 +90,7 @@ class SimulatedRouter:
             looking = [self.waiting[number] for number in due if number in self.waiting]
             by = None
             if self.config.holds_requests and self.phase != "decode" and len(looking) > 1:
-                by = BatchContext(self.state.routing_state(now_ms), self.config, phase=self.phase)
+                by = BatchContext(self.state.routing_state(now_ms), self.config)
             plan_now = partial(self._plan, now_ms=now_ms)
             ordered = plan_batch(looking, self._held, by, plan_now)
             self._due |= dict.fromkeys(ordered.to_wake)

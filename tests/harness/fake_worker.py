@@ -22,7 +22,9 @@ from streams.records import (
     EngineConfig,
     Finished,
     Heartbeat,
+    PrefillDone,
     RequestOffset,
+    Role,
     RunProgress,
     Started,
     WorkerCard,
@@ -56,6 +58,8 @@ class FakeWorker:
         block_size: int | None = None,
         max_runs: int | None = None,
         state: WorkerState = "ready",
+        role: Role = "aggregated",
+        taints: tuple[str, ...] = (),
         **engine: Any,
     ) -> None:
         self.world, self.name = world, name
@@ -63,7 +67,10 @@ class FakeWorker:
         self.slot_offset = 0
         self.state = state
         config = EngineConfig(model=model, kv_cache_block_size=block_size, **engine)
-        card = {"id": name, "slot": 0, "model": model, "config": config, "max_runs": max_runs}
+        card = {
+            "id": name, "slot": 0, "model": model, "config": config, "max_runs": max_runs,
+            "role": role, "taints": taints,
+        }  # fmt: skip
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")
         self.heartbeat_task = world.spawn(self._beat())
@@ -103,7 +110,11 @@ class FakeWorker:
 
     def start(self, assignment: Assignment) -> dict[str, Any]:
         """Accept an assignment: write Started, and list it in heartbeats."""
-        run = {"id": assignment.request.id, "attempt": assignment.attempt, "phase": "aggregated"}
+        run = {
+            "id": assignment.request.id,
+            "attempt": assignment.attempt,
+            "phase": assignment.phase,
+        }
         self.slot_offset = len(self.world.records(ASSIGNMENTS, self._partition(ASSIGNMENTS)))
         self.running.append(RunProgress(**run))
         run |= {"worker": self.name, "epoch": self.epoch}
@@ -117,7 +128,7 @@ class FakeWorker:
     def reject(self, assignment: Assignment) -> None:
         """Reject an assignment as `worker_full`."""
         refused = Finished(
-            id=assignment.request.id, attempt=assignment.attempt, phase="aggregated",
+            id=assignment.request.id, attempt=assignment.attempt, phase=assignment.phase,
             worker=self.name, epoch=self.epoch, code="worker_full", retryable=True,
         )  # fmt: skip
         append_record(self.world, LEDGER, refused)
@@ -133,6 +144,12 @@ class FakeWorker:
                 else:
                     self.reject(assignment)
             await self.world.sleep(0.01)
+
+    def hand_over(self, assignment: Assignment, params: bytes = b"{}", **over: Any) -> None:
+        """Compute the prompt of an assignment of phase prefill, and hold it for decode."""
+        run = self.start(assignment)
+        append_record(self.world, LEDGER, PrefillDone(run=1, handoff=params, **run, **over))
+        self.finish(run, "handed_off")
 
     def finish(self, run: dict[str, Any], code: Any, **over: Any) -> None:
         self.running = [r for r in self.running if r.id != run["id"]]

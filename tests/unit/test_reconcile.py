@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.routing.reconcile import (
     Action,
+    Decode,
     Finish,
     ReconcileTimeouts,
     Restart,
@@ -31,6 +32,7 @@ from streams.records import (
 )
 
 RUN = RunId(0, "aggregated", "w1", 7)
+PREFILL = RunId(0, "prefill", "w1", 7)
 TWIN = RunId(0, "aggregated", "w2", 8)
 PATIENCE = ReconcileTimeouts(
     start_timeout_ms=3000, heartbeat_timeout_ms=2000, full_backoff_ms=50, full_backoff_max_ms=2000
@@ -107,11 +109,29 @@ def test_an_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
     assert owed(timeline({RUN: state}), fleet(lost=True)) == Restart(1, "lost")
 
 
-def test_a_handed_off_prefill_is_neither_restarted_nor_the_end() -> None:
-    got = timeline({RunId(0, "prefill", "w1", 7): "handed_off"})
+def test_decode_is_due_after_a_prefill_that_was_handed_off() -> None:
+    got = timeline({PREFILL: "handed_off"})
     assert not got.is_finished
-    assert owed(got, fleet(lost=True, listed=False, beat_ms=50_000), 59_000) is None
+    lost = fleet(lost=True, listed=False, beat_ms=50_000)
+    assert owed(got, lost, 59_000) == Decode(0)  # whether it can be used shows where it is taken
     assert owed(got, now_ms=60_001) == Finish("deadline")
+
+
+def test_decode_is_due_once() -> None:
+    decode = RunId(0, "decode", "w2", 8)
+    assert owed(timeline({PREFILL: "handed_off", decode: "assigned"})) is None
+    assert owed(timeline({PREFILL: "handed_off", decode: "broken"})) == Restart(1, "broken")
+
+
+def test_decode_does_not_wait_for_the_twin_of_its_prefill() -> None:
+    twin = RunId(0, "prefill", "w2", 8)
+    for state in ("started", "broken", "worker_full"):
+        assert owed(timeline({PREFILL: "handed_off", twin: state})) == Decode(0)
+
+
+def test_refused_decode_begins_the_next_attempt() -> None:
+    refused = timeline({PREFILL: "handed_off", RunId(0, "decode", "w2", 8): "worker_full"})
+    assert owed(refused, now_ms=59_000) == Restart(1, "worker_full")
 
 
 def test_each_run_keeps_its_own_obligation() -> None:

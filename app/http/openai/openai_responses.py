@@ -258,7 +258,10 @@ def _dry_run_fields(choices: Sequence[Choice]) -> Json:
     result = choices[0].dry_run_result
     if result is None:
         return {}
-    where = {"worker_id": result.worker_id, "dp_rank": result.dp_rank}
+    where: Json = {"worker_id": result.worker_id, "dp_rank": result.dp_rank}
+    if result.prefill_worker_id:
+        where["prefill_worker_id"] = result.prefill_worker_id
+        where["prefill_dp_rank"] = result.prefill_dp_rank
     return {"nvext": where | {"token_ids": result.token_ids}}
 
 

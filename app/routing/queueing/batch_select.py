@@ -37,7 +37,6 @@ from app.routing.selection.request_features import (
 )
 from app.routing.selection.select import refreshed_table, reservation_rows
 from indexer.xxh3 import M64
-from streams.records import Phase
 
 K = TypeVar("K", bound=Hashable)
 
@@ -48,7 +47,6 @@ class BatchContext(NamedTuple):
     state: RoutingState
     config: RoutingConfig
     full_workers: Collection[tuple[str, int]] = ()
-    phase: Phase = "aggregated"
 
 
 class TentativePlan(msgspec.Struct, frozen=True, gc=False):
@@ -115,7 +113,8 @@ def uniform_groups(
     group: list[PendingRequest[K]] = []
     pool: CandidatePool | None = None
     for wanted in looking:
-        its_own = by.state.pools.pool(wanted.prompt.request.model, by.phase, by.state.now_ms)
+        model, phase = wanted.prompt.request.model, wanted.phase
+        its_own = by.state.pools.pool(model, phase, by.state.now_ms)
         is_plain = _is_plain(wanted, its_own, by)
         if group and (not is_plain or its_own is not pool):
             yield pool, group
@@ -136,10 +135,11 @@ def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: BatchContext) 
         request.hints.session_control
         or request.hints.routing_constraints
         or invalid_weight(request)
+        or wanted.phase == "decode"  # all of its prompt is handed over, whatever is cached
     ):
         return False
     rows = filter_eligible(
-        request, "aggregated", pool, by.state.fleet,
+        request, wanted.phase, pool, by.state.fleet,
         excluded=wanted.excluded, full=by.full_workers,
         loads=(by.state.committed, by.state.in_flight),
     )  # fmt: skip

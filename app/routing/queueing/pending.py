@@ -33,6 +33,7 @@ from app.routing.queueing.reservation_columns import JoinedColumns, ReservationC
 from app.routing.selection.decision import PlannedReservations, Reservation, Wait
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.worker_rank import WorkerRank
+from streams.records import Phase
 
 QueueOrder: TypeAlias = Literal["sjf", "fcfs", "wspt"]
 
@@ -48,8 +49,8 @@ K = TypeVar("K", bound=Hashable)
 class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
     """A request that needs a worker. `arrival`: its position in the order of arrival here.
 
-    `excluded`: workers on which it failed. `queue_key`: its queue while it waits. Times are the
-    broker's.
+    `excluded`: workers on which it failed. `queue_key`: its queue while it waits. `phase`: the part
+    of it that the worker is for. Times are the broker's.
     """
 
     key: K
@@ -60,6 +61,7 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
     deadline_ms: float | None = None
     excluded: Collection[str] = ()
     queue_key: QueueKey = NO_COST.queue
+    phase: Phase = "aggregated"
 
     @property
     def priority(self) -> tuple[int, float]:

@@ -24,7 +24,7 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS
 from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate, EndCode
+from streams.records import Candidate, EndCode, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
@@ -109,7 +109,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     """A place was chosen. `prefill_tokens`: tokens that the request adds to the prefill there. The
     fields hold all inputs of the costs that are not in the request. `at_ms`: when it was decided.
     `session_rank`: the place of the request's session, if affinity was considered.
-    `overlap_blocks`: blocks of the prompt cached at its place, in any tier.
+    `overlap_blocks`: blocks of the prompt cached at its place, in any tier. `phase`: the part of
+    the request that it is for.
     """
 
     worker_rank: WorkerRank
@@ -125,6 +126,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     forecast: Forecast = Forecast()
     session_rank: WorkerRank | None = None
     overlap_blocks: int = 0
+    phase: Phase = "aggregated"
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

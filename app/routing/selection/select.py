@@ -94,12 +94,12 @@ def select_worker(
     planned first, if before; `deadline_ms`: when its time is up. `session_rank`: the place of its
     session.
     """
-    request = prompt.request
+    request, part = prompt.request, phase
     if tuning.policy == "direct":
         phase = "decode" if phase == "aggregated" else phase
         if pinned_worker(request.hints, phase) is None:
             return Rejection(
-                "invalid", "policy direct needs decode_worker_id or backend_instance_id"
+                "invalid", f"policy direct needs {phase}_worker_id or backend_instance_id"
             )
     if fault := invalid_weight(request):
         return Rejection("invalid", f"{fault} must be a number up to {MAX_WEIGHT:g}")
@@ -165,6 +165,7 @@ def select_worker(
         forecast=outlook,
         session_rank=session_rank,
         overlap_blocks=overlap_blocks,
+        phase=part,
     )
 
 

@@ -55,7 +55,7 @@ OPEN: frozenset[RunState] = frozenset({"assigned", "started", "prefilled"})
 FAILED: frozenset[RunState] = frozenset({"broken", "worker_full", "retryable", "expired"})
 """Closed without a last Chunk: the reader still waits, so the owner owes the request something."""
 
-NOT_COUNTED_AS_FAILURE = frozenset({"worker_full", "not_started", "preempted"})
+NOT_COUNTED_AS_FAILURE = frozenset({"worker_full", "not_started", "preempted", "handover_unused"})
 """Reasons of a new attempt that are not the request's fault and do not use up its attempts."""
 
 
@@ -323,7 +323,7 @@ def _begin_attempt(
     state.attempt = record.attempt
     if isinstance(record, Fencing):
         if record.reason in NOT_COUNTED_AS_FAILURE:
-            state.full_rejections += record.reason != "preempted"
+            state.full_rejections += record.reason not in ("preempted", "handover_unused")
         else:
             state.failures += 1
             state.failed_workers.update(
@@ -365,7 +365,9 @@ def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Fini
         return "started" if state == "assigned" else state
     if isinstance(record, PrefillDone):
         return "handed_off" if record.phase == "prefill" else "prefilled"
-    return "retryable" if record.code == "error" and record.retryable else record.code
+    # No reader sees the error of a prefill: it writes no Chunk.
+    is_retryable = record.retryable or record.phase == "prefill"
+    return "retryable" if record.code == "error" and is_retryable else record.code
 
 
 def _clear_runs(request_id: str, state: RequestState, loads: RunLoads) -> None:

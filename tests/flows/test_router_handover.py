@@ -1,0 +1,422 @@
+"""A router with prefill and decode workers: two decisions for a request, and one hand-over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from streams.codecs import pack_tokens, unpack_tokens
+from streams.records import (
+    Assigned,
+    Assignment,
+    End,
+    Fence,
+    Fencing,
+    PrefillDone,
+)
+from streams.request import (
+    Hints,
+    Request,
+    RouterConfigOverride,
+    RoutingConstraints,
+    SessionControl,
+    StopConditions,
+)
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.harness.fake_worker import (
+    FakeWorker,
+    append_record,
+    chunk,
+    read_records,
+    start_router,
+    wait_for_items,
+)
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+LONG = Request(
+    id="a", model="demo", token_ids=pack_tokens(list(range(3000))), deadline_s=100,
+    stop=StopConditions(max_tokens=50, min_tokens=2),
+)  # fmt: skip
+PARAMS = b'{"kv_transfer_params":{"remote_block_ids":[1,2]}}'
+
+
+def workers(world: MemoryWorld, **over: Any) -> tuple[FakeWorker, FakeWorker]:
+    prefill = FakeWorker(world, "p", role="prefill", **over)
+    return prefill, FakeWorker(world, "d", role="decode", **over)
+
+
+async def prefill_of(world: MemoryWorld, worker: FakeWorker, count: int = 1) -> Assignment:
+    return (await wait_for_items(world, lambda: worker.received(Assignment), count))[count - 1]
+
+
+def decisions(world: MemoryWorld, key: str = "a") -> list[tuple[int, str, str]]:
+    return [(d.attempt, d.phase, d.worker) for d in read_records(world, LEDGER, Assigned, key)]
+
+
+@scenario_test
+async def test_prompt_is_computed_by_a_prefill_worker_and_decoded_by_another(
+    world: MemoryWorld,
+) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    override = RouterConfigOverride(router_temperature=0.25, overlap_score_credit=3.0)
+    append_record(world, REQUESTS, replace(LONG, router_config_override=override))
+    first = await prefill_of(world, prefill)
+    assert (first.phase, first.attempt) == ("prefill", 0)
+    assert first.request.id == "a"
+    assert first.request.stop == replace(LONG.stop, max_tokens=1, min_tokens=0)
+    assert first.request.hints.prefill_worker_id == "p"
+    assert first.request.hints.prefill_dp_rank == 0
+    await world.sleep(2)
+    assert not decode.received(Assignment)
+    prefill.hand_over(first, PARAMS)
+    second = await prefill_of(world, decode)
+    assert (second.phase, second.attempt) == ("decode", 0)
+    assert second.request.stop == LONG.stop
+    assert second.request.token_ids == LONG.token_ids
+    assert second.request.hints.prefill_worker_id == "p"
+    assert second.request.prefill_result is not None
+    assert second.request.prefill_result.disaggregated_params == PARAMS
+    assert second.request.router_config_override == RouterConfigOverride(
+        router_temperature=0.25, overlap_score_credit=0.0, assume_kv_reuse=False,
+        track_prefill_tokens=False,
+    )  # fmt: skip
+    assert second.handoff_until_ms > 0
+    assert decisions(world) == [(0, "prefill", "p"), (0, "decode", "d")]
+    decode.start(second)
+    await world.sleep(5)
+    assert len(prefill.received(Assignment)) == len(decode.received(Assignment)) == 1
+    assert not read_records(world, RESPONSES, Fence)
+
+
+@scenario_test
+async def test_limits_that_are_absent_stay_absent(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, stop=StopConditions()))
+    first = await prefill_of(world, prefill)
+    assert first.request.stop.max_tokens == 1
+    prefill.hand_over(first, PARAMS)
+    assert (await prefill_of(world, decode)).request.stop == StopConditions()
+
+
+@scenario_test
+async def test_request_stays_whole_without_prefill_workers(world: MemoryWorld) -> None:
+    decode = FakeWorker(world, "d", role="decode")
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    assert (await prefill_of(world, decode)).phase == "aggregated"
+
+
+@scenario_test
+async def test_prompt_that_the_decode_worker_has_cached_stays_whole(world: MemoryWorld) -> None:
+    _, decode = workers(world, block_size=16)
+    decode.publish_blocks(list(range(2000)), 16)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)  # 1000 tokens of 3000 are not cached
+    assert (await prefill_of(world, decode)).phase == "aggregated"
+
+
+@scenario_test
+async def test_prompt_with_too_little_cached_is_handed_over(world: MemoryWorld) -> None:
+    prefill, decode = workers(world, block_size=16)
+    decode.publish_blocks(list(range(800)), 16)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)  # 2200 tokens are not cached
+    assert (await prefill_of(world, prefill)).phase == "prefill"
+
+
+@scenario_test
+async def test_enforced_disaggregation_waits_for_a_prefill_worker(world: MemoryWorld) -> None:
+    decode = FakeWorker(world, "d", role="decode")
+    await start_router(world, enforce_disaggregation=True, no_worker_timeout_s=5)
+    append_record(world, REQUESTS, LONG)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "no_workers"
+    assert not decode.received(Assignment)
+    prefill = FakeWorker(world, "p", role="prefill")
+    append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
+    assert (await prefill_of(world, prefill)).phase == "prefill"
+
+
+@scenario_test
+async def test_model_with_prefill_workers_only_has_no_workers(world: MemoryWorld) -> None:
+    prefill = FakeWorker(world, "p", role="prefill")
+    await start_router(world, no_worker_timeout_s=5)
+    append_record(world, REQUESTS, LONG)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "no_workers"
+    assert not prefill.received(Assignment)
+
+
+@scenario_test
+async def test_expired_hand_over_begins_the_next_attempt(world: MemoryWorld) -> None:
+    prefill, decode = workers(world, max_runs=1)
+    await start_router(world, handover_timeout_s=3)
+    append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    busy = decode.start(await prefill_of(world, decode))
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    await world.sleep(2)
+    assert len(prefill.received(Assignment)) == 2
+    again = await prefill_of(world, prefill, 3)
+    assert (again.phase, again.attempt, again.request.id) == ("prefill", 1, "a")
+    assert [f.reason for f in read_records(world, LEDGER, Fencing)] == ["handover_unused"]
+    decode.finish(busy, "stop")
+    prefill.hand_over(again, PARAMS)
+    second = await prefill_of(world, decode, 2)
+    assert (second.phase, second.attempt, second.request.id) == ("decode", 1, "a")
+
+
+@scenario_test
+async def test_lease_of_the_engine_bounds_the_time_of_a_hand_over(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    first = await prefill_of(world, prefill)
+    begun_ms = world.clock.wall_ms()
+    prefill.hand_over(first, PARAMS, lease_ms=2000)
+    second = await prefill_of(world, decode)
+    assert 1600 <= second.handoff_until_ms - begun_ms < 1700  # .8 of the lease
+
+
+@scenario_test
+async def test_refused_decode_begins_with_another_prefill(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world, max_attempts=1)  # a refusal is no failure
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    decode.reject(await prefill_of(world, decode))
+    again = await prefill_of(world, prefill, 2)
+    assert (again.phase, again.attempt) == ("prefill", 1)
+
+
+@scenario_test
+async def test_failed_prefill_and_failed_decode_make_the_rest_whole(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    run = prefill.start(await prefill_of(world, prefill))
+    prefill.finish(run, "error", message="no connector")  # no reader sees it: it is no end
+    whole = await prefill_of(world, decode)
+    assert (whole.phase, whole.attempt) == ("aggregated", 1)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    run = decode.start(await prefill_of(world, decode, 2))
+    decode.finish(run, "broken")
+    whole = await prefill_of(world, decode, 3)
+    assert (whole.phase, whole.attempt, whole.request.id) == ("aggregated", 1, "b")
+
+
+@scenario_test
+async def test_death_of_the_prefill_worker_before_its_end(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    prefill.start(await prefill_of(world, prefill))
+    prefill.heartbeat_task.cancel()
+    whole = await prefill_of(world, decode)
+    assert (whole.phase, whole.attempt) == ("aggregated", 1)
+
+
+@scenario_test
+async def test_death_of_the_decode_worker_in_the_middle_of_an_answer(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    other = FakeWorker(world, "d2", role="decode", state="draining")
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    run = decode.start(await prefill_of(world, decode))
+    append_record(world, RESPONSES, chunk(0, 70, text="x", chars=1))
+    append_record(world, LEDGER, PrefillDone(run=1, **run))
+    other.state = "ready"
+    decode.heartbeat_task.cancel()
+    rest = await prefill_of(world, other)
+    assert (rest.phase, rest.attempt) == ("aggregated", 1)
+    assert list(unpack_tokens(rest.taken)) == [70]
+
+
+@scenario_test
+async def test_next_owner_never_uses_a_hand_over_of_its_predecessor(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    router = await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    first = await prefill_of(world, prefill)
+    await world.sleep(1)
+    await router.stop()
+    prefill.hand_over(first, PARAMS)
+    await start_router(world, "r2")
+    again = await prefill_of(world, prefill, 2)
+    assert (again.phase, again.attempt) == ("prefill", 1)
+    assert not decode.received(Assignment)
+    prefill.hand_over(again, PARAMS)
+    assert (await prefill_of(world, decode)).attempt == 1
+
+
+@scenario_test
+async def test_pins_of_both_phases(world: MemoryWorld) -> None:
+    workers(world)
+    other_prefill = FakeWorker(world, "p2", role="prefill")
+    other_decode = FakeWorker(world, "d2", role="decode")
+    await start_router(world)
+    hints = Hints(prefill_worker_id="p2", decode_worker_id="d2")
+    append_record(world, REQUESTS, replace(LONG, hints=hints))
+    other_prefill.hand_over(await prefill_of(world, other_prefill), PARAMS)
+    assert (await prefill_of(world, other_decode)).phase == "decode"
+
+
+@scenario_test
+async def test_decode_worker_that_is_gone_ends_the_request(world: MemoryWorld) -> None:
+    prefill, _ = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(decode_worker_id="gone")))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "pinned_gone"
+
+
+@scenario_test
+async def test_policy_direct_needs_both_workers(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world, policy="direct")
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(decode_worker_id="d")))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "invalid"
+    assert "prefill_worker_id" in end.message
+    hints = Hints(prefill_worker_id="p", decode_worker_id="d")
+    append_record(world, REQUESTS, replace(LONG, id="b", hints=hints))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    assert (await prefill_of(world, decode)).phase == "decode"
+
+
+@scenario_test
+async def test_round_robin_goes_on_per_phase_and_not_for_pinned_requests(
+    world: MemoryWorld,
+) -> None:
+    prefills = [FakeWorker(world, f"p{n}", role="prefill") for n in range(2)]
+    for n in range(2):
+        FakeWorker(world, f"d{n}", role="decode")
+    await start_router(world, policy="round_robin")
+    placed = []
+    for n in range(4):
+        pin = "p0" if n == 1 else None
+        asked = replace(LONG, id=f"{n}", hints=Hints(prefill_worker_id=pin))
+        append_record(world, REQUESTS, asked)
+        key = f"{n}"
+        await wait_for_items(world, lambda key=key: read_records(world, LEDGER, Assigned, key))
+        name = decisions(world, key)[0][2]
+        worker = next(w for w in prefills if w.name == name)
+        mine = [a for a in worker.received(Assignment) if a.request.id == key]
+        worker.hand_over(mine[0], PARAMS)
+        await wait_for_items(world, lambda key=key: read_records(world, LEDGER, Assigned, key), 2)
+        placed.append((name, decisions(world, key)[1][2]))
+    assert [place for place, _ in placed] in (["p0", "p0", "p1", "p0"], ["p1", "p0", "p0", "p1"])
+    assert [place for _, place in placed] in (["d0", "d1"] * 2, ["d1", "d0"] * 2)
+
+
+@scenario_test
+async def test_sessions_bind_each_phase_apart(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    control = SessionControl(session_id="s", action="open")
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(session_control=control)))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    await prefill_of(world, decode)
+    FakeWorker(world, "p2", role="prefill")
+    FakeWorker(world, "d2", role="decode")
+    bound = replace(control, action="bind")
+    append_record(world, REQUESTS, replace(LONG, id="b", hints=Hints(session_control=bound)))
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    await prefill_of(world, decode, 2)
+    uses = [d.session for d in read_records(world, LEDGER, Assigned, "b")]
+    assert [use and use.bound_worker for use in uses] == ["p", "d"]
+
+
+@scenario_test
+async def test_decode_stays_in_the_required_domain(world: MemoryWorld) -> None:
+    prefill = FakeWorker(world, "p", role="prefill", taints=("gpu=x", "topology/zone=a"))
+    far = FakeWorker(world, "d1", role="decode", taints=("gpu=x", "topology/zone=b"))
+    near = FakeWorker(world, "d2", role="decode", taints=("gpu=x", "topology/zone=a"))
+    await start_router(world, transfer_domain="zone", transfer_domain_required=True)
+    asked = RoutingConstraints(required_taints=("gpu=x",))
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(routing_constraints=asked)))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    decoded = await prefill_of(world, near)
+    assert decoded.request.hints.routing_constraints is not None
+    required = decoded.request.hints.routing_constraints.required_taints
+    assert required == ("gpu=x", "topology/zone=a")
+    assert not far.received(Assignment)
+
+
+@scenario_test
+async def test_required_domain_that_is_unknown_ends_the_request_before_prefill(
+    world: MemoryWorld,
+) -> None:
+    prefill, _ = workers(world)
+    await start_router(world, transfer_domain="zone", transfer_domain_required=True)
+    append_record(world, REQUESTS, LONG)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "none_eligible"
+    assert "topology/zone" in end.message
+    assert not prefill.received(Assignment)
+
+
+@scenario_test
+async def test_preferred_domain_overrides_the_weight_of_the_client(world: MemoryWorld) -> None:
+    prefill = FakeWorker(world, "p", role="prefill", taints=("topology/zone=a",))
+    decode = FakeWorker(world, "d", role="decode", taints=("topology/zone=a",))
+    await start_router(world, transfer_domain="zone")
+    asked = RoutingConstraints(preferred_taints={"topology/zone=a": 9.0, "gpu=x": 2.0})
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(routing_constraints=asked)))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    got = (await prefill_of(world, decode)).request.hints.routing_constraints
+    assert got is not None
+    assert got.preferred_taints == {"topology/zone=a": 1.0, "gpu=x": 2.0}
+
+
+@scenario_test
+async def test_domain_without_taints_adds_no_constraint(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world, transfer_domain="zone")
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    assert (await prefill_of(world, decode)).request.hints.routing_constraints is None
+
+
+@scenario_test
+async def test_batch_requests_stay_whole(world: MemoryWorld) -> None:
+    _, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, service_class="batch"))
+    assert (await prefill_of(world, decode)).phase == "aggregated"
+
+
+@scenario_test
+async def test_death_of_the_prefill_worker_while_its_hand_over_waits(world: MemoryWorld) -> None:
+    prefill, decode = workers(world, max_runs=1)
+    await start_router(world, handover_timeout_s=60)
+    append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    busy = decode.start(await prefill_of(world, decode))
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.heartbeat_task.cancel()
+    await world.sleep(20)
+    decode.finish(busy, "stop")
+    whole = await prefill_of(world, decode, 2)
+    assert (whole.phase, whole.attempt) == ("aggregated", 1)
+    assert [f.reason for f in read_records(world, LEDGER, Fencing)] == ["handover_unused"]
+
+
+@scenario_test
+async def test_dry_run_gives_the_workers_of_both_phases(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, annotations=("query_instance_id:",)))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.placed is not None
+    assert (end.placed.worker_id, end.placed.prefill_worker_id) == ("d", "p")
+    assert not prefill.received(Assignment)
+    assert not decode.received(Assignment)
