@@ -178,7 +178,8 @@ class Worker:
         }
 
     async def start(self) -> None:
-        """Start the engine, register and serve. Raises errors of the engine and of the log."""
+        """Start the engine, register and serve. Raises errors of the engine and of the log, and
+        SettingsError for a role that the engine cannot take."""
         await self._status.start()
         try:
             config = await self._start_engine()
@@ -229,6 +230,13 @@ class Worker:
         """Start the engine with its listener, and publish the files and card of its model."""
         self._engine.set_kv_event_listener(self._on_engine_events)
         config = _with_adapters(await self._engine.start(self.id), self._settings)
+        role = self._settings.worker_role
+        if role != "aggregated" and config.transfer_lease_s is None:
+            raise SettingsError(
+                f"KVLANE_WORKER_ROLE={role}: the engine {self._settings.engine} of {self.id} can "
+                "neither hand a prompt over nor fetch one: use the engine vllm with a "
+                "kv_transfer_config in KVLANE_ENGINE_ARGS, or simulated"
+            )
         model = config.served_model_name or config.model
         self._metrics.model = model
         self._cache_events = [
@@ -278,6 +286,7 @@ class Worker:
             max_waiting=self._settings.worker_max_waiting,
             remember_key_s=self._settings.max_lifetime_s,
         )
+        self._lease_s = config.transfer_lease_s or 0.0
         self._slot_offset = await end_offset_of(self._log, self._clock, self._slot)
         registry = Partition(REGISTRY, 0)
         if self._card_offset < 0:
@@ -325,8 +334,9 @@ class Worker:
         for events in self._cache_events:
             await events.begin_epoch(epoch, until)
         executor = RunExecutor(
-            self._ctx, self._publisher, self._engine, self._chunks, self._model, self.id, epoch
-        )
+            self._ctx, self._publisher, self._engine, self._chunks, self._model, self.id, epoch,
+            self._lease_s,
+        )  # fmt: skip
         self._runs = RunQueue(
             executor, self._ctx, self._publisher, self._broker_clock, self._limits, self.id, epoch,
             self._run_ended,
@@ -502,12 +512,7 @@ def _with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 def build(log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
-    """A worker with the engine of the settings. Raises BadModel, SettingsError."""
-    if settings.worker_role != "aggregated":
-        raise SettingsError(
-            f"KVLANE_WORKER_ROLE={settings.worker_role}: only aggregated is supported, since no "
-            "router assigns prefill and decode to separate workers"
-        )
+    """A worker with the engine of the settings. Raises BadModel."""
     engine, files = create_engine(settings, ctx.clock)
     offer = None if files is None else ModelPublisher(log, settings, ctx, files)
     return Worker(log, settings, ctx, engine, offer=offer)

@@ -218,7 +218,8 @@ class Started(InternalRecord, frozen=True):
 class PrefillDone(InternalRecord, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
 
-    `handoff` is the engine's own, opaque to everything between the two.
+    `handoff` is the engine's own, opaque to everything between the two. `lease_ms`: how long the
+    engine still held the blocks for it when this was written; 0 if unknown.
     """
 
     id: str
@@ -426,7 +427,11 @@ class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
 
 
 class Assignment(InternalRecord, frozen=True):
-    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from."""
+    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from.
+
+    `handoff_until_ms`: in phase decode, when the blocks of its prefill may be gone: past it the
+    worker refuses the run; 0: never.
+    """
 
     worker: str
     epoch: int
@@ -561,7 +566,9 @@ class EngineConfig(InternalRecord, frozen=True):
     `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
     `gives_tokens` it gives text only, and nobody can continue its answers; with `guesses_cache` its
     cache events are a guess. `kind`: what it takes. `unsupported`: features that it would ignore
-    (`guided_decoding`, `logprobs`); requests for them are refused.
+    (`guided_decoding`, `logprobs`); requests for them are refused. `transfer_lease_s`: how long it
+    holds the blocks of a prompt for another engine; None: it neither hands prompts over nor fetches
+    them.
     """
 
     model: str
@@ -581,6 +588,7 @@ class EngineConfig(InternalRecord, frozen=True):
     guesses_cache: bool = False
     kind: ModelKind = "tokens"
     unsupported: tuple[str, ...] = ()
+    transfer_lease_s: float | None = None
 
 
 class WorkerCard(InternalRecord, frozen=True):

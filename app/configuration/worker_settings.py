@@ -20,8 +20,9 @@ class WorkerSettings(BaseModel):
     )
     worker_role: Role = Field(
         "aggregated",
-        description="role of this worker: aggregated (prefill and decode); with workers of "
-        "role prefill, these compute prompts and hand them to workers of role decode",
+        description="role of this worker: aggregated (prefill and decode); with workers of role "
+        "prefill, these compute prompts and hand them to workers of role decode; both need the "
+        "engine vllm with a kv_transfer_config in KVLANE_ENGINE_ARGS, or simulated",
     )
     taints: str = Field(
         "",

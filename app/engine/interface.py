@@ -24,6 +24,11 @@ Lifecycle of an engine: constructed, `start`, any number of concurrent `generate
 8. The kind in an engine's config is the kind of its requests: tokens, answered with tokens, or
    OpenAI bodies (`Request.body`), answered with text and asides for all other fields. An
    interrupted answer of the latter cannot be resumed by another worker.
+9. An engine whose config has a `transfer_lease_s` hands prompts over. In phase prefill it computes
+   the prompt, and its last output has `transfer`, with which another engine can fetch the blocks
+   until the lease is over; its tokens are discarded. In phase decode it fetches the blocks named by
+   `Request.prefill_result`, and generates the answer. It raises a retryable EngineError if they
+   cannot be fetched.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ from streams.records import (
     FinishReason,
     LogProb,
     PassthroughDelta,
+    Phase,
     Usage,
 )
 from streams.request import Request
@@ -179,10 +185,19 @@ def token_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int =
 
 
 class GenerateContext:
-    """Handle of one request: carries the stop to the engine and reports the first token."""
+    """Handle of one request: carries the stop to the engine and reports the first token.
 
-    def __init__(self, request_id: str, on_first_token: Callable[[], None] | None = None) -> None:
+    `phase`: the part of the request that this engine executes, see rule 9.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        on_first_token: Callable[[], None] | None = None,
+        phase: Phase = "aggregated",
+    ) -> None:
         self.request_id = request_id
+        self.phase = phase
         self.traceparent = ""
         """The W3C Trace Context for the engine's own spans; empty if the request is not sampled."""
         self._stopped = False
@@ -280,7 +295,8 @@ class Engine(ABC):
         """Handle an explicit cancel of the request; not called for a stream that was only left."""
 
     async def drain(self) -> None:  # noqa: B027 - optional by contract
-        """Wait for transfers that other workers depend on; once, unregistered, before `cleanup`."""
+        """Wait for transfers that other workers depend on; once, unregistered, before `cleanup`.
+        Ends with the last lease, if not before."""
 
     @abstractmethod
     async def cleanup(self) -> None:

@@ -3,8 +3,12 @@
     Started ─────────► acknowledged: Chunks may go out ─────► PrefillDone after the first token
     engine.generate ─► text ─► ChunkStream ─► last Chunk acknowledged ─► RunEnd
 
-Both lines run concurrently, so that the acknowledgement of Started hides behind the prefill. Owns
-the run's tokens, text and times. Admission, and the Finished that reports the outcome, are in
+Both lines run concurrently, so that the acknowledgement of Started hides behind the prefill. A run
+of phase prefill never writes a Chunk: it ends with the engine's transfer for a decode worker.
+
+    engine.generate ─► transfer ─► PrefillDone acknowledged ─► RunEnd("handed_off")
+
+Owns the run's tokens, text and times. Admission, and the Finished that reports the outcome, are in
 `app/serving/run_queue.py`.
 """
 
@@ -12,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 from opentelemetry.trace import Span
@@ -36,7 +42,7 @@ from app.runtime import spans
 from app.runtime.process import ProcessContext
 from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
 from streams.codecs import token_count, unpack_tokens
-from streams.errors import AppendFailed
+from streams.errors import AppendFailed, BrokerUnavailable
 from streams.record_publisher import RecordPublisher
 from streams.records import Assignment, FinishReason, PrefillDone, RunCode, RunKey, Started, Usage
 from streams.request import Request
@@ -56,6 +62,10 @@ _CODES: dict[FinishReason, RunCode] = {
     "tool_calls": "stop",
     "function_call": "stop",
 }
+
+
+Consumer = Callable[[EngineOutput], Awaitable[bool]]
+"""Processes an output of the engine; returns whether no more are needed."""
 
 
 class RunEnd(NamedTuple):
@@ -83,8 +93,6 @@ class Run:
     """When it was passed to the engine."""
     generated_tokens: int = 0
     cached_tokens: int = 0
-    handoff: bytes = b""
-    """The engine's own data for the decode worker, of a prefill run."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     waiting_since: float | None = None
@@ -97,9 +105,15 @@ class Run:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer; 0 for an embedding, whose single output counts as one in
-        `generated_tokens`."""
-        return 0 if self.assignment.request.kind == "embedding" else self.generated_tokens
+        """Tokens of the answer; 0 for an embedding and for a prefill, whose single output counts
+        as one in `generated_tokens`."""
+        answers = self.assignment.request.kind != "embedding" and not self.is_prefill
+        return self.generated_tokens if answers else 0
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it ends with a transfer to a decode worker, without a Chunk."""
+        return self.key.phase == "prefill"
 
     @property
     def ttft_ms(self) -> float:
@@ -158,7 +172,9 @@ class RunExecutor:
         model: Model,
         worker: str,
         epoch: int,
+        lease_s: float = 0.0,
     ) -> None:
+        """`lease_s`: how long the engine holds the blocks of a prefill; 0 if unknown."""
         self._ctx = ctx
         self._publisher = publisher
         self._engine = engine
@@ -166,6 +182,7 @@ class RunExecutor:
         self._model = model
         self._worker = worker
         self._epoch = epoch
+        self._lease_s = lease_s
 
     async def execute(self, run: Run) -> RunEnd:
         """Run it to its end. If cancelled without `run.forced_outcome`, nothing more is written."""
@@ -184,9 +201,12 @@ class RunExecutor:
         )
         announced = self._ctx.spawn(f"announce {run.key.id}", self._announce(run, stream))
         try:
-            outcome = await self._outcome(run, stream)
+            if run.is_prefill:
+                outcome = await self._outcome(run, self._hand_over(run, stream, announced))
+            else:
+                outcome = await self._outcome(run, self._answer(run, stream))
             run.state = "closing"
-            if run.generated_tokens and not stream.is_broken:
+            if run.generated_tokens and not stream.is_broken and not run.is_prefill:
                 await asyncio.wait([announced])  # PrefillDone must precede Finished
             run.span.set_attribute("code", outcome.code)
             return outcome
@@ -214,11 +234,12 @@ class RunExecutor:
             log.exception("%s: the engine failed to abort it", run.key.id)
 
     async def _announce(self, run: Run, stream: ChunkStream) -> None:
-        assignment, (request_id, attempt, phase) = run.assignment, run.key
+        """Publish Started; then, unless it is a prefill, PrefillDone after the first token."""
+        assignment, request_id = run.assignment, run.key.id
         started = Started(
-            id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
-            run=run.run_id, origin=assignment.origin, responses_from=assignment.responses_from,
-            deadline_ms=assignment.deadline_ms,
+            id=request_id, attempt=run.key.attempt, phase=run.key.phase, worker=self._worker,
+            epoch=self._epoch, run=run.run_id, origin=assignment.origin,
+            responses_from=assignment.responses_from, deadline_ms=assignment.deadline_ms,
             prompt_tokens=assignment.request.prompt_tokens,
         )  # fmt: skip
         try:
@@ -228,21 +249,25 @@ class RunExecutor:
             stream.discard()
             return
         stream.release()
+        if run.is_prefill:
+            return
         await run.first_token_event.wait()
-        done = PrefillDone(
-            id=request_id, attempt=attempt, phase=phase, worker=self._worker, epoch=self._epoch,
-            run=run.run_id, cached_tokens=run.cached_tokens, ttft_ms=run.ttft_ms,
-            prefill_ms=run.prefill_ms, handoff=run.handoff,
-        )  # fmt: skip
         try:
-            await self._publisher.publish_once(LEDGER, request_id, done)
+            await self._publisher.publish_once(LEDGER, request_id, self._prefill_done(run))
         except AppendFailed as e:  # routers overestimate the load of this worker for a while
             log.warning("%s: PrefillDone was not acknowledged: %s", request_id, e)
 
-    async def _outcome(self, run: Run, stream: ChunkStream) -> RunEnd:
-        """The outcome of the answer; every failure becomes an outcome."""
+    def _prefill_done(self, run: Run, handoff: bytes = b"", lease_ms: int = 0) -> PrefillDone:
+        return PrefillDone(
+            id=run.key.id, attempt=run.key.attempt, phase=run.key.phase, worker=self._worker,
+            epoch=self._epoch, run=run.run_id, cached_tokens=run.cached_tokens,
+            ttft_ms=run.ttft_ms, prefill_ms=run.prefill_ms, handoff=handoff, lease_ms=lease_ms,
+        )  # fmt: skip
+
+    async def _outcome(self, run: Run, work: Coroutine[Any, Any, RunEnd]) -> RunEnd:
+        """The outcome of the run; every failure becomes an outcome."""
         try:
-            return await self._answer(run, stream)
+            return await work
         except asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
@@ -262,6 +287,51 @@ class RunExecutor:
             log.exception("%s: the engine failed", run.key.id)
             return RunEnd("error", retryable=True, message=repr(e))
 
+    async def _hand_over(
+        self, run: Run, stream: ChunkStream, announced: asyncio.Task[None]
+    ) -> RunEnd:
+        """Compute the prompt and publish the engine's transfer. Raises EngineErrors.
+
+        No reader has seen anything of it, so every failure leaves the request to its router.
+        """
+        clock, request = self._ctx.clock, self._request(run)
+        request = replace(request, stop=replace(request.stop, max_tokens=1, min_tokens=0))
+        run.started_at = clock.now()
+        last = await self._generate(run, request, _discard)
+        ended_at = clock.now()
+        run.state = "closing"
+        if last.finish_reason == "cancelled":
+            # `cancelled` would mean that a last Chunk is in the log.
+            return RunEnd("broken", message="cancelled during its prefill")
+        if last.finish_reason == "error":
+            raise EngineError(last.message)
+        if last.transfer is None:
+            raise EngineError(
+                f"the engine of worker {self._worker} gave no transfer parameters for request "
+                f"{run.key.id}: configure its KV connector"
+            )
+        run.count_tokens(1, ended_at)
+        await asyncio.wait([announced])
+        if stream.is_broken:
+            return RunEnd("broken", message="Started was not acknowledged")
+        return await self._publish_handoff(run, last.transfer, ended_at)
+
+    async def _publish_handoff(self, run: Run, transfer: bytes, ended_at: float) -> RunEnd:
+        """Publish PrefillDone with the transfer, up to the deadline and the end of its lease."""
+        lease_s, clock, until = self._lease_s, self._ctx.clock, run.deadline_at
+        if lease_s:
+            until = min(until, ended_at + lease_s)
+
+        def current() -> PrefillDone:
+            left_ms = int((ended_at + lease_s - clock.now()) * 1000)
+            return self._prefill_done(run, transfer, max(left_ms, 1) if lease_s else 0)
+
+        try:
+            await self._publisher.publish_current(LEDGER, run.key.id, current, until=until)
+        except (AppendFailed, BrokerUnavailable) as e:
+            return RunEnd("broken", message=f"PrefillDone was not acknowledged: {e}")
+        return RunEnd("handed_off")
+
     async def _answer(self, run: Run, stream: ChunkStream) -> RunEnd:
         """Generate and send the answer up to its last acknowledgement. Raises retryable
         EngineErrors."""
@@ -271,7 +341,7 @@ class RunExecutor:
         invalid = ""
         run.started_at = self._ctx.clock.now()
         try:
-            ended = await self._generate(run, stream, text)
+            ended = await self._stream(run, stream, text)
         except EngineError as e:
             if e.retryable:
                 raise
@@ -287,24 +357,34 @@ class RunExecutor:
         await stream.finish(FinalChunk(reason, counts, ended.stop_reason, invalid), text.end())
         return RunEnd(_CODES[reason], message=ended.message)
 
-    async def _generate(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
+    async def _stream(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
         """Send the engine's outputs as they come; returns the final one, already sent.
 
         The answer may end before the engine's stream: at a stop string, which only the text
         contains. Closing the stream stops the engine.
         """
+        request = self._request(run)
+        if text.ended is not None:
+            return _ended(text, EngineOutput.stop())
+        if request.stop.max_tokens == 0:
+            return EngineOutput.length()
+        return _ended(
+            text, await self._generate(run, request, partial(self._pass_on, run, stream, text))
+        )
+
+    def _request(self, run: Run) -> Request:
+        """The request for the engine. Raises EngineError if it cannot be resumed."""
         request = resumed_request(run.assignment.request, run.assignment.taken)
         if run.assignment.taken and not self._chunks.with_tokens:
             # Readers could not tell where this run resumed, and no other could resume it.
             raise EngineError("the engine returns no token ids to resume from", retryable=True)
         if (rank := run.assignment.rank) != (request.hints.dp_rank or 0):
             request = replace(request, hints=replace(request.hints, dp_rank=rank))
-        if text.ended is not None:
-            return _ended(text, EngineOutput.stop())
-        if request.stop.max_tokens == 0:
-            return EngineOutput.length()
-        clock = self._ctx.clock
-        span = spans.NO_SPAN
+        return request
+
+    async def _generate(self, run: Run, request: Request, consume: Consumer) -> EngineOutput:
+        """Pass the engine's outputs on; returns the last one. Raises EngineErrors."""
+        clock, span = self._ctx.clock, spans.NO_SPAN
         if request.traceparent:
             span = self._start_span("engine.generate", run, below=spans.RUN)
             run.context.traceparent = spans.traceparent_of(span, request.traceparent)
@@ -313,9 +393,10 @@ class RunExecutor:
             async with aclosing(self._engine.generate(request, run.context)) as outputs:
                 async for output in outputs:
                     run.waiting_since = None  # waiting for the log does not count as an idle engine
-                    over = await self._pass_on(run, stream, text, output)
-                    if over or output.finish_reason is not None:
-                        return _ended(text, output)
+                    if output.usage is not None:
+                        run.cached_tokens = output.usage.cached_tokens
+                    if await consume(output) or output.finish_reason is not None:
+                        return output
                     run.waiting_since = clock.now()
         finally:
             run.waiting_since = None
@@ -328,10 +409,6 @@ class RunExecutor:
         self, run: Run, stream: ChunkStream, text: TextStream, output: EngineOutput
     ) -> bool:
         """Send the content of an output; returns whether it ended the answer."""
-        if output.usage is not None:
-            run.cached_tokens = output.usage.cached_tokens
-        if output.transfer is not None:
-            run.handoff = output.transfer
         if output.is_empty:
             return False
         # Text without token ids counts as one token: most servers send each token separately.
@@ -343,16 +420,24 @@ class RunExecutor:
         return piece.finish_reason is not None
 
 
+async def _discard(_: EngineOutput) -> bool:
+    """The consumer of a prefill, whose tokens are generated again by the decode worker."""
+    return False
+
+
 def _counts(run: Run, ended: EngineOutput) -> Usage:
     """Token counts of a request over all its attempts; of a body, the engine's own counts."""
     request, taken = run.assignment.request, token_count(run.assignment.taken)
     if request.body is not None:
         return ended.usage or token_usage(0, run.generated_tokens)
+    prefill = request.prefill_result
+    details = prefill.prompt_tokens_details if prefill is not None else None
+    cached_tokens = run.cached_tokens if details is None else details.cached_tokens or 0
     return token_usage(
         prompt_tokens=request.prompt_tokens,
         completion_tokens=taken + run.generated_tokens,
         # To the engine, tokens of earlier attempts belong to the prompt; to the client they do not.
-        cached_tokens=min(run.cached_tokens, request.prompt_tokens),
+        cached_tokens=min(cached_tokens, request.prompt_tokens),
     )
 
 

@@ -114,7 +114,7 @@ class RunQueue:
             run_id=self._ctx.rng.getrandbits(64),
             accepted_at=now,
             deadline_at=now + self._remaining_s(assignment),
-            context=GenerateContext(key.id, first_token.set),
+            context=GenerateContext(key.id, first_token.set, key.phase),
             first_token_event=first_token,
         )
         self._open[key] = run
@@ -217,12 +217,24 @@ class RunQueue:
         run.task = self._ctx.spawn(f"run {run.key.id}", self._serve(run))
 
     async def _serve(self, run: Run) -> None:
-        outcome = await self._executor.execute(run)
+        outcome = self._handoff_expired(run) or await self._executor.execute(run)
         self._running -= 1
         self._last_end_at = self._ctx.clock.now()
         if self._waiting:
             self._start(self._waiting.popleft())
         await self._report(run, outcome)
+
+    def _handoff_expired(self, run: Run) -> RunEnd | None:
+        """Refuse a decode whose blocks may be gone: the engine could read those of another prompt.
+
+        Checked last, after the wait in the queue; between here and the engine nothing waits.
+        """
+        until_ms = run.assignment.handoff_until_ms
+        if not until_ms or self._broker_clock.now_ms() <= until_ms:
+            return None
+        return RunEnd(
+            "worker_full", retryable=True, message="the hand-off of its prefill has expired"
+        )
 
     def _close(self, run: Run, outcome: RunEnd) -> None:
         """End a run that never started."""

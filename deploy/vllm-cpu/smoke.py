@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.demo import tiny_model
+from app.engine.vllm.fork_safety import make_fork_safe
 
 PROMPT = list(range(100, 200))
 BLOCK_SIZE = tiny_model.BLOCK_SIZE
@@ -59,6 +60,7 @@ def make_engine(model: Path, **options: Any) -> Any:
         disable_log_stats=True,
         **options,
     ).create_engine_config()
+    make_fork_safe()  # kvlane has loaded its kernels into this process
     # Set only now, since making the configuration sets `spawn`, which starts seconds later.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(config)

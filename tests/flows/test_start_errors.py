@@ -38,13 +38,6 @@ def test_a_process_without_servers_says_which_variable_is_not_set() -> None:
     assert "KVLANE_BOOTSTRAP_SERVERS is not set" in what
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_role_that_no_router_dispatches_is_refused(role: str) -> None:
-    what, remedy = failed("worker", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_WORKER_ROLE=role)
-    assert f"worker fails: SettingsError: KVLANE_WORKER_ROLE={role}: only aggregated" in what
-    assert "what to do:" in remedy
-
-
 def test_a_broker_that_is_not_there_is_named() -> None:
     what, remedy = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
     assert "router fails: BrokerUnavailable: no Kafka at 127.0.0.1:1" in what

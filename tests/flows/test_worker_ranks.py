@@ -1,4 +1,4 @@
-"""A worker whose engine has several ranks, hands caches over, and refuses what makes no sense."""
+"""A worker whose engine has several ranks, and refuses what makes no sense."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from app.engine.interface import EngineOutput, InvalidRequest, KvEventListener
 from app.http.api_errors import error_of_piece
 from indexer.cache_events.engine_events import BlocksStored
-from streams.records import Blocks, EngineConfig, PrefillDone, WorkerCard
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY
+from streams.records import Blocks, EngineConfig, WorkerCard
+from streams.topics import KV_EVENTS, REGISTRY
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import TOKEN, ScriptedEngine, WorkerHarness
 
@@ -64,17 +64,6 @@ async def test_the_engine_is_told_which_rank_was_chosen(world: MemoryWorld) -> N
     harness.assign("b", rank=0)
     await harness.wait_finished("b")
     assert [request.hints.dp_rank for request in engine.requests] == [1, None]
-
-
-@scenario_test
-async def test_what_a_prefill_hands_over_is_in_the_ledger(world: MemoryWorld) -> None:
-    harness = WorkerHarness(world)
-    first = EngineOutput(token_ids=(65,), finish_reason="length", transfer=b'{"where": 1}')
-    await harness.start(ScriptedEngine(world, first))
-    harness.assign()
-    await harness.wait_finished()
-    (done,) = harness.lane_records(LEDGER, PrefillDone)
-    assert done.handoff == b'{"where": 1}'
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

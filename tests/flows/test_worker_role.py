@@ -1,10 +1,11 @@
-"""The role on a worker's card and the routers' choice. `build` refuses all but aggregated."""
+"""The role on a worker's card and the routers' choice."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from streams.records import Assigned, End, WorkerCard
+from app.engine.simulated.engine import SimulatedEngine
+from streams.records import Assigned, End, Finished, WorkerCard
 from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.harness.fake_worker import PROMPT, append_record, read_records, start_router
 from tests.harness.gateway_harness import GatewayHarness
@@ -12,26 +13,34 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import WorkerHarness
 
 
+def handing_over(world: MemoryWorld) -> SimulatedEngine:
+    return SimulatedEngine(world.clock, model="echo")
+
+
 @scenario_test
 async def test_a_role_stands_on_the_card_and_routers_go_by_it(world: MemoryWorld) -> None:
     desks = {role: WorkerHarness(world, f"w-{role}") for role in ("prefill", "decode")}
     for role, worker_harness in desks.items():
-        await worker_harness.start(worker_role=role)
+        await worker_harness.start(handing_over(world), worker_role=role)
     cards = {card.id: card.role for card in desks["decode"].records_of(REGISTRY, WorkerCard)}
     assert cards == {"w-prefill": "prefill", "w-decode": "decode"}
     await start_router(world)
     for number in range(4):
         request_id = f"r{number}"
         append_record(world, REQUESTS, replace(PROMPT, id=request_id, model="echo"))
-        await desks["decode"].wait_finished(request_id)
-        (decision,) = read_records(world, LEDGER, Assigned, request_id)
-        assert decision.worker == "w-decode"
-        assert [candidate.worker for candidate in decision.candidates] == ["w-decode"]
+        await world.wait_until(
+            lambda name=request_id: len(read_records(world, LEDGER, Finished, name)) == 2
+        )
+        decisions = read_records(world, LEDGER, Assigned, request_id)
+        assert [(d.phase, d.worker) for d in decisions] == [
+            ("prefill", "w-prefill"), ("decode", "w-decode"),
+        ]  # fmt: skip
+        assert all(len(d.candidates) == 1 for d in decisions)
 
 
 @scenario_test
 async def test_a_model_with_prefill_workers_only_is_not_served(world: MemoryWorld) -> None:
-    worker_harness = await WorkerHarness.started(world, worker_role="prefill")
+    worker_harness = await WorkerHarness.started(world, handing_over(world), worker_role="prefill")
     model = worker_harness.records_of(REGISTRY, WorkerCard)[-1].model
     harness = await GatewayHarness.open(world)
     await start_router(world)

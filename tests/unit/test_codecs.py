@@ -351,6 +351,23 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.PrefillDone(
+            id="job-17",
+            attempt=0,
+            phase="prefill",
+            worker="w1",
+            epoch=12,
+            run=11,
+            handoff=b'{"a": 1}',
+            lease_ms=1500,
+        ),
+        bytes.fromhex(
+            "88a26964a66a6f622d3137a7617474656d707400a57068617365a770726566696c6ca6776f726b65"
+            "72a27731a565706f63680ca372756e0ba768616e646f6666c4087b2261223a20317da86c65617365"
+            "5f6d73cd05dc"
+        ),
+    ),
+    (
         r.Finished(
             id="job-17",
             attempt=0,
@@ -511,6 +528,27 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         (
             b'{"t":"End","id":"job-17","code":"queue_full","message":"32 wait","retry_after_'
             b's":1.5,"usage":{}}'
+        ),
+    ),
+    (
+        r.Assignment(
+            worker="w1",
+            epoch=12,
+            attempt=1,
+            phase="decode",
+            request=q.Request(id="job-17"),
+            origin=ORIGIN,
+            responses_from=99,
+            deadline_ms=1_700_000_030_000,
+            budget_s=29.5,
+            handoff_until_ms=1_700_000_001_000,
+        ),
+        bytes.fromhex(
+            "8aa6776f726b6572a27731a565706f63680ca7617474656d707401a57068617365a66465636f6465"
+            "a772657175657374de0001a26964a66a6f622d3137a66f726967696e83a5746f706963a872657175"
+            "65737473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d"
+            "63ab646561646c696e655f6d73cf0000018bcfe5dd30a86275646765745f73cb403d800000000000"
+            "b068616e646f66665f756e74696c5f6d73cf0000018bcfe56be8"
         ),
     ),
     (
@@ -751,6 +789,20 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "74cd2328a5637572766592cb0000000000000000cb3fe0000000000000a565706f63680ca4726f6c"
             "65a770726566696c6ca572616e6b7302a67461696e747391a473706f74a876657273696f6e7381a6"
             "6b766c616e65a3302e31a46c696665a6633066666565"
+        ),
+    ),
+    (
+        r.WorkerCard(
+            id="w1",
+            slot=3,
+            model="demo",
+            role="decode",
+            config=r.EngineConfig(model="demo", transfer_lease_s=2.0),
+        ),
+        bytes.fromhex(
+            "85a26964a27731a4736c6f7403a56d6f64656ca464656d6fa6636f6e666967de0002a56d6f64656c"
+            "a464656d6fb07472616e736665725f6c656173655f73cb4000000000000000a4726f6c65a6646563"
+            "6f6465"
         ),
     ),
     (

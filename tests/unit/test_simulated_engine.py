@@ -445,6 +445,7 @@ def test_it_says_what_it_is() -> None:
             max_num_batched_tokens=64,
             curve=CURVES.coefficients(),
             unsupported=("guided_decoding", "logprobs"),
+            transfer_lease_s=2.0,
         )
         await engine.cleanup()
 

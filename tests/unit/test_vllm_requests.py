@@ -16,7 +16,7 @@ import zmq
 
 from app.engine.interface import EngineDead, EngineError, GenerateContext, InvalidRequest
 from app.engine.vllm import versions
-from app.engine.vllm.async_llm import VllmEngine, _output
+from app.engine.vllm.async_llm import VllmEngine, _output, _transfer_lease_s
 from app.engine.vllm.event_receiver import MAX_PENDING_MESSAGES, KvEventReceiver
 from app.engine.vllm.params import extra_args, vllm_priority, vllm_prompt
 from app.engine.vllm.stats import VllmStats
@@ -90,6 +90,30 @@ def test_probabilities_are_its_own_and_then_those_that_were_asked_for() -> None:
 def test_probes_transfer_nothing() -> None:
     handed = PrefillResult(disaggregated_params=HANDLE)
     assert extra_args(Request(id="a", prefill_result=handed, is_probe=True)) == {}
+    assert extra_args(Request(id="a", is_probe=True), "prefill") == {}
+
+
+def test_a_prefill_asks_for_a_transfer() -> None:
+    assert extra_args(Request(id="a", extra_args=b'{"x": 1}'), "prefill") == {
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}, "x": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "lease_s"),
+    [
+        ("NixlConnector", {}, 30.0),
+        ("NixlConnector", {"kv_lease_duration": 5}, 5.0),
+        ("OtherConnector", {}, None),
+        ("OtherConnector", {"kv_lease_duration": 5}, 5.0),
+    ],
+)
+def test_the_lease_is_that_of_the_connector(
+    connector: str, extra: dict[str, int], lease_s: float | None
+) -> None:
+    config = SimpleNamespace(kv_connector=connector, get_from_extra_config=extra.get)
+    assert _transfer_lease_s(config) == lease_s
+    assert _transfer_lease_s(None) is None
 
 
 async def test_media_are_fetched_within_the_bounds_of_the_model(

@@ -3,7 +3,8 @@
 `app/engine/simulated/step.py` defines a step and its duration; this module runs the steps on the
 injected clock, for real requests with real tokens. The tokens come from a `Continuation`. Cache
 events are those of a real engine: blocks under opaque hashes, with their tokens, at the end of the
-step that computed them.
+step that computed them. The blocks of a prefill are held for the decode engine, as
+`app/engine/simulated/transfers.py` defines.
 
 One task runs the steps, from `start` to `cleanup`. A cancel takes effect between two steps. If that
 task fails, every request fails with EngineDead.
@@ -26,11 +27,12 @@ from app.engine.interface import (
     check_text_only,
     token_usage,
 )
+from app.engine.simulated.batch import HELD, BatchState, EngineLimits, StepResult
 from app.engine.simulated.batch import BatchSequence as Modelled
-from app.engine.simulated.batch import BatchState, EngineLimits, StepResult
 from app.engine.simulated.simulated_run import STORAGE_MEDIUM, SimulatedRun
-from app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from app.engine.simulated.step import add_sequence, release_held, remove_sequence, run_step
 from app.engine.simulated.text_generator import Continuation, echo_continuation
+from app.engine.simulated.transfers import KvTransfers
 from indexer.cache_events.engine_events import BlocksRemoved, EngineEvent
 from streams.clock import Clock
 from streams.codecs import token_count
@@ -48,8 +50,9 @@ class SimulatedEngine(Engine):
     """An engine whose steps are simulated.
 
     `speedup`: speed relative to the modelled hardware; infinite for steps without duration.
-    `max_waiting`: bound on requests that wait for the batch; more fail as retryable. Raises
-    ValueError if the context does not fit into the cache of `limits`.
+    `max_waiting`: bound on requests that wait for the batch; more fail as retryable. `transfers`:
+    shared by engines that hand prompts over to each other. Raises ValueError if the context does
+    not fit into the cache of `limits`.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class SimulatedEngine(Engine):
         speedup: float = 1.0,
         max_waiting: int = 1024,
         listener: KvEventListener | None = None,
+        transfers: KvTransfers | None = None,
     ) -> None:
         if context_length > limits.capacity_tokens:
             raise ValueError(
@@ -79,6 +83,9 @@ class SimulatedEngine(Engine):
         self._speedup = speedup
         self._max_waiting = max_waiting
         self._on_blocks = listener
+        self._transfers = transfers or KvTransfers(clock)
+        self._name = ""
+        """Its name among `transfers`."""
         self._state = BatchState(limits)
         self._runs: dict[SimulatedRun, None] = {}
         """In the order of arrival, so that actions on all of them have a fixed order."""
@@ -120,6 +127,7 @@ class SimulatedEngine(Engine):
 
     async def start(self, worker_id: str) -> EngineConfig:
         log.info("simulated engine of %s: %s", worker_id, self._shape)
+        self._name = self._transfers.add_engine(worker_id)
         self._step_loop = asyncio.create_task(self._steps_task(), name=f"{worker_id}/steps")
         return EngineConfig(
             model=self._model,
@@ -130,6 +138,7 @@ class SimulatedEngine(Engine):
             max_num_batched_tokens=self._shape.max_batched_tokens,
             curve=self._shape.curves.coefficients(self._speedup),
             unsupported=TEXT_ONLY_UNSUPPORTED,
+            transfer_lease_s=self._transfers.model.lease_s,
         )
 
     async def generate(
@@ -145,7 +154,13 @@ class SimulatedEngine(Engine):
             yield EngineOutput.length().with_usage(token_usage(prompt_tokens, 0))
             return
         self._check_admission(prompt_tokens)
-        run = SimulatedRun(request, context, self._continuation, limit, self._shape.block_size)
+        is_received = context.phase == "decode" and request.prefill_result is not None
+        run = SimulatedRun(
+            request, context, self._continuation, limit, self._shape.block_size,
+            is_received=is_received,
+        )  # fmt: skip
+        if is_received:
+            await self._fetch(request, prompt_tokens)
         add_sequence(self._state, run.sequence)
         self._runs[run] = None
         self._work.set()
@@ -159,13 +174,42 @@ class SimulatedEngine(Engine):
         finally:
             self._remove(run)
 
+    async def drain(self) -> None:
+        """Wait until other engines have fetched the held blocks, or their leases are over."""
+        await self._transfers.wait_released(self._name)
+
     async def cleanup(self) -> None:
-        """Stop the steps; open requests fail."""
+        """Stop the steps; open requests fail, and held blocks are released."""
         step_loop, self._step_loop = self._step_loop, None
         if step_loop is not None:
             step_loop.cancel()
             await asyncio.wait([step_loop])
             self._fail(EngineError("the engine was shut down", retryable=True))
+            self._transfers.remove_engine(self._name)
+
+    # --- transfers -------------------------------------------------------------------------------
+
+    def _hold(self, run: SimulatedRun) -> None:
+        """Hold the blocks of a computed prompt for another engine."""
+
+        def release() -> None:
+            release_held(self._state, run.sequence)
+            self._work.set()  # prompts may have waited for these blocks
+
+        blocks = len(run.sequence.blocks)
+        run.transfer = self._transfers.offer(self._name, run.prompt_tokens, blocks, release)
+
+    async def _fetch(self, request: Request, prompt_tokens: int) -> None:
+        """Fetch the blocks of a prompt that another engine has computed. Raises EngineError."""
+        assert request.prefill_result is not None
+        transfer = self._transfers.take(request.prefill_result.disaggregated_params, prompt_tokens)
+        try:
+            await self._clock.sleep(transfer.duration_s / self._speedup)
+        finally:
+            is_complete = transfer.finish()
+        if not is_complete:
+            raise EngineError("the blocks of the prompt were released too early", retryable=True)
+        self._check_admission(prompt_tokens)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -203,9 +247,11 @@ class SimulatedEngine(Engine):
             raise EngineError(f"{self.waiting_count} requests are waiting already", retryable=True)
 
     def _remove(self, run: SimulatedRun) -> None:
-        """Remove a run that has ended, or whose consumer has left."""
+        """Remove a run that has ended, or whose consumer has left. Blocks held for another engine
+        stay."""
         self._runs.pop(run, None)
-        remove_sequence(self._state, run.sequence)
+        if run.transfer is None:
+            remove_sequence(self._state, run.sequence)
 
     def _drop_stopped(self) -> None:
         for run in [run for run in self._runs if run.context.is_stopped]:
@@ -226,6 +272,8 @@ class SimulatedEngine(Engine):
             if run not in self._runs:
                 continue  # cancelled, or its consumer left, during the step
             run.make_token(last=sequence in finished)
+            if sequence.phase == HELD:
+                self._hold(run)
             if run.finish_reason is not None:
                 self._remove(run)
 

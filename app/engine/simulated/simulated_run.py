@@ -15,6 +15,7 @@ from app.engine.simulated.batch import BatchSequence, StoredBlocks
 from app.engine.simulated.text_generator import Continuation
 from indexer.cache_events.engine_events import BlocksStored
 from streams.codecs import pack_tokens, unpack_tokens
+from streams.record_base import Json
 from streams.records import FinishReason
 from streams.request import Request, StopConditions
 
@@ -34,7 +35,10 @@ class SimulatedRun:
         continuation: Continuation,
         limit: int,
         block_size: int,
+        *,
+        is_received: bool = False,
     ) -> None:
+        """`is_received`: its prompt was computed by another engine."""
         self.context = context
         self.tokens = array("I", unpack_tokens(request.token_ids))
         """Prompt and answer so far."""
@@ -49,13 +53,17 @@ class SimulatedRun:
         self._ends = _ends(request.stop, request.eos_token_ids)
         self._ready: list[int] = []
         """Generated and not yet yielded; bounded by the limit."""
+        self.transfer: Json | None = None
+        """Of a prefill that ended: the parameters for the decode engine."""
         self.sequence = BatchSequence(
             self,
             self.prompt_tokens,
-            limit,
+            1 if context.phase == "prefill" else limit,
             self._prompt_names(),
             priority=request.hints.priority or 0,
             caches_output=True,
+            is_received=is_received,
+            is_handed_over=context.phase == "prefill",
         )
 
     @property
@@ -96,7 +104,9 @@ class SimulatedRun:
         if self.finish_reason is None and len(tokens) < self.generated_count:
             return EngineOutput(token_ids=tokens)
         counts = token_usage(self.prompt_tokens, self.generated_count, self.sequence.cached_tokens)
-        return EngineOutput(token_ids=tokens, finish_reason=self.finish_reason, usage=counts)
+        return EngineOutput(
+            token_ids=tokens, finish_reason=self.finish_reason, usage=counts, transfer=self.transfer
+        )
 
     def stored_event(self, blocks: StoredBlocks) -> BlocksStored:
         """The event of blocks of this sequence that were added to the cache."""

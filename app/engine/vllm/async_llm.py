@@ -50,6 +50,10 @@ log = logging.getLogger(__name__)
 LOAD_LOG_INTERVAL_S = 10.0
 """Interval between two log lines while the model is loading."""
 START_METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+LEASE_OPTION = "kv_lease_duration"
+"""Option in `kv_connector_extra_config`: how long blocks are held for another engine, in s."""
+NIXL_LEASE_S = 30.0
+"""Its default in vLLM's NIXL connectors."""
 NO_ARGUMENTS: Mapping[str, Any] = {}
 NO_ADAPTERS: Mapping[str, Path] = {}
 
@@ -105,6 +109,8 @@ class VllmEngine(Engine):
         """vLLM's ids of the open requests."""
         self._ranks = 1
         self._context_length = 0
+        self._last_transfer_at: float | None = None
+        """When a prompt was last handed over."""
 
     @property
     def llm(self) -> Any:
@@ -149,6 +155,12 @@ class VllmEngine(Engine):
         await self._load_adapters()
         log.info("%s is loaded: %.1f s", self._source, self._clock.now() - began_at)
         return self._describe()
+
+    async def drain(self) -> None:
+        """Wait until the last lease is over: vLLM does not report which transfers have ended."""
+        if self._last_transfer_at is not None:
+            lease_s = _transfer_lease_s(self._llm.vllm_config.kv_transfer_config) or 0.0
+            await self._clock.sleep(max(self._last_transfer_at + lease_s - self._clock.now(), 0.0))
 
     async def cleanup(self) -> None:
         """As `Engine.cleanup`; waits for a load in progress, since it has started processes."""
@@ -206,9 +218,13 @@ class VllmEngine(Engine):
             "max_num_seqs": self._limits.max_num_seqs,
             "block_size": self._limits.block_size,
         }
-        named = {name: value for name, value in limits.items() if value is not None}
+        named: dict[str, Any] = {n: value for n, value in limits.items() if value is not None}
         named |= {"disable_log_stats": True, "enable_lora": bool(self._adapters)}
         named |= arguments
+        if isinstance(named.get("kv_transfer_config"), dict):
+            from vllm.config import KVTransferConfig
+
+            named["kv_transfer_config"] = KVTransferConfig(**named["kv_transfer_config"])
         if endpoint:
             from vllm.config import KVEventsConfig
 
@@ -247,6 +263,7 @@ class VllmEngine(Engine):
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             lora_names=tuple(self._lora_requests) if lora else None,
             data_parallel_size=self._ranks if self._ranks > 1 else None,
+            transfer_lease_s=_transfer_lease_s(config.kv_transfer_config),
         )
 
     # --- requests --------------------------------------------------------------------------------
@@ -267,6 +284,12 @@ class VllmEngine(Engine):
                 async for result in stream:
                     first, made = made == 0, made + len(result.outputs[0].token_ids)
                     output = _output(result, request.output.logprobs, stopped=context.is_stopped)
+                    if output.transfer is not None:
+                        self._last_transfer_at = self._clock.now()
+                    if output.finish_reason == "error" and request.prefill_result and not made:
+                        raise EngineError(
+                            "vLLM could not fetch the blocks of the prompt", retryable=True
+                        )
                     if first or output.finish_reason is not None:
                         counts = token_usage(prompt_tokens, made, result.num_cached_tokens or 0)
                         output = output.with_usage(counts)
@@ -284,7 +307,7 @@ class VllmEngine(Engine):
 
     async def _begin(self, request: Request, context: GenerateContext) -> AsyncGenerator[Any, None]:
         """Pass a request to vLLM. Raises InvalidRequest, and errors of vLLM."""
-        sampling = sampling_params(request)
+        sampling = sampling_params(request, context.phase)
         adapter = self._adapter(request.hints.lora_name)
         prompt = await vllm_prompt(request, self._llm.model_config)
         name = self._request_ids[context] = f"{context.request_id}-{next(self._id_numbers)}"
@@ -310,6 +333,16 @@ class VllmEngine(Engine):
         if name not in self._lora_requests:
             raise InvalidRequest(f"lora_name: this worker has not loaded an adapter {name!r}")
         return self._lora_requests[name]
+
+
+def _transfer_lease_s(config: Any) -> float | None:
+    """How long vLLM holds the blocks of a prompt for another engine, by its KVTransferConfig; None
+    if it hands nothing over by parameters of a request, as far as is known."""
+    if config is None:
+        return None
+    default = NIXL_LEASE_S if str(config.kv_connector).startswith("Nixl") else None
+    lease_s = config.get_from_extra_config(LEASE_OPTION, default)
+    return None if lease_s is None else float(lease_s)
 
 
 def _translated(error: Exception) -> EngineError:

@@ -15,6 +15,7 @@ import msgspec
 from app.engine.interface import InvalidRequest, refuse_unknown_options
 from streams.codecs import unpack_tokens
 from streams.record_base import Json
+from streams.records import Phase
 from streams.request import GuidedDecoding, MultimodalData, Request
 
 KV_TRANSFER_FIELD = "kv_transfer_params"
@@ -28,7 +29,7 @@ _PLAIN = (
 """Sampling options with the same name in vLLM; None leaves its default."""
 
 
-def sampling_params(request: Request) -> Any:
+def sampling_params(request: Request, phase: Phase = "aggregated") -> Any:
     """The `vllm.SamplingParams` of a request. Raises InvalidRequest, and errors of vLLM."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -53,7 +54,7 @@ def sampling_params(request: Request) -> Any:
         logprobs=request.output.logprobs,
         structured_outputs=_guided(sampling.guided_decoding),
         thinking_token_budget=stop.max_thinking_tokens,
-        extra_args=extra_args(request) or None,
+        extra_args=extra_args(request, phase) or None,
         detokenize=False,  # text and stop strings are handled outside the engine
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
@@ -64,8 +65,9 @@ def sampling_params(request: Request) -> Any:
     return params
 
 
-def extra_args(request: Request) -> dict[str, Any]:
-    """Additional arguments, with the transfer of a prefill; a probe has no transfer.
+def extra_args(request: Request, phase: Phase = "aggregated") -> dict[str, Any]:
+    """Additional arguments, with the transfer of a prefill, or in phase prefill the request for
+    one; a probe has neither.
 
     Raises InvalidRequest, also for a transfer in the arguments, which a client may have written.
     """
@@ -74,7 +76,11 @@ def extra_args(request: Request) -> dict[str, Any]:
         raise InvalidRequest(
             f"extra_args.{KV_TRANSFER_FIELD}: reserved for transfers between servers"
         )
-    if request.prefill_result is not None and not request.is_probe:
+    if request.is_probe:
+        return extra
+    if phase == "prefill":
+        extra[KV_TRANSFER_FIELD] = {"do_remote_decode": True, "do_remote_prefill": False}
+    elif request.prefill_result is not None:
         handed = _object("prefill_result", request.prefill_result.disaggregated_params)
         extra[KV_TRANSFER_FIELD] = handed.get(KV_TRANSFER_FIELD, handed)
         if not isinstance(extra[KV_TRANSFER_FIELD], dict):
