@@ -27,8 +27,9 @@ from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.performance import profile_from_card
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
+from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulation_runs import parse_policy
-from app.simulation.simulator import SimulatedRequest, new_simulator, worker_names
+from app.simulation.simulator import new_simulator, worker_names
 from app.simulation.trace_requests import (
     SIMULATION_SECRET,
     RequestArrival,

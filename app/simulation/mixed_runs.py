@@ -20,7 +20,8 @@ from app.routing.selection.decision import RoutingConfig
 from app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
 from app.simulation.router_state import SharedViews
 from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
+from app.simulation.simulated_request import SimulatedRequest
+from app.simulation.simulator import Simulator, new_simulator
 from app.simulation.trace_requests import (
     ArrivalRate,
     RequestArrival,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulated_worker import SimulatedWorker
-from app.simulation.simulator import SimulatedRequest
 
 
 class RunMetrics(NamedTuple):

@@ -14,7 +14,8 @@ from app.routing.selection.decision import RoutingConfig
 from app.routing.selection.policies import POLICIES, DynamoWeights
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
+from app.simulation.simulated_request import SimulatedRequest
+from app.simulation.simulator import Simulator, new_simulator
 from app.simulation.trace_requests import (
     ArrivalRate,
     TraceRequest,

@@ -20,18 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
 from random import Random
 from typing import NamedTuple
 from zlib import crc32
 
-from app.engine.simulated.batch import BatchSequence as Modelled
-from app.engine.simulated.batch import EngineLimits, StepResult
+from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from app.engine.simulated.step import release_held
 from app.routing.queueing.herd_avoidance import stagger_by_worker
 from app.routing.selection.decision import Placement, RoutingConfig
 from app.routing.worker_rank import WorkerRank
 from app.simulation.batch_work import BatchTask, BatchWork
+from app.simulation.event_queue import EventQueue
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.router_state import (
     HEARTBEAT_MS,
@@ -43,39 +42,15 @@ from app.simulation.router_state import (
     finished_record,
     prefill_done_record,
 )
+from app.simulation.simulated_request import SimulatedRequest, request_of
 from app.simulation.simulated_router import SimulatedRouter, SimulationFailed
 from app.simulation.simulated_worker import NEVER, SimulatedWorker
-from app.simulation.trace_requests import RequestArrival, TraceRequest
+from app.simulation.trace_requests import RequestArrival
 from app.traces.mooncake_trace import InvalidTrace
 from streams.records import Phase, Role
 
 STARVATION_TIMEOUT_MS = 60_000.0
 """Idle time of all workers after which a waiting request counts as never scheduled."""
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedRequest:
-    """A simulated request; times in ms since the start, NEVER until they are known.
-
-    `router`: number of its router. `cached_tokens`: cached prompt tokens at its first admission.
-    `held`: its prefill worker and sequence there, until the blocks are transferred.
-    """
-
-    request: TraceRequest
-    arrived_ms: float
-    router: int = 0
-    worker: str = ""
-    sent_ms: float = NEVER
-    first_token_ms: float = NEVER
-    last_token_ms: float = NEVER
-    cached_tokens: int = 0
-    number: int = 0
-    prefill_worker: str = ""
-    held: tuple[SimulatedWorker, Modelled] | None = None
-
-    @property
-    def id(self) -> str:
-        return self.request.prompt.request.id
 
 
 class RouterSlot(NamedTuple):
@@ -115,6 +90,7 @@ class Simulator:
     requests: list[SimulatedRequest] = field(default_factory=list)
     _unfinished: int = 0
     """Requests that came and are not over."""
+    _events: EventQueue = field(init=False)
     _event_delay_ms: float = field(init=False)
     """Delay from an event on a worker until routers read it."""
     _wake_ms: float = NEVER
@@ -122,18 +98,13 @@ class Simulator:
     _heartbeat_ms: float = 0.0
     _last_event_ms: float = 0.0
     """Time of the last arrival or end of a step."""
-    _ends: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of ends of steps with the worker's number; an entry that differs from the worker's
-    `ends_at_ms` is stale."""
-    _delayed: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    """Heap of delayed actions: time, sequence number, action."""
-    _delayed_count: int = 0
     _progressed: dict[str, None] = field(default_factory=dict)
     """Workers with records that routers have read since they planned last."""
     _idle: dict[int, SimulatedWorker] = field(default_factory=dict)
     """Workers that start a step once all requests of the current time are dispatched."""
 
     def __post_init__(self) -> None:
+        self._events = EventQueue(self.workers)
         self._event_delay_ms = self.conditions.event_delay_ms + self.conditions.ledger_lag_ms
 
     def run(self) -> list[SimulatedRequest]:
@@ -141,8 +112,7 @@ class Simulator:
         while True:
             came = len(self.requests)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
-            end = self._ends[0][0] if self._ends else NEVER
-            later = self._delayed[0][0] if self._delayed else NEVER
+            end, later = self._events.next_end_ms, self._events.next_action_ms
             wake = self._wake_ms
             news = min(arrival, later, wake)
             if end == news == NEVER or (
@@ -158,10 +128,11 @@ class Simulator:
             if self._heartbeat_ms <= min(end, news):
                 self._send_heartbeats(is_read=arrival < self._heartbeat_ms + HEARTBEAT_MS)
             elif end <= news:
-                self._end_step()
+                self._end_step(end)
             else:
                 self._arrive(news)
-                self._catch_up(news)
+                if self._events.run_actions(news):
+                    self._last_event_ms = news
                 self._plan(news)
 
     # --- events ----------------------------------------------------------------------------------
@@ -187,16 +158,9 @@ class Simulator:
         self._unfinished += number - came
         self.progress(number - came)
 
-    def _catch_up(self, now_ms: float) -> None:
-        """Run all delayed actions up to now."""
-        while self._delayed and self._delayed[0][0] <= now_ms:
-            self._last_event_ms = now_ms
-            heappop(self._delayed)[2]()
-
-    def _end_step(self) -> None:
-        now_ms, number = heappop(self._ends)
-        worker = self.workers[number]
-        if worker.ends_at_ms != now_ms:
+    def _end_step(self, now_ms: float) -> None:
+        worker = self._events.pop_end()
+        if worker is None:
             return
         self._last_event_ms = now_ms
         done = worker.end()
@@ -204,7 +168,7 @@ class Simulator:
             if done.removed or done.stored:
                 if self._event_delay_ms:
                     changed = partial(self.shared_views.on_cache_change, worker, done)
-                    self._delay(now_ms, self._event_delay_ms, changed)
+                    self._events.delay(now_ms, self._event_delay_ms, changed)
                 else:
                     self.shared_views.on_cache_change(worker, done)
             if done.chunks or done.finished or done.received:
@@ -221,7 +185,7 @@ class Simulator:
                 if is_last:
                     self._on_batch_token(sequence.key, worker, now_ms)
                 continue
-            simulated = _request_of(sequence)
+            simulated = request_of(sequence)
             if is_last and sequence.is_handed_over:
                 self._hand_over(simulated, sequence, worker, now_ms)
             elif is_last and simulated.first_token_ms == NEVER:
@@ -233,7 +197,7 @@ class Simulator:
                     now_ms,
                 )
         for sequence in done.received:
-            simulated = _request_of(sequence)
+            simulated = request_of(sequence)
             simulated.first_token_ms = now_ms
             took_ms = now_ms - simulated.sent_ms - self.conditions.dispatch_delay_ms
             record = prefill_done_record(simulated.id, worker, 0, took_ms, "decode")
@@ -244,7 +208,7 @@ class Simulator:
             if isinstance(sequence.key, BatchTask):
                 self._on_batch_end(sequence.key, worker, now_ms)
                 continue
-            simulated = _request_of(sequence)
+            simulated = request_of(sequence)
             simulated.last_token_ms = now_ms
             self._unfinished -= 1
             self._write(
@@ -278,7 +242,7 @@ class Simulator:
         worker = self.workers[decision.worker_rank.epoch]
         simulated.worker, simulated.sent_ms = worker.name, now_ms
         admit = partial(self._admit, simulated, worker, phase)
-        self._delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+        self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
         knowledge = self.router_slots[simulated.router].state
         record = assigned_record(simulated.id, decision, phase)
         if not self.conditions.ledger_lag_ms:
@@ -292,13 +256,13 @@ class Simulator:
             knowledge.own_load.remove(decision.worker_rank, decision.load)
             knowledge.ledger.on_record(record, now_ms)
 
-        self._delay(now_ms, self.conditions.ledger_lag_ms, read)
+        self._events.delay(now_ms, self.conditions.ledger_lag_ms, read)
 
     def _admit(self, simulated: SimulatedRequest, worker: SimulatedWorker, phase: Phase) -> None:
         now_ms = simulated.sent_ms + self.conditions.dispatch_delay_ms
         request, is_prefill = simulated.request, phase == "prefill"
         output_tokens = 1 if is_prefill else request.output_tokens
-        sequence = Modelled(
+        sequence = BatchSequence(
             simulated, request.prompt.tokens, output_tokens, request.chunks,
             is_handed_over=is_prefill, is_received=phase == "decode",
         )  # fmt: skip
@@ -312,7 +276,7 @@ class Simulator:
     def _hand_over(
         self,
         simulated: SimulatedRequest,
-        sequence: Modelled,
+        sequence: BatchSequence,
         worker: SimulatedWorker,
         now_ms: float,
     ) -> None:
@@ -330,11 +294,11 @@ class Simulator:
         seed, prompt = self.rng.getrandbits(32), simulated.request.prompt
         came_ms = now_ms + self._event_delay_ms
         arrive = partial(router.on_arrival, prompt, simulated.number, seed, came_ms)
-        self._delay(now_ms, self._event_delay_ms, arrive)
+        self._events.delay(now_ms, self._event_delay_ms, arrive)
 
-    def _on_received(self, sequence: Modelled, now_ms: float) -> None:
+    def _on_received(self, sequence: BatchSequence, now_ms: float) -> None:
         """Release the blocks at the prefill worker, which may have waited for them."""
-        simulated = _request_of(sequence)
+        simulated = request_of(sequence)
         assert simulated.held is not None
         (worker, held), simulated.held = simulated.held, None
         release_held(worker.state, held)
@@ -345,7 +309,7 @@ class Simulator:
         if before == NEVER:
             self._idle[worker.epoch] = worker
         elif worker.ends_at_ms != before:  # its decode-only steps were cut after the current one
-            heappush(self._ends, (worker.ends_at_ms, worker.epoch))
+            self._events.add_end(worker)
 
     # --- batch work ------------------------------------------------------------------------------
 
@@ -361,9 +325,11 @@ class Simulator:
             if self.batch.mode == "no classes":
                 state.ledger.on_record(assigned_record(task.id, decision), now_ms)
             admit = partial(self._admit_batch, sequence, worker, now_ms)
-            self._delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+            self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
 
-    def _admit_batch(self, sequence: Modelled, worker: SimulatedWorker, sent_ms: float) -> None:
+    def _admit_batch(
+        self, sequence: BatchSequence, worker: SimulatedWorker, sent_ms: float
+    ) -> None:
         before = worker.ends_at_ms
         worker.admit(sequence, sent_ms + self.conditions.dispatch_delay_ms)
         self._on_changed(worker, before)
@@ -375,9 +341,9 @@ class Simulator:
         for task in self.batch.victims(state, rank):
             assert task.sequence is not None
             remove = partial(self._remove, task.sequence, self.workers[rank.epoch], now_ms)
-            self._delay(now_ms, self.conditions.dispatch_delay_ms, remove)
+            self._events.delay(now_ms, self.conditions.dispatch_delay_ms, remove)
 
-    def _remove(self, sequence: Modelled, worker: SimulatedWorker, sent_ms: float) -> None:
+    def _remove(self, sequence: BatchSequence, worker: SimulatedWorker, sent_ms: float) -> None:
         before = worker.ends_at_ms
         worker.remove(sequence, sent_ms + self.conditions.dispatch_delay_ms)
         self._on_changed(worker, before)
@@ -413,15 +379,7 @@ class Simulator:
             books.on_record(record, now_ms)
             self._progressed[record.worker] = None
 
-        self._delay(now_ms, self._event_delay_ms, read)
-
-    def _delay(self, now_ms: float, delay_ms: float, happen: Callable[[], None]) -> None:
-        """Run an action now, or after a delay."""
-        if delay_ms <= 0:
-            happen()
-        else:
-            self._delayed_count += 1
-            heappush(self._delayed, (now_ms + delay_ms, self._delayed_count, happen))
+        self._events.delay(now_ms, self._event_delay_ms, read)
 
     def _begin(self, worker: SimulatedWorker, now_ms: float) -> None:
         """Start a step of a worker that is in none, if it has work."""
@@ -429,7 +387,7 @@ class Simulator:
             return
         worker.begin(now_ms)
         if worker.ends_at_ms != NEVER:
-            heappush(self._ends, (worker.ends_at_ms, worker.epoch))
+            self._events.add_end(worker)
             for sequence in worker.started():
                 self._on_received(sequence, now_ms)
 
@@ -489,9 +447,3 @@ def worker_names(workers: int) -> list[str]:
     """Names of workers; their order is that of their numbers."""
     digits = len(str(workers - 1))
     return [f"worker-{number:0{digits}}" for number in range(workers)]
-
-
-def _request_of(sequence: Modelled) -> SimulatedRequest:
-    simulated = sequence.key
-    assert isinstance(simulated, SimulatedRequest)
-    return simulated

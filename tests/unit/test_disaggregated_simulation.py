@@ -12,7 +12,8 @@ from app.bench.routing.disagg import FLEETS, thresholds
 from app.engine.simulated.batch import EngineLimits
 from app.routing.selection.decision import RoutingConfig
 from app.simulation.run_metrics import metrics_of
-from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
+from app.simulation.simulated_request import SimulatedRequest
+from app.simulation.simulator import Simulator, new_simulator
 from app.simulation.trace_requests import ArrivalRate, schedule_arrivals, trace_requests
 from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from tests.unit.test_trace_replay import SIMPLE

@@ -17,7 +17,7 @@ from app.bench.routing.routers_simulated import (
     router_thresholds,
 )
 from app.simulation.run_metrics import RunMetrics
-from app.simulation.simulator import SimulatedRequest
+from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.trace_requests import trace_requests
 from app.traces.mooncake_trace import BUNDLED_TRACE, TraceRow
 

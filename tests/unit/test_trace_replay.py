@@ -21,10 +21,11 @@ from app.simulation import simulated_router, simulated_worker
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.router_state import LedgerRecord
 from app.simulation.run_metrics import metrics_of
+from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulated_router import SimulationFailed
 from app.simulation.simulated_worker import SimulatedWorker
 from app.simulation.simulation_runs import POLICY_NAMES, PreparedTrace, SimulationRun, run_requests
-from app.simulation.simulator import SimulatedRequest, Simulator, new_simulator
+from app.simulation.simulator import Simulator, new_simulator
 from app.simulation.synthetic_traces import TraceSize, generate_trace
 from app.simulation.trace_requests import (
     ArrivalRate,

@@ -20,8 +20,8 @@ from app.bench.routing.policy_scenarios import ARRIVAL_JITTER_S, OWN_POLICY
 from app.bench.routing.policy_simulation import TRACE_MISSING
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
+from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
-from app.simulation.simulator import SimulatedRequest
 from app.simulation.trace_requests import ArrivalRate
 from app.traces.mooncake_trace import read_trace
 from indexer.precompile import compile_all
