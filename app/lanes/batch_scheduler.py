@@ -15,7 +15,9 @@ Never here: the restart of a preempted request (`failover.py`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from app.lanes.deferred_prompts import QueueSize
 from app.lanes.scheduler import Scheduler
@@ -47,6 +49,16 @@ RESUME_ELSEWHERE_MS = 60_000
 """Time for which a preempted request waits for the worker that has most of it in its cache."""
 
 
+class _SearchInputs(NamedTuple):
+    """All that the runs of a rank that give way depend on."""
+
+    fleet_version: int
+    runs_version: int
+    interactive: WorkerLoad
+    slowdown: float
+    mean_output_tokens: float
+
+
 class BatchScheduler:
     """One per router. `own`: runs of this router's decisions that it has not read back.
 
@@ -73,6 +85,8 @@ class BatchScheduler:
         self._bounds = bounds
         self._broker_clock = broker_clock
         self._wake_up: asyncio.TimerHandle | None = None
+        self._giving_way: dict[WorkerRank, tuple[_SearchInputs, dict[str, None]]] = {}
+        """By rank, the requests whose runs give way, and the inputs of that search."""
 
     # --- waiting ---------------------------------------------------------------------------------
 
@@ -99,6 +113,7 @@ class BatchScheduler:
 
     def on_fleet_changed(self) -> None:
         """Wake all requests, since other workers may be eligible now."""
+        self._giving_way.clear()
         self.waiting.changed.notify_all()
 
     def _wake_all_models(self) -> None:
@@ -131,8 +146,9 @@ class BatchScheduler:
     def _plan(self, wanted: LaneRequest, view: RoutingState) -> Decision:
         """The place with the least prefill of those where the request may stay.
 
-        The bounds on placement know the length of its own answer, those on preemption the mean; one
-        that would have to give way at once does not come.
+        The bounds on placement know the length of its own answer, those on preemption the mean; no
+        request goes where it, or another for it, would have to give way at once. Decisions that are
+        not read back count.
         """
         waited_ms = view.now_ms - wanted.since_ms
         reserved = self._interactive.reserved_ranks()
@@ -147,7 +163,9 @@ class BatchScheduler:
         while isinstance(planned := place(reserved=reserved), Placement):
             rank = planned.worker_rank
             key, run = BatchRunKey(wanted.key.id, -1), batch_run(wanted.key.id, planned)
-            if key not in self._victims(rank, view, {key: run}):
+            known = {**self._ledger.batch_runs.on_rank(rank), **self._own.on_rank(rank)}
+            interactive = view.committed.load(rank).add(view.in_flight.load(rank))
+            if not self._victims(rank, view, interactive, {**known, key: run}):
                 break
             reserved.add(rank)
         return planned
@@ -158,12 +176,24 @@ class BatchScheduler:
 
     # --- preemption ------------------------------------------------------------------------------
 
-    def on_rank(self, rank: WorkerRank) -> list[str]:
-        """The ids of the requests whose runs on a rank give way, by the ledger."""
-        if not self._ledger.batch_runs.on_rank(rank):
-            return []
+    def on_rank(self, rank: WorkerRank) -> Collection[str]:
+        """The ids of the requests whose runs on a rank give way, by the ledger.
+
+        They are searched again only after a change, since each of them is asked for by itself.
+        """
+        runs = self._ledger.batch_runs
+        if not runs.on_rank(rank):
+            return ()
         view = self._interactive.routing_state(self._broker_clock.now_ms())
-        return [key.id for key in self._victims(rank, view, {})]
+        inputs = _SearchInputs(
+            self._fleet.version, runs.version, view.committed.load(rank),
+            view.slowdown.get(rank.worker, 1.0), view.mean_output_tokens,
+        )  # fmt: skip
+        found = self._giving_way.get(rank)
+        if found is None or found[0] != inputs:
+            victims = self._victims(rank, view, inputs.interactive, runs.on_rank(rank))
+            found = self._giving_way[rank] = (inputs, dict.fromkeys(key.id for key in victims))
+        return found[1]
 
     def due(self) -> list[str]:
         """The ids of all requests whose runs give way, by the ledger."""
@@ -179,9 +209,13 @@ class BatchScheduler:
         )
 
     def _victims(
-        self, rank: WorkerRank, view: RoutingState, more: dict[BatchRunKey, BatchRun]
+        self,
+        rank: WorkerRank,
+        view: RoutingState,
+        interactive: WorkerLoad,
+        runs: Mapping[BatchRunKey, BatchRun],
     ) -> list[BatchRunKey]:
-        """The runs that give way. `more`: runs beside those of the ledger."""
+        """Those of the runs that give way to the interactive load of a rank."""
         member = self._fleet.members.get(rank.worker)
         if member is None or member.epoch != rank.epoch:
             return []
@@ -190,8 +224,8 @@ class BatchScheduler:
         )
         return runs_to_preempt(
             profile,
-            view.committed.load(rank),
-            {**self._ledger.batch_runs.on_rank(rank), **more},
+            interactive,
+            runs,
             self._bounds,
             view.mean_output_tokens,
             max_sequences(member.card),

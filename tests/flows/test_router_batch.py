@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from app.lanes import batch_scheduler
+from app.routing.selection.batch_placement import runs_to_preempt
+from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens, unpack_tokens
+from streams.ports import Partition
 from streams.records import (
     Assigned,
     Assignment,
@@ -15,9 +20,10 @@ from streams.records import (
     End,
     Fence,
     Fencing,
+    LogRecord,
     PrefillDone,
 )
-from streams.request import GuidedDecoding, Request, SamplingOptions
+from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
@@ -138,6 +144,47 @@ async def test_a_run_that_no_other_could_continue_stays(world: MemoryWorld) -> N
     await world.wait_until(lambda: assigned_ids(worker) == ["b", "a"])
     await world.sleep(5)
     assert worker.received(CancelRun) == []
+
+
+@scenario_test
+async def test_a_decision_not_read_back_counts_for_the_next_one(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, block_size=16, total_kv_blocks=20)
+    await start_router(world, batch_max_slowdown=100)
+    ask(world, "a", service_class="interactive")
+    (assignment,) = await wait_for_items(world, lambda: worker.received(Assignment))
+    append_record(world, LEDGER, PrefillDone(run=1, **worker.start(assignment)))
+    await world.sleep(1)
+    # Beside the interactive run the cache has room for one answer of mean length, not for two.
+    ask(world, "b", "c", stop=StopConditions(max_tokens=1))
+    for assignment in (await wait_for_items(world, lambda: worker.received(Assignment), 2))[1:]:
+        worker.start(assignment)
+    await world.sleep(5)
+    assert assigned_ids(worker) == ["a", "b"]
+    assert worker.received(CancelRun) == []
+
+
+@partial(scenario_test, lanes=1)
+async def test_one_search_finds_all_runs_that_give_way(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=4)
+    router = await start_router(world)
+    ask(world, *"bcde")
+    for assignment in await wait_for_items(world, lambda: worker.received(Assignment), 4):
+        append_record(world, LEDGER, PrefillDone(run=1, **worker.start(assignment)))
+    await world.sleep(1)
+    scheduler, ledger = router._context.batch_scheduler, router._context.ledger
+    (run,) = read_records(world, LEDGER, Assigned, "b")
+    interactive = [replace(run, id=name, service_class="interactive") for name in "wxyz"]
+    with patch.object(batch_scheduler, "runs_to_preempt", wraps=runs_to_preempt) as search:
+        end = len(world.records(LEDGER, 0)) + 4
+        ledger.apply(Partition(LEDGER, 0), [LogRecord(end, 0, each) for each in interactive], end)
+        found = scheduler.on_rank(WorkerRank(worker.name, worker.epoch, 0))
+        states = {name: ledger.request(0, name) for name in found}
+        assert sorted(found) == ["b", "c", "d", "e"]
+        assert all(state and scheduler.gives_way(name, state) for name, state in states.items())
+        assert search.call_count == 1
+        fenced = Fencing(id="b", attempt=1, reason="preempted")
+        ledger.apply(Partition(LEDGER, 0), [LogRecord(end, 0, fenced)], end + 1)
+        assert sorted(scheduler.due()) == ["c", "d", "e"]
 
 
 @partial(scenario_test, lanes=1)

@@ -62,6 +62,8 @@ class BatchRuns:
     """The registry; runs in the order of their beginning."""
 
     def __init__(self) -> None:
+        self.version = 0
+        """Number of changes."""
         self._by_rank: dict[WorkerRank, dict[BatchRunKey, BatchRun]] = {}
         self._ranks: dict[BatchRunKey, WorkerRank] = {}
         self._by_worker = Counter[tuple[str, int]]()
@@ -81,6 +83,7 @@ class BatchRuns:
             self.discard(key)
         if key not in self._ranks:
             self._by_worker[rank[:2]] += 1
+        self.version += 1
         self._ranks[key] = rank
         self._by_rank.setdefault(rank, {})[key] = run
 
@@ -88,6 +91,7 @@ class BatchRuns:
         """Remove a run, if it is there."""
         rank = self._ranks.pop(key, None)
         if rank is not None:
+            self.version += 1
             runs = self._by_rank[rank]
             del runs[key]
             if not runs:
