@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ import yaml
 from tests.harness.promql_evaluation import Labels, Series, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())["groups"]
+FOLDER = ROOT / "deploy" / "prometheus"
+GROUPS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
 RULES: dict[str, dict[str, Any]] = {
     rule["alert"]: rule for group in GROUPS for rule in group["rules"]
 }
+TOOLS = Path.home() / ".cache/kvlane/tools"
+PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=TOOLS)
 SCRAPE_S, INTERVAL_S, END_S = 15, 30, 1800
 SECONDS = {"s": 1, "m": 60}
 
@@ -109,6 +115,29 @@ def test_an_alert_fires_on_its_fault_only(name: str) -> None:
     fault, ordinary, first_s = CASES[name]
     assert firing_at(RULES[name], fault)[0] == first_s
     assert firing_at(RULES[name], ordinary) == []
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool: deploy/prometheus/check.sh builds it")
+def test_prometheus_evaluates_the_rules_as_their_tests_expect() -> None:
+    path = f"{Path(str(PROMTOOL)).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [FOLDER / "check.sh"], env=os.environ | {"PATH": path}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alert_has_a_case_for_promtool_with_the_labels_of_its_texts() -> None:
+    expected: dict[str, set[str]] = {}
+    for case in yaml.safe_load((FOLDER / "alerts_test.yaml").read_text())["tests"]:
+        for expression in case["promql_expr_test"]:
+            for sample in expression.get("exp_samples", ()):
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"]))
+                expected[labels.pop("alertname")] = set(labels)
+    assert list(expected) == list(RULES)
+    for name, rule in RULES.items():
+        used = re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values()))
+        assert set(used) <= expected[name], name
 
 
 def test_every_alert_has_a_section_in_the_runbook() -> None:
