@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,12 +27,13 @@ from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Log
 from streams.prompt import Prompt
-from streams.records import Chunk, End, EngineConfig, EngineStats
+from streams.records import Chunk, End, EngineConfig, EngineStats, Role
 from streams.request import Request
 from tests.vllm.engines import RealEngine
 
 CLOCK = SystemClock()
 OTHERS = ("router", "preprocessor", "gateway")
+NO_ROLES: Mapping[str, Role] = {}
 
 
 class Lent(Engine):
@@ -72,7 +73,10 @@ class Lent(Engine):
 
 
 class Fleet:
-    """See the module. `engines` by the names of their workers, which start in that order."""
+    """See the module. `engines` by the names of their workers, which start in that order.
+
+    `roles`: of workers that are not aggregated; `others`: the processes beside the workers.
+    """
 
     def __init__(
         self,
@@ -80,6 +84,9 @@ class Fleet:
         engines: dict[str, RealEngine],
         model: str,
         scratch: Path,
+        *,
+        roles: Mapping[str, Role] = NO_ROLES,
+        others: Sequence[str] = OTHERS,
         **over: Any,
     ) -> None:
         self.settings = Settings(
@@ -91,8 +98,9 @@ class Fleet:
         self._folder = folder
         self._engines = dict(engines)
         self._model = model
+        self._roles = roles
         self.ctx = ProcessContext("fleet", CLOCK)
-        self.parts = self._parts_of([*engines])
+        self.parts = self._parts_of([*engines], others)
         self._more: list[InProcessDeployment] = []
 
     @property
@@ -167,4 +175,6 @@ class Fleet:
     def _worker(self, log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
         offer = ModelPublisher(log, settings, ctx, read_folder(self._folder))
         engine = Lent(self._engines[settings.worker_id], self._model)
+        role = self._roles.get(settings.worker_id, "aggregated")
+        settings = settings.model_copy(update={"worker_role": role})
         return Worker(log, settings, ctx, engine, offer=offer)
