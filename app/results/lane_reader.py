@@ -2,18 +2,20 @@
 
 Records of a lane are applied only when its `requests` were read to where they ended after the
 records had been polled. A request is appended before its reply, so a reply of an unknown request is
-one without a result, and is skipped undecoded. A lane whose requests come late is read again later.
+one without a result, and is skipped undecoded. The records of a lane whose requests come late wait
+here, and no more of it is read meanwhile: at most one poll, and no other lane waits for it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from app.results.collector_context import CollectorContext
 from app.results.lane_collector import LaneCollector
 from streams.errors import PositionLost
-from streams.ports import Batches, Partition, Reader
+from streams.ports import Batches, Partition, Reader, Record
 from streams.retry import retry_while_unavailable
 from streams.topics import REQUESTS, RESPONSES
 
@@ -24,8 +26,19 @@ RECORDS_PER_POLL = 2000
 GATHER_S = 0.05
 """Records come together from so long: a result may be so much later, for a fraction of the polls,
 each of which costs a query for the ends of `requests`."""
-REQUESTS_TIMEOUT_S = 5.0
+REQUESTS_WAIT_S = 0.25
+"""Time for the requests of a poll, which are mostly read at once: setting a lane aside costs new
+fetches."""
 REQUESTS_POLL_S = 0.01
+ASIDE_POLL_S = 0.1
+"""Poll time while lanes are set aside, which delays their records."""
+
+
+class _WaitingRecords(NamedTuple):
+    """Polled records of a lane, and the end of `requests` up to which it has to be read first."""
+
+    records: Sequence[Record]
+    end: int
 
 
 class LaneReader:
@@ -36,17 +49,20 @@ class LaneReader:
         self._lanes = lanes
         self._assigned: dict[Partition, int] = {}
         """The next offset of the reader by partition."""
+        self._aside: dict[LaneCollector, _WaitingRecords] = {}
 
     async def run(self) -> None:
         """Read until cancelled. Raises NewerRecord, AccessDenied, LogClosed."""
         reader = self._context.log.reader(gather_s=GATHER_S)
         try:
             while True:
+                self._apply_waiting()
                 if not self._assign(reader):
                     await self._context.ctx.clock.sleep(REQUESTS_POLL_S)
                     continue
                 try:
-                    batches = await reader.poll(POLL_S, RECORDS_PER_POLL)
+                    timeout_s = ASIDE_POLL_S if self._aside else POLL_S
+                    batches = await reader.poll(timeout_s, RECORDS_PER_POLL)
                 except PositionLost as e:
                     if (lane := self._lanes.get(e.partition)) is not None and lane.serving:
                         lane.skip_to(e.start)
@@ -62,7 +78,7 @@ class LaneReader:
         wanted = {
             Partition(RESPONSES, lane.lane): lane.position
             for lane in self._lanes.values()
-            if lane.position is not None and not lane.is_full
+            if lane.position is not None and not lane.is_full and lane not in self._aside
         }
         if wanted != self._assigned:
             reader.assign(wanted)
@@ -75,22 +91,28 @@ class LaneReader:
         ends = await retry_while_unavailable(
             context.ctx.clock, lambda: context.log.end_offsets(REQUESTS, numbers)
         )
-        until = context.ctx.clock.now() + REQUESTS_TIMEOUT_S
+        polled: dict[LaneCollector, _WaitingRecords] = {}
         for source, records in batches.items():
             context.broker_clock.observe(records[-1].timestamp)
             lane = self._lanes.get(source.partition)
             if lane is None or lane.position != self._assigned[source]:
                 continue  # revoked, and perhaps assigned anew, during the poll
-            if await self._has_read(lane, ends[source.partition], until):
-                lane.apply(records)
             self._assigned[source] = records[-1].offset + 1
+            polled[lane] = _WaitingRecords(records, ends[source.partition])
+        self._aside |= polled
+        until = context.ctx.clock.now() + REQUESTS_WAIT_S
+        self._apply_waiting()
+        while polled.keys() & self._aside.keys() and context.ctx.clock.now() < until:
+            await context.ctx.clock.sleep(REQUESTS_POLL_S)
+            self._apply_waiting()
+        for lane in polled.keys() & self._aside.keys():
+            log.warning("lane %d: its requests are not read; replies wait", lane.lane)
 
-    async def _has_read(self, lane: LaneCollector, end: int, until: float) -> bool:
-        """Wait until the requests of a lane were read up to an offset; False if it lasts."""
-        clock = self._context.ctx.clock
-        while lane.claim.position < end and not lane.claim.is_lost:
-            if clock.now() > until:
-                log.warning("lane %d: its requests are not read; replies wait", lane.lane)
-                return False
-            await clock.sleep(REQUESTS_POLL_S)
-        return not lane.claim.is_lost
+    def _apply_waiting(self) -> None:
+        """Apply the records of lanes whose requests are read."""
+        for lane, waiting in list(self._aside.items()):
+            if lane.claim.is_lost:
+                del self._aside[lane]
+            elif lane.claim.position >= waiting.end:
+                del self._aside[lane]
+                lane.apply(waiting.records)

@@ -257,6 +257,29 @@ async def test_a_reply_waits_for_its_request_to_be_read(world: MemoryWorld, late
     await results.only()
 
 
+@scenario_test
+async def test_a_lane_whose_requests_are_not_read_holds_up_no_other_one(
+    world: MemoryWorld,
+) -> None:
+    results = ResultsHarness(world)
+    process = await results.start()
+    names = [f"r{number}" for number in range(100)]
+    stuck = names[0]
+    others = [name for name in names if results.lane(name) != results.lane(stuck)][:10]
+    claim = process._lanes[results.lane(stuck)].claim
+    process._requests.pause(claim)
+    results.ask(stuck)
+    results.answer(stuck, "x")
+    for count, name in enumerate(others, 1):
+        results.ask(name)
+        results.answer(name, "y")
+        results.answer(stuck, "z", seq=count)  # of a request that is over
+        await world.sleep(1.5)
+        assert {result.id for result in results.results()} == set(others[:count])
+    process._requests.resume(claim)
+    await results.wait_results(len(others) + 1)
+
+
 # --- exactly once ---------------------------------------------------------------------------------
 
 
