@@ -16,7 +16,7 @@ Every waiting call has a deadline, from its caller or from the settings.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # routing, which is pure, reads Partition and Record from here
@@ -254,10 +254,10 @@ class Log(Protocol):
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""
 
-    async def foreign_partitions(self, topic: str) -> int:
-        """Partitions of a topic outside of the deployment, by its whole name; 0: does not exist.
+    async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
+        """Partitions of topics outside of the deployment, by their whole names; 0: does not exist.
 
-        Raises BrokerUnavailable.
+        One query for all of them. Raises BrokerUnavailable.
         """
 
     def transactional_writer(self, name: str) -> TransactionalWriter:

@@ -51,6 +51,11 @@ leader is elected meanwhile: each failure takes up to three request time-outs.""
 MAX_REPLY_FAILURES = 2
 """Replies that fail alone before a partition counts as one that takes no records; the first may
 have met the last moment of an outage."""
+REFUSING_S = 300.0
+"""For so long replies to such a partition are left out at once. Each attempt holds the lane up for
+several time-outs, so an attempt for each batch would leave a lane a few results a second."""
+QUIET_S = 600.0
+"""A topic that takes no replies is logged once in this time."""
 REPLY_TYPE = ("content-type", b"application/json")
 
 T = TypeVar("T")
@@ -75,7 +80,11 @@ class ResultWriter:
         self._failures = 0
         """Transactions with replies that have failed since one was committed."""
         self._reply_partitions: dict[str, int] = {}
-        """Partitions by topic of replies; looked up once for each batch."""
+        """Partitions by topic of replies, of the present batch."""
+        self._refusing_until: dict[Partition, float] = {}
+        """Partitions that take no replies."""
+        self._quiet_until: dict[str, float] = {}
+        """Topics whose replies were left out, and the end of the time without another log line."""
 
     async def open(self) -> None:
         """Fence all other collectors of the lane."""
@@ -99,8 +108,9 @@ class ResultWriter:
             batch: list[PendingResult] = []
             entries: list[TopicEntry] = []
             size = 0
-            self._reply_partitions.clear()
-            for pending in list(islice(self._results.ready, MAX_BATCH)):
+            ready = list(islice(self._results.ready, MAX_BATCH))
+            await self._look_up({p.reply.topic for p in ready if p.reply is not None})
+            for pending in ready:
                 own = await self._entries(pending)
                 size += sum(len(each.entry.value or b"") for each in own)
                 if batch and size > MAX_BATCH_BYTES:
@@ -183,31 +193,42 @@ class ResultWriter:
         return None
 
     async def _write_apart(self, batch: Sequence[PendingResult]) -> None:
-        """Write each result in a transaction of its own, without a reply that prevents it.
-
-        After `MAX_REPLY_FAILURES` such replies to a partition, later ones to it are left out at
-        once until the batch is over: each would take as long.
-        """
+        """Write each result in a transaction of its own, without a reply that prevents it."""
         failures = Counter[Partition]()
         for pending in batch:
             if self._results.is_finished(pending.id):
                 continue
             entries = await self._entries(pending)
+            error = await self._try_write([pending], entries)
+            if error is None:
+                continue
+            if isinstance(error, RecordTooLarge):
+                await self._write_reduced([pending], entries, error)
+                continue
             place = _place_of_reply(entries)
-            if place is None or failures[place] < MAX_REPLY_FAILURES:
-                error = await self._try_write([pending], entries)
-                if error is None:
-                    continue
-                if isinstance(error, RecordTooLarge):
-                    await self._write_reduced([pending], entries, error)
-                    continue
-                if place is None or isinstance(error, OwnershipLost):
-                    return
+            if place is None or isinstance(error, OwnershipLost):
+                return
             if await self._try_write([pending], entries[:1]) is not None:
                 return  # the reply is not the reason: it stays
-            log.warning("%s: its reply is left out: %s takes no records", pending.id, place)
+            self._leave_out(pending, "failed", place.topic, f"it takes no records: {error}")
             failures[place] += 1
-            self._context.metrics.count_reply("failed")
+            if failures[place] >= MAX_REPLY_FAILURES:
+                self._refuse(place)
+
+    def _refuse(self, place: Partition) -> None:
+        now = self._context.ctx.clock.now()
+        known = {p: until for p, until in self._refusing_until.items() if until > now}
+        self._refusing_until = known | {place: now + REFUSING_S}
+
+    def _leave_out(self, pending: PendingResult, reason: str, topic: str, cause: str) -> None:
+        """Leave out the reply of a result; `cause` is about its topic."""
+        pending.drop_reply()
+        self._context.metrics.count_reply(reason)
+        now = self._context.ctx.clock.now()
+        if self._quiet_until.get(topic, now) <= now:
+            known = {t: until for t, until in self._quiet_until.items() if until > now}
+            self._quiet_until = known | {topic: now + QUIET_S}
+            log.warning("lane %d: replies to %s are left out: %s", self._lane, topic, cause)
 
     async def _write_reduced(
         self, batch: Sequence[PendingResult], entries: Sequence[TopicEntry], error: RecordTooLarge
@@ -242,33 +263,33 @@ class ResultWriter:
         if len(entry.value or b"") > MAX_RESULT_BYTES:
             pending.drop_body()
             entry = encode(pending.build(model), pending.id)
-        reply = await self._reply(pending, entry)
+        reply = self._reply(pending, entry)
         return [TopicEntry(RESULTS, entry), *([] if reply is None else [reply])]
 
-    async def _reply(self, pending: PendingResult, result: Entry) -> TopicEntry | None:
+    def _reply(self, pending: PendingResult, result: Entry) -> TopicEntry | None:
         address = pending.reply
         if address is None:
             return None
-        count = await self._count_partitions(address.topic)
-        if not count or (address.partition or 0) >= count:
-            log.warning("%s: the topic of its reply does not exist: %s", pending.id, address)
-            self._context.metrics.count_reply("no_topic")
-            pending.drop_reply()
+        count = self._reply_partitions[address.topic]
+        if (address.partition or 0) >= count:
+            self._leave_out(pending, "no_topic", address.topic, f"it has {count} partitions")
             return None
-        headers = (*result.headers, REPLY_TYPE, *address.headers)
-        entry = Entry(result.key, result.value, headers)
         partition = address.partition
         if partition is None:
             partition = partition_of(pending.id.encode(), count)
+        place = Partition(address.topic, partition)
+        if self._refusing_until.get(place, 0.0) > self._context.ctx.clock.now():
+            self._leave_out(pending, "failed", address.topic, f"{place} takes no records")
+            return None
+        entry = Entry(result.key, result.value, (*result.headers, REPLY_TYPE, *address.headers))
         return TopicEntry(address.topic, entry, partition, is_foreign=True)
 
-    async def _count_partitions(self, topic: str) -> int:
-        """Partitions of a topic for replies; 0 if it does not exist."""
-        count = self._reply_partitions.get(topic)
-        if count is None:
-            count = await self._repeated(lambda: self._context.log.foreign_partitions(topic))
-            self._reply_partitions[topic] = count
-        return count
+    async def _look_up(self, topics: set[str]) -> None:
+        """Note how many partitions the topics of a batch have."""
+        self._reply_partitions = {}
+        if topics:
+            foreign = self._context.log.foreign_partitions
+            self._reply_partitions = await self._repeated(lambda: foreign(topics))
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a query until it is answered."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -198,9 +198,10 @@ class KafkaLog:
         )
         return end if found[tp] is None else int(found[tp].offset)
 
-    async def foreign_partitions(self, topic: str) -> int:
-        """Partitions of a topic by its whole name, 0 if it does not exist."""
-        return len((await self._all_topics()).partitions_for_topic(topic) or ())
+    async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
+        """Partitions of topics by their whole names, 0 for one that does not exist."""
+        known = await self._all_topics()
+        return {topic: len(known.partitions_for_topic(topic) or ()) for topic in topics}
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> KafkaReader:
         """A reader with a connection of its own; closed with this one."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
+    IllegalOperation,
     InvalidProducerEpoch,
     KafkaError,
     MessageSizeTooLargeError,
@@ -30,6 +31,8 @@ from streams.topics import MAX_RECORD_BYTES, partition_of
 _BATCH_BYTES = 1024 * 1024
 _FENCED = (ProducerFenced, InvalidProducerEpoch)
 _OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
+_CLIENT_ERRORS = (KafkaError, IllegalOperation, AssertionError)
+"""The last two: answers to calls after a transaction has failed (`_write`)."""
 _REFUSALS = (*REFUSAL_ERRORS, TransactionalIdAuthorizationFailed)
 
 
@@ -87,16 +90,17 @@ class KafkaTransactionalWriter:
         self._check_open()
         assert self._starting is not None, "a writer is opened first, and again after an error"
         producer = self._starting.result()
+        records = [await self._addressed(entry) for entry in entries]
         is_whole = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._write(producer, entries)
+                await _write(producer, records)
             is_whole = True
         except _OVERSIZE as e:
             raise RecordTooLarge(f"{self._id}: {e}") from e
         except _FENCED as e:
             raise OwnershipLost(f"{self._id}: another writer has taken over") from e
-        except (KafkaError, TimeoutError, AssertionError) as e:
+        except (*_CLIENT_ERRORS, TimeoutError) as e:
             if isinstance(e, _REFUSALS):
                 raise to_access_denied(e, self._id) from e
             raise AppendFailed(f"{self._id}: the transaction has no known end: {e!r}") from e
@@ -124,22 +128,19 @@ class KafkaTransactionalWriter:
         await start_client(producer, self._kafka.options)
         return producer
 
-    async def _write(self, producer: AIOKafkaProducer, entries: Sequence[TopicEntry]) -> None:
-        await producer.begin_transaction()
-        sent = []
-        for topic, entry, partition, is_foreign in entries:
-            if not is_foreign:
-                if partition is None:
-                    assert entry.key is not None, "an entry without a key needs a partition"
-                    partition = partition_of(entry.key, await self._kafka.partitions(topic))  # noqa: PLW2901
-                topic = self._kafka.prefix + topic  # noqa: PLW2901
-            sent.append(
-                await producer.send(
-                    topic, entry.value, entry.key, partition, headers=list(entry.headers)
-                )
-            )
-        await asyncio.gather(*sent)
-        await producer.commit_transaction()
+    async def _addressed(self, entry: TopicEntry) -> TopicEntry:
+        """An entry with the whole name of its topic, and a partition."""
+        topic, record, partition, is_foreign = entry
+        if is_foreign:
+            return entry
+        if partition is None:
+            assert record.key is not None, "an entry without a key needs a partition"
+            try:
+                count = await self._kafka.partitions(topic)
+            except BrokerUnavailable as e:
+                raise AppendFailed(f"{self._id}: nothing was written: {e}") from e
+            partition = partition_of(record.key, count)
+        return TopicEntry(self._kafka.prefix + topic, record, partition)
 
     def _drop(self) -> None:
         """Disconnect in the background."""
@@ -153,3 +154,35 @@ class KafkaTransactionalWriter:
     def _check_open(self) -> None:
         if self._closed:
             raise LogClosed("the writer was closed")
+
+
+async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> None:
+    """Write a transaction. Raises the error that ended it, whichever call of the client fails.
+
+    After an error of the transaction the client answers further calls with IllegalOperation or an
+    AssertionError, and records that were sent fail with errors that follow from the first one.
+    """
+    sent: list[asyncio.Future[Any]] = []
+    try:
+        await producer.begin_transaction()
+        for topic, entry, partition, _ in records:
+            headers = list(entry.headers)
+            sent.append(
+                await producer.send(topic, entry.value, entry.key, partition, headers=headers)
+            )
+        await asyncio.gather(*sent)
+        await producer.commit_transaction()
+    except _CLIENT_ERRORS as e:
+        end = producer._txn_manager.wait_for_transaction_end()  # noqa: SLF001
+        cause = end.exception() if end is not None and end.done() else None
+        if cause is None or cause is e:
+            raise
+        raise cause from e
+    finally:
+        for future in sent:  # else each that nobody awaits is logged as an error
+            future.add_done_callback(_retrieve)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -7,7 +7,7 @@ drops their responses once the client is killed; the broker owns the records.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any
 
 from streams.errors import (
@@ -153,10 +153,10 @@ class MemoryLog:
         await self._exchange(topic, (partition,))
         return self.broker.log(topic, partition).offset_at(timestamp_ms)
 
-    async def foreign_partitions(self, topic: str) -> int:
-        """Number of partitions of a topic that was created by its name; 0 if it was not."""
+    async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
+        """Partitions of topics that were created by their names; 0 for one that was not."""
         await self._exchange(REGISTRY, (0,))
-        return self.broker.partitions.get(topic, 0)
+        return {topic: self.broker.partitions.get(topic, 0) for topic in topics}
 
     def transactional_writer(self, name: str) -> MemoryTransactionalWriter:
         """A writer; unusable once this connection is closed."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 
+from app.results.result_writer import REFUSING_S
 from streams.errors import AccessDenied, AppendFailed, StreamError
 from streams.memory.memory_log import MemoryLog
 from streams.memory.memory_transactions import MemoryTransactionalWriter
@@ -66,32 +67,29 @@ async def test_a_reply_that_cannot_be_delivered_leaves_the_result(
 
 
 @scenario_test
-async def test_a_topic_is_looked_up_once_for_all_replies_of_a_transaction(
+async def test_all_topics_of_replies_of_a_transaction_are_looked_up_at_once(
     world: MemoryWorld,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        looked_up: list[str] = []
+        looked_up: list[set[str]] = []
         partitions = MemoryLog.foreign_partitions
 
-        async def look_up(log: MemoryLog, topic: str) -> int:
-            looked_up.append(topic)
-            return await partitions(log, topic)
+        async def look_up(log: MemoryLog, topics: Collection[str]) -> dict[str, int]:
+            looked_up.append(set(topics))
+            return await partitions(log, topics)
 
         patch.setattr(MemoryLog, "foreign_partitions", look_up)
         results = await collector(world)
-        names = ids_of_lane(results, 10)
-        for name in names[:5]:
-            results.ask(name, reply=ReplyAddress(topic="replies"))
-            results.answer(name, "x")
-        await results.wait_results(5)
-        assert looked_up == ["replies"]
-        world.broker.create_topic("replies", 1, 3_600_000)
-        for name in names[5:]:
-            results.ask(name, reply=ReplyAddress(topic="replies"))
-            results.answer(name, "x")
-        await results.wait_results(10)
-        assert looked_up == ["replies"] * 2
-        assert [(r.key or b"").decode() for r in world.records("replies", 0)] == names[5:]
+        names = ids_of_lane(results, 12)
+        for first in (0, 6):
+            for name, topic in zip(names[first:][:6], ("replies", "others", None) * 2, strict=True):
+                results.ask(name, reply=None if topic is None else ReplyAddress(topic=topic))
+                results.answer(name, "x")
+            await results.wait_results(first + 6)
+            if not first:
+                world.broker.create_topic("replies", 1, 3_600_000)
+        assert looked_up == [{"replies", "others"}] * 2
+        assert [(r.key or b"").decode() for r in world.records("replies", 0)] == names[6::3]
 
 
 # --- topics that take no records ------------------------------------------------------------------
@@ -141,6 +139,38 @@ async def test_a_topic_that_takes_no_records_delays_only_its_replies(
         # The batch, and two of the three alone.
         assert refusing.failures <= 3 + 2
         assert results.running["c1"][1].error is None
+
+
+@scenario_test
+async def test_a_topic_that_takes_no_records_is_left_alone_for_a_while(
+    world: MemoryWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        refusing = RefusingTopics(patch, AppendFailed)
+        refusing.places.add(("refusing", None))
+        results = await collector(world)
+        world.broker.create_topic("refusing", 1, 3_600_000)
+        names = ids_of_lane(results, 9)
+
+        def ask(some: Sequence[str]) -> None:
+            for name in some:
+                results.ask(name, reply=ReplyAddress(topic="refusing"))
+                results.answer(name, "x")
+
+        ask(names[:3])
+        await results.wait_results(3, within_s=120)
+        failures = refusing.failures
+        ask(names[3:6])
+        await results.wait_results(6, within_s=5)
+        assert refusing.failures == failures
+        assert await undelivered(results, "failed") == 6
+        assert caplog.text.count("replies to refusing are left out") == 1
+        refusing.places.clear()
+        await world.sleep(REFUSING_S)
+        ask(names[6:])
+        await results.wait_results(9, within_s=5)
+        replies = [(record.key or b"").decode() for record in world.records("refusing", 0)]
+        assert replies == names[6:]
 
 
 @scenario_test
