@@ -49,7 +49,7 @@ _DISAGGREGATED = Missing("requests are not split into prefill and decode yet")
 PREPROCESSED_REQUEST: Row = {
     "a request that says nothing: every field's default, and what is left out": (
         f"{FORM}a_request_that_sets_no_option_is_as_one_of_tokens_alone",
-        f"{FORM}what_cannot_be_honoured_is_refused_by_name",
+        f"{FORM}unsupported_fields_are_refused_by_name",
     ),
     "mdc_sum and router_config_override are null when there are none": (
         f"{FORM}a_request_that_sets_no_option_is_as_one_of_tokens_alone",
@@ -75,16 +75,16 @@ PREPROCESSED_REQUEST: Row = {
     ),
     "BootstrapInfo, TraceLink and PrefillResult: carried between servers, refused of clients": (
         f"{CODECS}the_golden_request_sets_every_field",
-        f"{FORM}what_cannot_be_honoured_is_refused_by_name",
+        f"{FORM}unsupported_fields_are_refused_by_name",
     ),
     "MmRoutingInfo: other tokens for overlap; empty or missing means the prompt": (
         f"{FORM}every_option_reaches_the_request",
         f"{HINTS}routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone",
-        f"{KEYS}routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt",
+        f"{KEYS}routing_tokens_and_their_block_contents_replace_the_prompt",
     ),
     "MultimodalData: a url, a raw url, a descriptor of decoded data": (
         f"{FORM}every_option_reaches_the_request",
-        f"{FORM}what_cannot_be_honoured_is_refused_by_name",
+        f"{FORM}unsupported_fields_are_refused_by_name",
         f"{FORM}a_model_of_bytes_takes_text_only",
     ),
     "prompt_embeds override the tokens": (
@@ -105,7 +105,7 @@ PREPROCESSED_REQUEST: Row = {
     "agent_context, request_timestamp_ms, mm_processor_kwargs and extra_args are carried": (
         f"{FORM}every_option_reaches_the_request",
         f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
-        "unit/test_nvext.py::test_what_an_agent_says_of_itself_is_passed_on",
+        "unit/test_nvext.py::test_agent_hints_are_passed_on",
     ),
 }
 
@@ -168,7 +168,7 @@ KV_PUSH_ROUTER: Row = {
         "unit/test_http_metrics.py::test_times_from_token_to_token_are_counted_by_blocks",
     ),
     "output length and total exactly once, on a dropped stream too": (
-        "flows/test_gateway_streams.py::test_metrics_tell_of_answers",
+        "flows/test_gateway_streams.py::test_metrics_count_answers",
     ),
     "prefill is done with the first item that is not empty": (
         f"{BOOKS}prefill_is_done_with_the_first_token_and_not_with_an_empty_output",
@@ -193,7 +193,7 @@ KV_PUSH_ROUTER: Row = {
         f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
     ),
     "direct: the decode worker, else the backend; without either an error that names both": (
-        f"{WHO}direct_goes_where_the_request_says",
+        f"{WHO}direct_policy_uses_the_pinned_worker",
         f"{HINTS}policy_direct_goes_by_the_decode_worker_else_by_the_backend",
     ),
     "direct books nothing": (
@@ -229,7 +229,7 @@ PREFILL_ROUTER: Row = {
         _DISAGGREGATED
     ),
     "a prefill that was handed off is neither an end nor a failure": (
-        "unit/test_reconcile.py::test_a_handed_off_prefill_is_neither_restarted_nor_the_end",
+        "unit/test_reconcile.py::test_decode_is_due_after_a_prefill_that_was_handed_off",
         f"{LOAD}prefill_that_was_handed_off_is_not_the_end_of_its_request",
     ),
     "the trace link on the completed path only": _DISAGGREGATED,
@@ -329,7 +329,7 @@ MODEL_WATCHER: Row = {
     "artifacts are fetched and checked": (
         "unit/test_artifacts.py::test_a_file_is_found_by_its_checksum",
         "unit/test_artifacts.py::test_a_file_with_a_damaged_part_is_unavailable",
-        "unit/test_artifacts.py::test_a_file_of_another_size_than_its_card_says_is_unavailable",
+        "unit/test_artifacts.py::test_file_of_another_size_than_on_its_card_is_unavailable",
     ),
     "a failed put is told and tried again": (
         f"{MODELS}a_model_that_could_not_be_loaded_is_tried_again",
@@ -387,6 +387,6 @@ def test_a_whole_row_has_no_missing_line(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_line_is_held_by_tests_or_says_why_not(row: str) -> None:
+def test_line_has_tests_or_a_reason(row: str) -> None:
     for line, tests in ROWS[row].items():
         assert tests, f"{line}: neither tests nor a reason"

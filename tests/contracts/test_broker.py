@@ -152,7 +152,7 @@ def test_docker_daemon_that_hangs_is_given_up(
             obtain_broker("docker", report=lambda _: None)
 
 
-def test_without_docker_and_java_the_log_is_kept_in_memory_and_that_is_said(
+def test_missing_docker_and_java_selects_the_memory_log_with_a_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 'docker.sock'}")

@@ -190,7 +190,7 @@ class TestTopics:
         assert await create_topics(empty, **SHAPE) == first
         assert await empty.end_offsets(REGISTRY, [0]) == {0: 1}
 
-    async def test_create_adds_what_is_missing(
+    async def test_create_adds_missing_topics(
         self, narrow: None, empty: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
         await create_topics(empty, **SHAPE)
@@ -248,7 +248,9 @@ class TestTopics:
             await create_topics(empty, lanes=8, replication=1, min_insync=1)
         assert [s.name for s in await describe_topics(empty, **SHAPE) if s.exists] == [REQUESTS]
 
-    async def test_process_without_topics_is_told_to_create_them(self, empty: KafkaLog) -> None:
+    async def test_missing_topics_error_names_the_command_that_creates_them(
+        self, empty: KafkaLog
+    ) -> None:
         with pytest.raises(TopicMismatch, match="kvlane topics create"):
             await check_partitions(empty, LANES)
 
@@ -261,7 +263,7 @@ class TestTopics:
     async def test_created_deployment_passes_the_check(self, full: KafkaLog) -> None:
         await check_partitions(full, LANES)
 
-    async def test_partitions_that_were_added_to_a_topic_are_told(
+    async def test_added_partitions_are_reported(
         self, full: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
         await admin.create_partitions({full.prefix + REQUESTS: NewPartitions(LANES + 1)})
@@ -406,7 +408,7 @@ class TestAppending:
 
 
 class TestReading:
-    async def test_position_passes_what_is_not_a_record(self, kafka: Broker, log: KafkaLog) -> None:
+    async def test_position_passes_transaction_markers(self, kafka: Broker, log: KafkaLog) -> None:
         """The end of a transaction takes an offset and is never handed out."""
         producer = AIOKafkaProducer(
             bootstrap_servers=kafka.bootstrap_servers, transactional_id=log.prefix
@@ -505,7 +507,7 @@ class TestGroups:
         assert ours[1].revocations == 0
 
 
-async def test_ordinary_life_writes_no_warnings(
+async def test_ordinary_operation_logs_no_warnings(
     log: KafkaLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for lane in range(LANES):  # the leaders of new topics take a moment to know that they lead

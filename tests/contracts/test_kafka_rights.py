@@ -177,7 +177,7 @@ async def list_topics(log: KafkaLog) -> None:
     "deed",
     [append, append_batch, append_many, persist, read, follow, join, make_topics, list_topics],
 )
-async def test_what_a_guest_may_not_do_is_denied_and_not_repeated(
+async def test_forbidden_operations_of_a_role_are_denied_without_retry(
     broker: Guarded, deed: Callable[[KafkaLog], Awaitable[None]]
 ) -> None:
     async with opened(broker, "guest") as log, asyncio.timeout(10):
@@ -205,7 +205,7 @@ async def test_the_rights_of_the_table_are_enough_for_a_preprocessor(broker: Gua
             await log.append(LEDGER, Entry(b"key", b"value"), 0)
 
 
-async def test_what_a_guest_may_do_works(broker: Guarded) -> None:
+async def test_permitted_operations_of_a_role_succeed(broker: Guarded) -> None:
     async with opened(broker, "guest") as log:
         assert await log.end_offsets(LEDGER, [0]) == {0: 0}
         assert await log.append(PROMPTS, Entry(b"key", b"value"), 0)

@@ -400,7 +400,7 @@ class TestReading:
         assert [(r.partition, r.offset, r.value) for r in records] == [(0, 3, b"3"), (0, 4, b"4")]
         assert reader.position(Partition(topic, 0)) == 5
 
-    async def test_assigning_again_replaces_what_was_read(self, broker: Broker, log: Log) -> None:
+    async def test_new_assignment_replaces_the_former_one(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(2)
         for partition in (0, 1):
             await log.append(topic, entry(f"in {partition}"), partition)
@@ -566,7 +566,9 @@ class TestGroups:
             await a.commit(dict.fromkeys(owner_b.owned, 0))
         await a.commit(dict.fromkeys(owner_a.owned, 0))
 
-    async def test_nothing_is_read_before_resume(self, broker: Broker, log: Log) -> None:
+    async def test_paused_partition_delivers_no_records_before_resume(
+        self, broker: Broker, log: Log
+    ) -> None:
         topic = await broker.topic(2)
         for partition in (0, 1):
             await log.append(topic, entry(f"in {partition}"), partition)
@@ -600,7 +602,7 @@ class TestGroups:
         assert owner.revocations == []
         await member.commit({0: 5, 1: 5})
 
-    async def test_what_was_fetched_ahead_of_a_pause_is_not_lost(
+    async def test_records_fetched_before_a_pause_are_delivered_after_it(
         self, broker: Broker, log: Log
     ) -> None:
         topic = await broker.topic(1)
@@ -617,13 +619,17 @@ class TestGroups:
             f"{n}".encode() for n in range(6)
         ]
 
-    async def test_pausing_what_is_not_owned_is_ignored(self, broker: Broker, log: Log) -> None:
+    async def test_pause_of_a_partition_that_is_not_owned_is_ignored(
+        self, broker: Broker, log: Log
+    ) -> None:
         topic = await broker.topic()
         member, owner = joined(log, topic)
         await until([member], lambda: len(owner.owned) == PARTITIONS)
         member.pause(99)
 
-    async def test_resuming_what_is_not_owned_is_ignored(self, broker: Broker, log: Log) -> None:
+    async def test_resume_of_a_partition_that_is_not_owned_is_ignored(
+        self, broker: Broker, log: Log
+    ) -> None:
         topic = await broker.topic()
         member, owner = joined(log, topic)
         await until([member], lambda: len(owner.owned) == PARTITIONS)

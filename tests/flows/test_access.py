@@ -156,7 +156,9 @@ async def test_a_running_stream_of_a_revoked_key_goes_on(
 
 
 @scenario_test
-async def test_what_is_passed_on_has_no_key(world: MemoryWorld, keys: KeyFileHarness) -> None:
+async def test_authenticated_request_is_passed_on_without_its_key(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     token = keys.add("acme")
     seen: list[Any] = []
 
@@ -261,7 +263,7 @@ async def test_tenants_share_no_cached_blocks(world: MemoryWorld, keys: KeyFileH
 
 
 @scenario_test
-async def test_an_operator_asks_the_indexer_for_a_tenants_prompts(
+async def test_operator_queries_the_indexer_for_the_prompts_of_a_tenant(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     user, operator = keys.add("acme"), keys.add("platform", "operator")
@@ -475,7 +477,9 @@ async def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(
 
 
 @scenario_test
-async def test_rates_are_limited_and_told(world: MemoryWorld, keys: KeyFileHarness) -> None:
+async def test_rate_limits_are_enforced_and_in_headers(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
     token = keys.add("acme")
     keys.limit("acme", requests_per_minute=2, tokens_per_minute=100_000)
     harness = await GatewayHarness.with_backend(world, **keys.settings)
@@ -588,7 +592,7 @@ async def test_other_limits_hold_as_soon_as_they_are_read(
 
 
 @scenario_test
-async def test_what_is_in_flight_counts_on_when_the_file_changes(
+async def test_requests_in_flight_still_count_after_a_reload_of_the_key_file(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -658,7 +662,7 @@ async def test_keys_need_a_secret_and_a_file(
 
 
 @scenario_test
-async def test_without_keys_nothing_is_asked_for_and_nothing_changed(
+async def test_gateway_without_keys_requires_no_authentication(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     cluster = await ClusterHarness.start(world, ("w1",))

@@ -124,7 +124,7 @@ async def test_two_tenants_share_nothing_that_openais_client_can_see(keys: KeyFi
         await stream.http_response.aclose()
 
 
-async def test_openais_client_knows_the_errors(keys: KeyFileHarness) -> None:
+async def test_openai_client_raises_its_own_error_types(keys: KeyFileHarness) -> None:
     good, limited = keys.add("acme"), keys.add("small")
     keys.limit("small", requests_per_minute=1)
     async with deployed(keys) as deployment:
@@ -256,7 +256,7 @@ def certificate(folder: Path, *more: str) -> TlsFiles:
     return tls
 
 
-async def test_openais_client_speaks_tls(keys: KeyFileHarness, tmp_path: Path) -> None:
+async def test_openai_client_connects_over_tls(keys: KeyFileHarness, tmp_path: Path) -> None:
     tls = certificate(tmp_path)
     token = keys.add("acme")
     trust = ssl.create_default_context(cafile=tls.certificate)

@@ -84,7 +84,7 @@ async def test_a_fold_that_is_built_again_is_the_routers(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_fold_stops_where_it_is_told_to(world: MemoryWorld) -> None:
+async def test_rebuilt_view_stops_at_the_given_position_or_time(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     await harness.chat("hello").wait_done()
     first = harness.requests()[0]
@@ -107,7 +107,7 @@ async def test_a_fold_stops_where_it_is_told_to(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_what_caches_held_at_some_time_is_told(world: MemoryWorld) -> None:
+async def test_rebuilt_index_has_the_blocks_of_a_given_time(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     worker.publish_blocks(list(range(10 * 16)), 16)
     await world.sleep(10)
@@ -178,7 +178,7 @@ async def test_the_words_of_a_prompt_are_not_in_its_story(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_nothing_is_told_of_an_id_that_was_never_there(world: MemoryWorld) -> None:
+async def test_unknown_id_has_no_timeline(world: MemoryWorld) -> None:
     world.append(LEDGER, lane_of("job-17", 2), Ended(id="other", code="lost"), key="other")
     timeline = await explain_request(await world.connect("audit"), world.clock, "job-17")
     assert (timeline.steps, timeline.ending) == ([], "")
@@ -246,7 +246,7 @@ def write(broker: MemoryBroker) -> None:
     append(LEDGER, Finished(**run, attempt=1, worker="w2", code="length", output_tokens=1))
 
 
-def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) -> None:
+def test_explain_shows_every_input_of_a_decision(memory: MemoryBroker) -> None:
     write(memory)
     shown = kvlane("explain", "job-17")
     assert shown.exit_code == 0, shown.output
@@ -269,7 +269,7 @@ def test_a_story_is_told_with_every_input_of_a_decision(memory: MemoryBroker) ->
     assert lines[-1] == "ended: length"
 
 
-def test_all_inputs_are_shown_to_those_who_ask(memory: MemoryBroker) -> None:
+def test_explain_shows_all_inputs_on_request(memory: MemoryBroker) -> None:
     write(memory)
     assert "overlap_blocks" not in kvlane("explain", "job-17").stdout
     lines = kvlane("explain", "job-17", "--inputs").stdout.splitlines()
@@ -279,7 +279,7 @@ def test_all_inputs_are_shown_to_those_who_ask(memory: MemoryBroker) -> None:
     assert "disk_blocks" not in columns, "which nobody has"
 
 
-def test_a_story_is_written_for_programs(memory: MemoryBroker, tmp_path: Path) -> None:
+def test_explain_writes_json(memory: MemoryBroker, tmp_path: Path) -> None:
     write(memory)
     file = tmp_path / "story.json"
     assert kvlane("explain", "job-17", "--json", str(file)).exit_code == 0
@@ -315,7 +315,7 @@ def test_a_decision_that_comes_out_otherwise_is_pointed_at(memory: MemoryBroker)
         (Cancel(id="job-20"), "only a cancel has this id"),
     ],
 )
-def test_what_came_without_a_request_is_said(
+def test_refusal_or_cancel_without_a_request_is_explained(
     memory: MemoryBroker, record: Refused | Cancel, words: str
 ) -> None:
     memory.append(REQUESTS, lane_of("job-20", 4), [encode(record, "job-20")])
@@ -324,20 +324,20 @@ def test_what_came_without_a_request_is_said(
     assert "no longer retained (1 h)" not in shown
 
 
-def test_an_unknown_id_says_what_may_be_wrong(memory: MemoryBroker) -> None:
+def test_unknown_id_error_lists_possible_reasons(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "job-18")
     assert shown.exit_code == 1
     assert "nothing found about job-18" in shown.stdout
     assert "Is the id complete" in shown.stdout
 
 
-def test_an_id_that_is_older_than_the_ledger_is_said_to_be(memory: MemoryBroker) -> None:
+def test_id_older_than_the_ledger_is_reported_as_too_old(memory: MemoryBroker) -> None:
     shown = kvlane("explain", "018bcfe5-6800-7c02-9d41-0123456789ab")
     assert shown.exit_code == 1
     assert "issued at 2023-11-14 22:13:20.000 UTC, and records older than 24 h are" in shown.stdout
 
 
-def test_an_id_of_today_is_said_to_be_wrong(memory: MemoryBroker) -> None:
+def test_recent_id_that_is_not_in_the_log_is_reported_as_wrong(memory: MemoryBroker) -> None:
     shown = kvlane("explain", new_request_id(SystemClock(), random.Random(1)))
     assert shown.exit_code == 1
     assert "Is the id right" in shown.stdout

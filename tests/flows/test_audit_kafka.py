@@ -46,7 +46,7 @@ async def write(log: KafkaLog) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_the_log_of_a_real_broker_tells_what_was(
+async def test_explain_reads_the_log_of_a_real_broker(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)

@@ -156,7 +156,7 @@ def test_follow_shows_the_text(memory: MemoryBroker) -> None:
     assert (result.exit_code, result.stdout) == (0, "Hello wörld\n")
 
 
-def test_follow_can_leave_out_what_was_seen(memory: MemoryBroker) -> None:
+def test_follow_skips_the_text_before_an_offset(memory: MemoryBroker) -> None:
     answer(memory, "a", "Hel", "lo ", "wörld")
     assert kvlane("follow", "a", "--from", "3").stdout == "lo wörld\n"
 
@@ -192,13 +192,13 @@ def test_an_id_that_nothing_was_published_under_is_an_error_at_once(
     assert "no end within 0.5 s" in awaited.stderr
 
 
-def test_an_id_that_is_too_old_says_so(memory: MemoryBroker) -> None:
+def test_id_that_is_too_old_is_reported(memory: MemoryBroker) -> None:
     result = kvlane("follow", "018bcfe5-6800-7c02-9d41-0123456789ab")
     assert result.exit_code == 1
     assert "records older than 24 h are deleted" in result.stderr
 
 
-def test_a_stream_that_was_cut_says_so(memory: MemoryBroker) -> None:
+def test_truncated_stream_is_reported(memory: MemoryBroker) -> None:
     answer(memory, "a", "Hel", "lo ", "wörld")
     memory.delete_records(RESPONSES, lane_of("a", 4), 1)
     result = kvlane("follow", "a")
@@ -228,7 +228,7 @@ def test_publish_can_follow(memory: MemoryBroker) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "answer\n", "a\n")
 
 
-def test_several_answers_are_told_apart(memory: MemoryBroker) -> None:
+def test_several_choices_are_labelled(memory: MemoryBroker) -> None:
     answer(memory, "a", "one")
     answer(memory, "b", "two")
     lines = '{"id":"a"}\n{"id":"b"}\n'
@@ -244,7 +244,7 @@ def test_a_cancel_is_published_behind_its_prompt(memory: MemoryBroker) -> None:
 @pytest.mark.parametrize(
     "command", [["publish", "x"], ["follow", "a"], ["cancel", "a"], ["topics", "describe"]]
 )
-def test_without_servers_it_says_which_variable_to_set(command: list[str]) -> None:
+def test_missing_servers_error_names_the_variable(command: list[str]) -> None:
     result = kvlane(*command)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: KVLANE_BOOTSTRAP_SERVERS is not set")

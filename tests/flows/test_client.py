@@ -26,7 +26,7 @@ from tests.reply_harness import Worker, begin_reply, connect, publish, read, tex
 
 
 @scenario_test
-async def test_a_prompt_lies_on_the_log_when_publish_returns(world: MemoryWorld) -> None:
+async def test_prompt_is_in_the_log_when_publish_returns(world: MemoryWorld) -> None:
     client = await connect(world)
     prompt = Prompt(id="job-17", kind="tokens", body={"token_ids": [104, 258]}, deadline_s=30)
     assert await client.publish(prompt) == "job-17"
@@ -103,7 +103,7 @@ async def test_a_piece_is_there_as_soon_as_it_is_written(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_nothing_is_missed_between_publishing_and_listening(world: MemoryWorld) -> None:
+async def test_stream_after_publish_misses_no_records(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = await publish(client)
     Worker(world, request_id).write("hello", "stop")
@@ -188,7 +188,7 @@ async def test_a_lane_is_left_some_time_after_its_last_stream(world: MemoryWorld
 
 
 @scenario_test
-async def test_whoever_stops_listening_leaves_nothing_behind(world: MemoryWorld) -> None:
+async def test_closed_stream_releases_its_state(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     async with aclosing(client.stream(worker.id)) as stream:

@@ -190,7 +190,7 @@ async def test_reading_starts_where_the_listener_had_come_to(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_listener_that_has_everything_is_told_of_the_end_only(world: MemoryWorld) -> None:
+async def test_client_with_the_whole_text_gets_the_end_only(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     worker.write("hello", "stop")
@@ -226,7 +226,7 @@ async def test_a_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_la
 
 
 @scenario_test
-async def test_a_stream_whose_beginning_was_deleted_says_so(world: MemoryWorld) -> None:
+async def test_stream_without_its_first_records_raises_its_error(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("he")
     worker.write("ll")
@@ -237,7 +237,7 @@ async def test_a_stream_whose_beginning_was_deleted_says_so(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_stream_whose_last_fence_was_deleted_says_so(world: MemoryWorld) -> None:
+async def test_stream_without_its_last_fence_raises_its_error(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("he")
     worker.append(Fence(id="job-17", attempt=1))
@@ -294,7 +294,7 @@ async def test_who_has_nothing_of_a_stream_awaits_its_beginning_in_a_cut_lane(
 
 
 @scenario_test
-async def test_what_was_not_read_yet_is_not_taken_for_deleted(world: MemoryWorld) -> None:
+async def test_unread_records_do_not_count_as_deleted(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     lane = lane_of("job-17", world.lanes)

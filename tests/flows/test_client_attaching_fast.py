@@ -153,7 +153,7 @@ async def test_a_stream_is_found_though_the_log_was_cut_while_it_waited(world: M
 
 
 @scenario_test
-async def test_a_stream_that_was_cut_while_it_was_read_says_so(world: MemoryWorld) -> None:
+async def test_stream_truncated_during_a_read_raises_its_error(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, in_lane(0, "a"))
     worker.write("he")
@@ -178,7 +178,7 @@ async def test_an_id_too_old_to_begin_is_unknown_to_a_whole_log(world: MemoryWor
 
 
 @scenario_test
-async def test_a_reply_that_was_left_is_forgotten(world: MemoryWorld) -> None:
+async def test_detached_reply_is_freed(world: MemoryWorld) -> None:
     client: Client = await connect(world)
     replies = client._listening()
     fill(world)

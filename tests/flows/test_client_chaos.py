@@ -109,5 +109,5 @@ async def many_streams(loop: VirtualLoop, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_every_listener_hears_the_whole_answer_in_any_weather(seed: int) -> None:
+def test_every_client_reads_the_whole_answer_under_all_faults(seed: int) -> None:
     run_virtual(lambda loop: many_streams(loop, seed), random.Random(seed))

@@ -144,7 +144,7 @@ async def test_a_log_that_is_closed_by_its_owner_ends_open_streams(world: Memory
 
 
 @scenario_test
-async def test_a_client_lives_as_long_as_its_block(world: MemoryWorld) -> None:
+async def test_client_is_closed_at_the_end_of_its_context(world: MemoryWorld) -> None:
     async with Client(await world.connect(), world.clock) as client:
         worker = Worker(world, await publish(client))
         worker.write("hello", "stop")
@@ -154,7 +154,7 @@ async def test_a_client_lives_as_long_as_its_block(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_client_that_was_not_started_says_so(world: MemoryWorld) -> None:
+async def test_client_that_was_not_started_raises_its_error(world: MemoryWorld) -> None:
     client = Client(await world.connect(), world.clock)
     with pytest.raises(LogClosed, match="not started"):
         await client.publish(Prompt(id="job-17"))

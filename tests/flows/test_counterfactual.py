@@ -93,7 +93,7 @@ def test_decisions_have_no_regret_of_themselves(at_random: list[AnyCaptureLine])
     assert policy_regret(simulate_recorded(period), simulate_recorded(period)) == (0, 0, 0, 0)
 
 
-def test_what_cannot_be_played_is_left_out_and_counted(at_random: list[AnyCaptureLine]) -> None:
+def test_requests_that_cannot_be_replayed_are_counted(at_random: list[AnyCaptureLine]) -> None:
     lines = [line for line in at_random if not isinstance(line, CapturedRequest)]
     sent = [line for line in at_random if isinstance(line, CapturedRequest)]
     sent[0] = replace(sent[0], model="another")
@@ -113,7 +113,7 @@ def test_a_capture_without_requests_or_workers_says_so(at_random: list[AnyCaptur
         period_of([line for line in at_random if not isinstance(line, CapturedDecision)])
 
 
-def test_the_command_shows_what_happened_beside_the_policies(
+def test_command_shows_the_recorded_figures_beside_the_policies(
     at_random: list[AnyCaptureLine], tmp_path: Path
 ) -> None:
     file = write_capture(at_random, tmp_path / "run.jsonl.zst")

@@ -151,7 +151,7 @@ def test_dashboards_are_those_of_the_table() -> None:
         assert path.read_text() == generator.content(path.stem), path.name
 
 
-def test_every_query_reads_what_a_deployment_exports(exported: Exported) -> None:
+def test_every_query_reads_exported_metrics(exported: Exported) -> None:
     wrong = {}
     for path in DASHBOARDS:
         for panel in json.loads(path.read_text())["panels"]:

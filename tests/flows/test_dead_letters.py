@@ -100,7 +100,7 @@ def test_letters_are_chosen_by_topic_and_reason(memory: MemoryBroker) -> None:
     assert "3 dead letters, showing the newest 1" in kvlane("list", "--limit", "1").stdout
 
 
-def test_no_letters_are_no_error(memory: MemoryBroker) -> None:
+def test_empty_list_of_letters_exits_with_success(memory: MemoryBroker) -> None:
     shown = kvlane("list")
     assert (shown.exit_code, shown.stdout) == (0, "0 dead letters\n")
 
@@ -111,7 +111,7 @@ def test_a_letter_that_can_be_read_is_shown_as_a_record(memory: MemoryBroker) ->
     assert '"tenant": "acme"' in shown.stdout
 
 
-def test_a_redacted_letter_is_read_from_where_it_stood(memory: MemoryBroker) -> None:
+def test_redacted_letter_is_read_again_from_its_original_offset(memory: MemoryBroker) -> None:
     shown = kvlane("show", put_aside(memory, request(tenant="acme")))
     assert "read from requests/0:0, decoded" in shown.stdout
 
@@ -124,7 +124,7 @@ def test_a_letter_that_cannot_be_read_is_shown_in_hex(memory: MemoryBroker) -> N
     assert "more bytes" in shown.stdout
 
 
-def test_a_letter_whose_content_is_gone_says_what_would_keep_it(memory: MemoryBroker) -> None:
+def test_redacted_letter_names_the_setting_that_keeps_content(memory: MemoryBroker) -> None:
     name = put_aside(memory, request())
     memory.delete_records(REQUESTS, 0, 1)
     shown = kvlane("show", name)
@@ -134,7 +134,7 @@ def test_a_letter_whose_content_is_gone_says_what_would_keep_it(memory: MemoryBr
     assert "KVLANE_KEEP_PROMPTS" in again.stderr
 
 
-def test_another_record_at_the_same_place_is_not_taken_for_it(memory: MemoryBroker) -> None:
+def test_other_record_at_the_offset_of_a_letter_is_refused(memory: MemoryBroker) -> None:
     """The topic was deleted and made anew."""
     name = put_aside(memory, request())
     memory.log(REQUESTS, 0).records[0] = (
@@ -182,7 +182,7 @@ def test_a_prompt_is_published_again_to_prompts(memory: MemoryBroker) -> None:
         (encode(Refused(id="w", code="lost"), "w"), LEDGER, "can be retried"),
     ],
 )
-def test_what_could_not_help_is_refused(
+def test_retry_without_prospect_is_refused(
     memory: MemoryBroker, entry: Entry, topic: str, why: str
 ) -> None:
     name = put_aside(memory, entry, topic)
@@ -193,7 +193,7 @@ def test_what_could_not_help_is_refused(
     assert len(memory.records(topic, 0)) == before
 
 
-def test_one_that_is_refused_does_not_keep_back_others(memory: MemoryBroker) -> None:
+def test_refused_letter_does_not_block_the_others(memory: MemoryBroker) -> None:
     bad = put_aside(memory, Entry(b"x", b"\xc1", (("t", b"Request"),)))
     good = put_aside(memory, request())
     done = kvlane("retry", bad, good)
@@ -201,7 +201,7 @@ def test_one_that_is_refused_does_not_keep_back_others(memory: MemoryBroker) -> 
     assert "job-7 is published again" in done.stdout
 
 
-def test_an_id_that_has_ended_is_not_asked_again(memory: MemoryBroker) -> None:
+def test_finished_request_is_not_published_again(memory: MemoryBroker) -> None:
     name = put_aside(memory, request())
     memory.append(LEDGER, lane_of("job-7", 4), [encode(Ended(id="job-7", code="lost"), "job-7")])
     done = kvlane("retry", name)
@@ -211,7 +211,7 @@ def test_an_id_that_has_ended_is_not_asked_again(memory: MemoryBroker) -> None:
     assert "under another id" in done.stderr
 
 
-def test_an_id_that_is_under_way_is_left_alone(memory: MemoryBroker) -> None:
+def test_running_request_is_not_published_again(memory: MemoryBroker) -> None:
     name = put_aside(memory, request())
     assigned = Assigned(
         id="job-7", attempt=0, phase="aggregated", worker="w", epoch=1, deadline_ms=1,
@@ -274,7 +274,7 @@ async def test_a_letter_that_is_retried_over_and_over_is_run_once(world: MemoryW
 
 
 @scenario_test
-async def test_a_request_that_was_refused_as_unreadable_has_ended(world: MemoryWorld) -> None:
+async def test_malformed_request_ends_with_an_error(world: MemoryWorld) -> None:
     FakeWorker(world)
     await start_router(world)
     bad = Entry(b"a", b"\xc1", (("t", b"Request"),))

@@ -46,7 +46,7 @@ async def figures(router: Router) -> dict[str, float]:
 
 
 @scenario_test
-async def test_a_cache_that_is_not_what_it_is_expected_to_be_raises_the_alarm_once(
+async def test_cache_that_differs_from_the_index_raises_one_alert(
     world: MemoryWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app.router")

@@ -312,7 +312,7 @@ async def test_transfers_at_a_time_are_bounded(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_without_a_broker_an_upload_is_told_to_come_again(world: MemoryWorld) -> None:
+async def test_upload_without_a_broker_gets_retry_after(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     world.faults.next_fates("batch-jobs", *[AppendFate.LOST] * 100)
     answer = await upload(harness, LINES).wait_done()

@@ -59,7 +59,7 @@ async def test_a_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_usage_is_told_when_it_is_asked_for(world: MemoryWorld) -> None:
+async def test_usage_is_sent_on_request(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat(
         "hey", stream=True, stream_options={"include_usage": True}
@@ -144,7 +144,7 @@ async def test_each_of_several_answers_draws_for_itself(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_the_request_on_the_log_has_what_was_asked(world: MemoryWorld) -> None:
+async def test_published_request_has_the_options_of_the_body(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, deadline_s=50)
     asked_ms = world.clock.wall_ms()
     harness.chat("hey", max_tokens=9, temperature=0.5, seed=3)
@@ -334,7 +334,7 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
 
 
 @scenario_test
-async def test_nothing_of_a_prompt_is_in_an_error(world: MemoryWorld) -> None:
+async def test_errors_contain_no_prompt_text(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = await harness.chat(
         messages=[{"role": "user", "content": {"secret": "secret"}}]
@@ -552,7 +552,7 @@ async def test_an_end_before_the_first_token_is_the_status(
 
 
 @scenario_test
-async def test_a_request_that_nobody_ends_is_given_up_and_cancelled(world: MemoryWorld) -> None:
+async def test_request_without_an_end_is_cancelled_after_its_deadline(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, deadline_s=40)
     began = world.clock.now()
     answer = await harness.chat().wait_done()

@@ -133,7 +133,7 @@ async def _answered(world: MemoryWorld, url: str, body: Any) -> None:
 @pytest.mark.parametrize("url", BODIES)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_what_is_right_by_the_document_is_answered_by_it(url: str, data: st.DataObject) -> None:
+def test_valid_requests_get_documented_responses(url: str, data: st.DataObject) -> None:
     body = data.draw(BODIES[url])
     served = st.sampled_from(("demo", "demo", "demo", body["model"]))
     body = body | {"model": data.draw(served)}

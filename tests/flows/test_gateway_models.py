@@ -127,7 +127,7 @@ async def test_a_model_that_could_not_be_loaded_is_tried_again(world: MemoryWorl
     [("tokens", 0, 0), ("chat", 0, 400), ("completion", 400, 0), ("embedding", 400, 400)],
 )
 @scenario_test
-async def test_a_model_answers_what_its_card_says(
+async def test_model_serves_the_endpoints_of_its_card(
     world: MemoryWorld, kind: Any, chat: int, completion: int
 ) -> None:
     harness = await GatewayHarness.open(world)

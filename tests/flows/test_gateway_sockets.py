@@ -260,7 +260,7 @@ async def test_a_broken_connection_goes_on_where_it_broke(
     assert deployment.cancels() == []
 
 
-async def test_200_streams_at_a_time_are_each_told_their_own_answer(
+async def test_each_of_200_concurrent_streams_gets_its_own_answer(
     deployment: Deployment, client: openai.AsyncOpenAI
 ) -> None:
     async def send(number: int) -> tuple[str, str]:

@@ -71,7 +71,7 @@ async def test_silence_is_filled_and_opens_the_stream(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_stream_that_nobody_ends_is_ended_with_an_event(world: MemoryWorld) -> None:
+async def test_stream_without_an_end_gets_an_error_event(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, deadline_s=40)
     answer = harness.chat(stream=True)
     (request,) = await harness.published()
@@ -101,7 +101,9 @@ async def test_what_a_dead_worker_said_again_is_not_told_twice(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_slow_client_gets_all_of_it_and_delays_nobody(world: MemoryWorld) -> None:
+async def test_slow_client_gets_its_whole_answer_without_delay_for_others(
+    world: MemoryWorld,
+) -> None:
     harness = await GatewayHarness.with_card(world)
     slow, quick = harness.chat("one", stream=True), harness.chat("two", stream=True)
     slow.reading.clear()
@@ -277,7 +279,7 @@ async def test_the_last_event_that_was_seen_counts_more_than_the_url(world: Memo
 
 
 @scenario_test
-async def test_a_finished_stream_is_told_from_its_beginning(world: MemoryWorld) -> None:
+async def test_finished_stream_is_sent_from_its_beginning(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.complete("hello", stream=True).wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}?form=completion&include_usage=true"
@@ -317,7 +319,9 @@ async def test_a_stream_that_still_waits_can_be_attached_to(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_who_attaches_and_leaves_cancels_nothing(world: MemoryWorld) -> None:
+async def test_disconnect_of_an_attached_client_does_not_cancel_the_request(
+    world: MemoryWorld,
+) -> None:
     harness = await GatewayHarness.with_card(world)
     harness.chat("hello", stream=True)
     (request,) = await harness.published()
@@ -558,7 +562,7 @@ async def test_a_stream_is_cancelled_by_its_id(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_stopping_gateway_takes_nothing_new_and_ends_what_it_has(
+async def test_stopping_gateway_rejects_new_requests_and_finishes_its_streams(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_backend(world)
@@ -719,7 +723,7 @@ async def test_metrics_are_there_before_the_first_request(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_metrics_tell_of_answers(world: MemoryWorld) -> None:
+async def test_metrics_count_answers(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     await harness.chat("hello", stream=True).wait_done()
     left = harness.chat("hello", stream=True, max_tokens=400)

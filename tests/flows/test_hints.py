@@ -243,7 +243,7 @@ async def test_taints_are_required_and_preferred(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_adapter_goes_to_who_has_it(world: MemoryWorld) -> None:
+async def test_request_for_an_adapter_goes_to_a_worker_that_has_it(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1")
     await cluster.start_worker("w2", adapters={"sql": "/dev/null"})

@@ -56,7 +56,7 @@ def holders(got: dict[str, Any]) -> dict[str, int]:
 
 
 @scenario_test
-async def test_holders_of_a_prompt_are_told_by_tokens_best_first(world: MemoryWorld) -> None:
+async def test_workers_with_a_prefix_are_listed_by_cached_tokens(world: MemoryWorld) -> None:
     for name, blocks in (("w1", 3), ("w2", 10), ("w3", 0)):
         FakeWorker(world, name, block_size=SIZE).publish_blocks(TOKENS[: blocks * SIZE], SIZE)
     got = await sent(await opened(world), token_ids=TOKENS, model="demo")
@@ -174,7 +174,7 @@ async def test_health_and_metrics(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_metrics_are_there_before_there_is_anything_to_tell(world: MemoryWorld) -> None:
+async def test_metrics_exist_before_the_first_event(world: MemoryWorld) -> None:
     page = await metrics(await opened(world))
     for name in (
         "kvlane_indexer_blocks", 'kvlane_indexer_events_total{outcome="stale"}',
@@ -188,7 +188,7 @@ async def test_metrics_are_there_before_there_is_anything_to_tell(world: MemoryW
 
 
 @scenario_test
-async def test_metrics_tell_how_far_it_is_behind_and_count_answers(world: MemoryWorld) -> None:
+async def test_metrics_have_the_lag_and_count_answers(world: MemoryWorld) -> None:
     indexer = await opened(world)
     await sent(indexer, token_ids=TOKENS)
     async with indexer._followers["index"].paused():
@@ -200,7 +200,7 @@ async def test_metrics_tell_how_far_it_is_behind_and_count_answers(world: Memory
 
 
 @scenario_test
-async def test_metrics_are_told_while_no_broker_answers(world: MemoryWorld) -> None:
+async def test_metrics_are_served_while_no_broker_answers(world: MemoryWorld) -> None:
     FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world)
     world.broker.available = False
@@ -231,7 +231,7 @@ async def test_it_is_not_ready_before_the_log_is_read(world: MemoryWorld) -> Non
     ],
 )
 @scenario_test
-async def test_what_is_no_question_is_refused_with_the_reason(
+async def test_malformed_query_is_refused_with_its_reason(
     world: MemoryWorld, path: str, body: Any, words: str
 ) -> None:
     exchange = await call(await opened(world), "POST", path, body)

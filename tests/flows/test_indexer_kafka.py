@@ -66,7 +66,7 @@ def process(settings: Settings, tmp_path: Path) -> Iterator[subprocess.Popen[byt
         yield process
 
 
-async def test_it_answers_from_the_log_and_stops_when_it_is_told_to(
+async def test_indexer_answers_from_the_log_and_stops_on_sigterm(
     settings: Settings, process: subprocess.Popen[bytes]
 ) -> None:
     url = f"http://127.0.0.1:{settings.indexer_port}"

@@ -98,14 +98,14 @@ def test_limits_are_changed_one_by_one_and_taken_away(path: Path) -> None:
         (["create", "--tenant", "a", "--file", "/none/keys.json"], "/none/keys.json"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(arguments: list[str], reason: str) -> None:
+def test_error_is_one_line(arguments: list[str], reason: str) -> None:
     result = kvlane(*arguments)
     assert result.exit_code == 1
     assert reason in result.output
     assert "Traceback" not in result.output
 
 
-def test_without_a_file_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_key_file_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVLANE_API_KEYS_FILE", raising=False)
     assert "set KVLANE_API_KEYS_FILE or give --file" in kvlane("list").output
 

@@ -122,7 +122,7 @@ async def test_a_java_program_publishes_a_prompt(
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
-async def test_what_a_java_program_compresses_is_read(
+async def test_records_compressed_by_java_are_read(
     kafka: Broker, log: KafkaLog, topic_prefix: str, codec: str
 ) -> None:
     lines = {f"job-{n}": json.dumps({"text": f"{n} river " * 200}) for n in range(8)}

@@ -19,7 +19,7 @@ async def _refused(answer: HttpExchange, status: int, code: str, *output: str) -
 
 
 @scenario_test
-async def test_a_pin_to_nobody_is_gone(world: MemoryWorld) -> None:
+async def test_request_pinned_to_an_unknown_worker_ends(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world)
     await _refused(cluster.complete_with(backend_instance_id="w9"), 503, "pinned_gone", "w9")
 
@@ -84,7 +84,7 @@ async def test_busy_workers_take_nothing_and_all_busy_is_told_when_the_time_is_u
 
 
 @scenario_test
-async def test_a_busy_pin_is_told_when_the_time_is_up(world: MemoryWorld) -> None:
+async def test_request_pinned_to_a_busy_worker_ends_at_its_deadline(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w2",), deadline_s=5)
     await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await cluster.occupy("w1")
@@ -104,7 +104,7 @@ async def test_when_the_last_worker_dies_there_are_none(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_full_queue_is_told_at_once(world: MemoryWorld) -> None:
+async def test_full_queue_ends_the_request_immediately(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, (), max_queued_requests=0)
     await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await cluster.occupy("w1")

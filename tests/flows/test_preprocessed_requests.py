@@ -221,7 +221,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @scenario_test
-async def test_what_cannot_be_honoured_is_refused_by_name(world: MemoryWorld) -> None:
+async def test_unsupported_fields_are_refused_by_name(world: MemoryWorld) -> None:
     bodies = [with_option(path, value) for path, value, _ in REFUSED]
     for (_, _, path), record in zip(REFUSED, await answers(world, bodies), strict=True):
         assert isinstance(record, Refused), path

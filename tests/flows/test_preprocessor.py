@@ -141,7 +141,7 @@ async def test_bad_prompts_are_answered_and_stop_nothing(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_dead_letters_hide_what_was_written_unless_asked_to_keep_it(
+async def test_dead_letters_are_redacted_unless_content_is_kept(
     world: MemoryWorld,
 ) -> None:
     await begin(world)
@@ -308,7 +308,7 @@ async def test_a_request_too_large_for_a_record_is_refused(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_what_was_handled_is_not_read_again(world: MemoryWorld) -> None:
+async def test_committed_prompts_are_not_read_again(world: MemoryWorld) -> None:
     first, ctx = await begin(world)
     send(world, "a")
     await world.wait_until(lambda: bool(sent(world, Request)))
@@ -349,7 +349,7 @@ async def test_prompts_are_read_on_while_commits_are_not_answered(world: MemoryW
 
 
 @scenario_test
-async def test_what_has_piled_up_in_a_lane_goes_out_together(world: MemoryWorld) -> None:
+async def test_accumulated_prompts_of_a_lane_are_published_in_one_batch(world: MemoryWorld) -> None:
     serve(world, "m")
     lanes = world.broker.partitions[REQUESTS]
     ids = [name for n in range(40 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
@@ -363,7 +363,7 @@ async def test_what_has_piled_up_in_a_lane_goes_out_together(world: MemoryWorld)
 
 
 @scenario_test
-async def test_what_is_too_large_together_goes_out_in_parts(world: MemoryWorld) -> None:
+async def test_batch_beyond_the_size_limit_is_published_in_parts(world: MemoryWorld) -> None:
     serve(world, "m")
     lanes = world.broker.partitions[REQUESTS]
     ids = [name for n in range(9 * lanes) if lane_of(name := f"r{n}", lanes) == 0]
@@ -375,7 +375,7 @@ async def test_what_is_too_large_together_goes_out_in_parts(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_what_was_not_acknowledged_is_read_again_by_the_next_one(world: MemoryWorld) -> None:
+async def test_unacknowledged_prompts_are_read_again_by_the_next_owner(world: MemoryWorld) -> None:
     first, ctx = await begin(world)
     world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 10**4)
     send(world, "a")

@@ -58,7 +58,7 @@ async def traffic(world: MemoryWorld, output: dict[str, list[Any]]) -> None:
         output[topic] = [json.loads(r.value or b"") for r in world.all_records(topic)]
 
 
-def test_every_record_of_a_flow_is_as_clients_are_told(schemas: dict[str, Any]) -> None:
+def test_every_record_of_a_flow_matches_the_published_schema(schemas: dict[str, Any]) -> None:
     kinds = set()
     output: dict[str, list[Any]] = {}
     run_scenario(lambda world: traffic(world, output))

@@ -191,7 +191,7 @@ async def test_a_router_starts_from_them_too(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_snapshots_know_who_is_complete_though_the_log_does_not_any_more(
+async def test_snapshot_keeps_completeness_after_the_log_was_truncated(
     world: MemoryWorld,
 ) -> None:
     whole, half = Cache(world, "w1"), Cache(world, "w2")
@@ -208,7 +208,7 @@ async def test_snapshots_know_who_is_complete_though_the_log_does_not_any_more(
 
 
 @scenario_test
-async def test_the_partitions_of_a_dead_indexer_are_written_by_another(world: MemoryWorld) -> None:
+async def test_partitions_of_a_dead_indexer_are_taken_over(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     first, second = await Replica.open(world, "i1"), await Replica.open(world, "i2")
@@ -311,7 +311,7 @@ async def test_a_cache_whose_log_was_cut_is_not_complete_before_it_begins_anew(
 
 
 @scenario_test
-async def test_at_the_edge_of_retention_the_log_alone_gives_what_is_so(world: MemoryWorld) -> None:
+async def test_log_at_the_edge_of_retention_rebuilds_the_index(world: MemoryWorld) -> None:
     """Workers announce all they hold again and again, without *cleared*: the rest may go."""
     cache = Cache(world)
     rng = random.Random(5)
@@ -338,7 +338,7 @@ async def test_at_the_edge_of_retention_the_log_alone_gives_what_is_so(world: Me
 
 
 @scenario_test
-async def test_what_is_lost_while_it_runs_is_built_again_from_a_snapshot(
+async def test_view_paused_beyond_retention_is_rebuilt_from_a_snapshot(
     world: MemoryWorld,
 ) -> None:
     """A replica that was stopped for so long that its place in the log is gone."""

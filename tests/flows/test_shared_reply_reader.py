@@ -18,7 +18,7 @@ async def replies_of(world: MemoryWorld) -> ReplyReader:
 
 
 @scenario_test
-async def test_a_kept_lane_is_read_on_however_long_nobody_listens(world: MemoryWorld) -> None:
+async def test_retained_lane_is_read_without_subscribers(world: MemoryWorld) -> None:
     replies = await replies_of(world)
     await replies.pin([0])
     await world.sleep(10 * IDLE_LANE_TTL_S)
@@ -49,7 +49,7 @@ async def test_a_reply_in_a_kept_lane_needs_no_question_to_the_broker(world: Mem
 
 
 @scenario_test
-async def test_keeping_says_when_the_broker_does_not_answer(world: MemoryWorld) -> None:
+async def test_retaining_a_lane_raises_when_the_broker_does_not_answer(world: MemoryWorld) -> None:
     replies = await replies_of(world)
     world.faults.unanswered.add("offsets")
     with pytest.raises(BrokerUnavailable):

@@ -33,7 +33,7 @@ def test_a_setting_that_cannot_work_is_named() -> None:
     assert "kvlane settings" in remedy
 
 
-def test_a_process_without_servers_says_which_variable_is_not_set() -> None:
+def test_missing_servers_error_names_the_variable() -> None:
     what, _ = failed("router", KVLANE_BOOTSTRAP_SERVERS="")
     assert "KVLANE_BOOTSTRAP_SERVERS is not set" in what
 

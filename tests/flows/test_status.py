@@ -111,7 +111,7 @@ async def test_the_runs_of_a_worker_are_counted_with_their_tokens_and_times(
 
 
 @scenario_test
-async def test_prompts_are_counted_by_what_they_became(world: MemoryWorld) -> None:
+async def test_prompts_are_counted_by_outcome(world: MemoryWorld) -> None:
     preprocessor, _ = await begin(world)
     send(world, "a")
     send(world, "b", body={})
@@ -185,7 +185,7 @@ async def test_the_name_of_a_model_that_no_worker_serves_is_no_label(world: Memo
     assert [name for name in got if name.startswith('router_requests_total{model="unknown"')]
 
 
-def test_requests_that_never_end_are_forgotten_beyond_a_bound(
+def test_unfinished_requests_are_dropped_beyond_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
 

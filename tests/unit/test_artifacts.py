@@ -140,7 +140,7 @@ async def test_several_files_in_a_partition_do_not_mix(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_file_that_nobody_wrote_is_unavailable(world: MemoryWorld) -> None:
+async def test_file_that_was_never_written_is_unavailable(world: MemoryWorld) -> None:
     with pytest.raises(ArtifactUnavailable, match="0 of 1 parts"):
         await (await opened(world)).fetch(artifact_of(SMALL))
 
@@ -167,7 +167,7 @@ async def test_a_file_with_a_damaged_part_is_unavailable(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_file_of_another_size_than_its_card_says_is_unavailable(world: MemoryWorld) -> None:
+async def test_file_of_another_size_than_on_its_card_is_unavailable(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(SMALL)
     with pytest.raises(ArtifactUnavailable, match="another checksum"):
@@ -232,7 +232,7 @@ def test_a_file_has_as_many_parts_as_it_needs(size: int, count: int) -> None:
 
 
 @scenario_test
-async def test_what_was_read_is_found_in_the_folder(world: MemoryWorld) -> None:
+async def test_file_that_was_read_is_taken_from_the_folder(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name) / "made" / "when needed"
         artifact = await (await opened(world, "worker")).publish(SMALL)
@@ -266,7 +266,7 @@ async def test_a_folder_that_takes_no_files_does_no_harm(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_nothing_but_whole_files_is_left_in_the_folder(world: MemoryWorld) -> None:
+async def test_folder_holds_complete_files_only(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(BIG)
@@ -275,7 +275,7 @@ async def test_nothing_but_whole_files_is_left_in_the_folder(world: MemoryWorld)
 
 
 @scenario_test
-async def test_those_who_want_a_file_at_once_read_it_once(world: MemoryWorld) -> None:
+async def test_concurrent_requests_for_a_file_read_it_once(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(SMALL)

@@ -35,13 +35,13 @@ def test_public_topics_have_the_names_of_the_broker(
     }
 
 
-def test_a_prompt_is_told_field_by_field(document: dict[str, Any]) -> None:
+def test_prompt_schema_has_every_field(document: dict[str, Any]) -> None:
     got = document["components"]["schemas"]["Prompt"]
     assert set(got["properties"]) == set(Prompt.model_fields)
 
 
 @pytest.mark.parametrize("record", [Chunk, Fence, End])
-def test_an_answer_is_told_field_by_field(
+def test_answer_schema_has_every_field(
     document: dict[str, Any], record: type[Chunk | Fence | End]
 ) -> None:
     kinds = document["components"]["schemas"]["responses:Message:Payload"]["anyOf"]
@@ -64,7 +64,7 @@ async def test_the_description_opens_no_connection() -> None:
     await broker.stop()
 
 
-def test_the_committed_document_is_what_the_code_says() -> None:
+def test_committed_document_matches_the_code() -> None:
     file = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
     assert file.read_text("utf-8") == written(["localhost:9092"], "kvlane."), "make asyncapi"
 
@@ -78,6 +78,8 @@ def test_the_committed_document_is_what_the_code_says() -> None:
         {"t": "Poem", "id": "a", "attempt": 0},
     ],
 )
-def test_what_is_no_answer_is_not_told(document: dict[str, Any], wrong: dict[str, Any]) -> None:
+def test_internal_records_are_not_in_the_document(
+    document: dict[str, Any], wrong: dict[str, Any]
+) -> None:
     schema = Draft202012Validator(document["components"]["schemas"]["responses:Message:Payload"])
     assert not schema.is_valid(wrong)

@@ -27,7 +27,7 @@ def test_a_chat_is_marked_turn_by_turn() -> None:
     assert tokens == [SYSTEM, *b"s", USER, *b"u", ASSISTANT, *b"a", USER, *b"v", ASSISTANT]
 
 
-def test_a_developer_speaks_as_the_system() -> None:
+def test_developer_message_is_rendered_as_system() -> None:
     assert render_chat([("developer", "x")]) == render_chat([("system", "x")])
 
 

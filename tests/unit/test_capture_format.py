@@ -46,12 +46,12 @@ def put(file: Path, *lines: AnyCaptureLine) -> None:
             out.write_line(line)
 
 
-def test_what_is_written_is_read_to_the_last_bit(file: Path) -> None:
+def test_capture_is_read_back_bit_by_bit(file: Path) -> None:
     put(file, HEAD, ASKED, DECIDED, LAST)
     assert list(read_capture(file)) == [HEAD, ASKED, DECIDED, LAST]
 
 
-def test_what_is_infinite_stays_so(file: Path) -> None:
+def test_infinite_values_are_preserved(file: Path) -> None:
     decision = DECIDED.decision
     cheap, dear = decision.candidates[0], replace(decision.candidates[0], cost=inf)
     endless = replace(decision, params={"a": 1.0, "b": inf}, candidates=(cheap, dear))
@@ -130,7 +130,7 @@ def test_a_file_that_was_cut_is_no_capture(file: Path) -> None:
         ('{"t":"Capture","format":1,"from_ms":1,"to_ms":2}\n{"t":"Asked"}\n', "line 2"),
     ],
 )
-def test_what_is_no_capture_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
+def test_malformed_capture_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "x"
     file.write_text(text)
     with pytest.raises(InvalidCapture, match=why):

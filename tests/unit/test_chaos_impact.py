@@ -84,7 +84,7 @@ def test_a_gap_is_of_one_round_only() -> None:
         ([hit("indexer", "indexer-1")], impact.NO_CAUSE),
     ],
 )
-def test_a_gap_is_blamed_on_what_its_stream_depended_on(
+def test_gap_is_attributed_to_a_process_of_its_stream(
     hits: list[InjectedFault], cause: str
 ) -> None:
     (gap,) = impact.stream_gaps(hits, [talk(times=[9.0, 9.9, 15.0])], {"a": timeline()})
@@ -140,7 +140,7 @@ def test_verdicts_of_texts(text: str, repeated: int, verdict: str) -> None:
     assert found.verdict == verdict
 
 
-def test_a_text_counts_as_right_only_when_the_log_says_the_same() -> None:
+def test_text_is_right_only_when_the_log_has_the_same() -> None:
     got = impact.completed_line([talk()], {"a": timeline()})
     assert [bad["verdict"] for bad in got["bad"]] == ["wrong"]
 
@@ -159,7 +159,7 @@ def test_bars_name_the_kind_that_missed_them() -> None:
     assert missed == ["longest gap of a running stream, router"]
 
 
-def test_the_report_says_which_pace_those_who_ask_have_kept() -> None:
+def test_report_has_rate_and_lateness_of_the_clients() -> None:
     ends = [{"requests": 100, "asking_s": 4.0, "late_ms": 10}, {"requests": 50, "asking_s": 2.0}]
     bars = {bar.name: bar for bar in impact.chaos_report(ends, 5.0).bars}
     assert bars["asked a second"].value == 25.0
@@ -194,6 +194,6 @@ def test_rounds_are_drawn_from_their_number_and_leave_a_deployment_that_can_work
 
 
 @pytest.mark.parametrize("kind", FAULT_KINDS)
-def test_every_kind_can_be_asked_for_alone(kind: str) -> None:
+def test_every_fault_kind_can_be_selected_alone(kind: str) -> None:
     numbers = random.Random(kind).sample(range(100), 5)
     assert all({s.kind for s in draw_faults(1, n, (kind,), PARTS, 3)} == {kind} for n in numbers)

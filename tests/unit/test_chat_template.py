@@ -43,7 +43,7 @@ def test_messages_are_rendered() -> None:
     assert render(LOOP, USER, {"role": "assistant", "content": "yes"}) == "[user:hi][assistant:yes]"
 
 
-def test_the_generation_prompt_is_asked_for_unless_told_otherwise() -> None:
+def test_generation_prompt_is_added_by_default() -> None:
     source = "{{ add_generation_prompt }}"
     assert render(source) == "True"
     assert render(source, add_generation_prompt=False) == "False"
@@ -87,7 +87,7 @@ def test_variables_do_not_replace_the_messages() -> None:
         "marks for training", "lines of statements", "a missing field",
     ],
 )  # fmt: skip
-def test_what_templates_of_hugging_face_expect_is_there(source: str, text: str) -> None:
+def test_template_environment_has_the_functions_of_hugging_face(source: str, text: str) -> None:
     assert render(source) == text
 
 
@@ -104,7 +104,7 @@ PARTS = {
 }
 
 
-def test_parts_of_text_are_one_text_for_a_template_that_knows_no_parts() -> None:
+def test_text_parts_are_joined_for_a_template_without_parts() -> None:
     assert render(LOOP, PARTS) == "[user:a\nb]"
 
 
@@ -163,7 +163,7 @@ def test_a_template_may_refuse_messages_in_its_own_words() -> None:
 @pytest.mark.parametrize(
     "source", ["{{ messages[0].a.b }}", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"]
 )
-def test_what_a_template_cannot_take_is_said_of_the_messages(source: str) -> None:
+def test_template_error_names_the_messages(source: str) -> None:
     with pytest.raises(InvalidPrompt, match="cannot take") as raised:
         render(source)
     assert raised.value.field == "messages"
@@ -247,13 +247,13 @@ def test_the_demo_model_takes_the_newer_name_of_the_system() -> None:
     assert demo(SYSTEM | {"role": "developer"}, USER) == demo(SYSTEM, USER)
 
 
-def test_the_demo_model_is_told_its_tools_in_the_system_turn() -> None:
+def test_demo_template_renders_tools_in_the_system_turn() -> None:
     got = demo(SYSTEM, USER, tools=[TOOL])
     assert got.startswith("<|system|>be brief\n")
     assert got.count('{"type": "function", "function": {"name": "f"}}') == 1
 
 
-def test_the_demo_model_is_told_its_tools_without_a_system_turn() -> None:
+def test_demo_template_renders_tools_without_a_system_turn() -> None:
     assert demo(USER, tools=[TOOL]).startswith("<|system|>You may call")
 
 
@@ -267,6 +267,6 @@ def test_the_demo_model_sees_calls_and_their_results() -> None:
     assert "<|user|><tool_response>49</tool_response><|end|>" in text
 
 
-def test_the_demo_model_knows_no_other_roles() -> None:
+def test_demo_template_refuses_other_roles() -> None:
     with pytest.raises(InvalidPrompt, match="no role poet"):
         demo({"role": "poet", "content": ""})

@@ -59,7 +59,7 @@ def test_estimate_is_the_latest_that_records_of_late_have_shown(
     assert max(of_late) - 2 <= shown_ms <= max(remembered) + 2
 
 
-def test_broker_with_a_fast_clock_is_forgotten_when_others_go_on() -> None:
+def test_fast_clock_of_a_broker_is_dropped_when_others_advance() -> None:
     clock = Hand()
     broker_clock = BrokerClock(clock)
     broker_clock.observe(int(clock.at_s * 1000) + 3_600_000)
@@ -97,5 +97,5 @@ def test_one_old_record_after_a_silence_does_not_set_the_clock_back() -> None:
     assert broker_clock.now_ms() == 5_000_000 + 10 * WINDOW_S * 1000
 
 
-def test_nothing_is_late_before_the_first_record() -> None:
+def test_time_is_zero_before_the_first_record() -> None:
     assert BrokerClock(Hand()).now_ms() == 0

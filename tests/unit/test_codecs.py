@@ -998,7 +998,7 @@ def test_a_null_value_of_any_client_is_a_tombstone() -> None:
     ("key", "epoch"),
     [(None, b"12"), (b"\xff", b"12"), (b"worker/w1", b"x"), (b"worker/w1", b""), (b"w", None)],
 )
-def test_a_tombstone_that_says_nothing_clear_is_malformed(
+def test_tombstone_with_an_invalid_key_or_epoch_is_malformed(
     key: bytes | None, epoch: bytes | None
 ) -> None:
     with pytest.raises(Malformed):
@@ -1070,12 +1070,12 @@ def test_a_record_that_is_marked_for_newer_readers_is_refused(kind: bytes | None
 
 
 @pytest.mark.parametrize("mark", [b"1", b"0", b"", None, b"-2", b"two", b"\xff", b"9" * 5000])
-def test_what_marks_nothing_is_ignored(mark: bytes | None) -> None:
+def test_unknown_mark_header_is_ignored(mark: bytes | None) -> None:
     value = next(value for golden, value in GOLDEN if isinstance(golden, r.Deployment))
     assert isinstance(decode(record(value, ("t", b"Deployment"), ("r", mark))), r.Deployment)
 
 
-def test_what_the_log_could_not_hand_out_is_malformed_with_its_reason() -> None:
+def test_unreadable_record_is_malformed_with_its_reason() -> None:
     with pytest.raises(Malformed, match="larger than a whale"):
         decode(record(Unreadable(b"larger than a whale")))
 
@@ -1093,7 +1093,7 @@ def test_the_type_stands_in_the_value_too_where_clients_read() -> None:
             assert json.loads(value)["t"] == type(golden).__name__
 
 
-def test_a_value_of_another_type_than_its_header_says_is_malformed() -> None:
+def test_value_of_another_type_than_its_header_is_malformed() -> None:
     with pytest.raises(Malformed):
         decode(record(b'{"t":"Chunk","id":"a","attempt":1}', ("t", b"Fence")))
 
@@ -1212,7 +1212,7 @@ for struct in STRUCTS:
 @pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.__name__)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_what_is_written_is_read(kind: type[AnyRecord], data: st.DataObject) -> None:
+def test_encoded_record_is_decoded_to_the_same(kind: type[AnyRecord], data: st.DataObject) -> None:
     written = data.draw(built(kind))
     entry = encode(written, "job-17")
     read = decode(record(entry.value, *entry.headers, key=entry.key))
@@ -1302,6 +1302,6 @@ def test_any_bytes_give_a_prompt_or_a_clear_error(value: bytes | None) -> None:
         b'{"id":"a","body":[]}',
     ],
 )
-def test_what_is_no_prompt_is_refused(value: bytes) -> None:
+def test_value_that_is_no_prompt_is_refused(value: bytes) -> None:
     with pytest.raises(ValidationError):
         Prompt.model_validate_json(value)

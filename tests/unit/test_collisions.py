@@ -33,7 +33,7 @@ def two_alike() -> RoutingHarness:
     return routing
 
 
-def test_two_that_did_not_know_of_each_other_would_both_have_gone_elsewhere() -> None:
+def test_two_unaware_decisions_would_both_have_changed() -> None:
     routing = two_alike()
     ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1003, "r2", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(
@@ -49,7 +49,7 @@ def test_the_order_of_the_lanes_makes_no_difference() -> None:
     )
 
 
-def test_whoever_has_read_of_the_other_did_not_meet_it() -> None:
+def test_decision_that_read_the_other_is_no_collision() -> None:
     routing = two_alike()
     ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1003, "r2", 1000)]
     assert find_concurrent(ledger) == ConcurrentDecisions(2)
@@ -93,7 +93,7 @@ def test_it_takes_both_to_collide() -> None:
     )
 
 
-def test_the_oldest_decision_that_was_not_read_says_how_late_it_is() -> None:
+def test_oldest_unread_decision_gives_the_lag() -> None:
     routing = two_alike()
     ledger = [
         decided(routing, 1000, "r1", 900),
@@ -103,7 +103,7 @@ def test_the_oldest_decision_that_was_not_read_says_how_late_it_is() -> None:
     assert find_concurrent(ledger).unread_ms == (9,)
 
 
-def test_decisions_that_do_not_say_what_was_known_are_left_out() -> None:
+def test_decisions_without_read_positions_are_left_out() -> None:
     routing = two_alike()
     bare = decided(routing, 1000, "r1", 990, candidates=())
     unknown = decided(routing, 1001, "r2", 0)

@@ -55,7 +55,7 @@ def test_the_terms_of_a_cost_add_up_to_it(
     assert [w.cost for w in found.others] == sorted(w.cost for w in found.others)
 
 
-def test_who_came_next_is_named_with_what_it_lost_by_and_in_which_term(
+def test_runner_up_is_shown_with_its_cost_difference_by_term(
     routing: RoutingHarness,
 ) -> None:
     for name, blocks in (("w1", 10), ("w2", 1)):
@@ -70,7 +70,7 @@ def test_who_came_next_is_named_with_what_it_lost_by_and_in_which_term(
     assert found.words.endswith("ms more, mostly replication")
 
 
-def test_what_waits_there_counts_against_a_place(routing: RoutingHarness) -> None:
+def test_waiting_tokens_are_a_cost_term(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     routing.add_load("w2", 500, 5000, since_ms=1999)
     found = got(routing)
@@ -95,7 +95,7 @@ def test_a_tie_and_a_draw_are_called_so(routing: RoutingHarness) -> None:
     ("policy", "words"),
     [("round_robin", "round-robin"), ("random", "drawn at random"), ("session_hash", "session")],
 )
-def test_policies_without_costs_say_what_they_go_by(
+def test_policies_without_costs_describe_their_criterion(
     routing: RoutingHarness, policy: str, words: str
 ) -> None:
     routing.workers("w1", "w2")
@@ -104,7 +104,7 @@ def test_policies_without_costs_say_what_they_go_by(
     assert found.lost_in == ""
 
 
-def test_a_session_that_stays_at_home_is_told(routing: RoutingHarness) -> None:
+def test_session_affinity_is_shown(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     routing.add_blocks("w2", 2)
     decision = to_assigned(routing.chosen("dynamo"))

@@ -26,7 +26,7 @@ async def dead_letters(world: MemoryWorld, *, keep_prompts: bool = False) -> Dea
 
 
 @scenario_test
-async def test_a_letter_says_what_was_wrong_and_where(world: MemoryWorld) -> None:
+async def test_letter_has_its_reason_and_position(world: MemoryWorld) -> None:
     await (await dead_letters(world)).write(REQUESTS, a_record(), "not a Request", tries=2)
     (letter,) = world.records(DEAD_LETTERS, key="job-7")
     assert letter.key == b"job-7"
@@ -47,7 +47,7 @@ async def test_a_record_without_key_and_value_has_a_letter(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_what_may_be_prompt_text_is_left_out(world: MemoryWorld) -> None:
+async def test_letter_leaves_out_possible_prompt_text(world: MemoryWorld) -> None:
     await (await dead_letters(world)).write(REQUESTS, a_record(b"my secret"), "no")
     (letter,) = world.records(DEAD_LETTERS, key="job-7")
     assert b"secret" not in b"".join([letter.value or b"", *(v for _, v in letter.headers)])
@@ -96,7 +96,7 @@ async def test_a_key_that_leaves_no_room_for_the_reason_is_given_up(world: Memor
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_letter_is_small_whatever_the_error_says(kept: bool) -> None:
+def test_letter_is_bounded_for_any_error_text(kept: bool) -> None:
     from streams.reading.dead_letter_format import to_dead_letter
 
     record = a_record()._replace(headers=(("t", b"x" * 100_000),))

@@ -46,7 +46,7 @@ async def following(
 
 
 @scenario_test
-async def test_whatever_lies_on_the_ledger_is_skipped_and_counted(world: MemoryWorld) -> None:
+async def test_malformed_ledger_records_are_skipped_and_counted(world: MemoryWorld) -> None:
     world.append_raw(LEDGER, 0, *ODD)
     world.append(LEDGER, 0, Ended(id="a", code="lost"))
     follower, view, _ = await following(world, LEDGER)
@@ -159,7 +159,7 @@ def test_the_command_writes_a_skip(memory: MemoryBroker) -> None:
 
 
 @pytest.mark.parametrize("place", ["ledger", "ledger:0", "ledger:x:1", ":0:1", "ledger:0:-1"])
-def test_the_command_refuses_what_is_no_position(memory: MemoryBroker, place: str) -> None:
+def test_command_refuses_malformed_positions(memory: MemoryBroker, place: str) -> None:
     done = skip(place)
     assert done.exit_code == 2
     assert "TOPIC:PARTITION:OFFSET" in done.output

@@ -66,7 +66,7 @@ def test_a_piece_comes_as_soon_as_its_characters_are_whole(text: str) -> None:
     assert pieces(TOKENIZER.detokenizer(), tokens)[-1] == ""
 
 
-def test_special_tokens_have_no_text_unless_asked_for() -> None:
+def test_special_tokens_have_text_on_request_only() -> None:
     tokens = WHOLE.encode("<|user|>a<|end|>", add_special_tokens=False).ids
     assert "".join(pieces(TOKENIZER.detokenizer(), tokens)) == "a"
     assert "".join(pieces(TOKENIZER.detokenizer(skip_special=False), tokens)) == "<|user|>a<|end|>"

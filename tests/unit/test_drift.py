@@ -63,7 +63,7 @@ def test_it_holds_while_nearly_all_are_within_a_block() -> None:
     assert drift.summary_of(["w1"], NOW_MS).is_within_limit is False
 
 
-def test_too_few_runs_say_nothing() -> None:
+def test_too_few_runs_raise_no_alert() -> None:
     drift = DriftTracker()
     for n in range(MIN_RUNS - 1):
         run(drift, str(n), 0, 1600)
@@ -73,7 +73,7 @@ def test_too_few_runs_say_nothing() -> None:
     assert drift.summary_of(["w1"], NOW_MS).is_within_limit is False
 
 
-def test_what_is_older_than_the_window_counts_no_more() -> None:
+def test_runs_older_than_the_window_do_not_count() -> None:
     drift = DriftTracker()
     for n in range(30):
         run(drift, str(n), 0, 1600, NOW_MS)
@@ -143,7 +143,7 @@ CASES = st.lists(
 
 
 @given(CASES, st.integers(0, 2 * WINDOW_MS), st.randoms(use_true_random=False))
-def test_it_is_what_the_definition_says_however_runs_of_a_lane_and_others_mix(
+def test_drift_matches_its_definition_for_interleaved_lanes(
     cases: list[tuple[str, int, int, int]], now_ms: int, rng: Any
 ) -> None:
     records: list[tuple[int, Any]] = []

@@ -65,12 +65,12 @@ def test_bodies_go_to_workers_that_take_them_and_tokens_to_the_others(
     assert routing.plan(request=in_words("embedding")) == hopeless(reason)
 
 
-def test_tokens_are_for_nobody_where_all_take_bodies(routing: RoutingHarness) -> None:
+def test_tokenized_request_has_no_worker_where_all_take_bodies(routing: RoutingHarness) -> None:
     routing.worker("w", engine={"kind": "chat"})
     assert routing.plan() == hopeless("no ready worker takes tokens")
 
 
-def test_a_body_overlaps_with_nothing_and_weighs_as_it_says(routing: RoutingHarness) -> None:
+def test_request_with_a_body_has_no_overlap_and_its_given_size(routing: RoutingHarness) -> None:
     routing.worker("w", engine={"kind": "chat"})
     for policy in ("dynamo", "predictive"):
         chosen = routing.chosen(policy, request=in_words("chat"))
@@ -148,7 +148,7 @@ def test_no_eligible_place_is_missed_and_no_other_is_taken(
         ({"lora_name": "l"}, hopeless("no ready worker serves the adapter of lora_name")),
     ],
 )
-def test_the_rule_that_leaves_nobody_is_named(
+def test_rule_that_excludes_the_last_worker_is_named(
     routing: RoutingHarness, hints: dict[str, Any], outcome: Decision
 ) -> None:
     routing.workers("w1", "w2")
@@ -173,7 +173,7 @@ def test_full_workers_take_nothing(routing: RoutingHarness) -> None:
     assert len(routing.chosen(full_workers={("w1", 7)}).candidates) == 2, "another life of it"
 
 
-def test_direct_goes_where_the_request_says(routing: RoutingHarness) -> None:
+def test_direct_policy_uses_the_pinned_worker(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     for hints in (Hints(decode_worker_id="w2", backend_instance_id="w1"),
                   Hints(backend_instance_id="w2")):  # fmt: skip
@@ -210,7 +210,7 @@ def test_own_decisions_make_workers_busy_before_they_are_read_back(routing: Rout
     assert routing.plan() == Wait("all workers are busy", code="all_busy")
 
 
-def test_a_request_that_asks_for_nothing_gets_the_rows_of_the_pool_untouched(
+def test_unconstrained_request_gets_the_rows_of_the_pool_unchanged(
     routing: RoutingHarness,
 ) -> None:
     routing.worker("w1")
@@ -247,7 +247,7 @@ def test_the_columns_of_a_pool_are_kept_while_the_same_workers_are_heard_of(
     assert len(pool(late_ms + TIMEOUT_MS + 1).rows) == 3
 
 
-def test_a_pin_to_a_lost_life_is_gone(routing: RoutingHarness) -> None:
+def test_pin_to_a_lost_epoch_is_refused(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     routing.event(Lost(worker="w1", epoch=routing.epochs["w1"]))
     refused = routing.plan_hints(backend_instance_id="w1")
@@ -302,7 +302,7 @@ def test_a_new_adapter_has_one_home_and_it_is_the_same_for_all_routers(
     assert len(homes) > 1, "adapters are spread"
 
 
-def test_an_adapter_moves_only_with_its_home(routing: RoutingHarness) -> None:
+def test_adapters_move_only_when_their_worker_is_gone(routing: RoutingHarness) -> None:
     workers = [routing.worker(f"w{n}", engine={"max_loras": 2}) for n in range(4)]
     before = {n: rendezvous_order(f"l{n}", workers)[0] for n in range(30)}
     after = {n: rendezvous_order(f"l{n}", workers[1:])[0] for n in range(30)}
@@ -326,7 +326,7 @@ def test_an_adapter_with_many_requests_is_loaded_by_one_more(routing: RoutingHar
     assert len(other.candidates) == 1, "load is counted by adapter"
 
 
-def test_an_adapters_home_that_is_full_is_passed_by(routing: RoutingHarness) -> None:
+def test_full_preferred_worker_of_an_adapter_is_skipped(routing: RoutingHarness) -> None:
     for n in range(3):
         routing.worker(f"w{n}", engine={"max_loras": 1})
     request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(lora_name="l"))

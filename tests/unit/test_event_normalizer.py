@@ -64,14 +64,14 @@ def test_stored_blocks_get_the_keys_of_their_prompt() -> None:
     assert events_of(bridge_after(WHOLE)) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 0, KEYS),)
 
 
-def test_what_continues_a_block_gets_the_keys_of_the_whole_prompt() -> None:
+def test_block_with_a_parent_gets_keys_of_the_whole_prefix() -> None:
     bridge = bridge_after(stored([1, 2], PROMPT[:4]))
     bridge.take_batch()
     bridge.on_events([stored([3, 4], PROMPT[4:], parent=2)], 0.0)
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 2, KEYS[2:]),)
 
 
-def test_a_salt_and_an_adapter_are_inherited_by_what_continues_them() -> None:
+def test_following_blocks_inherit_salt_and_adapter() -> None:
     first = stored([1], PROMPT[:2], lora_name="l", cache_salt="s")
     bridge = bridge_after(first, stored([2], PROMPT[2:4], parent=1))
     expected = keys(PROMPT[:4], lora_name="l", cache_salt="s")
@@ -162,7 +162,7 @@ def test_the_sum_0_has_the_key_1_and_is_continued_as_a_sum(
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 0, expected),)
 
 
-def test_removing_what_was_never_stored_is_counted() -> None:
+def test_removal_of_an_unknown_block_is_counted() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"x"]), BlocksRemoved([b"a"], medium="CPU"))
     assert bridge.counters.unknown_removed == 2
     assert [event.kind for event in events_of(bridge)] == [EventKind.STORED]
@@ -173,7 +173,7 @@ def test_a_cleared_cache_is_empty() -> None:
     assert (events_of(bridge), bridge.held_blocks) == ((CLEARED,), 0)
 
 
-def test_nothing_can_be_continued_after_a_clear() -> None:
+def test_block_after_a_clear_has_no_parent() -> None:
     bridge = bridge_after(WHOLE, AllCleared(), stored([b"e"], [9, 9], parent=b"d"))
     assert bridge.counters.orphans == 1
 
@@ -181,7 +181,7 @@ def test_nothing_can_be_continued_after_a_clear() -> None:
 # --- holes ---------------------------------------------------------------------------------------
 
 
-def test_what_continues_a_removed_block_goes_with_it_the_last_one_first() -> None:
+def test_descendants_of_a_removed_block_are_removed_last_first() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.on_events([BlocksRemoved([b"b"])], 0.0)
@@ -189,14 +189,14 @@ def test_what_continues_a_removed_block_goes_with_it_the_last_one_first() -> Non
     assert bridge.held_blocks == 3, "the engine holds it still"
 
 
-def test_removing_what_is_hidden_already_says_nothing() -> None:
+def test_removal_of_a_hidden_block_publishes_nothing() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
     bridge.take_batch()
     bridge.on_events([BlocksRemoved([b"c", b"d"])], 0.0)
     assert (bridge.take_batch(), bridge.held_blocks) == (None, 1)
 
 
-def test_a_filled_hole_shows_what_was_behind_it() -> None:
+def test_filled_gap_publishes_the_blocks_behind_it() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
     bridge.take_batch()
     bridge.on_events([stored([b"b"], PROMPT[2:4], parent=b"a")], 0.0)
@@ -217,7 +217,7 @@ def test_a_hole_behind_a_hole_stays_one() -> None:
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 1, KEYS[1:2]),)
 
 
-def test_what_is_stored_behind_a_hole_stays_hidden() -> None:
+def test_block_behind_a_gap_stays_hidden() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
     bridge.take_batch()
     bridge.on_events([stored([b"e"], [9, 9], parent=b"d")], 0.0)
@@ -239,7 +239,7 @@ def test_holes_of_lower_tiers_hide_nothing() -> None:
     assert events_of(bridge) == (CacheEvent(EventKind.REMOVED, Tier.HOST, 0, KEYS[1:2]),)
 
 
-def test_only_what_was_announced_is_taken_back() -> None:
+def test_only_published_blocks_are_removed() -> None:
     bridge = bridge_after(WHOLE)
     bridge.start_announcement(0.0, clear=True)
     bridge.continue_announcement(3, 0.0)
@@ -257,7 +257,7 @@ def test_all_branches_behind_a_hole_come_and_go_with_it() -> None:
     assert got[0] == KEYS[1]
 
 
-def test_what_is_hidden_is_not_announced_again() -> None:
+def test_hidden_block_is_not_published_again() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
     bridge.take_batch()
     bridge.start_announcement(0.0, clear=False)
@@ -265,7 +265,7 @@ def test_what_is_hidden_is_not_announced_again() -> None:
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 0, KEYS[:1]),)
 
 
-def test_what_continues_a_block_that_is_not_announced_yet_waits_for_it() -> None:
+def test_block_waits_for_its_unpublished_parent() -> None:
     bridge = bridge_after(WHOLE)
     bridge.start_announcement(0.0, clear=True)
     bridge.on_events([stored([b"e"], [9, 9], parent=b"d")], 0.0)
@@ -291,7 +291,7 @@ def test_tokens_that_do_not_fill_the_blocks_are_refused(tokens: list[int]) -> No
     assert (bridge.counters.malformed, bridge.take_batch()) == (1, None)
 
 
-def test_another_block_size_is_refused_and_remembered() -> None:
+def test_other_block_size_is_recorded_and_publishes_nothing() -> None:
     bridge = bridge_after(BlocksStored([1], None, [1, 2, 3], 3))
     assert (bridge.mismatched_block_size, bridge.take_batch()) == (3, None)
 
@@ -428,7 +428,7 @@ def test_the_mirror_is_announced_again_in_runs() -> None:
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 0, KEYS),)
 
 
-def test_what_went_in_the_meantime_is_not_announced() -> None:
+def test_block_removed_in_the_meantime_is_not_published() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.start_announcement(0.0, clear=False)

@@ -222,7 +222,7 @@ def moves_of(chain: Chain, rng: random.Random) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_long_life_leaves_nothing_behind(seed: int) -> None:
+def test_state_is_empty_after_all_blocks_are_removed(seed: int) -> None:
     rng = random.Random(seed)
     chain = Chain(max_pending=rng.choice([3, 20, 1000]))
     moves = moves_of(chain, rng)

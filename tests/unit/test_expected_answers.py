@@ -72,7 +72,7 @@ def test_times_count_from_asking() -> None:
     assert one.longest_pause_s == 6.0
 
 
-async def test_the_judge_knows_answers_beforehand_and_tells_prompts_apart() -> None:
+async def test_expected_answers_are_computed_and_differ_by_prompt() -> None:
     judge = AnswerOracle(Settings(), SystemClock())
     await judge.load()
 

@@ -21,7 +21,7 @@ def names(*topics: list[TimelineStep]) -> list[str]:
     return [step.name for step in _in_order(*topics)]
 
 
-def test_what_happened_in_one_millisecond_is_told_as_it_is_done() -> None:
+def test_records_of_one_millisecond_are_in_causal_order() -> None:
     sent, shown = steps(REQUESTS, (5, "Request")), steps(RESPONSES, (5, "Shown"))
     decided = steps(LEDGER, (5, "Assigned"), (5, "Started"), (5, "Finished"), (5, "Ended"))
     assert names(sent, decided, shown) == [
@@ -29,7 +29,7 @@ def test_what_happened_in_one_millisecond_is_told_as_it_is_done() -> None:
     ]  # fmt: skip
 
 
-def test_a_partition_keeps_its_order_whatever_the_clock_says() -> None:
+def test_partition_keeps_its_order_for_any_timestamps() -> None:
     rng = random.Random(1)
     for _ in range(200):
         kinds = ["Assigned", "Started", "Finished", "Fencing", "Ended"]

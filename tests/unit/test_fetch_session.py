@@ -162,7 +162,7 @@ def test_short_reader_opens_no_session() -> None:
     assert not client.broker.sessions
 
 
-def test_nothing_is_listed_while_nothing_changes() -> None:
+def test_unchanged_session_lists_no_partitions() -> None:
     client = opened(consumer())
     client.fetch()
     assert client.listed == 0
@@ -175,7 +175,7 @@ def test_only_the_partition_that_moved_is_listed() -> None:
     assert client.session.request(dict(client.positions)).positions == [(PARTITIONS[2], 6)]
 
 
-def test_paused_partition_is_forgotten_and_its_records_stay_at_the_broker() -> None:
+def test_paused_partition_leaves_the_session_and_its_records_stay_at_the_broker() -> None:
     client = opened(consumer())
     del client.positions[PARTITIONS[1]]
     client.broker.ends[PARTITIONS[1]] += 1

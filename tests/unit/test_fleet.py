@@ -81,7 +81,7 @@ def test_a_tombstone_ends_its_epoch_and_no_later_one() -> None:
     assert not fleet(back, []).is_lost("w1", 20)
 
 
-def test_an_older_card_does_not_bring_back_who_left() -> None:
+def test_older_card_does_not_restore_a_worker_that_left() -> None:
     left = {7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7), 10: card(7)}
     assert fleet(left, [beat(7)]).members == {}
     unnamed = {7: card(None), 9: Tombstone(key="worker/w1"), 10: card(7)}
@@ -94,7 +94,7 @@ def later(view: Fleet, source: Partition, record: Any, at_ms: int) -> None:
     view.apply(source, [LogRecord(position, at_ms, record)], position + 1)
 
 
-def test_who_was_not_heard_of_for_a_long_time_is_forgotten_by_the_time_of_records() -> None:
+def test_worker_without_records_is_dropped_by_record_time() -> None:
     view = fleet({}, [beat(7), Lost(worker="w2", epoch=3)])
     other = Heartbeat(worker="w3", epoch=9, slot_offset=0)
     later(view, EVENTS, other, 1000 + RETENTION_MS)
@@ -106,7 +106,7 @@ def test_who_was_not_heard_of_for_a_long_time_is_forgotten_by_the_time_of_record
     assert view.heartbeats["w3"].epoch == 9, "it was heard of again"
 
 
-def test_a_burial_is_forgotten_after_a_long_time() -> None:
+def test_tombstone_of_a_worker_is_dropped_after_its_retention() -> None:
     view = fleet({7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}, [])
     later(view, REGISTRY, Tombstone(key="worker/w2", epoch=1), 510 + RETENTION_MS)
     later(view, REGISTRY, card(7), 511 + RETENTION_MS)
@@ -129,7 +129,7 @@ def test_the_version_moves_when_another_worker_may_be_routable() -> None:
     assert moved_by(REGISTRY, Tombstone(key="worker/w1", epoch=7))
 
 
-def test_an_epoch_beyond_what_was_read_of_the_registry_is_not_lost_yet() -> None:
+def test_epoch_ahead_of_the_read_registry_is_not_lost() -> None:
     view = fleet({7: card(None)}, [], registry_end=8)
     assert not view.is_lost("w2", 8)
     assert view.is_lost("w2", 5)
@@ -173,7 +173,7 @@ def test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None
     assert [weight(n, 100) for n in (10, 50, 90, 100, 500)] == [9, 25, 9, 0, 0]
 
 
-def test_a_heartbeat_tells_how_full_the_cache_is() -> None:
+def test_heartbeat_has_the_cache_usage() -> None:
     figures = EngineStats(kv_used_blocks=30, kv_total_blocks=40)
     view = fleet({7: card(None), 8: card(7)}, [beat(7, engine=figures)])
     assert view.heartbeats["w1"].cache_usage == 0.75
@@ -183,7 +183,7 @@ def test_a_heartbeat_tells_how_full_the_cache_is() -> None:
     assert fleet({7: card(None), 8: card(7)}, [beat(7)]).heartbeats["w1"].cache_usage == 0
 
 
-def test_a_forgotten_source_leaves_the_other_alone() -> None:
+def test_dropped_source_leaves_the_other_unchanged() -> None:
     view = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=3)])
     view.forget(EVENTS)
     assert view.heartbeats == {}

@@ -112,7 +112,7 @@ async def test_a_log_that_grows_as_fast_as_it_is_read_is_caught_up_with(world: M
 
 
 @scenario_test
-async def test_only_the_partitions_that_were_asked_for_are_followed(world: MemoryWorld) -> None:
+async def test_only_given_partitions_are_followed(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     world.append(LEDGER, 1, *many(1))
     copy = await (await a_copy(world, LANE_1)).caught_up()
@@ -132,7 +132,7 @@ async def test_several_topics_make_one_fold(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_it_starts_where_it_is_told(world: MemoryWorld) -> None:
+async def test_follower_starts_at_the_given_offset(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
 
     async def start(source: Partition) -> int:
@@ -144,7 +144,7 @@ async def test_it_starts_where_it_is_told(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_no_start_lies_below_the_start_of_the_log(world: MemoryWorld) -> None:
+async def test_start_is_not_below_the_start_of_the_log(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     world.broker.delete_records(LEDGER, 0, 8)
 
@@ -218,7 +218,7 @@ async def test_a_poll_that_never_waits_lets_others_run(
 
 
 @scenario_test
-async def test_positions_and_ends_tell_how_far_it_is(world: MemoryWorld) -> None:
+async def test_positions_and_ends_give_the_progress(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     await copy.stop()
     world.append(LEDGER, 1, *many(4))
@@ -227,7 +227,7 @@ async def test_positions_and_ends_tell_how_far_it_is(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_it_tells_how_much_is_left_to_be_read(world: MemoryWorld) -> None:
+async def test_follower_reports_its_lag(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3 * RECORDS_PER_POLL))
     copy = await a_copy(world)
     left = set()
@@ -239,7 +239,7 @@ async def test_it_tells_how_much_is_left_to_be_read(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_nothing_is_applied_while_it_is_held_still(world: MemoryWorld) -> None:
+async def test_no_records_are_applied_while_the_follower_is_paused(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     async with copy.follower.paused():
         world.append(LEDGER, 0, *many(3))
@@ -259,7 +259,7 @@ async def test_append_times_that_were_read_set_the_broker_clock(world: MemoryWor
 
 
 @scenario_test
-async def test_whoever_listens_hears_of_every_record_after_it_was_applied(
+async def test_listener_is_called_after_each_record_is_applied(
     world: MemoryWorld,
 ) -> None:
     received: list[int] = []
@@ -317,7 +317,7 @@ async def test_a_cancelled_barrier_leaves_nothing_behind(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_who_waits_for_a_follower_that_is_stopped_is_told(world: MemoryWorld) -> None:
+async def test_wait_for_a_stopped_follower_raises(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     barrier = world.spawn(copy.follower.wait_for(LANE_0, 3))
     await world.sleep(1)
@@ -348,7 +348,7 @@ async def test_malformed_records_are_counted_and_passed_over(world: MemoryWorld)
 
 
 @scenario_test
-async def test_what_the_client_fetches_again_is_not_applied_again(world: MemoryWorld) -> None:
+async def test_records_fetched_twice_are_applied_once(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3))
     copy = await (await a_copy(world)).caught_up()
     world.append(LEDGER, 0, *many(2))
@@ -388,7 +388,7 @@ async def leave_a_gap_at_the_end(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_offsets_that_are_gone_from_the_end_of_the_log_hold_nobody_up(
+async def test_missing_offsets_at_the_end_of_the_log_do_not_block(
     world: MemoryWorld,
 ) -> None:
     await leave_a_gap_at_the_end(world)
@@ -398,7 +398,7 @@ async def test_offsets_that_are_gone_from_the_end_of_the_log_hold_nobody_up(
 
 
 @scenario_test
-async def test_a_gap_that_opens_later_holds_nobody_up(world: MemoryWorld) -> None:
+async def test_later_gap_in_offsets_does_not_block(world: MemoryWorld) -> None:
     copy = await (await a_copy(world, REGISTRY)).caught_up()
     world.broker.available = False
     await leave_a_gap_at_the_end(world)

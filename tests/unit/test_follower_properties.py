@@ -170,7 +170,7 @@ class Model:
 
 @settings(max_examples=100)
 @given(STEPS)
-def test_a_followed_fold_is_the_plain_fold_of_what_was_in_the_log(
+def test_followed_view_equals_the_view_of_the_whole_log(
     steps: list[tuple[tuple[str, Any], float]],
 ) -> None:
     async def scenario(world: MemoryWorld) -> None:

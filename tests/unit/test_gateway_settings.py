@@ -3,7 +3,7 @@ import pytest
 from app.settings import Settings, SettingsError
 
 
-def test_a_gateway_listens_on_loopback_unless_told_otherwise() -> None:
+def test_gateway_listens_on_loopback_by_default() -> None:
     assert Settings().http_host == "127.0.0.1"
 
 
@@ -18,7 +18,7 @@ def test_every_gateway_has_a_lane() -> None:
         Settings(gateway_count=5, lanes=4)
 
 
-def test_gateways_with_one_secret_know_each_others_streams() -> None:
+def test_gateways_with_one_secret_accept_each_others_stream_ids() -> None:
     drawn = "01900000-0000-7000-8000-000000000000"
     sealed = Settings(stream_secret="s3cret").tenant_tag().tagged(drawn, "acme")
     assert (

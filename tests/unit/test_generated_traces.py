@@ -24,7 +24,7 @@ def test_a_seed_gives_one_trace_and_another_seed_another(kind: str) -> None:
 
 
 @EVERY_KIND
-def test_there_are_as_many_requests_as_asked_for_in_the_order_of_arrival(kind: str) -> None:
+def test_trace_has_the_given_number_of_requests_in_order_of_arrival(kind: str) -> None:
     rows = generate_trace(kind, SIZE)
     times = [row.timestamp for row in rows]
     assert len(rows) == SIZE.requests
@@ -34,7 +34,7 @@ def test_there_are_as_many_requests_as_asked_for_in_the_order_of_arrival(kind: s
 
 
 @EVERY_KIND
-def test_every_chunk_has_a_name_and_names_tell_prefixes(kind: str) -> None:
+def test_chunk_ids_identify_prefixes(kind: str) -> None:
     before: dict[int, int | None] = {}
     for row in generate_trace(kind, SIZE):
         assert 0 < row.input_length < 2 * MAX_PROMPT_TOKENS
@@ -50,7 +50,7 @@ def test_every_chunk_has_a_name_and_names_tell_prefixes(kind: str) -> None:
     ("kind", "least", "most"),
     [("shared-prefixes", 0.7, 0.95), ("multi-turn", 0.5, 0.9), ("agent-tools", 0.85, 0.99)],
 )
-def test_a_kind_has_its_share_of_what_came_before(kind: str, least: float, most: float) -> None:
+def test_kind_has_its_share_of_repeated_chunks(kind: str, least: float, most: float) -> None:
     seen: set[int] = set()
     known = total = 0
     for row in generate_trace(kind, SIZE):

@@ -163,7 +163,7 @@ def test_a_lost_claim_takes_any_done() -> None:
 
 
 @scenario_test
-async def test_nothing_is_read_before_the_lane_is_resumed(world: MemoryWorld) -> None:
+async def test_lane_is_not_read_before_resume(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a"))
     router = await (await a_router(world)).owns(0, 1)
     await world.sleep(30)
@@ -231,7 +231,7 @@ async def test_an_error_of_the_lanes_ends_the_intake(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_log_that_is_closed_by_somebody_else_ends_the_intake(world: MemoryWorld) -> None:
+async def test_log_closed_elsewhere_ends_the_consumer(world: MemoryWorld) -> None:
     router = await (await a_router(world)).owns(0, 1)
     await router.log.close()
     await asyncio.wait([router.running], timeout=5)
@@ -279,7 +279,7 @@ async def test_a_cancelled_run_leaves_no_task(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_what_is_done_is_committed_within_the_interval(world: MemoryWorld) -> None:
+async def test_finished_records_are_committed_within_the_interval(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
     router = await reading_router(world)
     await router.received(3)
@@ -294,7 +294,7 @@ async def test_what_is_done_is_committed_within_the_interval(world: MemoryWorld)
 
 
 @scenario_test
-async def test_nothing_is_committed_when_no_mark_moved(world: MemoryWorld) -> None:
+async def test_unmoved_position_is_not_committed(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b"))
     router = await reading_router(world)
     await router.received(2)
@@ -389,7 +389,7 @@ async def test_closing_before_running_or_twice_is_harmless(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_the_next_owner_gets_what_is_not_done(world: MemoryWorld) -> None:
+async def test_unfinished_records_go_to_the_next_owner(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
     first = await reading_router(world)
     await first.received(3)
@@ -456,7 +456,7 @@ async def test_an_assignment_without_a_revocation_is_a_new_claim_too(world: Memo
 
 
 @scenario_test
-async def test_what_the_client_fetches_again_is_not_handed_on_again(world: MemoryWorld) -> None:
+async def test_records_fetched_twice_are_handled_once(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
     owner = Owner()
     intake = GroupConsumer(await world.connect(), REQUESTS, GROUP, owner, world.clock)
@@ -492,7 +492,7 @@ def test_a_record_that_cannot_be_read_is_put_aside_and_the_lane_goes_on(poison: 
 
 
 @pytest.mark.parametrize("poison", [MALFORMED, UNTYPED], ids=["malformed", "untyped"])
-def test_whoever_sent_what_cannot_be_read_is_refused_by_its_key(poison: Entry) -> None:
+def test_malformed_record_is_refused_by_its_key(poison: Entry) -> None:
     async def scenario(world: MemoryWorld) -> None:
         world.append_raw(REQUESTS, 0, poison)
         router = await (await a_router(world, at_once=True)).received(1)
@@ -518,7 +518,7 @@ def test_whoever_sent_what_cannot_be_read_is_refused_by_its_key(poison: Entry) -
     ],
     ids=["newer", "misplaced", "tombstone", "nothing", "no key", "empty", "no text", "too long"],
 )
-def test_what_names_no_request_is_only_put_aside(poison: Entry) -> None:
+def test_record_without_a_request_id_becomes_a_dead_letter_only(poison: Entry) -> None:
     async def scenario(world: MemoryWorld) -> None:
         world.append_raw(REQUESTS, 0, poison)
         router = await a_router(world, at_once=True)
@@ -530,7 +530,7 @@ def test_what_names_no_request_is_only_put_aside(poison: Entry) -> None:
 
 
 @scenario_test
-async def test_a_refusal_is_done_when_the_lane_says_so_and_the_letter_is_written(
+async def test_refusal_is_done_after_handler_and_dead_letter(
     world: MemoryWorld,
 ) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
@@ -545,7 +545,7 @@ async def test_a_refusal_is_done_when_the_lane_says_so_and_the_letter_is_written
 
 
 @scenario_test
-async def test_nothing_is_committed_past_a_letter_that_is_not_acknowledged(
+async def test_commit_stops_before_an_unacknowledged_dead_letter(
     world: MemoryWorld,
 ) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)

@@ -292,7 +292,7 @@ def test_the_largest_token_is_taken() -> None:
     ],
     ids=repr,
 )
-def test_what_are_no_tokens_is_refused(tokens: list[int]) -> None:
+def test_invalid_tokens_are_refused(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="token ids"):
         token_array(tokens)
 

@@ -77,7 +77,7 @@ def test_it_counts_when_they_came_and_not_when_they_were_sent() -> None:
     assert crowding.is_bursty
 
 
-def test_a_burst_that_is_over_is_forgotten() -> None:
+def test_past_burst_has_no_effect() -> None:
     crowding = BurstDetector(5.0)
     for _ in range(500):
         got(crowding, 0)
@@ -119,7 +119,7 @@ def test_a_router_that_was_silent_for_long_is_not_waited_for() -> None:
     assert turns.stagger_ms(WORKERS, 1, ROUTER_EXPIRY_MS + 1) is NO_STAGGER
 
 
-def test_one_decision_that_came_back_late_says_little_of_the_lag() -> None:
+def test_single_late_decision_changes_the_lag_estimate_little() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-1")
     turns.observe_lag(60_000.0)

@@ -86,7 +86,7 @@ def test_retry_after_is_whole_seconds_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("code", ["no_workers", "queue_full"])
-def test_what_passes_says_when_to_come_back(code: str) -> None:
+def test_transient_error_has_retry_after(code: str) -> None:
     error = error_of_piece(End(id="a", code=code))
     assert error is not None
     assert error.response().headers["retry-after"] == "1"
@@ -148,7 +148,7 @@ def test_status_of_an_error(error: Exception, status: int) -> None:
         (BadModel("/secret/path"), 503, "model"),
     ],
 )
-def test_status_of_what_is_wrong_with_a_prompt(
+def test_status_of_prompt_errors(
     error: InvalidPrompt | PreprocessorOverloaded | BadModel, status: int, param: str | None
 ) -> None:
     got = error_of_prompt(error)
@@ -156,5 +156,5 @@ def test_status_of_what_is_wrong_with_a_prompt(
     assert "secret" not in got.message
 
 
-def test_overload_says_when_to_come_back() -> None:
+def test_overload_has_retry_after() -> None:
     assert overloaded("x").response().headers["retry-after"] == "1"

@@ -31,11 +31,11 @@ def test_an_id_is_a_uuid_of_version_7() -> None:
     assert (drawn.version, drawn.variant) == (7, uuid.RFC_4122)
 
 
-def test_an_id_says_when_it_was_drawn() -> None:
+def test_id_has_its_creation_time() -> None:
     assert issued_ms(new_request_id(Wall(1_700_000_000_123), random.Random(1))) == 1_700_000_000_123
 
 
-def test_what_follows_the_uuid_is_not_looked_at() -> None:
+def test_text_after_the_uuid_is_ignored() -> None:
     drawn = new_request_id(Wall(1_700_000_000_123), random.Random(1))
     assert issued_ms(drawn + "0badcafe") == 1_700_000_000_123
 
@@ -73,7 +73,7 @@ def test_ids_of_two_processes_differ() -> None:
         "urn:uuid:018f2d3c-0000-7000-8000-000000000001",
     ],
 )
-def test_other_ids_say_no_time(other: str) -> None:
+def test_foreign_ids_have_no_creation_time(other: str) -> None:
     assert issued_ms(other) is None
 
 
@@ -96,7 +96,7 @@ def test_a_sealed_id_is_that_of_its_tenant_only() -> None:
     assert not TenantTag(b"another").matches(sealed, "acme")
 
 
-def test_a_seal_stays_what_it_is_between_versions() -> None:
+def test_seal_is_stable_between_versions() -> None:
     assert TenantTag(b"secret").tagged(DRAWN, "acme") == f"{DRAWN}-5f3e7c96"
 
 
@@ -109,12 +109,12 @@ def test_a_sealed_id_that_was_changed_is_nobodys(place: int) -> None:
 
 
 @given(st.text(max_size=60), st.text(max_size=20))
-def test_any_text_can_be_asked_about(request_id: str, tenant: str) -> None:
+def test_tenant_tag_matches_no_malformed_id(request_id: str, tenant: str) -> None:
     assert not TenantTag(b"secret").matches(request_id, tenant)
     assert not TenantTag(b"secret").matches(f"{DRAWN}-{request_id}", tenant)
 
 
-def test_a_sealed_id_says_when_it_was_drawn() -> None:
+def test_sealed_id_has_its_creation_time() -> None:
     drawn = new_request_id(Wall(1_700_000_000_123), random.Random(1))
     sealed = TenantTag(b"secret").tagged(drawn, "")
     assert issued_ms(sealed) == 1_700_000_000_123

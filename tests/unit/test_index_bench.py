@@ -105,7 +105,7 @@ def test_keys_are_those_of_the_prompts(cached: CachedSequences) -> None:
 
 
 @pytest.mark.parametrize("change", ["removes", "exchanges", "single blocks", "holes"])
-def test_what_is_changed_is_changed_back(cached: CachedSequences, change: str) -> None:
+def test_updates_of_a_measurement_are_reverted(cached: CachedSequences, change: str) -> None:
     before = everything(cached)
     some, others = np.arange(10), np.arange(10, 20)
     first = cached.shared_blocks
@@ -286,7 +286,7 @@ def test_a_throughput_is_blocks_by_cpu_time_of_the_median_round() -> None:
     assert not one.is_passed
 
 
-def test_nothing_is_met_without_a_peer() -> None:
+def test_threshold_without_a_peer_is_not_met() -> None:
     one = throughput_figure("store", SMALL, 20, {OUR_INDEX: [1000]}, RatioTarget(0.0))
     assert one.row()["met"] == "not compared"
     assert math.isnan(one.ratio)

@@ -84,7 +84,7 @@ def read(
 
 
 @pytest.mark.parametrize("kind", [KeyedIndex, ScanningIndex])
-def test_readers_beside_a_writer_see_what_does_not_change_unchanged(kind: type[KeyedIndex]) -> None:
+def test_concurrent_readers_see_unchanged_blocks_unchanged(kind: type[KeyedIndex]) -> None:
     rng = random.Random(1)
     index, prompt = steady_index(kind, rng)
     local, stop, wrong = local_hashes_of(prompt), threading.Event(), list[object]()
@@ -139,7 +139,7 @@ def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
     assert len(columns) == 4
 
 
-def test_depths_lie_row_by_row_in_memory_in_whatever_tiers_blocks_are() -> None:
+def test_depths_are_contiguous_by_row_for_all_tiers() -> None:
     index, keys = KeyedIndex(), (5, 6, 7)
     for worker in ("a", "b"):
         events = [
@@ -153,7 +153,7 @@ def test_depths_lie_row_by_row_in_memory_in_whatever_tiers_blocks_are() -> None:
     assert found.flags.c_contiguous, "for another order kernels would be compiled in a decision"
 
 
-def test_the_writer_frees_old_arrays_not_the_reader_who_lets_go_of_them_last() -> None:
+def test_old_arrays_are_freed_by_the_writer_only() -> None:
     index, rng = KeyedIndex(), random.Random(1)
     reader = index._views[Tier.DEVICE]
     slots = weakref.ref(reader.table.slots)
@@ -167,7 +167,7 @@ def test_the_writer_frees_old_arrays_not_the_reader_who_lets_go_of_them_last() -
     assert slots() is None
 
 
-def test_arrays_that_nobody_reads_are_freed_with_the_next_change() -> None:
+def test_unread_arrays_are_freed_with_the_next_change() -> None:
     index, rng = KeyedIndex(), random.Random(1)
     slots = weakref.ref(index._views[Tier.DEVICE].table.slots)
     keys = tuple(rng.randrange(1, 1 << 64) for _ in range(100_000))

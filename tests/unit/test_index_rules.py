@@ -70,7 +70,7 @@ def test_runs_that_follow_one_another_add_up(log: Log) -> None:
     assert log.overlap() == Overlap(device=3)
 
 
-def test_nothing_counts_behind_a_hole(log: Log) -> None:
+def test_blocks_behind_a_gap_do_not_match(log: Log) -> None:
     log.add(stored(11, 12, 13, 14), removed(12))
     assert log.overlap() == Overlap(device=1)
 
@@ -102,12 +102,12 @@ def test_a_nearer_tier_is_not_come_back_to(log: Log) -> None:
     assert log.overlap() == Overlap(device=1, host=1)
 
 
-def test_what_is_in_two_tiers_counts_in_the_nearer_one(log: Log) -> None:
+def test_block_in_two_tiers_counts_in_the_nearer_one(log: Log) -> None:
     log.add(stored(11, 12), stored(11, 12, 13, tier=Tier.HOST))
     assert log.overlap() == Overlap(device=2, host=1)
 
 
-def test_what_is_removed_from_one_tier_stays_in_the_other(log: Log) -> None:
+def test_block_removed_from_one_tier_stays_in_the_other(log: Log) -> None:
     log.add(stored(11), stored(11, tier=Tier.HOST), removed(11))
     assert log.overlap() == Overlap(host=1)
 
@@ -120,7 +120,7 @@ def test_storing_twice_is_storing_once(log: Log) -> None:
     assert log.overlap() == Overlap()
 
 
-def test_removing_what_is_not_held_changes_nothing(log: Log) -> None:
+def test_removal_of_an_absent_block_changes_nothing(log: Log) -> None:
     log.add(removed(11), stored(11))
     assert log.overlap() == Overlap(device=1)
 
@@ -170,7 +170,7 @@ def test_a_lost_worker_holds_nothing(log: Log) -> None:
     assert log.overlap() == Overlap()
 
 
-def test_what_a_lost_epoch_still_says_is_ignored(log: Log) -> None:
+def test_events_of_a_lost_epoch_are_ignored(log: Log) -> None:
     log.index.end_epoch(0, "one", 5)
     log.add(stored(11))
     assert log.overlap() == Overlap()
@@ -213,7 +213,7 @@ def test_of_a_record_that_was_seen_in_part_the_rest_counts() -> None:
     assert index.match_prefix(PROMPT) == {ONE: Overlap(device=2)}
 
 
-def test_a_gap_drops_what_the_rank_held_before() -> None:
+def test_gap_drops_the_blocks_of_the_rank() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 0, [CLEARED, stored(11, 12)])
     index.apply_events(0, ONE, 5, 3, [stored(11)])
@@ -229,7 +229,7 @@ def test_a_heartbeat_shows_a_tail_that_is_missing() -> None:
     assert index.match_prefix(PROMPT) == {}
 
 
-def test_a_heartbeat_of_what_is_known_changes_nothing() -> None:
+def test_heartbeat_of_a_known_state_changes_nothing() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 0, [CLEARED, stored(11)])
     index.on_heartbeat(0, ONE, 5, last_event_id=1)

@@ -78,7 +78,7 @@ def test_equal_sets_have_one_number_through_growth_and_recycling(seed: int) -> N
     assert len(set(numbers.values())) == len(numbers)
 
 
-def test_readers_are_told_before_a_row_is_used_again() -> None:
+def test_readers_are_notified_before_a_row_is_reused() -> None:
     sets = empty_sets(rows=4)
     before = int(sets.state[GENERATION])
     for column in range(3):
@@ -109,7 +109,7 @@ def changed(table: BlockTable, model: dict[int, int], rng: random.Random, known:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_table_holds_what_a_dict_would_through_removals_and_growth(seed: int) -> None:
+def test_table_equals_a_dict_through_removals_and_growth(seed: int) -> None:
     rng = random.Random(seed)
     table, model, known = empty_table(), dict[int, int](), list[int]()
     for _ in range(6000):
@@ -169,7 +169,7 @@ def test_more_first_blocks_than_a_counter_counts_are_never_lost() -> None:
     assert may_have(table, keys[0])
 
 
-def test_a_first_block_stays_one_whatever_else_is_said_of_its_position() -> None:
+def test_first_block_stays_first_for_any_other_position() -> None:
     index = KeyedIndex()
     keys = tuple(range(5, 45))
     for worker, position in (("one", 0), ("two", 3)):

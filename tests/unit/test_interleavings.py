@@ -143,7 +143,7 @@ def test_replicas_agree_on_load_and_duties_at_every_moment(
 
 
 @given(st.lists(NEWS, max_size=40), st.randoms(use_true_random=False))
-def test_whatever_is_unfinished_is_running_or_owed_something(
+def test_unfinished_request_is_running_or_has_a_next_action(
     news: list[Any], rng: random.Random
 ) -> None:
     load, fleet = _read(_lanes(news), rng), _fleet(rng)

@@ -70,7 +70,7 @@ def test_too_many_items_are_refused_before_any_is_made(
 
 
 @pytest.mark.parametrize("nested", [b"[", b'{"a":'])
-def test_what_is_nested_without_end_is_refused(nested: bytes) -> None:
+def test_deeply_nested_body_is_refused(nested: bytes) -> None:
     with pytest.raises(TooLarge):
         read_at_once(nested * (MAX_PARTS + 1))
 
@@ -233,7 +233,7 @@ def test_a_name_that_the_client_made_up_is_cut_and_escaped(field: str) -> None:
         {"prompt": "b" * 2**19},
     ],
 )
-async def test_what_one_body_becomes_is_bounded(fields: dict[str, Any]) -> None:
+async def test_size_of_one_decoded_body_is_bounded(fields: dict[str, Any]) -> None:
     fields = {"model": "m", "prompt": "a", "n": 128} | fields
     sent = read_request("completion", fields, as_is=False)
     with pytest.raises(TooLarge, match=str(MAX_REQUESTS_BYTES)):
@@ -242,7 +242,7 @@ async def test_what_one_body_becomes_is_bounded(fields: dict[str, Any]) -> None:
     assert len((await prepare(sent, ByteModel("m"))).requests) == 1
 
 
-async def test_what_several_prompts_share_counts_for_each() -> None:
+async def test_shared_parts_count_for_each_prompt() -> None:
     fields = {"prompt": ["a"] * 128, "prompt_embeds": "AAAA" * 2**17}
     sent = read_request("completion", fields, as_is=False)
     with pytest.raises(TooLarge, match=str(MAX_REQUESTS_BYTES)):

@@ -101,7 +101,7 @@ async def test_a_client_that_is_open_connects_once(
     assert connecting.made == [line]
 
 
-async def test_a_client_that_is_closed_connects_to_nobody(
+async def test_closed_client_opens_no_connection(
     connecting: Connecting, kafka: AIOKafkaClient
 ) -> None:
     await kafka.close()

@@ -55,7 +55,7 @@ class TestTails:
         looks = [tails.look({LANE: _LastResponse(8, at_ms, 10)}) for at_ms in (300, 400, 500)]
         assert looks == [{}] * 3
 
-    def test_end_is_the_one_that_the_empty_answer_knew(self, tails: _Tails) -> None:
+    def test_end_offset_is_that_of_the_last_empty_response(self, tails: _Tails) -> None:
         tails.look({LANE: _LastResponse(7, 200, 10)})
         assert tails.look({LANE: _LastResponse(7, 300, 15)}) == {LANE: 10}
 
@@ -238,7 +238,7 @@ class TestFirstAppends:
                 await asyncio.sleep(0)
         assert log.appended == values
 
-    async def test_who_comes_when_the_topic_is_known_goes_after_those_who_wait(self) -> None:
+    async def test_append_to_a_newly_known_topic_follows_waiting_appends(self) -> None:
         log = Unheard()
         values = [b"%d" % n for n in range(40)]
         async with asyncio.TaskGroup() as tasks:
@@ -262,7 +262,7 @@ class TestFirstAppends:
                 await asyncio.sleep(0)
         assert log.appended == values
 
-    async def test_one_that_is_cancelled_takes_nobody_along(self) -> None:
+    async def test_cancelled_append_leaves_the_others(self) -> None:
         log = Unheard()
         first = asyncio.create_task(log.append("ledger", Entry(None, b"a"), 1))
         second = asyncio.create_task(log.append("ledger", Entry(None, b"b"), 1))
@@ -273,7 +273,7 @@ class TestFirstAppends:
         assert log.appended == [b"b"]
 
 
-async def test_who_looks_for_a_topic_while_the_log_is_closed_is_told_so() -> None:
+async def test_topic_lookup_on_a_closed_log_raises() -> None:
     sent, gone = asyncio.Event(), asyncio.Event()
 
     async def fetch_all_metadata() -> None:

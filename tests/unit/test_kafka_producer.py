@@ -135,7 +135,7 @@ async def appending(
     return task
 
 
-async def test_acknowledgement_says_where_the_record_stands(producer: Producer) -> None:
+async def test_acknowledgement_has_the_position_of_the_record(producer: Producer) -> None:
     task = await appending(producer, b"a")
     Client.made[0].acknowledge(0)
     assert await task == Appended(0, 0, 1000)
@@ -212,7 +212,7 @@ async def test_append_goes_as_soon_as_the_leader_is_known(producer: Producer) ->
     assert await task
 
 
-async def test_leader_is_not_asked_for_again_at_once(producer: Producer) -> None:
+async def test_leader_lookup_is_not_repeated_immediately(producer: Producer) -> None:
     await producer.ready()
     client = Client.made[0]
     client.known = set()
@@ -378,7 +378,7 @@ async def test_given_up_appends_leave_room_again(producer: Producer) -> None:
     assert await again
 
 
-async def test_close_waits_for_what_is_queued(producer: Producer) -> None:
+async def test_close_waits_for_queued_records(producer: Producer) -> None:
     task = await appending(producer, b"a")
     closing = asyncio.create_task(producer.close())
     await asyncio.sleep(0.01)

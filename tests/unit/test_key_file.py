@@ -126,7 +126,7 @@ def test_a_missing_or_odd_file_is_named(tmp_path: Path) -> None:
         key_file.read_key_file(tmp_path / "bad.json")
 
 
-def test_what_is_no_name_is_no_tenant() -> None:
+def test_invalid_tenant_name_is_refused() -> None:
     for name in ("", "a b", "a/b", "a\0b", "x" * 101):
         with pytest.raises(KeyFileError, match="tenant"):
             new_key(name)

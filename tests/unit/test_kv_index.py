@@ -90,7 +90,7 @@ def test_malformed_columns_are_counted_and_skipped() -> None:
     assert view.position(EVENTS) == 3
 
 
-def test_keys_of_another_secret_are_counted_and_said_loudly_once(
+def test_keys_of_another_secret_are_counted_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -144,7 +144,7 @@ def test_a_snapshot_under_another_secret_is_refused() -> None:
         KvIndexView(OURS).restore(EVENTS, b"", 1)
 
 
-def test_a_forgotten_partition_leaves_nothing_behind() -> None:
+def test_dropped_partition_leaves_no_state() -> None:
     view = applied(blocks(stored(1)))
     view.forget(EVENTS)
     assert view.position(EVENTS) is None

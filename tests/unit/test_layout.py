@@ -42,22 +42,22 @@ def test_pure_module_loads_no_event_loop_no_kafka_and_no_pydantic(module: str) -
 
 
 @pytest.mark.parametrize("module", ["app.cli", "app.gateway", "app.preprocessor"])
-def test_what_has_no_kernels_loads_no_compiler(module: str) -> None:
+def test_process_without_kernels_loads_no_compiler(module: str) -> None:
     assert "numba" not in loaded_by(f"import {module}")
 
 
 @pytest.mark.parametrize("module", ["app.router", "app.worker", "app.preprocessor"])
-def test_what_serves_probes_only_loads_no_fastapi(module: str) -> None:
+def test_process_with_probes_only_loads_no_fastapi(module: str) -> None:
     """0.3 s of CPU at each start, most of it for models of OpenAPI documents."""
     assert "fastapi" not in loaded_by(f"import {module}")
 
 
-def test_app_loads_nothing_until_asked() -> None:
+def test_app_loads_its_process_lazily() -> None:
     before = loaded_by("")
     assert loaded_by("import app") - before == {"app"}
 
 
-def test_app_says_which_attribute_it_lacks() -> None:
+def test_missing_attribute_of_app_is_named() -> None:
     import app
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -186,7 +186,7 @@ def test_a_run_of_policy_direct_weighs_nothing() -> None:
     assert on(load) == WorkerLoad(1, 0, 0, 1, 1000)
 
 
-def test_the_last_first_token_on_a_place_is_remembered_until_it_is_idle() -> None:
+def test_last_prefill_end_of_a_rank_is_kept_until_it_is_idle() -> None:
     place = WorkerRank("w1", 10, 0)
     load = applied(assigned(), assigned("b"), prefilled())
     assert load.active_load.last_first_token_ms[place] == 1020
@@ -231,7 +231,7 @@ def test_a_lane_is_not_made_by_asking_for_it() -> None:
     assert load.position(LANE) is None
 
 
-def test_what_never_became_known_is_forgotten_with_its_burden() -> None:
+def test_request_without_a_record_expires_with_its_load() -> None:
     load = LedgerState(dedup_window_ms=100)
     applied(prefilled(), step_ms=50, load=load)
     assert load.active_load
@@ -240,7 +240,7 @@ def test_what_never_became_known_is_forgotten_with_its_burden() -> None:
     assert not load.active_load
 
 
-def test_what_never_became_known_is_kept_for_a_window_after_its_last_record() -> None:
+def test_request_without_its_first_record_is_kept_for_the_window() -> None:
     load = LedgerState(dedup_window_ms=100)
     applied(finished("worker_full"), finished("worker_full", worker="w2"), step_ms=60, load=load)
     load.apply(LANE, [LogRecord(9, 1120, finished(name="later"))], 10)
@@ -249,7 +249,7 @@ def test_what_never_became_known_is_kept_for_a_window_after_its_last_record() ->
     assert load.request(3, "a") is None
 
 
-def test_outcomes_are_forgotten_after_the_window_and_open_stories_are_not() -> None:
+def test_outcomes_expire_after_the_window_and_open_requests_do_not() -> None:
     load = LedgerState(dedup_window_ms=100)
     applied(assigned(), finished(), assigned("open"), assigned("late"), step_ms=50, load=load)
     assert load.request(3, "a") is not None
@@ -342,7 +342,7 @@ def test_batching_does_not_matter(records: list[Any], rng: random.Random) -> Non
 
 
 @given(st.lists(RECORDS, max_size=30))
-def test_a_forgotten_partition_leaves_nothing_behind(records: list[Any]) -> None:
+def test_dropped_partition_leaves_no_state(records: list[Any]) -> None:
     load = applied(*records)
     load.forget(LANE)
     assert load.position(LANE) is None
@@ -350,7 +350,7 @@ def test_a_forgotten_partition_leaves_nothing_behind(records: list[Any]) -> None
     assert not load.active_load
 
 
-def test_the_youngest_record_says_how_much_is_known() -> None:
+def test_newest_record_gives_the_read_time() -> None:
     load = applied(assigned(), started())
     assert load.last_append_ms == 1010
     load.apply(Partition("ledger", 4), [LogRecord(0, 900, assigned("b"))], 1)

@@ -51,7 +51,7 @@ def probed(world: MemoryWorld) -> tuple[Answers, BrokerProbe]:
 
 
 @scenario_test
-async def test_a_dead_log_is_noticed_within_five_seconds(world: MemoryWorld) -> None:
+async def test_unresponsive_log_is_detected_within_five_seconds(world: MemoryWorld) -> None:
     answers, probe = probed(world)
     await world.sleep(60)
     assert probe.is_answering
@@ -76,7 +76,7 @@ async def test_one_broker_of_several_that_hangs_is_no_outage(world: MemoryWorld)
 
 
 @scenario_test
-async def test_what_waits_for_the_log_is_cut_short_when_it_falls_silent(world: MemoryWorld) -> None:
+async def test_waits_end_when_the_log_stops_responding(world: MemoryWorld) -> None:
     answers, probe = probed(world)
     await world.sleep(10)
     answers.hanging = set(range(LANES))

@@ -67,7 +67,7 @@ def test_a_whole_completion_has_columns_and_offsets() -> None:
     ]
 
 
-def test_a_stream_tells_those_of_each_piece_even_of_half_a_letter() -> None:
+def test_stream_has_logprobs_of_each_piece_even_of_a_partial_character() -> None:
     choice = Choice(keep=False, spelling=SPELLING)
     words = ChunkEncoder(CHAT, 0, with_usage=False)
     tokens = []
@@ -95,17 +95,17 @@ def test_offsets_of_a_streamed_completion_count_from_its_beginning() -> None:
     assert offsets == [0, 2, 6]
 
 
-def test_an_answer_without_probabilities_says_null() -> None:
+def test_answer_without_logprobs_has_null() -> None:
     choice = Choice(spelling=SPELLING)
     choice.add(msgspec.structs.replace(ANSWER[0], log_probs=None, finish_reason="stop"))
     assert full_response(CHAT, [choice])["choices"][0]["logprobs"] is None
 
 
-def test_nobody_who_did_not_ask_is_told() -> None:
+def test_logprobs_are_left_out_unless_requested() -> None:
     assert full_response(CHAT, [got(Choice())])["choices"][0]["logprobs"] is None
 
 
-def test_tokens_may_be_told_by_their_ids() -> None:
+def test_tokens_can_be_given_as_ids() -> None:
     choice = got(Choice(spelling=TokenText(PIECES.__getitem__, as_ids=True)))
     assert full_response(COMPLETION, [choice])["choices"][0]["logprobs"]["tokens"] == [
         "token_id:1",

@@ -100,7 +100,7 @@ async def test_retried_append_stands_twice_and_reports_the_first(world: MemoryWo
 
 
 @scenario_test
-async def test_late_append_lands_when_nobody_waits_for_it_any_more(world: MemoryWorld) -> None:
+async def test_late_append_is_stored_after_its_time_out(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
     world.faults.next_fates(LEDGER, AppendFate.LATE)
@@ -160,7 +160,7 @@ async def test_acknowledged_appends_are_in_the_order_of_the_calls_among_late_one
 
 
 @scenario_test
-async def test_what_left_a_process_before_its_death_lands_after_it(world: MemoryWorld) -> None:
+async def test_records_sent_before_a_crash_are_stored_after_it(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late, world.faults.departures = 5.0, 2
     world.faults.slow["append"] = 1.0
@@ -212,7 +212,7 @@ async def test_cancelled_append_is_on_its_way_all_the_same(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_closing_lets_arrive_what_is_on_its_way(world: MemoryWorld) -> None:
+async def test_close_delivers_records_in_flight(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     sending = world.spawn(log.append(LEDGER, entry("x"), 0))
@@ -278,7 +278,7 @@ async def test_append_time_goes_back_where_another_broker_leads(world: MemoryWor
 
 
 @scenario_test
-async def test_nothing_of_a_cut_client_arrives_and_no_call_returns(world: MemoryWorld) -> None:
+async def test_killed_client_appends_nothing_and_its_calls_never_return(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     sending = world.spawn(log.append(LEDGER, entry("x"), 0))
@@ -302,7 +302,9 @@ async def test_lanes_of_a_cut_client_move_after_its_session(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_sleeper_believes_in_what_it_owned_until_it_hears(world: MemoryWorld) -> None:
+async def test_suspended_member_keeps_its_assignment_until_its_next_poll(
+    world: MemoryWorld,
+) -> None:
     group = await Group(world).settle()
     sleeper, other = group.owners
     before = set(sleeper.owned)
@@ -397,7 +399,7 @@ def test_full_partition_gives_up_its_oldest_records() -> None:
     assert [r.value for r in broker.records(LEDGER, 0)] == [b"2", b"3", b"4"]
 
 
-def test_full_partition_keeps_what_compaction_keeps() -> None:
+def test_full_partition_of_a_compacted_topic_drops_no_records() -> None:
     broker = bounded(3)
     for n in range(5):
         broker.append(REGISTRY, 0, [entry("x", key=str(n))])
@@ -433,7 +435,7 @@ async def test_compaction_keeps_young_records(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_tombstones_outlive_what_they_bury_by_a_day(world: MemoryWorld) -> None:
+async def test_tombstones_are_kept_a_day_longer_than_their_records(world: MemoryWorld) -> None:
     world.append_raw(REGISTRY, 0, entry("1", "b"))
     world.append_raw(REGISTRY, 0, Entry(b"b", None))
     await world.sleep(25 * HOUR_S)

@@ -109,7 +109,7 @@ async def test_a_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_template_knows_the_special_tokens_of_the_card(world: MemoryWorld) -> None:
+async def test_template_has_the_special_tokens_of_the_card(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
     card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
     template = await artifacts.publish(b"{{ eos_token }}")
@@ -161,7 +161,7 @@ async def test_tokens_are_taken_as_they_come(world: MemoryWorld) -> None:
         ("chat", {**CHAT, "nvext": {"token_data": [4096]}}, "messages"),
     ],
 )
-async def test_tokens_that_the_model_does_not_know_are_refused(
+async def test_tokens_outside_the_vocabulary_are_refused(
     kind: TokenizedKind, fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidPrompt, match="4096") as raised:
@@ -216,12 +216,12 @@ async def test_a_stop_string_is_shown_on_request() -> None:
     assert shown == "one two"
 
 
-async def test_special_tokens_are_not_shown_unless_asked_for() -> None:
+async def test_special_tokens_are_shown_on_request_only() -> None:
     assert await visible("a<|user|>b") == "ab"
     assert await visible("a<|user|>b", skip_special_tokens=False) == "a<|user|>b"
 
 
-async def test_an_answer_goes_on_after_what_is_out() -> None:
+async def test_resumed_answer_continues_after_the_shown_text() -> None:
     assert await visible("one two three", taken=2) == " three"
 
 

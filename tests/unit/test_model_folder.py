@@ -54,7 +54,7 @@ def test_a_folder_without_a_tokenizer_is_a_bad_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\ufeff{}", '{"eos_token_id": {}}'])
-def test_a_file_that_is_not_what_it_should_be_is_a_bad_model(tmp_path: Path, content: str) -> None:
+def test_malformed_file_is_an_invalid_model(tmp_path: Path, content: str) -> None:
     with pytest.raises(BadModel, match="Hugging Face"):
         read_folder(folder(tmp_path, generation_config__json=content))
 
@@ -82,7 +82,7 @@ def test_special_tokens_may_be_objects(tmp_path: Path) -> None:
     assert read_folder(path).special_tokens == {"bos_token": "<s>"}
 
 
-def test_generation_says_how_an_answer_ends_before_the_model_does(tmp_path: Path) -> None:
+def test_generation_config_precedes_the_model_config_for_end_tokens(tmp_path: Path) -> None:
     path = folder(
         tmp_path,
         generation_config__json={"eos_token_id": [7, 8]},
@@ -91,7 +91,7 @@ def test_generation_says_how_an_answer_ends_before_the_model_does(tmp_path: Path
     assert read_folder(path).eos_token_ids == (7, 8)
 
 
-def test_the_model_says_how_an_answer_ends(tmp_path: Path) -> None:
+def test_model_config_gives_the_end_tokens(tmp_path: Path) -> None:
     assert read_folder(folder(tmp_path, config__json={"eos_token_id": 9})).eos_token_ids == (9,)
 
 
@@ -114,7 +114,7 @@ def test_models_of_several_media_keep_their_numbers_inside(tmp_path: Path) -> No
     assert (model.context_length, model.eos_token_ids) == (4096, (7,))
 
 
-def test_models_of_several_media_may_say_outside_how_an_answer_ends(tmp_path: Path) -> None:
+def test_multimodal_model_may_have_end_tokens_outside_its_text_config(tmp_path: Path) -> None:
     path = folder(tmp_path, config__json={"text_config": {}, "eos_token_id": [1, 106]})
     assert read_folder(path).eos_token_ids == (1, 106)
 

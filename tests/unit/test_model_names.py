@@ -38,7 +38,7 @@ def test_a_model_of_bytes_goes_with_its_last_worker() -> None:
     assert not known.cards()
 
 
-def test_the_tombstone_of_an_older_life_means_nothing() -> None:
+def test_tombstone_of_an_older_epoch_is_ignored() -> None:
     known = models(worker("x", "other"), worker("a", "m", 5), Tombstone(key="worker/a", epoch=0))
     assert known.find("chat", "m").context_length == 5
 
@@ -61,7 +61,7 @@ def test_no_name_means_the_only_model() -> None:
         models(worker("a", "m"), worker("b", "n")).find("chat", "")
 
 
-def test_an_unknown_name_is_told_the_known_ones() -> None:
+def test_unknown_model_error_lists_the_known_ones() -> None:
     with pytest.raises(InvalidPrompt, match=r"model: the model 'n' does not exist; available: m$"):
         models(worker("a", "m")).find("chat", "n")
 
@@ -90,7 +90,7 @@ def test_bodies_are_passed_on_to_models_that_take_them() -> None:
     assert models(ModelCard(name="c", kind="chat")).is_passthrough("")
 
 
-def test_a_model_is_asked_for_what_it_does() -> None:
+def test_model_serves_its_endpoints_only() -> None:
     known = models(ModelCard(name="m", kind="embedding"))
     with pytest.raises(InvalidPrompt, match="model: 'm' is for embedding requests"):
         known.find("chat", "m")

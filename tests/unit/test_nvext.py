@@ -109,7 +109,7 @@ def test_settings_of_the_cost_are_taken_over() -> None:
     assert cost_override_of(ext()) is None
 
 
-def test_what_an_agent_says_of_itself_is_passed_on() -> None:
+def test_agent_hints_are_passed_on() -> None:
     assert agent_context_of(ext(agent_context={"id": ["a"]})) == b'{"id":["a"]}'
     assert agent_context_of(ext()) is None
 
@@ -189,7 +189,7 @@ def test_headers_go_before_the_body() -> None:
     )
 
 
-def test_a_session_of_a_header_keeps_what_the_body_says_about_it() -> None:
+def test_session_header_keeps_the_options_of_the_body() -> None:
     given = hints({"x-session-id": "s"}, session_control={"session_id": "x", "action": "open"})
     assert given.session_control == q.SessionControl(session_id="s", action="open")
 
@@ -198,11 +198,11 @@ def test_a_rank_for_prefill_may_be_unset() -> None:
     assert hints({"x-prefill-dp-rank": str(2**32 - 1)}, prefill_dp_rank=4).prefill_dp_rank == 4
 
 
-def test_an_empty_header_says_nothing() -> None:
+def test_empty_header_is_ignored() -> None:
     assert hints({"x-worker-instance-id": "", "x-dp-rank": " "}, dp_rank=2) == q.Hints(dp_rank=2)
 
 
-def test_other_headers_say_nothing() -> None:
+def test_other_headers_are_ignored() -> None:
     assert hints({"x-request-id": "r", "authorization": "Bearer k"}) == q.Hints()
 
 

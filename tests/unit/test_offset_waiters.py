@@ -30,7 +30,7 @@ async def test_a_wait_ends_when_its_offset_is_reached_not_before() -> None:
     await waiting
 
 
-async def test_another_partition_wakes_nobody() -> None:
+async def test_other_partition_wakes_no_waiter() -> None:
     barriers = OffsetWaiters()
     waiting = asyncio.ensure_future(barriers.wait(A, 10))
     await settle()
@@ -54,7 +54,7 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
     assert barriers._heaps == {}
 
 
-async def test_nothing_is_kept_of_a_wait_that_ended() -> None:
+async def test_ended_wait_leaves_no_state() -> None:
     barriers = OffsetWaiters()
     waiting = asyncio.ensure_future(barriers.wait(A, 1))
     await settle()

@@ -98,7 +98,7 @@ def test_a_wrong_field_inside_another_is_named_by_its_path(kind: TokenizedKind) 
     assert problem(kind, nvext={"agent_hints": {"osl": -1}}).field == "nvext.agent_hints.osl"
 
 
-def test_an_error_does_not_repeat_what_was_given() -> None:
+def test_error_does_not_quote_the_input() -> None:
     assert "secret" not in str(problem("chat", temperature="secret"))
 
 
@@ -121,7 +121,7 @@ def test_numbers_without_a_point_are_fine_where_one_may_stand() -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
-def test_usage_at_the_end_of_a_stream_is_asked_for() -> None:
+def test_usage_at_the_end_of_a_stream_is_an_option() -> None:
     sent = read_openai("chat", CHAT | {"stream": True, "stream_options": {"include_usage": True}})
     assert (sent.stream, sent.include_usage) == (True, True)
 
@@ -251,7 +251,7 @@ def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
     assert read_openai("chat", CHAT | {"tools": []}).tools is None
 
 
-def test_a_model_that_must_not_call_is_not_told_of_tools() -> None:
+def test_tool_choice_none_renders_no_tools() -> None:
     assert read_openai("chat", CHAT | {"tools": [TOOL], "tool_choice": "none"}).tools is None
 
 

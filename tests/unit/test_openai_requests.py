@@ -206,7 +206,7 @@ def test_a_model_has_defaults() -> None:
     assert request().sampling == CARD.defaults
 
 
-def test_what_a_request_says_goes_before_the_defaults() -> None:
+def test_request_options_precede_defaults() -> None:
     sampling = request(temperature=0, top_k=-1).sampling
     assert sampling == q.SamplingOptions(
         temperature=0.0, top_k=-1, top_p=0.8, repetition_penalty=1.1
@@ -237,7 +237,7 @@ def test_sampling_is_taken_over() -> None:
     )
 
 
-def test_greedy_is_greedy_whatever_else_is_said() -> None:
+def test_temperature_zero_is_greedy_for_all_other_options() -> None:
     sampling = request(
         temperature=1, top_p=0.5, presence_penalty=1, seed=7, nvext={"greed_sampling": True}
     ).sampling

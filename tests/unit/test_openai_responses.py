@@ -53,7 +53,7 @@ def ended(*pieces: Chunk | End, prompt_tokens: int = 0) -> Choice:
     return choice
 
 
-def test_a_chat_begins_with_the_role_and_says_it_once() -> None:
+def test_chat_stream_has_the_role_in_its_first_chunk_only() -> None:
     first, second = got(CHAT, piece(0, "he"), piece(2, "llo"))
     assert first == {
         "id": "id-1",
@@ -73,7 +73,7 @@ def test_a_chat_begins_with_the_role_and_says_it_once() -> None:
     assert second["choices"][0]["delta"] == {"content": "llo"}
 
 
-def test_a_completion_is_told_as_text() -> None:
+def test_completion_is_rendered_as_text() -> None:
     (first,) = got(COMPLETION, piece(0, "he", "length"))
     assert first is not None
     assert first["object"] == "text_completion"
@@ -82,7 +82,7 @@ def test_a_completion_is_told_as_text() -> None:
     ]
 
 
-def test_half_a_letter_is_not_told() -> None:
+def test_partial_character_is_not_sent() -> None:
     first, second = got(CHAT, half(), piece(1, "é"))
     assert first is None
     assert second is not None
@@ -129,7 +129,7 @@ def test_finish_reasons(ours: str, theirs: str) -> None:
     assert ended(piece(0, "x", ours)).finish_reason == theirs
 
 
-def test_usage_is_told_at_the_end_and_announced_before() -> None:
+def test_usage_is_null_until_the_last_chunk() -> None:
     first, last = got(CHAT, piece(0, "he"), piece(2, "y", "stop"), with_usage=True)
     assert first is not None
     assert last is not None
@@ -173,7 +173,7 @@ def test_a_whole_chat() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_the_types_of_the_openai_library_take_what_is_told(kind: EndpointKind) -> None:
+def test_responses_validate_with_the_openai_types(kind: EndpointKind) -> None:
     heading = CHAT if kind == "chat" else COMPLETION
     stream_type = ChatCompletionChunk if kind == "chat" else Completion
     whole_type = ChatCompletion if kind == "chat" else Completion
@@ -187,7 +187,7 @@ def test_the_types_of_the_openai_library_take_what_is_told(kind: EndpointKind) -
     whole_type.model_validate(full_response(heading, [choice]), strict=True)
 
 
-def test_a_position_is_the_end_of_what_was_told() -> None:
+def test_position_is_the_end_of_the_sent_text() -> None:
     choice = ended(piece(0, "he"), piece(2, "llo"))
     assert choice.shown_tokens == 5
     assert ended(piece(0, "he"), End(id="id-1", code="stop")).shown_tokens == 2
@@ -200,7 +200,7 @@ def test_a_position_is_the_end_of_what_was_told() -> None:
     st.booleans(),
     st.sampled_from([None, "stop", "eos"]),
 )
-def test_what_is_encoded_ahead_is_what_is_told(
+def test_precomputed_encoding_equals_the_response(
     kind: EndpointKind, model: str, texts: list[str], with_usage: bool, reason: str | None
 ) -> None:
     heading = ResponseHeader(kind, 'id-"1', model, 1700000000)

@@ -95,7 +95,7 @@ def test_operations_have_names_of_their_own() -> None:
     assert len(names) == len(set(names))
 
 
-def test_what_handlers_read_by_themselves_is_declared() -> None:
+def test_parameters_read_by_handlers_are_declared() -> None:
     attach = DOCUMENT["paths"]["/v1/streams/{request_id}"]["get"]
     names = {p["name"] for p in attach["parameters"]}
     assert names == {"request_id", "Last-Event-ID", "from", "form", "stream", "include_usage"}
@@ -174,7 +174,7 @@ values = st.recursive(
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 @given(data=st.data())
-def test_what_is_read_is_right_by_the_document(kind: Any, data: st.DataObject) -> None:
+def test_accepted_requests_are_valid_by_the_document(kind: Any, data: st.DataObject) -> None:
     """A field of any value: what the document refuses, the reader refuses as well."""
     bodies, name = (CHAT, "ChatBody") if kind == "chat" else (COMPLETION, "CompletionBody")
     fields = sorted(DOCUMENT["components"]["schemas"][name]["properties"])
@@ -194,7 +194,7 @@ def answer_of(path: str, method: str, code: str, kind: str = JSON) -> Draft20201
 
 
 @scenario_test
-async def test_answers_are_as_the_document_says(world: MemoryWorld) -> None:
+async def test_responses_match_the_document(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     chat = await harness.chat().wait_done()
     got = [

@@ -58,7 +58,7 @@ def test_pages_that_are_allowed_are_answered() -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "localhost.evil.example", ""]
 )
-def test_on_loopback_a_name_of_somebody_else_is_refused(host: str) -> None:
+def test_foreign_host_name_on_loopback_is_refused(host: str) -> None:
     assert code(host=host) == "host_not_allowed"
     assert code(host=host, listens="localhost") == "host_not_allowed"
     assert code(f"http://{host}", host=host)  # whichever of the two is looked at first
@@ -93,7 +93,7 @@ async def sent(app: ASGIApp, method: str = "GET", **headers: str) -> HttpExchang
 
 
 @scenario_test
-async def test_browsers_are_told_which_pages_may_read_an_answer(world: MemoryWorld) -> None:
+async def test_allowed_origins_are_in_cors_headers(world: MemoryWorld) -> None:
     app = guarded("https://app.example")
     answer = await sent(app, origin="https://app.example")
     assert answer.status == 200
@@ -133,7 +133,7 @@ async def test_a_gateway_allows_the_origins_of_its_setting(world: MemoryWorld) -
 
 
 @pytest.mark.parametrize("wrong", ["app.example", "https://app.example/path", "ws://a"])
-def test_what_is_no_origin_is_refused_as_a_setting(wrong: str) -> None:
+def test_malformed_origin_is_refused_as_a_setting(wrong: str) -> None:
     fields: dict[str, Any] = {"http_allowed_origins": wrong}
     with pytest.raises(ValueError, match="without a path"):
         memory_settings(**fields)

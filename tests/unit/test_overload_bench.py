@@ -42,16 +42,16 @@ def test_a_refusal_without_a_time_to_come_back_is_found() -> None:
     assert missed(seen(*silent)) == ["refused without a time to come back"]
 
 
-def test_late_first_texts_of_those_who_are_served_are_found() -> None:
+def test_late_first_texts_of_served_requests_fail_the_check() -> None:
     late = answers("overload", 12, 20, ttft_s=0.3)
     assert missed(seen(*late)) == ["p99 to the first text, of those served, to that without load"]
 
 
-def test_what_is_neither_served_nor_refused_is_found() -> None:
+def test_requests_neither_served_nor_refused_fail_the_check() -> None:
     assert missed(seen(*answers("overload", 12, 1, status=500))) == ["neither served nor refused"]
 
 
-def test_memory_grows_only_by_what_the_second_half_added() -> None:
+def test_memory_growth_is_that_of_the_second_half() -> None:
     sizes = [100, 200, 210, 205, 215, 220]
     samples = [
         MemorySample("overload", float(n), "router-1", mb * MB) for n, mb in enumerate(sizes)

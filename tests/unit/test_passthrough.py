@@ -116,13 +116,13 @@ def test_no_client_sets_a_field_between_servers(path: str, name: str, *, as_is: 
         ({"prompt": ["a"] * 65, "n": 2}, "n"), ({"max_tokens": -1}, "max_tokens"),
     ],
 )  # fmt: skip
-def test_what_is_read_is_checked(fields: dict[str, Any], field: str) -> None:
+def test_invalid_read_fields_are_refused(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidPrompt) as refused:
         requests("completion", fields)
     assert refused.value.field == field
 
 
-def test_models_in_tokens_are_asked_as_before() -> None:
+def test_tokenized_models_get_tokenized_requests() -> None:
     assert isinstance(read_request("chat", CHAT, as_is=False), OpenAIRequest)
     tokens = read_request("tokens", {"token_ids": [1]}, as_is=True)
     assert isinstance(tokens, OpenAIRequest), "there is no such body"

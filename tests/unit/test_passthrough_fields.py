@@ -82,7 +82,7 @@ def test_however_asides_are_put_together_the_whole_is_the_same() -> None:
     assert merge_fields(*odd) == {"a": {"c": "de"}, "b": 2}
 
 
-def test_what_was_said_before_is_not_changed() -> None:
+def test_merge_does_not_change_earlier_values() -> None:
     known = merge_fields({}, CALLS[0])
     merge_fields(known, CALLS[1])
     assert "arguments" not in known["tool_calls"][0]["function"]
@@ -105,7 +105,7 @@ def test_text_and_asides_are_told_in_their_order() -> None:
         ChatCompletionChunk.model_validate(event)
 
 
-def test_log_probabilities_are_told_with_the_text_that_they_are_of() -> None:
+def test_logprobs_are_sent_with_their_text() -> None:
     """As the server did, whose events these were; also when several came together."""
     output = [PassthroughDelta(at=at, choice={"logprobs": {"content": [at]}}) for at in (0, 2, 3)]
     events = got(CHAT, piece("abcd", *output, reason="length"))
@@ -158,7 +158,7 @@ def test_a_whole_completion_has_its_log_probabilities() -> None:
     assert answer.choices[0].logprobs.token_logprobs == [-1.0, -2.0]
 
 
-def test_what_a_server_counted_besides_is_added_up() -> None:
+def test_additional_usage_counts_are_summed() -> None:
     details = {"completion_tokens_details": {"reasoning_tokens": 3},
                "prompt_tokens_details": {"audio_tokens": 1}}  # fmt: skip
     counts = Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2, details=details)
@@ -212,6 +212,6 @@ def test_however_pieces_are_joined_positions_and_words_are_the_same(
 
 
 @pytest.mark.parametrize("known", [None, "a", 1, {"a": 1}, [1]])
-def test_whatever_a_server_says_can_be_put_together(known: Any) -> None:
+def test_any_server_fields_can_be_merged(known: Any) -> None:
     for more in (None, "a", 1, {"index": 0}, [{"index": 0}], [None]):
         merge_fields({"x": known}, {"x": more})

@@ -66,7 +66,7 @@ def observed(*ratios: float) -> float | None:
     return slowness.value
 
 
-def test_a_few_observations_are_believed_and_a_single_one_is_not() -> None:
+def test_several_observations_change_the_profile_and_one_does_not() -> None:
     assert observed() is None
     assert observed(*[3.0] * (MIN_RATIOS - 1)) is None
     assert observed(*[3.0] * MIN_RATIOS) == 3.0
@@ -74,7 +74,7 @@ def test_a_few_observations_are_believed_and_a_single_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_is_no_ratio_teaches_nothing(ratio: float) -> None:
+def test_invalid_ratio_is_not_learned(ratio: float) -> None:
     assert observed(*[ratio] * MAX_RATIOS) is None
 
 
@@ -97,7 +97,7 @@ def measured(
     return paces
 
 
-def test_who_is_passed_over_for_long_is_no_longer_believed_to_be_slow() -> None:
+def test_slowdown_of_a_skipped_worker_decays() -> None:
     paces = measured(
         measured(PerformanceModel(), "w1", 9.0), "w2", 2.0, times=2 * EXPLORATION_INTERVAL
     )
@@ -143,7 +143,7 @@ def test_runs_that_waited_for_others_teach_nothing() -> None:
     assert paces.slowdown == {}
 
 
-def test_the_mean_answer_moves_from_a_first_guess_to_what_is_seen() -> None:
+def test_mean_output_length_moves_from_its_prior_to_observations() -> None:
     paces = PerformanceModel()
     assert paces.mean_output_tokens == 200
     write(paces, finished(200 + 51))
@@ -158,7 +158,7 @@ def test_the_mean_answer_moves_from_a_first_guess_to_what_is_seen() -> None:
     assert paces.mean_output_tokens == pytest.approx(60, abs=0.1)
 
 
-def test_how_much_is_found_in_caches_tells_how_much_comes_again() -> None:
+def test_cache_hits_give_the_expected_followups() -> None:
     def led_to(held: float) -> float:
         paces = PerformanceModel()
         for n in range(3000):
@@ -173,12 +173,12 @@ def test_how_much_is_found_in_caches_tells_how_much_comes_again() -> None:
     assert led_to(tokens) == 10
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_learned_state_is_bounded() -> None:
     paces = write(PerformanceModel(), *[assigned(f"r{n}") for n in range(MAX_REMEMBERED + 5)])
     assert len(paces._begun) == MAX_REMEMBERED
 
 
-def test_a_card_gives_the_pace_and_what_it_does_not_say_is_the_published_one() -> None:
+def test_profile_of_a_card_is_completed_with_published_values() -> None:
     assert profile_from_card(EngineConfig(model="m")) == EngineProfile()
     curve = PerfCurves((0.0, 1.0, 2.0), (3.0, 4.0, 5.0), 6.0)
     config = EngineConfig(

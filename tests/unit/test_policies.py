@@ -59,7 +59,7 @@ THREE = options(
 """The example of Dynamo's documentation: 10 prompt blocks, overlaps 2, 5, 8, decode 10, 5, 9."""
 
 
-def test_the_documented_example_costs_what_the_documentation_says() -> None:
+def test_documented_example_has_its_documented_cost() -> None:
     assert dynamo(ASK, THREE, DEFAULTS).tolist() == [18, 10, 11]
 
 
@@ -164,7 +164,7 @@ def test_little_noise_hardly_spreads() -> None:
     assert {choose(costs, tags, seed, noise=0.05) for seed in range(500)} == {0}
 
 
-def test_nothing_to_consider_is_no_choice() -> None:
+def test_empty_candidates_give_no_choice() -> None:
     assert choose(np.empty(0), rank_hashes([]), 0) is None
     assert choose(np.array([INELIGIBLE]), options({}).hashes, 0) is None
     assert choose(np.array([INELIGIBLE, 2.0, np.nan]), options({}, {}, {}).hashes, 0) == 1

@@ -60,7 +60,7 @@ def test_no_kernel_is_left_to_be_compiled_later(tmp_path: Path) -> None:
     assert compiled.isdecimal(), f"{compiled} is not called at the start"
 
 
-def test_kernels_work_and_say_so_where_no_folder_can_be_written(tmp_path: Path) -> None:
+def test_kernels_run_with_a_warning_without_a_writable_folder(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     (first,), output = output_of(HASH, KVLANE_KERNEL_CACHE_DIR=str(in_the_way / "below"))
@@ -106,7 +106,7 @@ def test_the_setting_names_the_only_folder(monkeypatch: pytest.MonkeyPatch) -> N
     assert kernels.cache_roots() == [Path("/somewhere")]
 
 
-def test_the_environment_comes_before_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_environment_precedes_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(kernels.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     monkeypatch.setattr(sys, "prefix", "/environment")
@@ -116,7 +116,9 @@ def test_the_environment_comes_before_the_home(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
-def test_without_an_environment_the_code_goes_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_in_the_home_directory_without_a_virtual_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(kernels.CACHE_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -167,7 +169,7 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
     assert output == ""
 
 
-def test_what_others_compile_is_not_announced(tmp_path: Path) -> None:
+def test_compilation_by_other_processes_is_not_logged(tmp_path: Path) -> None:
     others = "import indexer.kernels, numba; numba.njit(lambda: 1)()"
     assert output_of(others, KVLANE_KERNEL_CACHE_DIR=str(tmp_path)) == ([], "")
 

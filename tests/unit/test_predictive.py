@@ -156,7 +156,7 @@ def test_others_that_are_planned_go_first_if_they_are_shorter_and_last_if_not() 
     assert one({"ahead_ms": (20.0, 5.0)}).wait_ms == pytest.approx(15 + 0.2 + 5 + 0.15)
 
 
-def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
+def test_blocks_cached_elsewhere_and_computed_here_cost_time() -> None:
     both = {"overlap_blocks": 30}, {"overlap_blocks": 10}
     found = predicted(*both, send=replace(ASK, most_cached_tokens=UNKNOWN))
     assert found.most_cached_tokens == 300
@@ -166,7 +166,7 @@ def test_what_is_cached_elsewhere_and_computed_here_is_paid_for() -> None:
     assert terms.prefill_ms == pytest.approx([12, 14])
 
 
-def test_blocks_in_other_tiers_are_worth_what_loading_them_saves() -> None:
+def test_blocks_in_other_tiers_save_time_less_their_load() -> None:
     row = {"overlap_blocks": 10, "host_blocks": 20, "disk_blocks": 20}
     assert one(row).prefill_ms == pytest.approx(10 + 0.01 * (500 - 100 - 150 - 50))
 
@@ -229,7 +229,7 @@ def test_a_request_is_held_until_its_place_is_free(
     assert predicted(row, send=send).hold_ms == pytest.approx(left_ms)
 
 
-def test_what_a_prefill_takes_alone_counts_what_is_cached() -> None:
+def test_standalone_prefill_time_counts_cached_blocks() -> None:
     row = {"overlap_blocks": 20, "open_runs": 3, "prompt_tokens": 5000}
     assert predicted(row).results[:, STANDALONE] == pytest.approx(13)
 
@@ -288,7 +288,7 @@ def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
         assert max(plainly.hold_ms, 0) == found.hold_ms[i]
 
 
-def test_who_is_expected_to_miss_a_target_comes_after_all_who_meet_it() -> None:
+def test_candidates_that_miss_a_target_follow_those_that_meet_it() -> None:
     near = {"overlap_blocks": 45}
     busy = near | {"open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 500}
     send = replace(ASK, most_cached_tokens=450.0)
@@ -355,7 +355,7 @@ def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(
     assert held(routing).reservation is not None
 
 
-def test_nobody_is_held_beyond_the_longest_hold_nor_so_long_that_its_deadline_is_missed(
+def test_deferral_is_bounded_by_its_limit_and_the_deadline(
     routing: RoutingHarness,
 ) -> None:
     routing.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
@@ -387,7 +387,7 @@ def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(
     }
 
 
-def test_who_was_not_measured_is_taken_to_be_like_the_fastest_of_its_kind(
+def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(
     routing: RoutingHarness,
 ) -> None:
     for worker in ("w1", "w2", "w3", "w4"):
@@ -421,7 +421,7 @@ def test_a_curve_that_cannot_be_true_is_not_believed(
     assert routing.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
 
 
-def test_what_others_have_in_mind_counts_as_load(routing: RoutingHarness) -> None:
+def test_reservations_of_others_count_as_load(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     at = WorkerRank("w1", 0)
     assert (
@@ -432,7 +432,7 @@ def test_what_others_have_in_mind_counts_as_load(routing: RoutingHarness) -> Non
     )
 
 
-def test_the_answer_is_expected_to_be_as_long_as_the_request_says(routing: RoutingHarness) -> None:
+def test_expected_output_length_is_that_of_the_request(routing: RoutingHarness) -> None:
     routing.worker("w1")
 
     def expected(**over: Any) -> float:
@@ -567,7 +567,7 @@ def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
     assert left_ms(loads[place]) == min(map(left_ms, loads))
 
 
-def test_what_one_has_in_mind_itself_is_no_load_for_it(routing: RoutingHarness) -> None:
+def test_own_reservation_is_no_load(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     routing.add_load("w2", 500)
     held, wants = (
@@ -586,7 +586,7 @@ def test_what_one_has_in_mind_itself_is_no_load_for_it(routing: RoutingHarness) 
 
 
 @given(WORKERS, REQUESTS, st.sets(st.integers(0, 8)), st.sets(st.integers(0, 8)))
-def test_a_survey_comes_to_what_planning_one_after_the_other_does(
+def test_batch_plan_equals_sequential_planning(
     workers: list[dict[str, Any]], requests: list[dict[str, Any]], looks: set[int], old: set[int]
 ) -> None:
     routing, known = got(workers)

@@ -48,7 +48,7 @@ async def fails() -> None:
 
 
 @scenario_test
-async def test_what_has_started_is_stopped_in_good_order(world: MemoryWorld) -> None:
+async def test_process_calls_its_hooks_in_order(world: MemoryWorld) -> None:
     part = Part(world)
     part.starts.set()
     part.stops.set()
@@ -61,7 +61,7 @@ async def test_what_has_started_is_stopped_in_good_order(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_being_asked_to_stop_breaks_a_start_off(world: MemoryWorld) -> None:
+async def test_stop_signal_aborts_a_start(world: MemoryWorld) -> None:
     part = Part(world)
     await world.sleep(1)
     part.sent.set()

@@ -54,12 +54,12 @@ def test_salt_and_adapter_separate_prompts(sent: dict[str, Any], stored: dict[st
     assert not set(keys(**sent)) & set(keys())
 
 
-def test_tokens_that_are_out_belong_to_what_is_computed() -> None:
+def test_shown_tokens_belong_to_the_computed_prefix() -> None:
     assert keys(pack_tokens([7, 8])) == published([*TOKENS, 7, 8])
     assert PromptHashes(Request(id="a", token_ids=pack_tokens([1])), pack_tokens([2])).tokens == 2
 
 
-def test_routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt() -> None:
+def test_routing_tokens_and_their_block_contents_replace_the_prompt() -> None:
     image = BlockExtraInfo(mm_objects=(MmObject(mm_hash=9, offsets=((0, 4),)),))
     info = MmRoutingInfo(
         routing_token_ids=pack_tokens(list(range(8))), block_mm_infos=(None, image)
@@ -67,7 +67,7 @@ def test_routing_tokens_and_what_is_in_their_blocks_stand_in_for_the_prompt() ->
     assert keys(mm_routing_info=info) == published(list(range(8)), mm_hashes=[None, [9]])
 
 
-def test_what_cannot_be_hashed_overlaps_with_nothing() -> None:
+def test_prompt_that_cannot_be_hashed_has_no_overlap() -> None:
     assert keys(prompt_embeds="AAAA") == []
     assert keys(pack_tokens(TOKENS), token_ids=b"") == []
     assert keys(token_ids=b"abc") == []

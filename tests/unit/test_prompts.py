@@ -151,7 +151,7 @@ def test_a_wrong_field_is_named(kind: str, body: Any, named: str) -> None:
     assert refusal_of(send(kind, body)).startswith(named)
 
 
-def test_a_refusal_does_not_repeat_what_was_given() -> None:
+def test_refusal_does_not_quote_the_input() -> None:
     message = refusal_of(send(body={"messages": [{"role": ["secret-role"], "content": "secret"}]}))
     assert "secret" not in message
 
@@ -206,13 +206,15 @@ def test_a_model_that_cannot_be_used_is_no_fault_of_the_prompt(error: Exception)
 @pytest.mark.parametrize(
     "value", [b"", None, b"{", b"hello", b"\xff\xfe", b'{"id":"\xff"}', b"[]", b"5", b"[" * 10**4]
 )
-def test_what_is_no_json_object_is_answered_to_the_key_and_put_aside(value: bytes | None) -> None:
+def test_value_that_is_no_json_object_is_answered_by_key_and_dead_lettered(
+    value: bytes | None,
+) -> None:
     sent = output(b"key", value, served())
     assert isinstance(sent, UnreadablePrompt)
     assert sent.refusal == Refused(id="key", code="invalid", message=sent.reason)
 
 
-def test_what_the_log_could_not_hand_out_is_answered_with_the_reason() -> None:
+def test_unreadable_record_is_answered_with_its_reason() -> None:
     sent = output(b"key", ports.Unreadable(b"too large"), served())
     assert sent == UnreadablePrompt(
         "too large", Refused(id="key", code="invalid", message="too large")
@@ -262,7 +264,7 @@ FIELDS = st.fixed_dictionaries(
 
 
 @given(value=st.binary(max_size=60) | FIELDS.map(lambda f: json.dumps(f).encode()))
-def test_whatever_comes_is_answered_and_can_be_sent(value: bytes) -> None:
+def test_any_prompt_gets_an_answer_that_can_be_encoded(value: bytes) -> None:
     sent = output(b"key", value, served(50))
     if isinstance(sent, UnreadablePrompt):
         assert sent.refusal is not None
@@ -278,14 +280,14 @@ def ask_as_is(kind: str, body: Any) -> Answer:
     return question
 
 
-def test_what_would_become_more_than_is_taken_at_a_time_is_refused_as_too_large() -> None:
+def test_prompt_beyond_the_request_size_is_refused_as_too_large() -> None:
     sent = ask_as_is("completion", {"prompt": ["a", "b"] * 64, "suffix": "c" * (1 << 20)})
     assert isinstance(sent, Refused)
     assert sent.code == "too_large"
 
 
 @pytest.mark.parametrize("field", ["theirs", "nvext"])
-def test_what_is_nested_too_deep_to_be_written_again_is_refused(field: str) -> None:
+def test_prompt_nested_too_deeply_to_encode_is_refused(field: str) -> None:
     """How deep that is depends on the stack, so all depths are tried."""
     got = set()
     for depth in range(700, 1000):
@@ -395,7 +397,7 @@ def test_the_scope_decides_which_prompts_get_a_result(
     assert (asked.result is not None) is gets_one
 
 
-def test_what_the_scope_excludes_is_refused_rather_than_forgotten() -> None:
+def test_result_outside_the_configured_scope_is_refused() -> None:
     asked = asked_with(rules=ResultRules("batch"), result=True)
     assert isinstance(asked, Refused)
     assert "KVLANE_RESULTS" in asked.message

@@ -38,7 +38,7 @@ def test_another_name_is_refused() -> None:
         ("from kvlane import Engine, worker_app", ("faststream",)),
     ],
 )
-def test_only_what_is_used_is_loaded(statement: str, absent: tuple[str, ...]) -> None:
+def test_public_names_are_loaded_lazily(statement: str, absent: tuple[str, ...]) -> None:
     script = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -135,7 +135,7 @@ def test_new_limits_hold_at_once_and_forgive_nothing() -> None:
     assert QuotaLease(of).add_request(0.0) is None
 
 
-def test_what_is_left_is_told_by_openais_names() -> None:
+def test_remaining_quota_has_the_header_names_of_openai() -> None:
     of = quota(requests_per_minute=60, tokens_per_minute=600)
     lease = QuotaLease(of)
     assert lease.add_request(0.0) is None
@@ -165,7 +165,7 @@ def test_a_clock_that_goes_back_gives_nothing_twice() -> None:
         max_size=60,
     )
 )
-def test_nothing_is_left_when_all_has_ended(steps: list[tuple[str, int, int]]) -> None:
+def test_quota_state_is_empty_after_all_requests_end(steps: list[tuple[str, int, int]]) -> None:
     """Whatever was refused in between, and however often an end comes."""
     of = quota(requests=4, tokens=20, requests_per_minute=30, tokens_per_minute=40)
     leases = [QuotaLease(of) for _ in range(6)]

@@ -32,7 +32,7 @@ def fill(world: MemoryWorld, count: int) -> None:
 
 
 @scenario_test
-async def test_a_stretch_ends_where_it_was_told_to(world: MemoryWorld) -> None:
+async def test_range_ends_at_its_given_offset(world: MemoryWorld) -> None:
     fill(world, 20)
     log = await world.connect()
     assert await offsets(world, log, 4, 11) == list(range(4, 11))
@@ -59,7 +59,7 @@ async def test_an_outage_within_a_stretch_ends_by_the_time_that_was_given(
 
 
 @scenario_test
-async def test_records_that_are_gone_are_told(world: MemoryWorld) -> None:
+async def test_deleted_records_are_reported(world: MemoryWorld) -> None:
     fill(world, 3)
     log = await world.connect()
     await world.sleep(25 * HOUR_S)
@@ -68,7 +68,7 @@ async def test_records_that_are_gone_are_told(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_nothing_is_left_behind_by_who_leaves_early(world: MemoryWorld) -> None:
+async def test_early_exit_releases_the_reader(world: MemoryWorld) -> None:
     fill(world, 20)
     log = await world.connect()
     pieces = read_range(log, world.clock, {LANE: 0}, {LANE: 20}, batch_size=3)
@@ -80,7 +80,7 @@ async def test_nothing_is_left_behind_by_who_leaves_early(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_several_partitions_are_read_to_their_ends_and_progress_is_told(
+async def test_several_partitions_are_read_to_their_ends_with_progress(
     world: MemoryWorld,
 ) -> None:
     fill(world, 5)

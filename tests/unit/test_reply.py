@@ -100,7 +100,7 @@ async def test_a_sink_gets_the_pieces_up_to_the_first_that_it_leaves() -> None:
     assert len(taken) == 2, "nobody waited"
 
 
-async def test_a_sink_is_not_asked_after_its_task_is_cancelled() -> None:
+async def test_sink_is_not_called_after_its_task_is_cancelled() -> None:
     reply = Reply("job-17")
     waiting = asyncio.create_task(reply.next_pieces(10, lambda _: True))
     await asyncio.sleep(0)
@@ -155,7 +155,7 @@ def test_a_record_that_is_fed_again_counts_once() -> None:
     assert reply.malformed == 1
 
 
-async def test_what_is_visible_can_be_taken_before_the_error_comes() -> None:
+async def test_visible_text_is_delivered_before_the_error() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0))
     reply.fail(LogClosed("gone"))
@@ -164,7 +164,7 @@ async def test_what_is_visible_can_be_taken_before_the_error_comes() -> None:
         await reply.next_piece(1)
 
 
-async def test_nothing_is_fed_after_an_error() -> None:
+async def test_reply_takes_no_records_after_an_error() -> None:
     reply = Reply("job-17")
     reply.fail(LogClosed("gone"))
     feed(reply, chunk(0))

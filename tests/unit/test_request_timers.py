@@ -40,7 +40,7 @@ def test_times_come_in_their_order() -> None:
     assert timers.due(5000) == ["r1", "r2", "r3"]
 
 
-def test_nothing_is_kept_of_ids_that_came_and_went() -> None:
+def test_finished_ids_leave_no_state() -> None:
     timers = RequestTimers()
     for n in range(10_000):
         timers.set(f"r{n}", 600_000 + n)

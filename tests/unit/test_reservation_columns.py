@@ -49,7 +49,7 @@ OPERATIONS = st.lists(
 
 @settings(deadline=None)
 @given(OPERATIONS, st.lists(st.integers(0, 50), unique=True, max_size=8))
-def test_columns_say_what_a_plain_list_of_reservations_does(
+def test_columns_equal_a_plain_list_of_reservations(
     operations: list[tuple[int, WorkerRank | None, float, int, str, bool]], looking: list[int]
 ) -> None:
     classes = FairQueue(CLASSES)

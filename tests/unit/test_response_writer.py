@@ -224,7 +224,7 @@ async def test_a_full_socket_gets_nothing_and_later_all_in_one_write() -> None:
     assert got.ids == sorted(set(got.ids))
 
 
-async def test_nothing_is_written_for_a_client_that_left() -> None:
+async def test_response_to_a_disconnected_client_is_not_written() -> None:
     one = await begun()
     one.cycle.disconnected = True
     one.feed(*chunks("b", end=None, seq=1))

@@ -10,7 +10,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 @scenario_test
-async def test_a_question_is_asked_until_it_is_answered(world: MemoryWorld) -> None:
+async def test_call_is_repeated_with_pauses_until_it_succeeds(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.unanswered = {"offsets"}
     sending = world.spawn(

@@ -234,7 +234,7 @@ def test_weights_of_taints_that_no_cost_can_be_made_of_are_refused(routing: Rout
     assert isinstance(routing.plan_hints(routing_constraints=wanted), Rejection)
 
 
-def test_temperature_spreads_what_costs_decide_alone(routing: RoutingHarness) -> None:
+def test_temperature_spreads_the_choice_by_cost(routing: RoutingHarness) -> None:
     routing.add_blocks(routing.worker("w1"), 10)
     routing.worker("w2")
     hot = RoutingConfig("dynamo", DynamoWeights(temperature=5.0))

@@ -153,13 +153,13 @@ async def test_paused_partition_is_not_fetched_until_it_is_resumed(consumer: Con
     await consumer.until(lambda: (LANES[1], 5) in consumer.values)
 
 
-async def test_new_assignment_learns_the_ends_again(consumer: Consumer) -> None:
+async def test_new_assignment_reads_the_ends_again(consumer: Consumer) -> None:
     await consumer.assign_steady()
     consumer.assign(dict.fromkeys(LANES[:2], 5))
     await consumer.until(lambda: all(consumer.state(tp).highwater == 5 for tp in LANES[:2]))
 
 
-async def test_new_assignment_learns_the_end_that_was_reported_while_nothing_was_asked(
+async def test_new_assignment_gets_the_end_reported_in_between(
     consumer: Consumer,
 ) -> None:
     consumer.assign({LANES[0]: 5})
@@ -270,7 +270,7 @@ async def test_throttled_response_is_about_no_partition(consumer: Consumer) -> N
     assert consumer.state(LANES[0]).timestamp == known_ms
 
 
-async def test_broker_without_version_11_is_asked_by_aiokafkas_own_code(
+async def test_broker_without_version_11_uses_aiokafkas_fetcher(
     consumer: Consumer,
 ) -> None:
     consumer.node.versions = (4, 10)

@@ -89,7 +89,7 @@ def test_it_ends_when_it_is_closed_whatever_other_lanes_said_before() -> None:
     assert sessions.preferred_rank("s", "aggregated", 3000) == W2, "and may begin again"
 
 
-def test_what_nobody_can_ask_for_any_more_is_forgotten() -> None:
+def test_expired_sessions_are_dropped() -> None:
     sessions = got((0, 0, decided(name="old")), (0, WINDOW_MS + 1, decided(name="new")))
     assert len(sessions) == 1
 

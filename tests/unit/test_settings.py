@@ -223,16 +223,16 @@ def test_settings_that_do_not_fit_together_are_refused(
     assert words in str(refusal.value)
 
 
-def test_a_server_that_is_asked_in_words_needs_no_folder() -> None:
+def test_attached_chat_server_needs_no_model_folder() -> None:
     where = {"engine": "attached", "attach_url": "http://h:1"}
     assert Settings(attach_kind="chat", **where).model_path is None
 
 
-def test_the_url_of_a_server_may_be_given_as_openai_clients_have_it() -> None:
+def test_attach_url_may_end_in_v1() -> None:
     assert Settings(attach_url="http://h:8001/v1/").attach_url == "http://h:8001"
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_error_lists_all_conflicts() -> None:
     with pytest.raises(SettingsError) as refusal:
         Settings(deadline_s=700, min_insync_replicas=2)
     assert len(str(refusal.value).splitlines()) == 2
@@ -280,12 +280,12 @@ def test_secrets_among_the_arguments_of_an_engine_are_masked() -> None:
     assert SECRET not in str(refusal.value)
 
 
-def test_table_tells_what_was_set() -> None:
+def test_table_marks_settings_that_were_set() -> None:
     row = next(row for row in settings_rows(Settings(lanes=16)) if row.name == "KVLANE_LANES")
     assert (row.default, row.value, row.is_set) == ("8", "16", True)
 
 
-def test_every_setting_has_a_meaning_and_a_figure_with_unit_says_it() -> None:
+def test_every_setting_has_a_description_with_its_unit() -> None:
     units = {"_s": "seconds", "_ms": "milliseconds"}
     for row in settings_rows(Settings()):
         assert row.description
@@ -363,7 +363,7 @@ async def test_oauth_token_is_read_afresh(secret_file: Path) -> None:
     assert await provider.token() == "rotated"
 
 
-def test_tls_verifies_the_broker_unless_told_otherwise() -> None:
+def test_tls_verifies_the_broker_by_default() -> None:
     strict = ConnectionOptions("a:1", "router", security_protocol="SSL").client_options()[
         "ssl_context"
     ]
@@ -376,7 +376,7 @@ def test_tls_verifies_the_broker_unless_told_otherwise() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_encrypted_client_key_opens_with_its_password_and_never_asks(tmp_path: Path) -> None:
+def test_encrypted_client_key_opens_with_its_password_without_a_prompt(tmp_path: Path) -> None:
     certificate, key = tmp_path / "client.pem", tmp_path / "client.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=client", "-days", "1",

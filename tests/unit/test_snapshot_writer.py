@@ -120,7 +120,7 @@ async def test_one_that_moves_fast_gets_it_sooner(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_who_takes_over_goes_by_the_age_of_what_is_there(world: MemoryWorld) -> None:
+async def test_new_writer_waits_by_the_age_of_the_last_snapshot(world: MemoryWorld) -> None:
     write(world, 3)
     first = await a_replica(world)
     await world.sleep(15)
@@ -148,7 +148,7 @@ async def test_a_pointer_of_a_topic_that_was_made_anew_is_replaced(world: Memory
 
 
 @scenario_test
-async def test_nothing_is_written_before_the_log_is_read(world: MemoryWorld) -> None:
+async def test_no_snapshot_is_written_before_the_log_is_read(world: MemoryWorld) -> None:
     write(world, 5000)
     world.faults.slow["poll"] = 5.0
     replica = Replica(world, await world.connect("one"), every_s=1.0)
@@ -160,7 +160,7 @@ async def test_nothing_is_written_before_the_log_is_read(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_what_it_wrote_is_counted(world: MemoryWorld) -> None:
+async def test_written_snapshots_are_counted(world: MemoryWorld) -> None:
     write(world, 3)
     replica = await a_replica(world)
     assert replica.duty.age_s(0) is None
@@ -188,7 +188,7 @@ async def test_two_share_the_partitions(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_the_partitions_of_a_dead_one_go_to_the_other(world: MemoryWorld) -> None:
+async def test_partitions_of_a_dead_writer_go_to_the_other(world: MemoryWorld) -> None:
     one, two = await a_replica(world), await a_replica(world, "two")
     await world.wait_until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
     await one.kill()
@@ -200,7 +200,7 @@ async def test_the_partitions_of_a_dead_one_go_to_the_other(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_who_leaves_in_good_order_is_followed_at_once(world: MemoryWorld) -> None:
+async def test_writer_that_leaves_the_group_is_replaced_immediately(world: MemoryWorld) -> None:
     one, two = await a_replica(world), await a_replica(world, "two")
     await world.wait_until(lambda: bool(one.duty.owned) and bool(two.duty.owned))
     await one.duty.close()
@@ -210,7 +210,7 @@ async def test_who_leaves_in_good_order_is_followed_at_once(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_what_is_half_written_when_the_partition_moves_is_never_seen(
+async def test_incomplete_snapshot_of_a_moved_partition_is_never_read(
     world: MemoryWorld,
 ) -> None:
     write(world, 3)
@@ -228,7 +228,7 @@ async def test_what_is_half_written_when_the_partition_moves_is_never_seen(
 
 
 @scenario_test
-async def test_one_that_does_not_know_that_it_is_out_does_no_harm(world: MemoryWorld) -> None:
+async def test_writer_unaware_of_its_removal_does_no_harm(world: MemoryWorld) -> None:
     """Its older snapshot becomes the newest: a longer tail is to be read, and that is all."""
     write(world, 3)
     one = await a_replica(world)

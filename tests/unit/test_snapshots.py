@@ -78,7 +78,7 @@ def parts(world: MemoryWorld) -> list[MemoryRecord]:
 
 
 @scenario_test
-async def test_what_is_loaded_is_what_was_saved(world: MemoryWorld) -> None:
+async def test_loaded_snapshot_equals_the_saved_one(world: MemoryWorld) -> None:
     saved, loaded = a_tally(50), RecordingView()
     await (await snapshots(world)).save(saved, LANE_0)
     assert await (await snapshots(world)).load(loaded, LANE_0)
@@ -88,7 +88,7 @@ async def test_what_is_loaded_is_what_was_saved(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_the_pointer_says_what_it_points_at(world: MemoryWorld) -> None:
+async def test_pointer_has_view_partition_position_and_hash(world: MemoryWorld) -> None:
     view = a_tally(3, LANE_1)
     pointer = await (await snapshots(world)).save(view, LANE_1)
     (record,) = world.records(REGISTRY, 0)
@@ -112,7 +112,7 @@ async def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(
 
 
 @scenario_test
-async def test_what_can_be_compressed_is(world: MemoryWorld) -> None:
+async def test_compressible_snapshot_is_compressed(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(bytes(5_000_000), 1), LANE_0)
     assert sum(len(r.value or b"") for r in parts(world)) < 10_000
 
@@ -182,7 +182,7 @@ async def test_writing_and_reading_a_large_one_lets_others_run(world: MemoryWorl
 
 
 @scenario_test
-async def test_what_was_read_of_the_registry_is_not_read_again(world: MemoryWorld) -> None:
+async def test_refresh_continues_with_the_same_reader(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(a_tally(3), LANE_0)
     log = await world.connect("late")
     store, opened = SnapshotStore(log, world.clock), log.reader
@@ -487,7 +487,7 @@ async def test_a_withdrawn_pointer_points_no_more(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_what_else_is_in_the_registry_does_not_matter(world: MemoryWorld) -> None:
+async def test_other_registry_records_are_ignored(world: MemoryWorld) -> None:
     world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
     world.append_raw(
         REGISTRY, 0,

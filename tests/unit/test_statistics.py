@@ -15,7 +15,7 @@ def test_a_percentile_is_one_of_the_values(share: float, expected: int) -> None:
     assert percentile([4, 2, 3, 1], share) == expected
 
 
-def test_nothing_measured_is_no_number() -> None:
+def test_statistics_of_no_samples_are_not_a_number() -> None:
     assert math.isnan(percentile([], 0.5))
     assert math.isnan(histogram_quantile([], 0.5))
     assert math.isnan(histogram_quantile([(1, 0), (math.inf, 0)], 0.5))

@@ -79,7 +79,7 @@ def test_half_a_character_waits_for_the_rest() -> None:
     assert fed(stream(), bytewise("é!")) == ["", "é", "!"]
 
 
-def test_nothing_is_held_without_stop_strings() -> None:
+def test_no_text_is_held_back_without_stop_strings() -> None:
     text_stream = stream()
     text_stream.feed(bytewise("abc"))
     assert text_stream.end() == ""
@@ -109,13 +109,13 @@ def test_a_requests_own_hidden_stop_token_ends_as_an_end_of_text_does() -> None:
     assert piece == TextPiece("ab", 3, "stop", None)
 
 
-def test_what_comes_after_the_end_is_dropped() -> None:
+def test_text_after_the_end_is_dropped() -> None:
     text_stream = stream()
     assert text_stream.feed([BYTES[b"a"], END, BYTES[b"b"]]).tokens == 2
     assert text_stream.feed(bytewise("c")) == TextPiece("", 0, "stop", None)
 
 
-def test_an_end_of_text_shows_what_was_held_for_a_stop_string() -> None:
+def test_end_of_text_releases_text_held_for_a_stop_string() -> None:
     assert stream(stop=("xyz",)).feed([*bytewise("axy"), END]).text == "axy"
 
 
@@ -171,7 +171,7 @@ def test_a_stop_string_is_found_across_tokens() -> None:
     assert text_stream.ended == TextPiece("", 0, "stop", "xyz")
 
 
-def test_what_may_begin_a_stop_string_is_held_until_it_is_clear() -> None:
+def test_possible_start_of_a_stop_string_is_held_back() -> None:
     assert fed(stream(stop=("xyz",)), bytewise("axyb")) == ["a", "", "", "xyb"]
 
 
@@ -179,7 +179,7 @@ def test_no_more_is_held_than_may_begin_a_stop_string() -> None:
     assert fed(stream(stop=("aab",)), bytewise("aaaa")) == ["", "", "a", "a"]
 
 
-def test_the_end_of_an_answer_shows_what_was_held() -> None:
+def test_end_of_an_answer_releases_held_text() -> None:
     text_stream = stream(stop=("xyz",))
     assert text_stream.feed(bytewise("axy")).text + text_stream.end() == "axy"
 
@@ -256,7 +256,7 @@ def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
     assert stream(max_tokens=2, stop=("b",)).feed(bytewise("ab")).finish_reason == "stop"
 
 
-def test_an_end_for_length_shows_what_was_held() -> None:
+def test_length_limit_releases_held_text() -> None:
     assert stream(max_tokens=2, stop=("abc",)).feed(bytewise("ab")).text == "ab"
 
 
@@ -280,7 +280,7 @@ def test_a_stop_string_across_a_fence_is_found() -> None:
     )
 
 
-def test_what_was_held_before_a_fence_is_shown_after_it() -> None:
+def test_text_held_before_a_fence_is_shown_after_it() -> None:
     assert stream(bytewise("ax"), stop=("xy",)).feed(bytewise("b")).text == "xb"
 
 
@@ -295,7 +295,7 @@ def test_a_run_may_find_that_its_answer_is_over() -> None:
     assert (over.chars, over.end()) == (1, "")
 
 
-def test_chars_counts_what_was_shown_before_too() -> None:
+def test_chars_includes_text_of_earlier_runs() -> None:
     text_stream = stream(bytewise("abx"), stop=("xy",))
     assert text_stream.chars == 2
     text_stream.feed(bytewise("c"))
@@ -411,7 +411,7 @@ def test_any_fences_show_the_same(
 
 
 @given(answers, all_conditions, st.booleans())
-def test_chars_is_the_length_of_what_was_shown(
+def test_chars_is_the_length_of_the_shown_text(
     tokens: list[int], conditions: StopConditions, include_stop: bool
 ) -> None:
     text_stream = TextStream(

@@ -97,7 +97,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     cluster.client._sync_task.cancel()
 
 
-async def test_who_answers_is_not_left_and_nobody_is_asked_about_it(cluster: Cluster) -> None:
+async def test_responsive_broker_is_kept_without_queries(cluster: Cluster) -> None:
     first, second, third = cluster.lines.values()
     cluster.members.remove(1)
     for _ in range(40):
@@ -108,7 +108,7 @@ async def test_who_answers_is_not_left_and_nobody_is_asked_about_it(cluster: Clu
     assert (first.closed, second.sent, third.sent) == (None, 0, 0)
 
 
-async def test_who_hangs_is_left_as_soon_as_its_cluster_has_left_it(cluster: Cluster) -> None:
+async def test_stuck_broker_is_left_when_the_cluster_removed_it(cluster: Cluster) -> None:
     first = cluster.lines[1]
     cluster.members.remove(1)
     first.send_request()
@@ -126,7 +126,7 @@ async def test_its_other_connection_is_left_by_what_is_known_then(cluster: Clust
     assert await other.left() is CloseReason.CONNECTION_BROKEN
 
 
-async def test_who_is_still_a_member_has_until_the_request_time_out(cluster: Cluster) -> None:
+async def test_stuck_broker_in_the_cluster_has_until_the_request_time_out(cluster: Cluster) -> None:
     first = cluster.lines[1]
     first.send_request()
     assert await first.left() is CloseReason.CONNECTION_TIMEOUT
@@ -135,7 +135,7 @@ async def test_who_is_still_a_member_has_until_the_request_time_out(cluster: Clu
 
 
 @pytest.mark.parametrize("hanging", ["two", "three"])  # one of them is asked first
-async def test_another_is_asked_when_one_who_is_asked_hangs_too(
+async def test_second_broker_is_queried_when_the_first_hangs_too(
     cluster: Cluster, hanging: str
 ) -> None:
     cluster.members.remove(1)
@@ -149,7 +149,7 @@ async def test_another_is_asked_when_one_who_is_asked_hangs_too(
     ]
 
 
-async def test_who_stood_still_itself_cannot_tell_who_is_late(cluster: Cluster) -> None:
+async def test_suspended_client_does_not_count_its_own_pause(cluster: Cluster) -> None:
     first = cluster.lines[1]
     cluster.members.remove(1)
     first.send_request()
@@ -169,7 +169,7 @@ async def test_a_server_that_need_not_be_a_broker_is_left_by_the_clock_only(
     assert await server.left() is CloseReason.CONNECTION_TIMEOUT
 
 
-async def test_what_is_asked_later_is_watched_again(cluster: Cluster) -> None:
+async def test_later_requests_are_watched_again(cluster: Cluster) -> None:
     first = cluster.lines[1]
     first.send_request()
     first.answer()
@@ -207,7 +207,7 @@ async def test_an_answer_that_was_overtaken_is_not_taken(cluster: Cluster) -> No
     assert len(known.brokers()) == 3
 
 
-async def test_a_connection_that_the_client_gave_up_is_not_kept_by_what_it_has_to_send(
+async def test_abandoned_connection_is_closed_despite_unsent_requests(
     cluster: Cluster,
 ) -> None:
     first = cluster.lines[1]
@@ -228,14 +228,16 @@ class Connecting:
         self.to.append(node)
 
 
-async def test_who_is_connected_to_nobody_else_connects(cluster: Cluster) -> None:
+async def test_client_without_another_connection_opens_one(cluster: Cluster) -> None:
     connecting = Connecting(cluster.client)
     cluster.lines[1].send_request()
     assert await cluster.lines[1].left() is CloseReason.CONNECTION_TIMEOUT
     assert {*connecting.to} == {2, 3}
 
 
-async def test_nobody_waits_for_another_who_connects(cluster: Cluster) -> None:
+async def test_check_of_a_stuck_broker_does_not_wait_for_a_connection_in_progress(
+    cluster: Cluster,
+) -> None:
     """That may be to the broker that hangs."""
     connecting = Connecting(cluster.client)
     async with cluster.client._get_conn_lock:

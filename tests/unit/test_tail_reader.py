@@ -160,7 +160,7 @@ async def test_records_come_together(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_nothing_is_read_while_nobody_subscribes(world: MemoryWorld) -> None:
+async def test_reader_without_subscribers_reads_nothing(world: MemoryWorld) -> None:
     process = await a_process(world)
     follower = process.follow()
     await asyncio.wait_for(follower.wait_caught_up(), 5)

@@ -31,7 +31,7 @@ async def test_an_error_of_the_work_comes_back(pool: ThreadPool) -> None:
         await pool.run(fail)
 
 
-async def test_what_finds_no_place_to_wait_is_refused(pool: ThreadPool) -> None:
+async def test_task_beyond_the_queue_is_refused(pool: ThreadPool) -> None:
     gate = threading.Event()
     taken = [asyncio.ensure_future(pool.run(gate.wait)) for _ in range(2)]
     await asyncio.sleep(0)

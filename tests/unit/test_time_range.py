@@ -63,6 +63,6 @@ def test_a_period_goes_from_a_time_to_another_or_to_now(
         ("soon..-5m", "invalid time"),
     ],
 )
-def test_what_is_no_period_is_refused(text: str, why: str) -> None:
+def test_malformed_period_is_refused(text: str, why: str) -> None:
     with pytest.raises(InvalidTime, match=why):
         parse_range(text, NOW_MS)

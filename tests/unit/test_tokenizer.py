@@ -42,7 +42,7 @@ def changed(**changes: Any) -> bytes:
     return json.dumps(json.loads(SPEC) | changes).encode()
 
 
-def test_the_demo_tokenizer_is_small_and_knows_its_turns() -> None:
+def test_demo_tokenizer_is_small_and_has_turn_tokens() -> None:
     tokenizer = Tokenizer(SPEC, InlinePool())
     assert tokenizer.vocabulary_size == 4096
     assert tokenizer.special == {tokenizer._tokenizer.token_to_id(token) for token in SPECIAL}
@@ -129,7 +129,7 @@ async def test_a_long_text_that_fits_is_never_refused(text: str) -> None:
     assert list(await Tokenizer(SPEC, InlinePool()).encode(long, most=len(tokens))) == tokens
 
 
-def test_the_cache_lets_go_of_what_was_not_used_for_longest() -> None:
+def test_cache_evicts_the_least_recently_used_entry() -> None:
     text = {name: name * CACHED_CHARS for name in "abc"}
     pieces = _PieceCache(2 * _size(text["a"], array("I")))
     pieces.put(text["a"], array("I"))

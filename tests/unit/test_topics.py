@@ -97,7 +97,7 @@ def test_a_topic_deletes_by_age_or_compacts(topic: Topic) -> None:
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
-def test_a_segment_is_at_most_a_quarter_of_what_is_kept(topic: Topic) -> None:
+def test_segment_is_at_most_a_quarter_of_the_retention(topic: Topic) -> None:
     config = topic.config(1)
     for kept in {"min.compaction.lag.ms", "retention.ms"} & config.keys():
         assert int(config["segment.ms"]) * 4 <= int(config[kept])
@@ -108,7 +108,7 @@ def test_brokers_compress_what_is_kept_for_a_day_and_read_by_every_router() -> N
     assert compressed == {topics.LEDGER}
 
 
-def test_a_tombstone_is_kept_as_long_as_what_it_may_have_to_follow() -> None:
+def test_tombstone_is_kept_as_long_as_the_compaction_lag() -> None:
     for topic in TOPICS:
         config = topic.config(1)
         if "compact" in config["cleanup.policy"]:
@@ -121,7 +121,7 @@ def test_a_stream_can_be_read_again_until_long_after_its_request_is_over() -> No
     assert retention_ms / 2 > MAX_LIFETIME_MS
 
 
-def test_the_ledger_outlives_what_it_speaks_of() -> None:
+def test_ledger_is_kept_longer_than_its_requests() -> None:
     ledger, requests = TOPICS_BY_NAME[topics.LEDGER], TOPICS_BY_NAME[topics.REQUESTS]
     responses = TOPICS_BY_NAME[topics.RESPONSES]
     assert ledger.retention_ms is not None
@@ -148,7 +148,7 @@ def test_clients_get_json_where_they_write_and_read() -> None:
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
-def test_every_topic_is_written_and_read_by_somebody(topic: Topic) -> None:
+def test_every_topic_has_a_writer_and_a_reader(topic: Topic) -> None:
     assert topic.writers
     assert topic.readers
 
@@ -180,13 +180,13 @@ def test_the_partition_is_that_of_the_java_client(key: bytes, java_hash: int) ->
 
 
 @given(st.text(), st.integers(1, 64))
-def test_a_request_lies_in_the_lane_of_its_key(request_id: str, lanes: int) -> None:
+def test_request_is_in_the_lane_of_its_key(request_id: str, lanes: int) -> None:
     lane = lane_of(request_id, lanes)
     assert 0 <= lane < lanes
     assert lane == partition_of(request_id.encode(), lanes)
 
 
-def test_nobody_but_operators_may_do_what_the_table_does_not_say() -> None:
+def test_rights_outside_the_table_are_for_operators_only() -> None:
     got = {(r.role, r.operation, r.name) for r in required_acls() if r.resource == "topic"}
     for topic in TOPICS:
         for role in {r.role for r in required_acls()} - {"operator"}:
@@ -195,7 +195,7 @@ def test_nobody_but_operators_may_do_what_the_table_does_not_say() -> None:
     assert {r.role for r in required_acls() if r.operation == "All"} == {"operator"}
 
 
-def test_a_client_reads_and_writes_what_is_public_and_sees_nothing_else() -> None:
+def test_client_role_has_rights_on_public_topics_only() -> None:
     assert [r for r in required_acls() if r.role == "client"] == [
         AclRule("client", "Write", "topic", topics.PROMPTS),
         AclRule("client", "Write", "topic", topics.BATCH),
@@ -233,7 +233,7 @@ def test_a_collector_may_write_in_transactions_and_to_topics_of_replies() -> Non
     ]
 
 
-def test_readers_of_the_project_read_what_transactions_write_committed() -> None:
+def test_readers_of_transactional_topics_read_committed_records() -> None:
     written = {t.name for t in TOPICS if set(t.writers) & set(topics.TRANSACTIONAL_IDS)}
     by_other_producers = {topics.BATCH, topics.BATCH_JOBS, topics.FILE_PARTS}
     assert written - by_other_producers == topics.TRANSACTIONAL

@@ -155,7 +155,7 @@ def test_the_fold_and_the_reference_agree_on_any_log(log: list[Line]) -> None:
 
 @given(st.one_of(any_log, nearly_whole_logs()))
 @settings(max_examples=300, deadline=None)
-def test_what_was_shown_is_never_taken_back(log: list[Line]) -> None:
+def test_shown_text_is_never_withdrawn(log: list[Line]) -> None:
     transcript = Transcript()
     for line in log:
         tokens, text, over = list(transcript.tokens), transcript.text, transcript.is_over
@@ -168,7 +168,7 @@ def test_what_was_shown_is_never_taken_back(log: list[Line]) -> None:
 
 @given(st.one_of(any_log, nearly_whole_logs()))
 @settings(max_examples=300, deadline=None)
-def test_nothing_shows_after_the_end(log: list[Line]) -> None:
+def test_no_text_is_shown_after_the_end(log: list[Line]) -> None:
     transcript = Transcript()
     for line in log:
         if transcript.is_over:
@@ -196,7 +196,7 @@ def test_the_pieces_are_the_answer(log: list[Line]) -> None:
 
 @given(nearly_whole_logs(), st.lists(any_chunk, max_size=6), st.data())
 @settings(max_examples=200, deadline=None)
-def test_where_a_reader_starts_before_the_first_record_makes_no_difference(
+def test_start_before_the_first_record_does_not_change_the_text(
     log: list[Line], before: list[Line], data: st.DataObject
 ) -> None:
     strangers = [Chunk(id="other", attempt=0, run="9", seq=i, index=i) for i in range(len(before))]

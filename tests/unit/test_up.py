@@ -79,7 +79,7 @@ async def test_a_killed_process_is_started_again_and_both_is_reported(world: Mem
 
 
 @scenario_test
-async def test_a_process_that_dies_at_every_start_is_started_ever_more_seldom(
+async def test_process_that_fails_at_start_is_restarted_with_growing_delays(
     world: MemoryWorld,
 ) -> None:
     children, lines = supervised(world)
@@ -93,7 +93,7 @@ async def test_a_process_that_dies_at_every_start_is_started_ever_more_seldom(
     assert "worker-1 ended with code 1, 3 times in a row; started again in 2 s" in lines
 
 
-def test_a_long_life_makes_the_next_pause_short_again() -> None:
+def test_long_run_resets_the_restart_delay() -> None:
     backoff = RestartBackoff()
     pauses = []
     for now in (0.0, 1.0, 2.0):
@@ -103,7 +103,7 @@ def test_a_long_life_makes_the_next_pause_short_again() -> None:
     assert backoff.exited(2.0 + STABLE_RUN_S) == 0.5
 
 
-def test_what_an_ended_process_wrote_last_is_shown(tmp_path: Path) -> None:
+def test_last_output_of_an_ended_process_is_shown(tmp_path: Path) -> None:
     (tmp_path / "worker-1.log").write_text("starts\nfails: no folder\nwhat to do: name one\n")
     children, lines = Children(tmp_path), list[str]()
     children.dead["worker-1"] = 1
@@ -141,7 +141,7 @@ class Patient(Broker):
         self.alive = True
 
 
-async def test_a_dead_broker_is_started_until_it_answers() -> None:
+async def test_dead_broker_is_restarted_until_it_answers() -> None:
     broker, lines = Patient(), list[str]()
 
     class Clock:
@@ -197,7 +197,7 @@ def test_processes_that_a_killed_up_left_are_ended_before_the_next_start(tmp_pat
     assert not left.exists()
 
 
-def test_log_files_of_the_life_before_are_kept_once(tmp_path: Path) -> None:
+def test_log_files_of_the_previous_run_are_kept_once(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     for life in ("first", "second"):
         (folder.new_logs() / "router-1.log").write_text(life)
@@ -232,7 +232,7 @@ def test_given_servers_are_used() -> None:
 @pytest.mark.parametrize(
     "more", [{"port": 9092}, {"port": 0}, {"data": Path("x")}, {"ephemeral": True}]
 )
-def test_what_the_command_line_asks_for_wins_over_the_variable(more: dict[str, Any]) -> None:
+def test_command_line_precedes_the_variable(more: dict[str, Any]) -> None:
     kind, servers, [line] = decided(ASKED._replace(**more), bootstrap_servers=GIVEN)
     assert (kind, servers) == ("auto", "")
     assert f"ignoring KVLANE_BOOTSTRAP_SERVERS={GIVEN}" in line

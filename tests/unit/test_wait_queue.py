@@ -34,7 +34,7 @@ async def test_one_is_woken_by_rank_and_then_by_coming(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_what_a_rank_is_worth_can_change_by_name(world: MemoryWorld) -> None:
+async def test_rank_can_depend_on_the_queue_at_wake_up(world: MemoryWorld) -> None:
     queue, received, worth = WaitQueue(), list[str](), {"m": 2.0, "n": 1.0}
     await _waiting(
         world, queue, received, ("a", "m", (0, 1)), ("b", "n", (0, 2)), ("c", "n", (0, 1)),
@@ -55,7 +55,7 @@ async def test_what_a_rank_is_worth_can_change_by_name(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_everybody_is_woken_once(world: MemoryWorld) -> None:
+async def test_every_waiter_is_woken_once(world: MemoryWorld) -> None:
     queue, received = WaitQueue(), list[str]()
     await _waiting(world, queue, received, ("a", "m", (1,)), ("b", "n", (0,)))
     queue.notify_all()
@@ -65,7 +65,7 @@ async def test_everybody_is_woken_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_who_is_cancelled_or_out_of_time_is_woken_no_more(world: MemoryWorld) -> None:
+async def test_cancelled_or_expired_waiter_is_not_woken(world: MemoryWorld) -> None:
     queue, received = WaitQueue(), list[str]()
     task = world.spawn(queue.wait(100.0, ("m",)))
     await _waiting(world, queue, received, ("late", "m", (3,)))
