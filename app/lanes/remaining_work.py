@@ -88,6 +88,11 @@ class HandOvers:
         self._bytes = 0
 
     @property
+    def open_count(self) -> int:
+        """Hand-overs that are neither taken nor dropped."""
+        return len(self._open)
+
+    @property
     def has_room(self) -> bool:
         """Whether another prompt may be kept."""
         return self._bytes < MAX_PREFILL_BYTES

@@ -97,7 +97,7 @@ def next_action(
         return None
     if now_ms > state.deadline_ms or any(run.state == "expired" for _, run in runs):
         return Finish("deadline")
-    if any(run.state == "handed_off" for _, run in runs):
+    if _is_handed_over(state):
         return Decode(state.attempt)
     return _action_for_runs(request_id, state, runs, fleet, now_ms, timeouts)
 
@@ -159,6 +159,13 @@ def _current_runs(state: RequestState) -> list[tuple[RunId, RunStatus]]:
     runs = [(k, run) for k, run in state.runs.items() if k.attempt == state.attempt]
     runs = [x for x in runs if x[0].phase != "prefill"] or runs
     return [x for x in runs if x[1].state != "worker_full"] or runs
+
+
+def _is_handed_over(state: RequestState) -> bool:
+    """Whether the present attempt has a prefill that was handed over, and no decode."""
+    runs = [(k, run) for k, run in state.runs.items() if k.attempt == state.attempt]
+    has_handover = any(run.state == "handed_off" for _, run in runs)
+    return has_handover and all(k.phase == "prefill" for k, _ in runs)
 
 
 def _failure(

@@ -4,6 +4,7 @@
     routers      hold the same Load at the same positions; no open request, no load left
     results      one for each request that wants one, equal to its stream (`result_checks.py`)
     groups       have committed everything
+    hand-overs   are used once, in time; no block is held past its lease
     processes    run their steady tasks and no others; an error ends one for three reasons only
 
 `violations` lists the invariants that do not hold (yet), as texts; the first word is the kind.
@@ -73,6 +74,7 @@ def violations(
         *stream_violations(world, kafka_clients, http_clients),
         *result_violations(world, kafka_clients),
         *_unfinished(world),
+        *_handovers(world),
         *_different(world),
         *differing_indexes(world),
         *incomplete_indexes(world),
@@ -159,6 +161,21 @@ def _left_over(label: str, router: Router) -> Iterator[str]:
     for owner in router._owners.values():
         if owner.claim.is_paused or owner._bytes or owner._sizes:
             yield f"paused: {label} has lane {owner.claim.partition} with {owner._bytes} bytes"
+
+
+def _handovers(world: SimulatedWorld) -> Iterator[str]:
+    transfers = world.transfers
+    if transfers.held_blocks:
+        yield f"pinned: {transfers.held_offers} hand-overs hold {transfers.held_blocks} blocks"
+    if transfers.taken_twice:
+        yield f"twice: {transfers.taken_twice} hand-overs were used again"
+    if transfers.taken_late:
+        yield f"late: {transfers.taken_late} hand-overs were used past their leases"
+    if transfers.invalid:
+        yield f"invalid: {transfers.invalid} hand-overs were used without their parameters"
+    for owner in (o for _, router in _routers(world) for o in router._owners.values()):
+        if owner._dispatcher.handovers.open_count:
+            yield f"handover: a router keeps {owner._dispatcher.handovers.open_count} hand-overs"
 
 
 # --- processes -----------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
     shape = WorldParameters.draw(random.Random(f"{seed} shape"))
     shape = shape.with_caches(random.Random(f"{seed} caches"))
     shape = shape.with_batch(random.Random(f"{seed} batch"))
+    shape = shape.with_roles(random.Random(f"{seed} roles"))
     if take_overs:
         shape = shape.with_take_overs()
     worlds: list[SimulatedWorld] = []

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 from app.collector import Collector
 from app.engine.echo import EchoEngine
 from app.engine.interface import Engine
+from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.transfers import KvTransfers
 from app.engine.validator import ValidatingEngine
 from app.gateway import Gateway
 from app.indexer import Indexer
@@ -62,6 +64,10 @@ class ProcessEnvironment(Protocol):
     def faults_stopped(self) -> asyncio.Event:
         """Set when faults have stopped."""
 
+    @property
+    def transfers(self) -> KvTransfers:
+        """The transfers between all engines."""
+
     def model_of(self, worker: str) -> str:
         """The model that a worker of this name serves."""
 
@@ -87,6 +93,7 @@ class SimulatedProcess:
         self.log = MemoryLog(world.broker, label)
         self.ctx = ProcessContext(label, self.clock, rng)
         self.engine: FlakyEngine | None = None
+        self._cached: SimulatedEngine | None = None
         self.process = self._build()
         self.context = process_context(label)
         self.exchanges: set[asyncio.Task[None]] = set()
@@ -100,6 +107,14 @@ class SimulatedProcess:
     def exists(self) -> bool:
         """Whether the process exists: running, paused or stopping."""
         return self.state in ("starting", "up", "paused", "stopping")
+
+    def kill(self) -> None:
+        """SIGKILL: its connections are gone, and what its engine held for others."""
+        self.log.kill()
+        self.state = "killed"
+        if self._cached is not None:
+            self._world.transfers.remove_engine(self._cached.transfer_name)
+        self.is_gone.set()
 
     def terminate(self) -> None:
         """SIGTERM."""
@@ -119,12 +134,15 @@ class SimulatedProcess:
             return Indexer(self.log, settings, self.ctx, InlinePool())
         self.engine = FlakyEngine(self._engine(), self.clock, self._rng, world.faults_stopped)
         engine = ValidatingEngine(self.engine)
+        role = world.parameters.role_of(self.name)
+        settings = settings.model_copy(update={"worker_role": role})
         return Worker(self.log, settings, self.ctx, engine, worker_id=self.name)
 
     def _engine(self) -> Engine:
         model, sequences = self._world.model_of(self.name), self._world.parameters.sequences
         if self._world.parameters.has_caches:
-            return cached_engine(self.clock, model, sequences)
+            self._cached = cached_engine(self.clock, model, sequences, self._world.transfers)
+            return self._cached
         return EchoEngine(self.clock, ECHO_STEP_S, model=model, max_num_seqs=sequences)
 
     async def _live(self) -> None:

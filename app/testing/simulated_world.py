@@ -17,6 +17,7 @@ from typing import Any
 from app.testing.event_history import EventHistory
 from app.testing.network_faults import NetworkFaults
 from app.testing.simulated_process import SimulatedProcess
+from app.testing.simulation_engines import new_transfers
 from app.testing.virtual_time import VirtualClock, VirtualLoop, process_context
 from app.testing.world_parameters import MODELS, ProcessKind, WorldParameters
 from streams.codecs import encode
@@ -57,6 +58,7 @@ class SimulatedWorld:
         self.seed = seed
         self.loop = loop
         self.clock = VirtualClock(loop)
+        self.transfers = new_transfers(self.clock)
         self.parameters = shape
         self.settings = shape.settings
         self.rng = random.Random(f"{seed} world")
@@ -135,9 +137,7 @@ class SimulatedWorld:
         """SIGKILL, between two steps of its tasks."""
         self.history.add_event(f"{node.label} is killed")
         self.loop.pause(node.label)
-        node.log.kill()
-        node.state = "killed"
-        node.is_gone.set()
+        node.kill()
 
     def pause(self, node: SimulatedProcess) -> None:
         """SIGSTOP."""

@@ -21,6 +21,7 @@ from app.engine.interface import (
 )
 from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.transfers import KvTransfers, TransferModel
 from app.serving.engine_health import PROBE
 from streams.clock import Clock
 from streams.records import EngineConfig, EngineStats
@@ -35,7 +36,18 @@ STALL_SHARE, LONGEST_STALL_S = 0.04, 4.0
 RETRYABLE_ERROR_SHARE, DEATH_SHARE, CRASH_SHARE, PERMANENT_ERROR_SHARE = 0.01, 0.003, 0.003, 0.002
 
 
-def cached_engine(clock: Clock, model: str, sequences: int) -> Engine:
+LEASE_S = 6.0
+"""Lease of a hand-over; most polls and appends of a world with faults take less."""
+
+
+def new_transfers(clock: Clock) -> KvTransfers:
+    """The transfers between all engines of a world."""
+    return KvTransfers(clock, TransferModel(lease_s=LEASE_S))
+
+
+def cached_engine(
+    clock: Clock, model: str, sequences: int, transfers: KvTransfers
+) -> SimulatedEngine:
     """A simulated engine with a prefix cache and cache events."""
     return SimulatedEngine(
         clock,
@@ -43,6 +55,7 @@ def cached_engine(clock: Clock, model: str, sequences: int) -> Engine:
         model=model,
         context_length=CONTEXT_LENGTH,
         speedup=1 / SLOWDOWN,
+        transfers=transfers,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from app.settings import Settings
 from app.testing.network_faults import FaultProfile
+from streams.records import Role
 from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 
 ProcessKind = Literal["router", "worker", "preprocessor", "gateway", "indexer", "collector"]
@@ -37,6 +38,7 @@ TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
 )
 
 BATCH_SHARE = 0.2
+ROLE_SHARE = 0.2
 COMMITS = "commits"
 TRIGGER_TOPICS = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS, COMMITS)
 """Topics where the order of appends matters, and offset commits."""
@@ -59,6 +61,7 @@ class WorldParameters(NamedTuple):
     a process right after its record was appended to one of the topics in `trigger_topics`.
     `batch_requests`: prompts of class batch, besides the requests. `skew_ms`: largest difference
     between the clocks of two brokers. `has_caches`: whether engines cache and publish cache events.
+    `prefill_workers`: of the workers; with them the others have the role decode.
     """
 
     routers: int
@@ -82,6 +85,13 @@ class WorldParameters(NamedTuple):
     indexers: int = 0
     batch_requests: int = 0
     collectors: int = 0
+    prefill_workers: int = 0
+
+    def role_of(self, worker: str) -> Role:
+        """The role of a worker of this name."""
+        if not self.prefill_workers:
+            return "aggregated"
+        return "prefill" if int(worker.rpartition("-")[2]) < self.prefill_workers else "decode"
 
     @property
     def settings(self) -> Settings:
@@ -130,6 +140,14 @@ class WorldParameters(NamedTuple):
         if rng.random() >= 0.25:
             return self
         return self._replace(has_caches=True, indexers=rng.choice((0, 1, 2)))
+
+    def with_roles(self, rng: random.Random) -> WorldParameters:
+        """The same; in every fifth world with workers enough, some only compute prompts."""
+        if self.workers < 2 or self.models > 1 or rng.random() >= ROLE_SHARE:
+            return self
+        prefill_workers = rng.randint(1, self.workers - 1)
+        sequences = rng.choice((1, self.sequences))  # with one, hand-overs wait for a place
+        return self._replace(prefill_workers=prefill_workers, has_caches=True, sequences=sequences)
 
     def with_batch(self, rng: random.Random) -> WorldParameters:
         """The same; in every fifth world with preprocessors, batch prompts and collectors."""

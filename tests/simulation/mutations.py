@@ -21,14 +21,14 @@ import msgspec
 
 from app import worker
 from app.http.openai import active_streams, stream_resume
-from app.lanes import dispatch, owner, shared_reads, termination
+from app.lanes import dispatch, owner, remaining_work, shared_reads, termination
 from app.prompts import prompt_source
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
 from app.routing.selection import eligibility
 from app.routing.selection.decision import Rejection
 from app.routing.state import ledger
-from app.serving import chunk_writer, registration, run_queue
+from app.serving import chunk_writer, registration, run_executor, run_queue
 from app.testing.seed_simulation import simulate_seed
 from streams import record_publisher
 from streams.clock import BrokerClock
@@ -457,6 +457,74 @@ def _results_of_what_goes_on() -> Iterator[Replacement]:
     yield pending_result, "_ends", lambda record: isinstance(record, Chunk | End)
 
 
+# --- hand-overs ----------------------------------------------------------------------------------
+
+
+def _prefill_writes_chunks() -> Iterator[Replacement]:
+    yield run_executor.Run, "is_prefill", property(lambda _: False)
+
+
+def _decode_before_the_handover() -> Iterator[Replacement]:
+    original = remaining_work.HandOvers.begin
+
+    def begin(self: Any, rest: Any, prefill: Any) -> None:
+        original(self, rest, prefill)
+        early = self._open[rest.request.id]._replace(params=b"{}", until_ms=rest.deadline_ms)
+        self._open[rest.request.id] = early
+
+    def is_begun(state: Any) -> bool:
+        return bool(state.runs) and all(run.phase == "prefill" for run in state.runs)
+
+    yield remaining_work.HandOvers, "begin", begin
+    yield reconcile, "_is_handed_over", is_begun
+
+
+def _handovers_are_used_again() -> Iterator[Replacement]:
+    def take(self: Any, request_id: str, attempt: int) -> Any:
+        known = self._open.get(request_id)
+        is_ready = known is not None and known.rest.attempt == attempt and known.until_ms
+        return known if is_ready else None
+
+    def is_handed_over(state: Any) -> bool:
+        is_failed = all(
+            run.state in ledger.FAILED
+            for run_id, run in state.runs.items()
+            if run_id.phase == "decode"
+        )
+        return is_failed and any(run.state == "handed_off" for run in state.runs.values())
+
+    original = dispatch.Dispatcher._is_due
+
+    def is_due(self: Any, rest: Any, phase: Any) -> bool:
+        return phase == "decode" or original(self, rest, phase)
+
+    yield remaining_work.HandOvers, "take", take
+    yield dispatch.Dispatcher, "_is_due", is_due
+    yield reconcile, "_is_handed_over", is_handed_over
+
+
+def _handovers_never_expire() -> Iterator[Replacement]:
+    yield run_queue.RunQueue, "_handoff_expired", lambda *_: None
+    original = remaining_work.HandOvers.on_record
+
+    def on_record(self: Any, fact: Any) -> None:
+        original(self, fact)
+        known = self._open.get(fact.record.id)
+        if known is not None and known.until_ms:
+            self._open[fact.record.id] = known._replace(until_ms=known.rest.deadline_ms)
+
+    yield remaining_work.HandOvers, "on_record", on_record
+
+
+def _unused_handovers_are_forgotten() -> Iterator[Replacement]:
+    async def decode(self: Any, request_id: str, attempt: int) -> None:
+        handover = self._dispatcher.handovers.take(request_id, attempt)
+        if handover is not None:
+            await self._dispatcher.assign_decode(handover)
+
+    yield owner.LaneOwner, "_decode", decode
+
+
 # --- caches --------------------------------------------------------------------------------------
 
 
@@ -656,6 +724,20 @@ MUTATIONS: dict[str, Mutation] = {
             "result results",
             "results of finished requests only",
             _results_of_what_goes_on,
+        ),
+        Mutation(
+            "prefill-chunks", "hole wrong hanging", "no Chunk of a prefill", _prefill_writes_chunks
+        ),
+        Mutation(
+            "decode-early", "invalid", "decode after the hand-over", _decode_before_the_handover
+        ),
+        Mutation("handover-twice", "twice", "a hand-over is used once", _handovers_are_used_again),
+        Mutation("handover-late", "late", "no hand-over past its lease", _handovers_never_expire),
+        Mutation(
+            "decode-lost",
+            "StepLimitExceeded open hanging",
+            "the next attempt after a hand-over that is not used",
+            _unused_handovers_are_forgotten,
         ),
         Mutation("any-model", "misrouted", "workers of the model only", _any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", _any_lane),

@@ -113,6 +113,11 @@ class SimulatedEngine(Engine):
         """Steps so far."""
         return self._state.step_count
 
+    @property
+    def transfer_name(self) -> str:
+        """Its name among its transfers; empty before the start."""
+        return self._name
+
     def set_kv_event_listener(self, listener: KvEventListener) -> None:
         self._on_blocks = listener
 

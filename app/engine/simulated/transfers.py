@@ -66,11 +66,15 @@ class _Offer(NamedTuple):
 
 
 class KvTransfers:
-    """The offers of the engines of one process. `taken_twice`: attempts to take an offer again."""
+    """The offers of the engines of one process.
+
+    Failed attempts to take one are counted: `taken_twice`, those that were taken before;
+    `taken_late`, past the lease; `invalid`, with other parameters.
+    """
 
     def __init__(self, clock: Clock, model: TransferModel = TransferModel()) -> None:  # noqa: B008 - immutable
         self.model = model
-        self.taken_twice = 0
+        self.taken_twice = self.taken_late = self.invalid = 0
         self._clock = clock
         self._held: dict[str, dict[int, _Offer]] = {}
         """Blocks that are not released yet, by engine and number; of running engines only."""
@@ -124,8 +128,10 @@ class KvTransfers:
         try:
             wanted = msgspec.json.decode(params, type=TransferParams)
         except msgspec.MsgspecError as e:
+            self.invalid += 1
             raise _unusable(f"its transfer parameters are invalid: {e}") from e
         if wanted.tokens != prompt_tokens:
+            self.invalid += 1
             raise _unusable(f"it has {wanted.tokens} tokens, the prompt has {prompt_tokens}")
         now_ms = self._clock.wall_ms()
         key = (wanted.engine, wanted.handoff)
@@ -138,6 +144,7 @@ class KvTransfers:
         if wanted.expires_ms <= now_ms or (
             is_here and wanted.handoff not in self._held[wanted.engine]
         ):
+            self.taken_late += 1
             raise _unusable("its lease is over")
         self._forget_taken(now_ms)
         self._taken[key] = wanted.expires_ms
