@@ -68,7 +68,7 @@ class Gateway:
         self._settings = settings
         self._access = AccessControl(settings, ctx)
         fleet = Fleet()
-        self._served = served = ServedModels(fleet)
+        self._served = served = ServedModels(fleet, needs_prefill=settings.enforce_disaggregation)
         registry_clock = BrokerClock(ctx.clock)
         self._registry = Follower(
             log, fleet, [REGISTRY], ctx.clock,

@@ -202,6 +202,7 @@ class Dispatcher:
         if isinstance(choice, Placement):
             is_lost = s.fleet.is_lost(prefill.worker, prefill.epoch)
             if now_ms <= handover.until_ms and not is_lost:
+                s.metrics.on_handover("used")
                 await self._dispatch_if_due(rest, choice, began_at, handover)
         elif isinstance(choice, Rejection) and not handover.until_ms < now_ms <= rest.deadline_ms:
             await self._reject(rest.request.id, choice)
@@ -449,7 +450,11 @@ def _route_span(rest: RemainingWork, choice: Placement) -> Span:
         "phase": choice.phase,
     }
     return spans.start_span(
-        "router.route_request", rest.request, attributes, rest.attempt, own_id=spans.ROUTE
+        "router.route_request",
+        rest.request,
+        attributes,
+        rest.attempt,
+        own_id=spans.route_of(choice.phase),
     )
 
 

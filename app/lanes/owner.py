@@ -181,6 +181,7 @@ class LaneOwner:
         if handover is not None:
             await self._dispatcher.assign_decode(handover)
         else:
+            self._context.metrics.on_handover("unused")
             await self._failover.restart(request_id, Restart(attempt + 1, "handover_unused"))
 
     def _set_back_off(self, request_id: str, state: RequestState | None) -> None:

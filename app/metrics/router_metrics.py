@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
@@ -45,6 +45,9 @@ class QueueGauges(Protocol):
         """How many bytes their prompts have."""
 
 
+HandOverUse = Literal["used", "unused"]
+
+
 class RouterGauges(Protocol):
     """State of a router that is read for each scrape: of its `Scheduler`."""
 
@@ -74,6 +77,12 @@ class RouterMetrics(MetricSet):
         self._preempted = self.counter(
             "kvlane_router_preempted_runs", "Batch runs that gave way to interactive requests"
         )
+        self._handovers = self.counter(
+            "kvlane_router_handed_over_requests",
+            "Requests whose prompt a prefill worker has computed, by use: used by a decode worker, "
+            "or unused, so that the next attempt began",
+            "use",
+        )
         self._dry_runs = self.counter(
             "kvlane_router_dry_runs", "Dry runs: requests for a decision without its execution"
         )
@@ -90,6 +99,8 @@ class RouterMetrics(MetricSet):
             buckets=[tenth / 10 for tenth in range(11)],
         )
         self.requests = RequestMetrics(self)
+        for use in get_args(HandOverUse):
+            self._handovers.labels(use)
         for policy in POLICIES:
             self._decisions.labels(policy)
         for code in get_args(EndCode):
@@ -122,15 +133,19 @@ class RouterMetrics(MetricSet):
     def on_dispatched(
         self, attempt: int, prompt: PromptHashes, choice: Placement, waited_s: float
     ) -> None:
-        """Count a dispatched request; prompt and queue time of the first attempt only."""
+        """Count a dispatched phase; prompt and queue time of the first one only."""
         self._decisions.labels(choice.policy).inc()
-        if attempt == 0:
+        if attempt == 0 and choice.phase != "decode":
             self._queue_s.observe(waited_s)
             self._observe(prompt, choice)
 
     def on_preempted(self) -> None:
         """A batch run gives way."""
         self._preempted.inc()
+
+    def on_handover(self, use: HandOverUse) -> None:
+        """A hand-over was used, or never will be."""
+        self._handovers.labels(use).inc()
 
     def on_ended(self, code: EndCode) -> None:
         """The router ended a request."""

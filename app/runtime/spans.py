@@ -2,8 +2,9 @@
 
     gateway.request, preprocessor.prompt     below the span of the client, if it sends `traceparent`
       ├─ router.select_worker                of each attempt, as the two below
-      └─ router.route_request
-           └─ worker.run                     linked to the run of the attempt before
+      └─ router.route_request                of each phase of an attempt
+           └─ worker.run                     linked to the run of the attempt before; of decode, to
+                │                            that of its prefill
                 └─ engine.generate           its `traceparent` goes to the engine, for vLLM's spans
 
 A request carries the `traceparent` of the first span. One without it makes no spans, so that it
@@ -26,6 +27,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanK
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from app.operator_error import OperatorError
+from streams.records import Phase
 from streams.request import Request
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ TRACEPARENT = "traceparent"
 NO_SPAN: Span = trace.INVALID_SPAN
 EXPORT_TIMEOUT_S = 5.0
 ROUTE, RUN = "route", "run"
-"""Spans with an id of their own for each attempt."""
+DECODE_ROUTE, DECODE_RUN = "decode route", "decode run"
+"""Spans with an id of their own for each attempt: of its first or only phase, and of decode."""
 
 tracer: trace.Tracer | None = None
 """Of this process; None: it makes no spans."""
@@ -148,14 +151,17 @@ def start_span(
     """A span of an attempt of a request that has a `traceparent`.
 
     `below`: ROUTE or RUN of the same attempt, else the first span is its parent. `own_id`: ROUTE
-    or RUN, for a span that others refer to. A RUN is linked to that of the attempt before.
+    or RUN, for a span that others refer to. A RUN is linked to that of the attempt before, a
+    DECODE_RUN to that of its prefill.
     """
     if tracer is None:
         return NO_SPAN
     first = _parse(request.traceparent)
     parent = _attempt_span(first, request.id, attempt, below) if below else first
     links: Sequence[Link] = ()
-    if own_id == RUN and attempt:
+    if own_id == DECODE_RUN:
+        links = [Link(_attempt_span(first, request.id, attempt, RUN))]
+    elif own_id == RUN and attempt:
         links = [Link(_attempt_span(first, request.id, attempt - 1, RUN))]
     chosen = _chosen_id.set(_span_id(request.id, attempt, own_id) if own_id else 0)
     try:
@@ -167,6 +173,16 @@ def start_span(
         )
     finally:
         _chosen_id.reset(chosen)
+
+
+def route_of(phase: Phase) -> str:
+    """The id of the span of the decision about a phase."""
+    return DECODE_ROUTE if phase == "decode" else ROUTE
+
+
+def run_of(phase: Phase) -> str:
+    """The id of the span of the run of a phase."""
+    return DECODE_RUN if phase == "decode" else RUN
 
 
 def _attempt_span(first: SpanContext, request_id: str, attempt: int, which: str) -> SpanContext:

@@ -190,7 +190,12 @@ class RunExecutor:
             return run.forced_outcome
         assignment = run.assignment
         if assignment.request.traceparent:
-            run.span = self._start_span("worker.run", run, below=spans.ROUTE, own_id=spans.RUN)
+            run.span = self._start_span(
+                "worker.run",
+                run,
+                below=spans.route_of(run.key.phase),
+                own_id=spans.run_of(run.key.phase),
+            )
         run.stream = stream = self._chunks.open(
             run.key.id,
             run.key.attempt,
@@ -386,7 +391,7 @@ class RunExecutor:
         """Pass the engine's outputs on; returns the last one. Raises EngineErrors."""
         clock, span = self._ctx.clock, spans.NO_SPAN
         if request.traceparent:
-            span = self._start_span("engine.generate", run, below=spans.RUN)
+            span = self._start_span("engine.generate", run, below=spans.run_of(run.key.phase))
             run.context.traceparent = spans.traceparent_of(span, request.traceparent)
         run.waiting_since = clock.now()
         try:

@@ -25,7 +25,7 @@ from streams.codecs import decode
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.prompt import Prompt
-from streams.records import Assigned, Chunk, LogRecord, PrefillDone, Started
+from streams.records import Assigned, Chunk, LogRecord, Started
 from streams.topics import LEDGER, RESPONSES
 from tests.harness.kafka_processes import provisioned
 

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from app.runtime import spans as process_spans
-from streams.records import Assigned
+from streams.records import Assigned, Assignment
 from streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import (
     PROMPT,
@@ -54,3 +54,36 @@ def test_selecting_and_routing_are_spans_with_what_was_decided(
         "request_id": "a", "worker_id": "w1", "dp_rank": 0, "overlap_blocks": 2,
         "phase": "aggregated", "attempt": 0,
     }  # fmt: skip
+
+
+def test_run_of_decode_is_linked_to_that_of_its_prefill(spans: InMemorySpanExporter) -> None:
+    request = replace(PROMPT, traceparent=TRACEPARENT)
+    for phase in ("prefill", "decode"):
+        process_spans.start_span(
+            "worker.run", request, {"phase": phase}, 2,
+            below=process_spans.route_of(phase), own_id=process_spans.run_of(phase),
+        ).end()  # fmt: skip
+    prefill, decode = spans.get_finished_spans()
+    (link,) = decode.links
+    assert link.context.span_id == process_spans._span_id("a", 2, process_spans.RUN)
+    assert prefill.links[0].context.span_id == process_spans._span_id("a", 1, process_spans.RUN)
+    assert prefill.parent is not None
+    assert decode.parent is not None
+    assert prefill.parent.span_id != decode.parent.span_id
+
+
+def test_both_decisions_of_a_hand_over_have_a_span(spans: InMemorySpanExporter) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        prefill = FakeWorker(world, "p", role="prefill")
+        decode = FakeWorker(world, "d", role="decode")
+        await start_router(world)
+        append_record(world, REQUESTS, replace(PROMPT, traceparent=TRACEPARENT))
+        (first,) = await wait_for_items(world, lambda: prefill.received(Assignment))
+        prefill.hand_over(first)
+        await wait_for_items(world, lambda: decode.received(Assignment))
+        await world.sleep(1)
+
+    run_scenario(scenario)
+    found = [s for s in spans.get_finished_spans() if s.name == "router.route_request"]
+    assert [(s.attributes or {})["phase"] for s in found] == ["prefill", "decode"]
+    assert len({s.context.span_id for s in found if s.context}) == 2

@@ -44,10 +44,14 @@ class ServedModel(NamedTuple):
 
 
 class ServedModels:
-    """The models of the live workers of a fleet, which follows the registry."""
+    """The models of the live workers of a fleet, which follows the registry.
 
-    def __init__(self, fleet: Fleet) -> None:
+    `needs_prefill`: none is served without a prefill worker.
+    """
+
+    def __init__(self, fleet: Fleet, *, needs_prefill: bool = False) -> None:
         self._fleet = fleet
+        self._needs_prefill = needs_prefill
         self._known: dict[str, None] = {}
         self._models: dict[str, ServedModel] = {}
         self._as_of: int | None = None
@@ -111,8 +115,11 @@ class ServedModels:
 
     def _members(self) -> Iterator[FleetMember]:
         """The workers that can complete a request; a card without an epoch is not complete yet."""
-        for _, member in self._fleet.live_members():
-            if member.card.epoch is not None and member.card.role != "prefill":
+        live = [m for _, m in self._fleet.live_members() if m.card.epoch is not None]
+        prefilled = {m.card.model for m in live if m.card.role == "prefill"}
+        for member in live:
+            is_served = not self._needs_prefill or member.card.model in prefilled
+            if member.card.role != "prefill" and is_served:
                 yield member
 
 
