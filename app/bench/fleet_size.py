@@ -1,6 +1,6 @@
 """The size of a deployment for a load: routers, gateways, partitions and brokers, with arithmetic.
 
-All figures are measured ones of docs/benchmarks.md, on one kind of machine. A router applies the
+All figures are measured ones of docs/benchmarks.md, on its machine A. A router applies the
 ledger records of every request, also of those that other routers own, and a heartbeat a second from
 every worker. So there is a load above which further routers do not help: the fleet is divided into
 deployments then, each with topics, routers and workers of its own.
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from app.operator_error import OperatorError
 from streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
 
-ROUTER_REQUESTS_S = 975
+ROUTER_REQUESTS_S = 870
 """Requests a second that one router carries alone (`kvlane bench router-latency`)."""
-RECORD_US = 122 + 26
+RECORD_US = 120 + 24
 """CPU time of the views and of decoding for the records of a request (the same); every router
 spends it on every request."""
-IDLE_CORES, IDLE_WORKERS = 0.055, 64
+IDLE_CORES, IDLE_WORKERS = 0.0225, 64
 """CPU time a second of an idle router beside so many workers (the same). All of it is counted as
 work for heartbeats, which is an upper bound."""
-GATEWAY_REQUESTS_S = 1520
+GATEWAY_REQUESTS_S = 971
 """Requests a second of one gateway, prompts of 100 tokens (`kvlane bench gateway`)."""
-TOKEN_US = {1: 40.3, 8: 10.3}
+TOKEN_US = {1: 38.8, 8: 9.25}
 """By tokens of an engine step, CPU time of a token in gateway and writer, together (`kvlane bench
 tokens`); all of it is counted for the gateway, which is an upper bound."""
 CHUNK_BYTES, DECISION_BYTES, TOKEN_BYTES = 232, 4600, 4

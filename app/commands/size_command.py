@@ -41,7 +41,7 @@ def size(
 ) -> None:
     """Size a fleet: deployments, and routers, gateways, lanes and brokers of each.
 
-    From the figures of docs/benchmarks.md, measured on one kind of machine: see docs/sizing.md.
+    From the figures of docs/benchmarks.md, measured on its machine A: see docs/sizing.md.
     """
     from app.bench.fleet_size import FleetLoad, explain
 

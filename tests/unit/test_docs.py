@@ -113,3 +113,15 @@ def test_the_table_of_settings_is_complete() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    """Each number stands in the section of its command."""
+    sections = re.split(r"^## ", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
+    table = (ROOT / "README.md").read_text().partition("## Figures")[2].partition("## ")[0]
+    rows = re.findall(r"^\| (.*) \| (.*) \| `(kvlane .*)` \|$", table, re.MULTILINE)
+    assert rows
+    for what, figure, command in rows:
+        numbers = set(re.findall(r"\d+(?:\.\d+)?", figure)) - {"0"}  # in words there
+        having = [section for section in sections if " ".join(command.split()[:3]) in section]
+        assert any(numbers <= set(re.findall(r"\d+(?:\.\d+)?", s)) for s in having), what
