@@ -283,6 +283,7 @@ class Request(InternalRecord, frozen=True):
     body: OpenAiBody | None = None
     queued_ms: int = 0  # append time of its prompt in its topic; 0: it did not come from Kafka
     service_class: ServiceClass = "interactive"
+    is_renewed: bool = False  # takes the place of its record before, which is as good as deleted
     result: ResultOptions | None = None
     traceparent: str = ""  # W3C Trace Context of its first span; empty: it is not sampled
 

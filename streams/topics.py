@@ -135,7 +135,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         REQUESTS, "request id", PER_LANE, _HOUR_MS, "msgpack",
         ("Request", "Cancel", "Refused"),
-        ("gateway", "preprocessor"), ("router", "operator", "collector"),
+        # Routers append batch requests again that have waited there.
+        ("gateway", "preprocessor", "router"), ("router", "operator", "collector"),
     ),
     Topic(
         LEDGER, "request id", PER_LANE, 24 * _HOUR_MS, "msgpack",

@@ -89,6 +89,14 @@ class RequestDeferred(Exception):
         self.deferred = reference
 
 
+class RenewalDue(Exception):
+    """A batch request has waited so long that its record in `requests` is to be appended again."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.id)
+        self.request = request
+
+
 def is_request_fault(error: Exception) -> bool:
     """Whether an error is the fault of the request, not of the router or the broker.
 
@@ -118,23 +126,32 @@ class Dispatcher:
         self.handovers = HandOvers(int(1000 * context.settings.handover_timeout_s))
 
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
-        """Dispatch a deferred prompt when there is room for it; or end it."""
+        """Dispatch a deferred prompt when there is room for it; or end it.
+
+        Raises RenewalDue.
+        """
         s, key = self._context, RequestKey(self._lane, deferred.id)
         waiting = s.scheduler_of(deferred.service_class).waiting.deferred
         request = None
         try:
             with self._waits.begin(deferred.id):
-                left_s = (deferred.deadline_ms - s.broker_clock.now_ms()) / 1000
-                if await waiting.wait_for_room(key, deferred.queue_key, deferred.size, left_s):
+                until_ms = min(deferred.deadline_ms, deferred.renewal_ms)
+                left_s = (until_ms - s.broker_clock.now_ms()) / 1000
+                has_room = await waiting.wait_for_room(
+                    key, deferred.queue_key, deferred.size, left_s
+                )
+                if has_room or deferred.renewal_ms < deferred.deadline_ms:
                     async with asyncio.timeout(LOG_LOOKUP_TIMEOUT_S):
                         request = await s.scanner.fetch_request(deferred.origin)
             if request is None:
                 await self._ends.end(deferred.id, "deadline", REJECTION_REASONS["deadline"])
                 return
+            if not has_room:
+                raise RenewalDue(request)
             await self.assign(
                 RemainingWork(
                     request, deferred.attempt, deferred.origin, deferred.responses_from,
-                    deferred.deadline_ms, deferred.excluded,
+                    deferred.deadline_ms, deferred.excluded, renewal_ms=deferred.renewal_ms,
                 )
             )  # fmt: skip
         except (PositionLost, TimeoutError) as e:
@@ -146,7 +163,7 @@ class Dispatcher:
     async def assign(self, rest: RemainingWork) -> None:
         """Queue a request until a worker can take it, then dispatch it; or end it.
 
-        Raises RequestDeferred for a prompt from Kafka for which there is no room.
+        Raises RequestDeferred for a prompt from Kafka for which there is no room, RenewalDue.
         """
         s, request = self._context, rest.request
         began_at = s.ctx.clock.now()
@@ -290,6 +307,8 @@ class Dispatcher:
                 deferral = planned
                 if refusal := self._refusal(rest, wanted, deferral):
                     return refusal
+                if s.broker_clock.now_ms() >= rest.renewal_ms and not rest.has_begun:
+                    raise RenewalDue(request)
                 if key not in scheduler.waiting.keys:
                     scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id):
@@ -439,6 +458,7 @@ def _reference(rest: RemainingWork, wanted: LaneRequest) -> DeferredRequest:
     return DeferredRequest(
         rest.request.id, rest.attempt, rest.origin, rest.responses_from, rest.deadline_ms,
         rest.excluded, wanted.queue_key, size, rest.request.service_class,
+        rest.renewal_ms,
     )  # fmt: skip
 
 

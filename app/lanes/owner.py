@@ -1,10 +1,11 @@
 """The owner of a lane, responsible for every request in it.
 
 A `LaneOwner` exists from the assignment of a lane to this router until its revocation. It accepts
-requests (each is done when its decision or its end is in the ledger), and it meets the
-obligations that `app/routing/reconcile.py` finds, for its own requests as for those of the owner
-before it. At most one job per request runs at a time; all jobs are cancelled with the ownership, at
-any step, which is safe because every obligation can be found again in the log.
+requests (each is done when its decision or its end is in the ledger, or its record was appended
+again), and it meets the obligations that `app/routing/reconcile.py` finds, for its own requests as
+for those of the owner before it. At most one job per request runs at a time; all jobs are cancelled
+with the ownership, at any step, which is safe because every obligation can be found again in the
+log.
 
 The jobs, step by step: `dispatch.py` (dispatch), `failover.py`, `termination.py`.
 """
@@ -17,10 +18,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from app.lanes.context import RouterContext
-from app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
+from app.lanes.dispatch import Dispatcher, RenewalDue, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
 from app.lanes.remaining_work import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
@@ -78,6 +81,7 @@ class LaneOwner:
         self._waiting: dict[str, deque[LogRecord]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
         self._batch_arrived: set[str] = set()  # those of them that are batch requests
+        self._renewed: set[str] = set()  # ids that were appended again, and not read since
         self._sizes: dict[str, int] = {}  # bytes of the prompts that jobs have in hand
         self._bytes = 0  # of them all
         self._paused_at = 0.0
@@ -347,6 +351,8 @@ class LaneOwner:
                     self._bytes -= self._sizes.pop(request_id, 0)
         except RequestCancelled:
             return
+        except RenewalDue as e:
+            await self._renew(e.request)
         except Exception as e:
             if not is_request_fault(e):
                 raise
@@ -356,6 +362,16 @@ class LaneOwner:
             self._batch_arrived.discard(request_id)
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
+
+    async def _renew(self, request: Request) -> None:
+        """Append a request again, whose record would be deleted while it waits.
+
+        The new record is read as any other. A Cancel that is read before it ends the request, too.
+        """
+        self._arrived.pop(request.id, None)  # the new record is no duplicate of this one
+        self._renewed.add(request.id)
+        renewed = replace(request, is_renewed=True)
+        await self._context.publisher.publish(REQUESTS, request.id, renewed, self._lane)
 
     def _ended(self, request_id: str, job: asyncio.Task[None]) -> None:
         """Start the next record that waited for this job, a Cancel first.
@@ -389,8 +405,12 @@ class LaneOwner:
             await self._ends.end(record.id, record.code, record.message)
 
     async def _admit(self, fact: LogRecord, request: Request) -> None:
-        """Assign a request, or end it. A known id is a duplicate and needs nothing."""
+        """Assign a request, or end it. A known id is a duplicate and needs nothing.
+
+        Raises RenewalDue for a batch request that waited in the log for half its time there.
+        """
         s = self._context
+        self._renewed.discard(request.id)
         if self._is_known(request.id):
             return
         self._arrived[request.id] = fact.offset
@@ -399,13 +419,16 @@ class LaneOwner:
         if objection := _objection(request):
             await self._ends.end(request.id, "invalid", objection)
             return
-        deadline_ms = _deadline_ms(fact, request, s.settings)
+        deadline_ms, renewal_ms = _time_limits(fact, request, s.settings)
+        if s.broker_clock.now_ms() >= renewal_ms:
+            raise RenewalDue(request)
         if s.broker_clock.now_ms() > deadline_ms:
             await self._ends.end(request.id, "deadline", "its deadline passed before it was read")
         else:
             origin = RequestOffset(topic=REQUESTS, partition=self._lane, offset=fact.offset)
             start = s.response_end_offsets[self._lane]
-            await self._dispatcher.assign(RemainingWork(request, 0, origin, start, deadline_ms))
+            rest = RemainingWork(request, 0, origin, start, deadline_ms, renewal_ms=renewal_ms)
+            await self._dispatcher.assign(rest)
 
     async def _cancel(self, cancel: Cancel) -> None:
         """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
@@ -414,7 +437,7 @@ class LaneOwner:
         if state is not None and state.is_known:
             is_wanted = not state.is_finished
         else:
-            is_wanted = cancel.id in self._arrived
+            is_wanted = cancel.id in self._arrived or cancel.id in self._renewed
         if is_wanted:
             await self._ends.end(cancel.id, "cancelled", cancel.reason)
 
@@ -429,18 +452,27 @@ def _backs_off(state: RequestState) -> bool:
     return "worker_full" in states and not state.ended and not states & OPEN
 
 
-def _deadline_ms(fact: LogRecord, request: Request, settings: Settings) -> int:
+class _TimeLimits(NamedTuple):
+    deadline_ms: int
+    renewal_ms: float = math.inf
+
+
+def _time_limits(fact: LogRecord, request: Request, settings: Settings) -> _TimeLimits:
     """The deadline of a request: its time limit counts from the append of its prompt.
 
-    A batch prompt may wait for days, but not its request: what readers were shown of it must be in
-    the log when it changes hands.
+    A batch request may wait for days, but not its record: this, and what readers were shown of it,
+    must be in the log when it changes hands. So the record is appended again after half of
+    `max_lifetime_s`; the other half is left for a run that begins just before.
     """
     longest_ms = int(settings.max_lifetime_s * 1000)
     limit_ms = int(request.deadline_s * 1000)
     since_ms = min(fact.timestamp_ms, request.queued_ms or fact.timestamp_ms)
-    if request.service_class == "batch":
-        return min(since_ms + limit_ms, fact.timestamp_ms + longest_ms)
-    return since_ms + min(limit_ms, longest_ms)
+    if request.service_class != "batch":
+        return _TimeLimits(since_ms + min(limit_ms, longest_ms))
+    last_ms, deadline_ms = since_ms + limit_ms, fact.timestamp_ms + longest_ms
+    if last_ms <= deadline_ms or not request.queued_ms:
+        return _TimeLimits(min(last_ms, deadline_ms))
+    return _TimeLimits(deadline_ms, fact.timestamp_ms + longest_ms / 2)
 
 
 def _objection(request: Request) -> str:

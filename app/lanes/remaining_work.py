@@ -6,6 +6,7 @@ a `HandOver` is the decode whose prompt a prefill worker holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class RemainingWork(NamedTuple):
     emitted: Sequence[int] = ()
     """Token ids that readers have; `emitted_chars`: the length of their text."""
     emitted_chars: int = 0
+    renewal_ms: float = math.inf
+    """Broker time at which it is appended again, if no worker has begun it."""
 
     @property
     def has_begun(self) -> bool:
@@ -60,6 +63,7 @@ class DeferredRequest(NamedTuple):
     queue_key: QueueKey
     size: QueueSize
     service_class: ServiceClass
+    renewal_ms: float
 
 
 class HandOver(NamedTuple):

@@ -72,6 +72,8 @@ def _is_repetition(pending: PendingResult, records: Sequence[Record]) -> bool:
         except RecordError:
             continue
         if isinstance(fact, Assigned | Started):
+            if pending.is_renewed:  # a router may have run it by the record before
+                return fact.origin.offset > pending.offset
             return fact.origin.offset != pending.offset
         is_ended = is_ended or isinstance(fact, Ended)
     return is_ended

@@ -85,8 +85,8 @@ class LaneCollector:
 
     def on_request_record(self, fact: LogRecord) -> None:
         """A record of `requests`."""
-        if not self._results.add_request(fact):
-            self.claim.mark_done(fact.offset)
+        if (done := self._results.add_request(fact)) is not None:
+            self.claim.mark_done(done)
 
     def apply(self, records: Sequence[Record]) -> None:
         """Records of `responses`, from `position` on. Raises NewerRecord."""

@@ -44,17 +44,24 @@ class LaneResults:
         """Results that are in the log: append times in broker ms by request id."""
         self._finished |= finished
 
-    def add_request(self, fact: LogRecord) -> bool:
-        """Take a record of `requests`; False if it needs no result, or has one already."""
+    def add_request(self, fact: LogRecord) -> int | None:
+        """Take a record of `requests`; returns the offset of the record that is done with it.
+
+        That is its own if it needs no result, or has one already, and that of the record in whose
+        place it is.
+        """
         record = fact.record
         if not isinstance(record, Request | Refused) or record.result is None:
-            return False
-        if record.id in self._pending or record.id in self._finished:
-            return False
+            return fact.offset
+        if record.id in self._finished:
+            return fact.offset
+        if (known := self._pending.get(record.id)) is not None:
+            is_renewed = isinstance(record, Request) and record.is_renewed and known.is_silent
+            return known.renew(fact) if is_renewed else fact.offset
         pending = PendingResult(fact, record, record.result)
         pending.may_be_cut = fact.offset < self.cut_below
         self._pending[record.id] = self._by_key[record.id.encode()] = pending
-        return True
+        return None
 
     def apply(self, records: Sequence[Record]) -> None:
         """Apply records of `responses`, in log order. Raises NewerRecord."""

@@ -50,6 +50,8 @@ class PendingResult:
         self.offset = fact.offset
         self.options = options
         self.appended_ms = fact.timestamp_ms
+        self.is_renewed = isinstance(record, Request) and record.is_renewed
+        """Whether its record takes the place of an earlier one."""
         self.ended_ms = 0
         self.may_be_cut = False
         """Whether records of its reply may have been deleted before they were read."""
@@ -90,6 +92,12 @@ class PendingResult:
         """The model whose tokens the body spells; None if it spells none."""
         is_spelled = self._spelling is not None and self._choice.shown_tokens > 0
         return self._model_name if is_spelled else None
+
+    def renew(self, fact: LogRecord) -> int:
+        """Take another record in the place of its own; returns the offset of the latter."""
+        replaced, self.offset = self.offset, fact.offset
+        self.appended_ms, self.is_renewed = fact.timestamp_ms, True
+        return replaced
 
     def apply(self, record: Chunk | Fence | End, at_ms: int) -> bool:
         """Apply the next record of the reply, appended at broker time `at_ms`; whether it ended."""

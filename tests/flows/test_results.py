@@ -234,6 +234,29 @@ async def test_a_repetition_that_no_router_answers_holds_nothing_up(world: Memor
     assert results.results() == []
 
 
+@pytest.mark.parametrize("run_of", [0, 1])
+@scenario_test
+async def test_a_request_that_a_router_appended_again_gets_its_result(
+    world: MemoryWorld, run_of: int
+) -> None:
+    results = await collector(world)
+    lane = results.lane("a")
+    results.ask("a")
+    await world.sleep(200)
+    results.ask("a", is_renewed=True)
+    await world.wait_until(lambda: committed(world, lane) == 1, within_s=60)
+    origin = RequestOffset(topic=REQUESTS, partition=lane, offset=run_of)
+    run = Assigned(
+        id="a", attempt=0, phase="aggregated", worker="w1", epoch=1, origin=origin,
+        responses_from=0, deadline_ms=0,
+    )  # fmt: skip
+    world.append(LEDGER, lane, run, key="a")
+    await world.sleep(200)
+    results.answer("a", "x")
+    await results.only()
+    await world.wait_until(lambda: committed(world, lane) == 2, within_s=60)
+
+
 @scenario_test
 async def test_a_request_that_its_router_has_not_read_is_waited_for(world: MemoryWorld) -> None:
     results = await collector(world)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from msgspec.structs import replace
 
 from app.lanes import batch_scheduler
@@ -16,6 +17,7 @@ from streams.ports import Partition
 from streams.records import (
     Assigned,
     Assignment,
+    Cancel,
     CancelRun,
     End,
     Fence,
@@ -222,3 +224,57 @@ async def test_several_that_go_on_wait_without_waking_each_other(world: MemoryWo
     await world.sleep(30)
     assert assigned_ids(worker)[:2] == ["b", "c"]
     assert sorted(assigned_ids(worker)[2:]) == ["a", "d"]
+
+
+@pytest.mark.parametrize("more", [0, 2])
+@partial(scenario_test, lanes=1)
+async def test_a_batch_request_waits_in_a_router_until_its_own_deadline(
+    world: MemoryWorld, more: int
+) -> None:
+    worker = FakeWorker(world, state="draining")
+    names = "bcd"[: 1 + more]  # further ones are deferred
+    await start_router(world, max_queued_batch_requests=1, max_lifetime_s=60, deadline_s=60)
+    ask(world, *names, deadline_s=600, queued_ms=world.broker.now_ms())
+    await world.sleep(400)
+    assert read_records(world, RESPONSES, End, "b") == []
+    assert world.broker.group(REQUESTS, "router").committed[0] > len(names)
+    worker.state = "ready"
+    for count in range(1, len(names) + 1):
+        found = await wait_for_items(world, lambda: worker.received(Assignment), count)
+        worker.finish(worker.start(found[-1]), "stop")
+    assert sorted(assigned_ids(worker)) == list(names)
+    for assignment in worker.received(Assignment):
+        left_ms = assignment.deadline_ms - 1000 * world.clock.now()
+        assert left_ms > 0
+
+
+@partial(scenario_test, lanes=1)
+async def test_a_batch_request_that_waits_ends_at_its_own_deadline(world: MemoryWorld) -> None:
+    FakeWorker(world, state="draining")
+    await start_router(world, max_lifetime_s=60, deadline_s=60)
+    ask(world, "b", deadline_s=200, queued_ms=world.broker.now_ms())
+    await world.sleep(190)
+    assert read_records(world, RESPONSES, End, "b") == []
+    await world.sleep(15)
+    assert [end.code for end in read_records(world, RESPONSES, End, "b")] == ["deadline"]
+
+
+@partial(scenario_test, lanes=1)
+async def test_a_request_that_was_appended_again_changes_hands_and_is_cancelled(
+    world: MemoryWorld,
+) -> None:
+    worker = FakeWorker(world, state="draining")
+    first = await start_router(world, "r1", max_lifetime_s=60, deadline_s=60)
+    ask(world, "b", "c", deadline_s=600, queued_ms=world.broker.now_ms())
+    await world.sleep(100)
+    await first.stop()
+    await first._ctx.cancel_tasks()
+    await start_router(world, "r2", max_lifetime_s=60, deadline_s=60)
+    await world.sleep(100)
+    append_record(world, REQUESTS, Cancel(id="b"))
+    await world.sleep(5)
+    assert [end.code for end in read_records(world, RESPONSES, End, "b")] == ["cancelled"]
+    worker.state = "ready"
+    await wait_for_items(world, lambda: worker.received(Assignment))
+    await world.sleep(5)
+    assert assigned_ids(worker) == ["c"]

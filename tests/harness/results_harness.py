@@ -55,10 +55,13 @@ class ResultsHarness:
         partition = partition_of(request_id.encode(), self.world.broker.partitions[PROMPTS])
         self.world.append_raw(PROMPTS, partition, encode_prompt(prompt))
 
-    def ask(self, request_id: str, **fields: Any) -> int:
+    def ask(self, request_id: str, *, is_renewed: bool = False, **fields: Any) -> int:
         """A request with a result, as a preprocessor writes it; returns its offset."""
         options = ResultOptions(**({"kind": "completion"} | fields))
-        request = Request(id=request_id, model="demo", token_ids=b"\1\0\0\0", result=options)
+        request = Request(
+            id=request_id, model="demo", token_ids=b"\1\0\0\0", result=options,
+            is_renewed=is_renewed,
+        )  # fmt: skip
         return self.world.append(REQUESTS, self.lane(request_id), request, key=request_id)
 
     def answer(
