@@ -42,9 +42,9 @@ LOAD = "unit/test_ledger_state.py::test_"
 WORKER = "flows/test_worker.py::test_"
 CONTRACT = "unit/test_engine_contract.py::test_"
 ENGINE = "contracts/test_engine.py::test_"
+SPLIT = "flows/test_router_handover.py::test_"
 MODELS = "flows/test_gateway_models.py::test_"
 
-_DISAGGREGATED = Missing("requests are not split into prefill and decode yet")
 
 PREPROCESSED_REQUEST: Row = {
     "a request that says nothing: every field's default, and what is left out": (
@@ -209,30 +209,56 @@ PREFILL_ROUTER: Row = {
     "without prefill workers a request is served whole": (
         f"{WHO}prefill_workers_take_no_whole_requests",
     ),
-    "enforce_disagg makes that an error": _DISAGGREGATED,
-    "a prefill copy with max_tokens 1; decode gets the original, absent stays absent": (
-        _DISAGGREGATED
+    "enforce_disagg makes that an error": (
+        f"{SPLIT}enforced_disaggregation_waits_for_a_prefill_worker",
     ),
-    "direct mode needs the id of a prefill worker": _DISAGGREGATED,
-    "the four outcomes of choosing prefill, and what follows each": _DISAGGREGATED,
-    "decode starts beside prefill on the bootstrap path": _DISAGGREGATED,
+    "a prefill copy with max_tokens 1; decode gets the original, absent stays absent": (
+        f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
+        f"{SPLIT}limits_that_are_absent_stay_absent",
+    ),
+    "direct mode needs the id of a prefill worker": (f"{SPLIT}policy_direct_needs_both_workers",),
+    "the four outcomes of choosing prefill, and what follows each": (
+        f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
+        f"{SPLIT}requests_stay_whole_while_prefill_workers_are_gone",
+        f"{SPLIT}full_prefill_workers_refuse_as_full_workers_do",
+    ),
+    "decode starts beside prefill on the bootstrap path": Missing(
+        "prefill ends before decode begins, as engines without a bootstrap endpoint need it"
+    ),
     "round robin's turn goes on with what is dispatched only": (
         f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
+        f"{SPLIT}round_robin_goes_on_per_phase_and_not_for_pinned_requests",
     ),
-    "the prefill's worker and rank are on its copy, its id on decode": _DISAGGREGATED,
-    "topology: required and unknown fails before prefill starts": _DISAGGREGATED,
-    "topology joins the request's; its value wins on an equal preferred taint": _DISAGGREGATED,
-    "topology that says nothing makes no constraints": _DISAGGREGATED,
-    "decode's overrides keep the request's others": _DISAGGREGATED,
-    "a cancel after prefill still dispatches decode": _DISAGGREGATED,
+    "the prefill's worker and rank are on its copy, its id on decode": (
+        f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
+    ),
+    "topology: required and unknown fails before prefill starts": (
+        f"{SPLIT}required_domain_that_is_unknown_ends_the_request_before_prefill",
+    ),
+    "topology joins the request's; its value wins on an equal preferred taint": (
+        f"{SPLIT}decode_stays_in_the_required_domain",
+        f"{SPLIT}preferred_domain_overrides_the_weight_of_the_client",
+    ),
+    "topology that says nothing makes no constraints": (
+        f"{SPLIT}domain_without_taints_adds_no_constraint",
+    ),
+    "decode's overrides keep the request's others": (
+        f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
+    ),
+    "a cancel after prefill still dispatches decode": Missing(
+        "a difference: a cancel ends the request at once, and the lease releases the blocks"
+    ),
     "deactivation and reactivation are idempotent; readiness with and without enforce_disagg": (
-        _DISAGGREGATED
+        f"{SPLIT}requests_stay_whole_while_prefill_workers_are_gone",
+        f"{SPLIT}enforced_disaggregation_waits_for_a_prefill_worker",
     ),
     "a prefill that was handed off is neither an end nor a failure": (
         "unit/test_reconcile.py::test_decode_is_due_after_a_prefill_that_was_handed_off",
         f"{LOAD}prefill_that_was_handed_off_is_not_the_end_of_its_request",
     ),
-    "the trace link on the completed path only": _DISAGGREGATED,
+    "the trace link on the completed path only": (
+        "flows/test_router_spans.py::test_run_of_decode_is_linked_to_that_of_its_prefill",
+    ),
     "dropping the router cancels the activation": Missing(
         "there is nothing to cancel: prefill workers are in the fold of the registry"
     ),

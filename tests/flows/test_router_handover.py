@@ -10,6 +10,8 @@ from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
     Assigned,
     Assignment,
+    Cancel,
+    CancelRun,
     End,
     Fence,
     Fencing,
@@ -420,3 +422,56 @@ async def test_dry_run_gives_the_workers_of_both_phases(world: MemoryWorld) -> N
     assert (end.placed.worker_id, end.placed.prefill_worker_id) == ("d", "p")
     assert not prefill.received(Assignment)
     assert not decode.received(Assignment)
+
+
+@scenario_test
+async def test_full_prefill_workers_refuse_as_full_workers_do(world: MemoryWorld) -> None:
+    prefill, decode = workers(world, max_runs=1)
+    await start_router(world, max_queued_requests=1)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    prefill.start(await prefill_of(world, prefill))
+    append_record(world, REQUESTS, replace(LONG, id="c"))
+    await world.sleep(1)
+    append_record(world, REQUESTS, LONG)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "queue_full"
+    assert end.retry_after_s
+    assert not decode.received(Assignment)  # a full prefill worker is not passed by
+
+
+@scenario_test
+async def test_requests_stay_whole_while_prefill_workers_are_gone(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    for n in range(2):
+        prefill.heartbeat_task.cancel()
+        await world.sleep(20)
+        append_record(world, REQUESTS, replace(LONG, id=f"whole-{n}"))
+        assert (await prefill_of(world, decode, n + 1)).phase == "aggregated"
+        prefill = FakeWorker(world, f"p{n}", role="prefill")
+        await world.sleep(2)
+        append_record(world, REQUESTS, replace(LONG, id=f"split-{n}"))
+        assert (await prefill_of(world, prefill)).phase == "prefill"
+
+
+@scenario_test
+async def test_cancel_during_prefill_and_after_it(world: MemoryWorld) -> None:
+    prefill, decode = workers(world, max_runs=1)
+    router = await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    run = prefill.start(await prefill_of(world, prefill))
+    append_record(world, REQUESTS, Cancel(id="a"))
+    (stopped,) = await wait_for_items(world, lambda: prefill.received(CancelRun))
+    assert (stopped.id, stopped.phase) == ("a", "prefill")
+    prefill.finish(run, "broken")
+    append_record(world, REQUESTS, replace(LONG, id="busy"))
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    decode.start(await prefill_of(world, decode))
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    prefill.hand_over(await prefill_of(world, prefill, 3), PARAMS)
+    append_record(world, REQUESTS, Cancel(id="b"))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End, "b"))
+    assert end.code == "cancelled"
+    await world.sleep(20)
+    assert [a.request.id for a in decode.received(Assignment)] == ["busy"]
+    assert [owner._dispatcher.handovers.open_count for owner in router._owners.values()] == [0, 0]
