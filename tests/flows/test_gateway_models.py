@@ -16,6 +16,7 @@ from streams.codecs import unpack_tokens
 from streams.records import Artifact, ModelCard, Tombstone
 from streams.request import Request
 from streams.topics import REGISTRY
+from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
@@ -154,3 +155,23 @@ async def test_models_that_are_not_served_any_more_are_let_go(world: MemoryWorld
         world.append(REGISTRY, 0, tombstone, key=f"worker/w{number}")
     await world.sleep(1)
     assert len(harness.gateway._library._loader._loads) == MAX_SPARE_MODELS
+
+
+@scenario_test
+async def test_model_without_its_prefill_worker_is_not_listed(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world, enforce_disaggregation=True)
+    FakeWorker(world, "d", role="decode")
+    await world.sleep(3)
+    assert harness.models() == []
+    FakeWorker(world, "p", role="prefill")
+    await world.wait_until(lambda: harness.models() == ["demo"])
+    usual = await GatewayHarness.open(world, "g2")
+    await world.wait_until(lambda: usual.models() == ["demo"])
+
+
+@scenario_test
+async def test_model_with_prefill_workers_only_is_not_listed(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    FakeWorker(world, "p", role="prefill")
+    await world.sleep(3)
+    assert harness.models() == []
