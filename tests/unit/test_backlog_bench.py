@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from app.bench.bench_environment import BenchFailed
 from app.bench.chaos.backlog_drain import (
     BacklogResult,
     MemorySeries,
     PhaseFigures,
+    background,
     backlog_report,
     engine_requests_per_s,
     memory_growth,
 )
+from streams.errors import BrokerUnavailable
 
 MB = 1024 * 1024
 GOOD = BacklogResult(
@@ -53,6 +57,11 @@ def test_a_backlog_with_one_result_for_each_prompt_passes() -> None:
         ),
         (replace(GOOD, crashes=["worker-1"]), "processes that ended by themselves"),
         (replace(GOOD, memory=[]), "processes whose memory was compared"),
+        (replace(GOOD, verdicts=Counter()), "interactive answers"),
+        (
+            replace(GOOD, phases=[PhaseFigures("faults", 100.0, 1000, 0, 1020.0, 0)]),
+            "kills and stops, faults",
+        ),
         (
             replace(GOOD, phases=[PhaseFigures("no faults", 100.0, 800, 0, 1020.0, 0)]),
             "throughput, no faults, of the engines' capacity",
@@ -61,6 +70,24 @@ def test_a_backlog_with_one_result_for_each_prompt_passes() -> None:
 )  # fmt: skip
 def test_each_fault_misses_its_bar(found: BacklogResult, bar: str) -> None:
     assert missed(found) == [bar]
+
+
+async def test_an_error_beside_the_drain_ends_it() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise BrokerUnavailable("away")
+
+    async def run() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(BrokerUnavailable):
+        async with background(run(), fail()):
+            await asyncio.Event().wait()
+    with pytest.raises(BenchFailed):
+        async with background(run()):
+            raise BenchFailed("it is not ready")
+    async with background(run()):
+        pass
 
 
 def test_growth_is_measured_after_the_warm_up() -> None:

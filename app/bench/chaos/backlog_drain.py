@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -148,22 +149,30 @@ async def bench_backlog(
                 rng=random.Random(scale.seed),
             )  # fmt: skip
             drain = BacklogDrain(on, processes, load, results, scale, progress)
-            watching = [
-                asyncio.create_task(w)
-                for w in (processes.restart_crashed(), results.run(), drain.sample_memory())
-            ]
+            watching = (processes.restart_crashed(), results.run(), drain.sample_memory())
             try:
-                await processes.wait_ready()
-                await load.wait_until_served(MODEL_READY_TIMEOUT_S)
-                await drain.run()
+                async with background(*watching):
+                    await processes.wait_ready()
+                    await load.wait_until_served(MODEL_READY_TIMEOUT_S)
+                    await drain.run()
             finally:
-                for task in watching:
-                    task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
                 await load.close()
     for crash in processes.crashes:
         print_line(f"{crash.name} ended with {crash.status}:\n{crash.tail}")
     return backlog_report(drain.result())
+
+
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Tasks that run beside the block, and end with it; the first error of any of them ends it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def publish_prompts(on: BenchEnvironment, count: int) -> list[str]:
@@ -303,19 +312,17 @@ class BacklogDrain:
         phase = _Phase(name, self._clock.now(), self._results.received)
         stop = asyncio.Event()
         injecting = asyncio.create_task(self._inject(phase, stop)) if name != QUIET else None
-        sending = asyncio.create_task(self._load.run()) if name == BESIDE else None
+        sending = [self._load.run()] if name == BESIDE else []
         try:
-            # The last results come while engines are no longer full.
-            counted = min(until, self._scale.prompts - TAIL_REQUESTS)
-            await self._wait_received(max(counted, phase.received + 1))
-            ended, received = self._clock.now(), self._results.received
-            answered = [c for c in self._load.conversations if c.ended_at is not None]
-            await self._wait_received(until)
+            async with background(*sending):
+                # The last results come while engines are no longer full.
+                counted = min(until, self._scale.prompts - TAIL_REQUESTS)
+                await self._wait_received(max(counted, phase.received + 1))
+                ended, received = self._clock.now(), self._results.received
+                answered = [c for c in self._load.conversations if c.ended_at is not None]
+                await self._wait_received(until)
         finally:
             stop.set()
-            if sending is not None:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
             if injecting is not None:
                 await injecting
         down_s = sum(
@@ -401,13 +408,19 @@ def backlog_report(found: BacklogResult) -> Report:
         none_of("results with a wrong text", found.wrong),
         none_of("results of unknown requests", found.unknown),
         none_of("interactive answers lost, repeated or wrong", wrong),
+        _some("interactive answers", found.verdicts.total()),
+        *(
+            _some(f"kills and stops, {phase.name}", phase.faults)
+            for phase in found.phases
+            if phase.name != QUIET
+        ),
         *(
             at_least(f"throughput, {phase.name}, of the engines' capacity",
                 (phase.results + phase.interactive) / phase.capacity, "x", THROUGHPUT_SHARE)
             for phase in found.phases
         ),
         at_most(f"memory changed after warm-up, most of all {part}", grown, "x", GROWTH_LIMIT),
-        Threshold("processes whose memory was compared", len(growth), "", ">= 1", bool(growth)),
+        _some("processes whose memory was compared", len(growth)),
         none_of("processes that ended by themselves", len(found.crashes)),
     ]  # fmt: skip
     sizes: dict[str, float] = {}
@@ -417,6 +430,11 @@ def backlog_report(found: BacklogResult) -> Report:
     shown = ", ".join(f"{kind} {mb:.0f}" for kind, mb in sizes.items())
     rows = [_row(phase) for phase in found.phases]
     return Report("backlog", rows, bars, lines=[f"largest memory, MB: {shown}"])
+
+
+def _some(name: str, count: int) -> Threshold:
+    """A number without which the other figures show nothing."""
+    return at_least(name, count, "", 1)
 
 
 def _row(phase: PhaseFigures) -> dict[str, Any]:
