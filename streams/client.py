@@ -26,6 +26,7 @@ from streams.errors import LogClosed
 from streams.ids import RequestIds, has_tenant_tag, issued_ms, new_request_id
 from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
+from streams.record_base import ServiceClass
 from streams.record_publisher import RecordPublisher
 from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
 from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS, ReplyReader
@@ -146,15 +147,25 @@ class Client:
         await self._publisher.publish_entry(topic, encode_prompt(prompt), until=deadline)
         return prompt.id
 
-    async def cancel(self, request_id: str, timeout_s: float = PUBLISH_TIMEOUT_S) -> None:
+    async def cancel(
+        self,
+        request_id: str,
+        timeout_s: float = PUBLISH_TIMEOUT_S,
+        *,
+        service_class: ServiceClass = "interactive",
+    ) -> None:
         """Cancel a request; its stream ends with `cancelled`, unless it ends otherwise first.
 
         The cancel goes through `prompts`, under the key of the request: so it cannot overtake a
-        prompt that still waits there, and needs no other rights than publishing. Cancelling a
-        finished request has no effect. Raises AppendFailed past the time-out: cancel again.
+        prompt that still waits there, and needs no other rights than publishing. One of a batch
+        prompt goes through `batch` as well, where the prompt may wait: there it takes effect when
+        its turn comes, just behind the prompt. Cancelling a finished request has no effect. Raises
+        AppendFailed past the time-out: cancel again.
         """
         entry = encode_prompt(Prompt(id=request_id, kind="cancel"))
-        await self._publisher.publish_entry(PROMPTS, entry, until=self._clock.now() + timeout_s)
+        until = self._clock.now() + timeout_s
+        for topic in (PROMPTS, BATCH) if service_class == "batch" else (PROMPTS,):
+            await self._publisher.publish_entry(topic, entry, until=until)
 
     async def stream(
         self, request_id: str, *, from_token: int = 0, timeout_s: float = STREAM_TIMEOUT_S

@@ -12,6 +12,7 @@ import typer
 
 from app.commands.console import escape_control, escape_lines
 from app.settings import Settings
+from streams.record_base import ServiceClass
 
 CHECK_AFTER_S = 3.0
 """Time without any text after which `follow` checks whether the id was ever published."""
@@ -103,9 +104,13 @@ def follow(
 
 def cancel(
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    *,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="The prompt is of class batch: it may wait in `batch`.")
+    ] = False,
 ) -> None:
     """Cancel a request. Its stream ends with `cancelled`, unless it ends by itself first."""
-    asyncio.run(_cancel(request_id))
+    asyncio.run(_cancel(request_id, "batch" if batch else "interactive"))
 
 
 async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -> None:  # noqa: FBT001
@@ -204,9 +209,9 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _cancel(request_id: str) -> None:
+async def _cancel(request_id: str, service_class: ServiceClass) -> None:
     from app.commands.kafka_client import connect_client
 
     async with connect_client(Settings()) as client:
-        await client.cancel(request_id)
+        await client.cancel(request_id, service_class=service_class)
     typer.echo(f"published the cancel of {escape_control(request_id)}")

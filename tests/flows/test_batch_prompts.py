@@ -7,9 +7,9 @@ from functools import partial
 
 from streams.codecs import decode
 from streams.ports import Entry
-from streams.records import End, RouterCapacity
+from streams.records import Cancel, End, RouterCapacity
 from streams.request import Request
-from streams.topics import BATCH, CAPACITY, PROMPTS, RESPONSES, lane_of, partition_of
+from streams.topics import BATCH, CAPACITY, PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
 from tests.flows.test_preprocessor import begin, send, sent
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
@@ -100,3 +100,19 @@ async def test_a_batch_prompt_may_wait_for_longer_than_an_interactive_one(
     await world.wait_until(lambda: published(world, "batch") == ["long"])
     assert lane_of("short", 1) == 0
     assert not [r for r in map(decode, world.all_records(RESPONSES)) if isinstance(r, End)]
+
+
+@partial(scenario_test, lanes=1)
+async def test_a_cancel_in_batch_takes_effect_in_its_turn(world: MemoryWorld) -> None:
+    await begin(world)
+    ask_batch(world, "a")
+    ask_batch(world, "b")
+    ask_batch(world, "a", kind="cancel", body={})
+    await world.sleep(10)
+    assert sent(world, Cancel) == []
+    report(world, batch_requests=2, read=0)
+    await world.wait_until(lambda: len(sent(world, Cancel)) == 1)
+    records = [decode(record) for record in world.all_records(REQUESTS)]
+    assert [type(r) for r in records if isinstance(r, Request | Cancel) and r.id == "a"] == [
+        Request, Cancel,
+    ]  # fmt: skip

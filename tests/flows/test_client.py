@@ -18,7 +18,7 @@ from streams.prompt import Prompt
 from streams.records import Chunk, DryRunResult, End, Fence, Usage
 from streams.responses.reply_reader import IDLE_LANE_TTL_S
 from streams.responses.reply_stream import MAX_PENDING_PIECES
-from streams.topics import PROMPTS, RESPONSES, lane_of
+from streams.topics import BATCH, PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, begin_reply, connect, publish, read, text
 
@@ -69,6 +69,20 @@ async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: MemoryWo
     prompt, cancel = world.records(PROMPTS, key="job-17")
     assert Prompt.model_validate_json(prompt.value or b"").kind == "chat"
     assert Prompt.model_validate_json(cancel.value or b"") == Prompt(id="job-17", kind="cancel")
+
+
+@scenario_test
+async def test_a_cancel_of_a_batch_prompt_is_behind_it_and_in_prompts(world: MemoryWorld) -> None:
+    client = await connect(world)
+    await client.publish(Prompt(id="job-17", service_class="batch"), subscribe=False)
+    await client.cancel("job-17", service_class="batch")
+    cancel = Prompt(id="job-17", kind="cancel")
+    prompt, last = (
+        Prompt.model_validate_json(r.value or b"") for r in world.records(BATCH, key="job-17")
+    )
+    assert (prompt.kind, last) == ("chat", cancel)
+    [other] = world.records(PROMPTS, key="job-17")
+    assert Prompt.model_validate_json(other.value or b"") == cancel
 
 
 @scenario_test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -24,7 +25,7 @@ from app.standalone import StandaloneProcess
 from examples import faststream_service
 from examples.faststream_service import Answer, Question, Result, ResultError, Usage
 from streams.brokers.broker_factory import Broker, java_tool
-from streams.prompt import Prompt
+from streams.prompt import Prompt, encode_prompt
 from tests.harness.kafka_processes import provisioned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,9 +64,9 @@ async def deployment(kafka: Broker, topic_prefix: str, tmp_path: Path) -> AsyncI
         await ctx.cancel_tasks()
 
 
-async def start(*command: str, **environment: str) -> asyncio.subprocess.Process:
+async def start(*command: str, cwd: Path = ROOT, **environment: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        *command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
@@ -221,6 +222,17 @@ takes_long = pytest.mark.skipif(
 needs_maven = pytest.mark.skipif(shutil.which("mvn") is None, reason="mvn is not installed")
 
 
+async def build(project: Path) -> tuple[str, ...]:
+    """Build a Maven project; the command that runs its goals."""
+    maven = ("mvn", "-q", "-B", "-Dstyle.color=never", "-f", str(project))
+    building = await start(*maven, "compile", "dependency:resolve")
+    out, errors = await asyncio.wait_for(building.communicate(), 2 * WAIT_S)
+    if building.returncode and b"Could not resolve" in out + errors:
+        pytest.skip(f"mvn cannot fetch what {project.name} needs: no Maven repository answers")
+    assert building.returncode == 0, (out + errors).decode()
+    return maven
+
+
 @takes_long
 @needs_maven
 @pytest.mark.slow
@@ -229,12 +241,7 @@ async def test_a_java_program_gets_replies_by_spring_kafka(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     project = shutil.copytree(ROOT / "examples" / "spring-kafka", tmp_path / "spring-kafka")
-    maven = ("mvn", "-q", "-B", "-Dstyle.color=never", "-f", str(project))
-    building = await start(*maven, "compile")
-    out, errors = await asyncio.wait_for(building.communicate(), 2 * WAIT_S)
-    if building.returncode and b"Could not resolve" in out + errors:
-        pytest.skip("mvn cannot fetch spring-kafka: no Maven repository answers")
-    assert building.returncode == 0, (out + errors).decode()
+    maven = await build(project)
     replies = f"replies-{deployment.prefix}spring"
     async with topics(deployment.servers, replies):
         arguments = f"-Dexec.args={deployment.servers} {deployment.prefix} {replies} 3"
@@ -243,3 +250,42 @@ async def test_a_java_program_gets_replies_by_spring_kafka(
     ends = [f"question-{n} completed" for n in (1, 2, 3)]
     assert all(line.partition(":")[0].endswith(end) for line, end in zip(lines, ends, strict=True))
     assert all(line.partition(": ")[2] for line in lines)
+
+
+@takes_long
+@needs_maven
+@pytest.mark.slow
+@pytest.mark.kafka
+async def test_kafka_connect_writes_results_to_a_file(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    project = shutil.copytree(ROOT / "examples" / "kafka-connect", tmp_path / "kafka-connect")
+    maven = await build(project)
+    names = [f"line-{number}" for number in range(20)]
+    producer = AIOKafkaProducer(bootstrap_servers=deployment.servers)
+    await producer.start()
+    try:
+        for name in names:
+            body = {"messages": [{"role": "user", "content": name}], "max_tokens": 3}
+            key, value, _ = encode_prompt(Prompt(id=name, body=body, result=True))
+            await producer.send_and_wait(f"{deployment.prefix}prompts", value, key)
+    finally:
+        await producer.stop()
+    connect = await start(
+        *maven, "exec:java", cwd=project,
+        KVLANE_BOOTSTRAP_SERVERS=deployment.servers, KVLANE_TOPIC_PREFIX=deployment.prefix,
+    )  # fmt: skip
+    file = project / "results.jsonl"
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not file.exists() or file.read_text().count("\n") < len(names):
+                assert connect.returncode is None
+                await asyncio.sleep(0.2)
+        results = [json.loads(line) for line in file.read_text().splitlines()]
+    finally:
+        if connect.returncode is None:
+            connect.terminate()
+        await asyncio.wait_for(connect.communicate(), WAIT_S)
+    assert sorted(result["id"] for result in results) == sorted(names)
+    assert {result["status"] for result in results} == {"completed"}
+    assert all(result["body"]["choices"][0]["message"]["content"] for result in results)

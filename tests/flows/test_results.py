@@ -98,6 +98,22 @@ async def test_a_refused_prompt_has_an_error_as_its_result(world: MemoryWorld) -
 
 
 @scenario_test
+async def test_a_refused_prompt_is_over_like_any_other(world: MemoryWorld) -> None:
+    """Its id is not run when it is published again: another id is."""
+    _, results = await whole_path(world)
+    good = {"messages": [{"role": "user", "content": "x"}]}
+    results.publish("a", body=good | {"model": "unknown"})
+    refused = await results.only()
+    assert refused.status == "failed"
+    results.publish("a", body=good)
+    results.publish("b", body=good)
+    found = await results.wait_results(2)
+    assert {(r.id, r.status) for r in found} == {("a", "failed"), ("b", "completed")}
+    of_a = [r for r in world.records(RESPONSES, results.lane("a")) if r.key == b"a"]
+    assert len(of_a) == 1
+
+
+@scenario_test
 async def test_others_get_no_result(world: MemoryWorld) -> None:
     house, results = await whole_path(world)
     await house.chat().wait_done()
