@@ -65,13 +65,13 @@ PREPROCESSED_REQUEST: Row = {
         "unit/test_nvext.py::test_hints_are_taken_over",
     ),
     "RoutingHints appear with the first one that is written": (
-        "unit/test_nvext.py::test_who_asks_for_nothing_has_the_hints_that_every_router_knows",
+        "unit/test_nvext.py::test_request_without_hints_has_no_hints_on_the_wire",
         f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
     ),
     "RouterParams: ttft and itl targets": (
         "unit/test_nvext.py::test_targets_are_taken_over",
         f"{FORM}every_option_reaches_the_request",
-        f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
+        f"{HINTS}informative_fields_reach_the_worker_and_the_log",
     ),
     "BootstrapInfo, TraceLink and PrefillResult: carried between servers, refused of clients": (
         f"{CODECS}the_golden_request_sets_every_field",
@@ -104,7 +104,7 @@ PREPROCESSED_REQUEST: Row = {
     ),
     "agent_context, request_timestamp_ms, mm_processor_kwargs and extra_args are carried": (
         f"{FORM}every_option_reaches_the_request",
-        f"{HINTS}what_only_informs_is_carried_to_the_worker_and_kept_on_the_log",
+        f"{HINTS}informative_fields_reach_the_worker_and_the_log",
         "unit/test_nvext.py::test_agent_hints_are_passed_on",
     ),
 }
@@ -137,7 +137,7 @@ KV_PUSH_ROUTER: Row = {
     "a dry run returns worker and tokens and books nothing": (
         f"{DRY}a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing",
         f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
-        f"{DRY}a_dry_run_is_told_in_a_stream_too",
+        f"{DRY}dry_run_is_answered_in_a_stream_too",
     ),
     "a dry run counts in prompt lengths and hit rates": (
         f"{ROUTER}a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision",
@@ -147,7 +147,7 @@ KV_PUSH_ROUTER: Row = {
         f"{ROUTER}a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait",
     ),
     "approximate mode: what was routed counts as cached, pinned or not": (
-        f"{HINTS}what_a_silent_engine_served_counts_as_cached_pinned_or_not",
+        f"{HINTS}prompts_served_by_an_engine_without_events_count_as_cached",
     ),
     "failed marks, additions, releases and guesses are warnings only": (
         f"{BOOKS}news_that_get_lost_on_their_way_cost_no_request",
@@ -180,8 +180,8 @@ KV_PUSH_ROUTER: Row = {
         f"{PLAN}tokens_of_answers_count_only_under_the_switch",
     ),
     "freed exactly once on end, cancel and a dropped stream": (
-        f"{BOOKS}what_a_request_was_booked_with_is_given_back_once_however_it_ends",
-        f"{BOOKS}two_ends_of_one_request_give_back_what_one_was_booked_with",
+        f"{BOOKS}load_of_a_request_is_released_once_for_every_ending",
+        f"{BOOKS}two_ends_of_one_request_release_its_load_once",
         f"{LOAD}the_first_close_of_a_run_is_final",
         f"{ENDS}when_all_requests_have_ended_nothing_is_left_and_nothing_is_due",
     ),
@@ -337,7 +337,7 @@ MODEL_WATCHER: Row = {
     ),
     "a pass-through pipeline for backends that take chats or texts themselves": (
         "flows/test_passthrough_models.py::test_a_body_comes_to_the_server_as_it_was_sent",
-        "flows/test_passthrough_models.py::test_a_stream_brings_all_that_the_server_says",
+        "flows/test_passthrough_models.py::test_stream_has_all_fields_of_the_server",
         "flows/test_passthrough_models.py::test_each_prompt_of_a_completion_is_a_request",
         "unit/test_passthrough.py::test_a_body_stays_as_it_came_but_for_what_others_do",
     ),

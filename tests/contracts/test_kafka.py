@@ -235,11 +235,11 @@ class TestTopics:
         counts = {s.name: (s.partitions, s.expected_partitions) for s in states}
         assert counts[REQUESTS] == (LANES, 8)
 
-    async def test_process_with_other_lanes_is_told_the_right_number(self, full: KafkaLog) -> None:
+    async def test_lane_mismatch_error_has_the_number_in_the_broker(self, full: KafkaLog) -> None:
         with pytest.raises(TopicMismatch, match=f"set KVLANE_LANES={LANES}"):
             await check_partitions(full, 8)
 
-    async def test_nothing_is_created_beside_other_lanes(
+    async def test_create_refuses_topics_with_another_number_of_lanes(
         self, empty: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
         await admin.create_topics([NewTopic(empty.prefix + REQUESTS, LANES, 1)])

@@ -61,7 +61,7 @@ async def test_prefill_is_done_with_the_first_token_and_not_with_an_empty_output
 
 @pytest.mark.parametrize("way", ["end", "cancel", "leave", "death", "deadline"])
 @scenario_test
-async def test_what_a_request_was_booked_with_is_given_back_once_however_it_ends(
+async def test_load_of_a_request_is_released_once_for_every_ending(
     world: MemoryWorld, way: str
 ) -> None:
     cluster = await ClusterHarness.start(world, (), deadline_s=30)
@@ -87,7 +87,7 @@ async def test_what_a_request_was_booked_with_is_given_back_once_however_it_ends
 
 
 @scenario_test
-async def test_two_ends_of_one_request_give_back_what_one_was_booked_with(
+async def test_two_ends_of_one_request_release_its_load_once(
     world: MemoryWorld,
 ) -> None:
     cluster = await ClusterHarness.start(world, ())

@@ -40,7 +40,7 @@ async def log(kafka: Broker, topic_prefix: str) -> AsyncIterator[KafkaLog]:
     await admin.close()
 
 
-async def test_everybody_who_attaches_gets_text_however_fast_others_attach(log: KafkaLog) -> None:
+async def test_every_attached_client_gets_text_at_a_high_attach_rate(log: KafkaLog) -> None:
     clock = SystemClock()
     ids = await fill_lane(log, clock, FORM.chunks, lambda _: None)
     replies = ReplyReader(log, clock, 1)

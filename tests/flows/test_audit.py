@@ -168,7 +168,7 @@ async def test_the_story_of_a_request_has_its_move_to_another_worker(world: Memo
 
 
 @scenario_test
-async def test_the_words_of_a_prompt_are_not_in_its_story(world: MemoryWorld) -> None:
+async def test_timeline_contains_no_prompt_text(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     await harness.chat("sesame").wait_done()
     (request,) = harness.requests()
@@ -439,7 +439,7 @@ def test_a_decision_that_comes_out_otherwise_fails_the_replay(
         (("verify-decisions",), "Missing argument"),
     ],
 )
-def test_what_cannot_be_captured_or_replayed_is_explained(
+def test_error_of_capture_or_replay_has_its_reason(
     memory: MemoryBroker, arguments: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     shown = kvlane(*arguments)

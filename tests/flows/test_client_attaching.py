@@ -264,7 +264,7 @@ async def test_a_stream_that_went_on_elsewhere_is_found_though_its_clock_is_ahea
 
 @pytest.mark.parametrize("others", [0, 1, 7000])
 @scenario_test
-async def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(
+async def test_resuming_client_gets_position_lost_for_a_deleted_stream(
     world: MemoryWorld, others: int
 ) -> None:
     client = await connect(world)
@@ -279,7 +279,7 @@ async def test_who_has_some_of_a_stream_is_told_when_nothing_of_it_is_left(
 
 
 @scenario_test
-async def test_who_has_nothing_of_a_stream_awaits_its_beginning_in_a_cut_lane(
+async def test_new_client_waits_for_the_first_chunk_in_a_truncated_lane(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -310,7 +310,7 @@ async def test_unread_records_do_not_count_as_deleted(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_who_has_some_of_a_stream_finds_it_though_its_clock_is_ahead(
+async def test_resuming_client_finds_a_stream_with_an_id_from_a_fast_clock(
     world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
@@ -324,7 +324,7 @@ async def test_who_has_some_of_a_stream_finds_it_though_its_clock_is_ahead(
 
 
 @scenario_test
-async def test_who_has_some_of_a_stream_is_told_it_is_gone_though_its_clock_is_ahead(
+async def test_resuming_client_gets_position_lost_for_an_id_from_a_fast_clock(
     world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
@@ -362,7 +362,7 @@ def cut(world: MemoryWorld, request_id: str, before: int) -> None:
 
 
 @scenario_test
-async def test_an_end_whose_text_was_deleted_is_not_told_as_an_end_without_text(
+async def test_end_with_deleted_text_raises_position_lost(
     world: MemoryWorld,
 ) -> None:
     worker = Worker(world, "job-17")
@@ -387,7 +387,7 @@ async def test_an_end_whose_text_and_fence_were_deleted_is_not_either(world: Mem
 
 
 @scenario_test
-async def test_an_end_that_never_had_text_is_told_while_its_whole_life_is_in_the_log(
+async def test_end_without_text_is_delivered_while_its_lifetime_is_in_the_log(
     world: MemoryWorld,
 ) -> None:
     lane = lane_of("job-17", world.lanes)
@@ -405,9 +405,7 @@ async def test_an_end_that_never_had_text_is_told_while_its_whole_life_is_in_the
 
 @pytest.mark.parametrize("code", ["refused", "invalid", "too_large", "queue_full"])
 @scenario_test
-async def test_an_end_at_the_door_is_told_however_much_was_deleted(
-    world: MemoryWorld, code: Any
-) -> None:
+async def test_refusal_is_delivered_for_any_truncation(world: MemoryWorld, code: Any) -> None:
     backlog(world, lane_of("job-17", world.lanes), 2)
     cut(world, "job-17", 1)
     Worker(world, "job-17").append(End(id="job-17", code=code))
@@ -416,7 +414,7 @@ async def test_an_end_at_the_door_is_told_however_much_was_deleted(
 
 
 @scenario_test
-async def test_an_end_is_told_when_its_id_says_that_all_of_it_is_there(world: MemoryWorld) -> None:
+async def test_end_is_delivered_for_an_id_younger_than_the_truncation(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = client.new_request_id()
     lane = lane_of(request_id, world.lanes)
@@ -430,7 +428,7 @@ async def test_an_end_is_told_when_its_id_says_that_all_of_it_is_there(world: Me
 
 
 @scenario_test
-async def test_who_has_some_of_a_stream_is_not_told_an_end_without_the_rest(
+async def test_resuming_client_gets_no_end_without_the_remaining_text(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -444,7 +442,7 @@ async def test_who_has_some_of_a_stream_is_not_told_an_end_without_the_rest(
 
 
 @scenario_test
-async def test_a_broker_that_does_not_answer_fails_who_asks_about_an_end_and_no_others(
+async def test_unresponsive_broker_fails_only_streams_that_need_offsets(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -510,7 +508,7 @@ async def test_a_prompt_that_waits_for_a_day_is_answered_all_the_same(world: Mem
 
 
 @scenario_test
-async def test_an_old_end_without_text_is_told_however_old_its_id(world: MemoryWorld) -> None:
+async def test_end_without_text_is_delivered_for_an_old_id(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = TenantTag(b"secret").tagged(client.new_request_id(), "")
     Worker(world, request_id).append(End(id=request_id, code="deadline"))

@@ -97,12 +97,12 @@ def short_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_grows_with_the_requests_that_are_over() -> None:
+def test_containers_do_not_grow_with_finished_requests() -> None:
     assert {path: more for path, more in grown().items() if more > GROWN} == {}
 
 
 @pytest.mark.slow
-def test_what_is_never_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leak_of_finished_replies_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if replies that are over were kept."""
     leave = ReplyReader.detach
 

@@ -40,7 +40,7 @@ async def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(
 
 
 @scenario_test
-async def test_a_dry_run_is_told_in_a_stream_too(world: MemoryWorld) -> None:
+async def test_dry_run_is_answered_in_a_stream_too(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1",))
     send = {"annotations": ["query_instance_id:x"]}
     answer = await cluster.chat("hello", stream=True, nvext=send).wait_done()

@@ -358,7 +358,7 @@ async def test_a_stream_whose_beginning_is_gone_is_not_found(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_stream_of_which_nothing_is_left_is_not_found_by_who_has_some(
+async def test_resumed_stream_without_records_is_not_found(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_backend(world)

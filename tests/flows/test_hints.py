@@ -446,7 +446,7 @@ class Guessed(EchoEngine):
 
 
 @scenario_test
-async def test_what_a_silent_engine_served_counts_as_cached_pinned_or_not(
+async def test_prompts_served_by_an_engine_without_events_count_as_cached(
     world: MemoryWorld,
 ) -> None:
     cluster = await ClusterHarness.start(world, ())
@@ -488,7 +488,7 @@ CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] 
 
 @pytest.mark.parametrize(("ext", "body", "of", "value"), CARRIED)
 @scenario_test
-async def test_what_only_informs_is_carried_to_the_worker_and_kept_on_the_log(
+async def test_informative_fields_reach_the_worker_and_the_log(
     world: MemoryWorld,
     ext: dict[str, Any],
     body: dict[str, Any],

@@ -219,7 +219,7 @@ async def test_each_prompt_of_a_completion_is_a_request(empty: PassthroughDeploy
         assert server.bodies[-1]["prompt"] == [[1, 2]]
 
 
-async def test_a_model_is_asked_for_what_it_is_for_only(
+async def test_model_serves_its_endpoint_only(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="is for chat requests") as refused:
@@ -245,7 +245,7 @@ async def test_while_its_workers_are_away_a_model_is_still_asked_in_its_own_word
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
 
 
-async def test_what_is_nested_too_deep_is_refused(cluster: PassthroughDeployment) -> None:
+async def test_deeply_nested_body_is_refused(cluster: PassthroughDeployment) -> None:
     codes = set()
     for depth in range(800, 1000, 4):
         body = json.dumps({"model": "m"} | HELLO)[:-1] + ',"deep":' + "[" * depth + "]" * depth
@@ -257,7 +257,7 @@ async def test_what_is_nested_too_deep_is_refused(cluster: PassthroughDeployment
     assert 400 in codes
 
 
-async def test_what_the_server_refuses_is_refused_with_its_words(
+async def test_refusal_by_the_server_keeps_its_message(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     async def refuses(x: ServerExchange) -> None:
@@ -276,7 +276,7 @@ async def test_what_the_server_refuses_is_refused_with_its_words(
         ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
     ],
 )  # fmt: skip
-async def test_what_is_not_for_the_server_is_checked_before(
+async def test_fields_of_kvlane_are_validated_before_the_server_gets_the_body(
     cluster: PassthroughDeployment, server: ScriptedServer, body: dict[str, Any], field: str
 ) -> None:
     answer = await cluster.http.post("/v1/chat/completions", json={"model": "m"} | HELLO | body)
@@ -288,7 +288,7 @@ async def test_what_is_not_for_the_server_is_checked_before(
 # --- and back -------------------------------------------------------------------------------------
 
 
-async def test_a_stream_brings_all_that_the_server_says(cluster: PassthroughDeployment) -> None:
+async def test_stream_has_all_fields_of_the_server(cluster: PassthroughDeployment) -> None:
     stream = await cluster.openai.chat.completions.create(
         model="m", stream=True, stream_options={"include_usage": True}, tools=[TOOL], **HELLO
     )
@@ -304,7 +304,9 @@ async def test_a_stream_brings_all_that_the_server_says(cluster: PassthroughDepl
     assert seen["usage"].completion_tokens_details.reasoning_tokens == 2
 
 
-async def test_a_whole_answer_has_all_that_the_server_said(cluster: PassthroughDeployment) -> None:
+async def test_complete_response_has_all_fields_of_the_server(
+    cluster: PassthroughDeployment,
+) -> None:
     answer = await cluster.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
     (choice,) = answer.choices
     assert choice.message.content == "One moment."
@@ -365,7 +367,7 @@ async def test_on_kafka_a_prompt_is_answered_in_text_and_asides(
     assert len(server.bodies) == 2, "an id is asked once"
 
 
-async def test_a_stream_goes_on_behind_what_was_received(
+async def test_stream_resumes_after_the_received_position(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     headers = {"x-kvlane-detach": "true"}
@@ -514,7 +516,7 @@ async def test_before_its_first_word_an_answer_is_had_elsewhere(
 
 
 @pytest.mark.parametrize("status", [429, 503, 529])
-async def test_a_server_that_has_enough_to_do_is_asked_again_until_it_has_not(
+async def test_busy_server_gets_the_request_again_until_it_accepts(
     cluster: PassthroughDeployment, server: ScriptedServer, status: int
 ) -> None:
     sent, answer = 0, server.handlers[server.path]
@@ -581,7 +583,7 @@ async def test_a_request_whose_time_is_up_ends(
 # --- what is known of it --------------------------------------------------------------------------
 
 
-async def test_its_story_is_told_without_its_words(cluster: PassthroughDeployment) -> None:
+async def test_timeline_contains_no_text(cluster: PassthroughDeployment) -> None:
     answer = await cluster.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
     timeline = await explain_request(cluster.log, SystemClock(), answer.id)
     steps = {step.name: step.fields for step in timeline.steps}
@@ -627,7 +629,7 @@ async def test_the_model_is_listed_with_its_context(cluster: PassthroughDeployme
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_on_a_real_kafka_both_ways_bring_all_that_the_server_says(
+async def test_both_response_forms_have_all_fields_on_a_real_kafka(
     kafka: Broker, topic_prefix: str, server: ScriptedServer
 ) -> None:
     where = {"bootstrap_servers": kafka.bootstrap_servers, "topic_prefix": topic_prefix}

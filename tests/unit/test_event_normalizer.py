@@ -472,7 +472,7 @@ def test_after_lost_events_nothing_is_known_to_be_there() -> None:
     assert (bridge.counters.gaps, bridge.held_blocks) == (1, 0)
 
 
-def test_what_the_engine_continues_after_lost_events_is_there_with_all_before_it() -> None:
+def test_block_continued_after_lost_events_confirms_its_prefix() -> None:
     bridge = bridge_after(WHOLE, EventsLost())
     events_of(bridge)
     bridge.on_events([stored([b"e"], [9, 9], parent=b"c")], 0.0)
@@ -491,7 +491,7 @@ def test_a_block_that_was_removed_after_lost_events_is_not_recalled() -> None:
     assert (bridge.counters.orphans, bridge.counters.unknown_removed) == (1, 0)
 
 
-def test_what_was_in_doubt_twice_is_forgotten() -> None:
+def test_block_in_doubt_after_two_losses_is_dropped() -> None:
     bridge = bridge_after(WHOLE, EventsLost(), EventsLost())
     events_of(bridge)
     bridge.on_events([stored([b"e"], [9, 9], parent=b"d")], 0.0)

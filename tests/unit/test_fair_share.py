@@ -76,7 +76,7 @@ def test_strict_priority_goes_before_classes_and_their_order_within_one_is_kept(
     ]  # fmt: skip
 
 
-def test_nobody_saves_turns_up() -> None:
+def test_idle_class_accumulates_no_share() -> None:
     classes = FairQueue(SHARES)
     classes.add_waiting(queue(), 0)
     for _ in range(100):
@@ -89,7 +89,7 @@ def test_nobody_saves_turns_up() -> None:
     assert classes.virtual_time(queue("gold")) == classes.virtual_time(queue())
 
 
-def test_what_was_given_while_nobody_waited_is_held_against_nobody() -> None:
+def test_service_without_waiting_requests_is_not_charged() -> None:
     classes = FairQueue(SHARES)
     classes.charge(claim(DEFAULT_CLASS, 1_000_000))
     classes.add_waiting(queue("batch"), 0)

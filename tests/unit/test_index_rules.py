@@ -334,7 +334,7 @@ def test_the_state_hash_does_not_depend_on_the_order() -> None:
     ],
     ids=["worker", "rank", "tier", "key"],
 )
-def test_the_state_hash_tells_apart(holder: CacheId, event: CacheEvent) -> None:
+def test_state_hash_differs_for_different_states(holder: CacheId, event: CacheEvent) -> None:
     one, other = Log(), Log()
     one.add(stored(11))
     other.add(event, holder=holder)

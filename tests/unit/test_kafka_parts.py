@@ -47,7 +47,7 @@ class TestTails:
         assert tails.look({LANE: _LastResponse(7, 200, 10)}) == {}
         assert tails.look({LANE: _LastResponse(7, 200, 10)}) == {LANE: 10}
 
-    def test_nothing_without_another_answer(self, tails: _Tails) -> None:
+    def test_repeated_response_gives_no_end_offset(self, tails: _Tails) -> None:
         assert [tails.look({LANE: _LastResponse(7, 100, 10)}) for _ in range(5)] == [{}] * 5
 
     def test_position_that_moves_begins_again(self, tails: _Tails) -> None:

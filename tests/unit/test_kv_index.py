@@ -101,7 +101,7 @@ def test_keys_of_another_secret_are_counted_and_logged_once(
     assert [r.message.count("KVLANE_HASH_SECRET") for r in caplog.records] == [1]
 
 
-def test_what_a_silent_worker_held_is_dropped_in_the_end() -> None:
+def test_blocks_of_a_silent_worker_are_dropped_after_the_retention() -> None:
     view = applied(blocks(stored(1)), blocks(stored(1), worker="w2"))
     late = Heartbeat(worker="w2", epoch=7, slot_offset=0)
     assert held(applied(late, view=view, at_ms=1000 + RETENTION_MS), 1).keys() == {

@@ -30,7 +30,7 @@ def hints(headers: dict[str, str] | None = None, **fields: Any) -> q.Hints:
     return hints_of(ext(headers, **fields))
 
 
-def test_who_asks_for_nothing_has_the_hints_that_every_router_knows() -> None:
+def test_request_without_hints_has_no_hints_on_the_wire() -> None:
     assert hints() is q.NO_HINTS
     sent = msgspec.msgpack.encode(q.Request(id="a", hints=hints()))
     assert b"hints" not in sent

@@ -216,7 +216,7 @@ def test_precomputed_encoding_equals_the_response(
         assert encoded == (None if plain is None else msgspec.json.encode(plain))
 
 
-def test_a_dry_run_of_an_embedding_says_where_it_would_go() -> None:
+def test_dry_run_of_an_embedding_has_the_selected_worker() -> None:
     end = End(id="id-1", code="stop", placed=DryRunResult(worker_id="w1"))
     output = full_response(ResponseHeader("embedding", "id-1", "demo", 1), [ended(end)])
     assert output["nvext"]["worker_id"] == "w1"

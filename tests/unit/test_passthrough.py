@@ -80,7 +80,7 @@ def test_each_of_several_prompts_gets_a_body_of_its_own(prompt: Any, each: list[
     assert [output(request)["prompt"] for request in made] == each
 
 
-def test_what_only_engines_in_tokens_do_is_refused_with_its_name() -> None:
+def test_option_of_tokenized_models_is_refused_by_name() -> None:
     for name, value in (
         ("greed_sampling", True), ("use_raw_prompt", True), ("token_data", [1]),
         ("max_thinking_tokens", 5), ("extra_args", {"a": 1}),

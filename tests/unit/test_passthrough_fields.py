@@ -88,7 +88,7 @@ def test_merge_does_not_change_earlier_values() -> None:
     assert "arguments" not in known["tool_calls"][0]["function"]
 
 
-def test_text_and_asides_are_told_in_their_order() -> None:
+def test_text_and_other_fields_are_sent_in_order() -> None:
     asides = (
         PassthroughDelta(at=3, delta={"reasoning_content": "hm"}),
         PassthroughDelta(at=5, choice={"logprobs": {"a": 1}}),
@@ -115,7 +115,7 @@ def test_logprobs_are_sent_with_their_text() -> None:
     assert [c["finish_reason"] for c in choices] == [None, None, "length"]
 
 
-def test_asides_come_apart_for_who_may_know_them_already() -> None:
+def test_other_fields_are_split_from_text_for_resuming_clients() -> None:
     whole_piece = piece("ab", PassthroughDelta(choice={"logprobs": {"a": 1}}), reason="stop")
     parts = [(part.text, len(part.data)) for part in split_chunk(whole_piece, apart=True)]
     assert parts == [("", 1), ("ab", 0)]

@@ -111,7 +111,7 @@ def test_slowdown_of_a_skipped_worker_decays() -> None:
     assert "w1" not in paces.slowdown, "nor does what was forgotten count"
 
 
-def test_what_a_worker_takes_for_uncached_tokens_is_learned() -> None:
+def test_slowdown_is_learned_from_uncached_tokens() -> None:
     paces = PerformanceModel()
     expected_ms = PerfCurves().prefill_ms(600)
     for n in range(MAX_RATIOS):

@@ -66,7 +66,7 @@ def test_no_more_than_the_reported_room_is_taken() -> None:
     assert credit_world.take(0, 1) == []
 
 
-def test_what_a_router_has_read_is_counted_by_its_report_alone() -> None:
+def test_prompts_read_by_a_router_are_counted_by_its_report_alone() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 5, {0: 10})
     for offset, sent in enumerate(credit_world.take(0, 5), 10):
@@ -77,7 +77,7 @@ def test_what_a_router_has_read_is_counted_by_its_report_alone() -> None:
     assert len(credit_world.take(0, 10)) == 3
 
 
-def test_a_report_from_before_an_append_does_not_free_what_the_append_took() -> None:
+def test_report_older_than_an_append_does_not_release_its_credit() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 2, {0: 10})
     first, second = credit_world.take(0, 2)
@@ -91,7 +91,7 @@ def test_a_report_from_before_an_append_does_not_free_what_the_append_took() -> 
     assert len(credit_world.take(0, 2)) == 1
 
 
-def test_what_was_not_published_is_given_back() -> None:
+def test_credit_of_an_unpublished_prompt_is_released() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 2, {0: 10})
     for sent in credit_world.take(0, 2):
@@ -144,7 +144,7 @@ def test_reports_of_before_the_start_are_as_old_as_they_are() -> None:
     assert len(credit_world.take(0, 1)) == 1
 
 
-def test_what_goes_where_nobody_reports_is_not_remembered() -> None:
+def test_append_to_a_lane_without_reports_leaves_no_state() -> None:
     credit_world = PublishedPrompts()
     for _ in range(100):
         credit_world.take(0, 200)

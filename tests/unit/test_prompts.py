@@ -410,7 +410,7 @@ def test_a_prompt_gets_no_result_unless_it_asks() -> None:
 
 
 @pytest.mark.parametrize("over", [{"result": True}, {"batch_id": "batch_1"}])
-def test_what_is_copied_to_a_result_goes_with_the_request(over: dict[str, Any]) -> None:
+def test_metadata_of_a_result_is_in_the_request(over: dict[str, Any]) -> None:
     sent = send("completion", {"prompt": "x"}, metadata={"a": [1, "é"]}, custom_id="line-7", **over)
     assert isinstance(sent, Request)
     assert sent.result == ResultOptions(

@@ -172,7 +172,7 @@ def test_a_bomb_takes_no_more_memory_than_the_bound(
 @pytest.mark.parametrize(
     "damage", [lambda c: b"", lambda c: c[: len(c) // 2], lambda c: b"\xff" * 40]
 )
-def test_what_does_not_expand_is_an_unreadable_at_its_last_offset(
+def test_batch_that_cannot_be_decompressed_is_one_unreadable_record_at_its_last_offset(
     codec: int, damage: Callable[[bytes], bytes]
 ) -> None:
     whole = batch(b"x" * 100, b"y" * 100, codec=codec if codec < 5 else ZSTD)

@@ -199,7 +199,7 @@ def test_a_reply_whose_fence_was_not_read_is_headless() -> None:
     assert not reply.is_missing_start
 
 
-def test_what_a_worker_that_was_given_up_still_writes_makes_no_reply_headless() -> None:
+def test_late_chunk_of_an_abandoned_run_does_not_mark_the_start_as_missing() -> None:
     reply = Reply("job-17")
     feed(reply, Fence(id="job-17", attempt=1), chunk(0))
     assert not reply.is_missing_start

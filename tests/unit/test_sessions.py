@@ -82,7 +82,7 @@ def test_no_idle_time_is_longer_than_what_a_router_reads_when_it_starts() -> Non
     assert sessions.preferred_rank("s", "aggregated", WINDOW_MS + 1) is None
 
 
-def test_it_ends_when_it_is_closed_whatever_other_lanes_said_before() -> None:
+def test_closed_session_ends_for_any_earlier_records_of_other_lanes() -> None:
     sessions = got((0, 1000, decided()), (1, 2000, decided(closes=True)))
     assert sessions.preferred_rank("s", "aggregated", 2000) is None
     sessions.apply(2, decided(W2), 3000)

@@ -68,7 +68,7 @@ def test_echo_says_what_the_echo_engine_says(prompt: list[int], limit: int | Non
     assert first(echo_continuation(prompt, limit), limit or 100) == echo_answer(prompt, limit)
 
 
-def test_a_speaker_says_sentences_one_after_the_other() -> None:
+def test_generator_writes_sentences_in_sequence() -> None:
     output = [token for token in first(SPEAKER([77], None), 400) if token != END]
     got = {tuple(output[i : i + 3]) for i in range(0, 300, 3)}
     assert got == {tuple(words_of(f + s)) for s in SENTENCES for f in ("", " ")}
@@ -99,7 +99,7 @@ def test_a_speaker_needs_sentences() -> None:
 
 
 @given(prompt=st.lists(st.integers(0, 4000), max_size=30))
-def test_the_demo_model_speaks_text_that_can_be_read(prompt: list[int]) -> None:
+def test_demo_model_writes_readable_text(prompt: list[int]) -> None:
     output = first(DEMO_SPEAKER(prompt, None), 40)
     text = DEMO_TOKENIZER.decode(output)
     assert "\ufffd" not in text
@@ -130,7 +130,7 @@ def due_of(prompt: Sequence[int], context: int | None = None, **stop: Any) -> Ex
 HELLO = [USER, *b"hello", ASSISTANT]
 
 
-def test_without_limits_it_is_all_the_model_says() -> None:
+def test_text_without_limits_is_the_whole_model_output() -> None:
     assert due_of(HELLO) == ExpectedAnswer(tuple(b"hello"), "hello", "stop")
 
 
