@@ -278,3 +278,25 @@ async def test_a_request_that_was_appended_again_changes_hands_and_is_cancelled(
     await wait_for_items(world, lambda: worker.received(Assignment))
     await world.sleep(5)
     assert assigned_ids(worker) == ["c"]
+
+
+@pytest.mark.parametrize("at_s", [32, 37])
+@partial(scenario_test, lanes=1)
+async def test_a_cancel_beside_the_second_append_of_a_request_ends_it(
+    world: MemoryWorld, at_s: int
+) -> None:
+    """The append begins after 30 s, is in the log after 35 s, and acknowledged after 40 s."""
+    worker = FakeWorker(world, state="draining")
+    await start_router(world, max_lifetime_s=60, deadline_s=60)
+    ask(world, "b", deadline_s=600, queued_ms=world.broker.now_ms())
+    await world.sleep(29)
+    world.faults.slow["append"] = 5.0
+    await world.sleep(at_s - 29)
+    append_record(world, REQUESTS, Cancel(id="b"))
+    await world.sleep(30)
+    world.faults.slow.clear()
+    worker.state = "ready"
+    await world.sleep(10)
+    assert len(read_records(world, REQUESTS, Request, "b")) == 2
+    assert [end.code for end in read_records(world, RESPONSES, End, "b")] == ["cancelled"]
+    assert worker.received(Assignment) == []
