@@ -235,7 +235,8 @@ class Worker:
             raise SettingsError(
                 f"KVLANE_WORKER_ROLE={role}: the engine {self._settings.engine} of {self.id} can "
                 "neither hand a prompt over nor fetch one: use the engine vllm with a "
-                "kv_transfer_config in KVLANE_ENGINE_ARGS, or simulated"
+                "kv_transfer_config in KVLANE_ENGINE_ARGS, attached with "
+                "KVLANE_ATTACH_TRANSFER_LEASE_S, or simulated"
             )
         model = config.served_model_name or config.model
         self._metrics.model = model

@@ -113,6 +113,13 @@ class EngineSettings(BaseModel):
         gt=0,
         description="engine attached: time a starting worker waits for the server, in seconds",
     )
+    attach_transfer_lease_s: float | None = Field(
+        None,
+        gt=0,
+        description="engine attached: time that a vLLM server with a KV connector holds the KV "
+        "blocks of a prompt for another server, in seconds (30 by default in its NIXL "
+        "connectors); empty: it hands no prompts over",
+    )
     validate_engine: bool = Field(
         False, description="check every engine output against the engine interface while it runs"
     )
@@ -161,6 +168,11 @@ def _attachment_conflicts(settings: EngineSettings) -> Iterator[str]:
         yield (
             "KVLANE_ATTACH_EVENTS_ENDPOINT has no effect with "
             f"KVLANE_ATTACH_KIND={settings.attach_kind}: such requests are not routed by cache"
+        )
+    if settings.attach_kind != "tokens" and settings.attach_transfer_lease_s is not None:
+        yield (
+            "KVLANE_ATTACH_TRANSFER_LEASE_S has no effect with "
+            f"KVLANE_ATTACH_KIND={settings.attach_kind}: such requests are not handed over"
         )
     if settings.attach_replay_endpoint and not settings.attach_events_endpoint:
         yield (

@@ -22,7 +22,8 @@ class WorkerSettings(BaseModel):
         "aggregated",
         description="role of this worker: aggregated (prefill and decode); with workers of role "
         "prefill, these compute prompts and hand them to workers of role decode; both need the "
-        "engine vllm with a kv_transfer_config in KVLANE_ENGINE_ARGS, or simulated",
+        "engine vllm with a kv_transfer_config in KVLANE_ENGINE_ARGS, attached with "
+        "KVLANE_ATTACH_TRANSFER_LEASE_S, or simulated",
     )
     taints: str = Field(
         "",

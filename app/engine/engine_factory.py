@@ -113,6 +113,7 @@ def _attached(settings: Settings, clock: Clock) -> EngineAndFiles:
         Tokenizer(files.tokenizer, InlinePool()),
         AssumedLimits(settings.context_length, settings.block_size, settings.cache_blocks),
         served_name=serves_as,
+        transfer_lease_s=settings.attach_transfer_lease_s,
     )
     return EngineAndFiles(engine, files)
 

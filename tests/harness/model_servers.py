@@ -23,7 +23,7 @@ from app.preprocess.text.tokenizer import Tokenizer
 from app.preprocess.thread_pool import InlinePool
 from indexer.cache_events.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
 from streams.codecs import pack_tokens
-from streams.request import Request, SamplingOptions, StopConditions
+from streams.request import PrefillResult, Request, SamplingOptions, StopConditions
 
 TOKENIZER = Tokenizer(read_folder(DEMO_MODEL_FOLDER).tokenizer, InlinePool())
 EOS = read_folder(DEMO_MODEL_FOLDER).eos_token_ids
@@ -187,7 +187,11 @@ class ModelServer(HttpServer):
         if body["model"] not in ("tiny", "ada"):
             await exchange.answer({"error": {"message": "no such model"}}, 404)
             return
-        context = GenerateContext("at the server")
+        transfer = body.get("kv_transfer_params") or {}
+        if transfer.get("do_remote_decode"):
+            await self._prefill(exchange, prompt)
+            return
+        context = GenerateContext("at the server", phase="decode" if transfer else "aggregated")
         watching = asyncio.get_running_loop().create_task(self._watch(exchange, context))
         self.running += 1
         try:
@@ -201,6 +205,17 @@ class ModelServer(HttpServer):
         if exchange.left:
             raise CloseConnection
 
+    async def _prefill(self, exchange: ServerExchange, prompt: Sequence[int]) -> None:
+        """A whole response, with what another server needs to fetch the blocks, if they are
+        held."""
+        assert not exchange.body.get("stream"), "events have no transfer parameters"
+        request = self._request(exchange.body, prompt)
+        context = GenerateContext("at the server", phase="prefill")
+        async with aclosing(self.engine.generate(request, context)) as outputs:
+            *_, last = [output async for output in outputs]
+        params = None if last.transfer is None else json.loads(last.transfer)
+        await exchange.answer({"choices": [], "kv_transfer_params": params})
+
     def _prompt(self, body: dict[str, Any]) -> list[int]:
         prompt = body["prompt"]
         return list(TOKENIZER.encode_now(prompt) if isinstance(prompt, str) else prompt)
@@ -213,15 +228,7 @@ class ModelServer(HttpServer):
         self, exchange: ServerExchange, prompt: Sequence[int], context: GenerateContext
     ) -> None:
         body, made, cached = exchange.body, 0, 0
-        stop = StopConditions(
-            max_tokens=body["max_tokens"], min_tokens=body.get("min_tokens", 0),
-            stop_token_ids=tuple(body.get("stop_token_ids", ())),
-            ignore_eos=body.get("ignore_eos", False),
-        )  # fmt: skip
-        request = Request(
-            id="-", token_ids=pack_tokens(prompt), stop=stop, eos_token_ids=EOS,
-            sampling=SamplingOptions(), cache_salt=body.get("cache_salt", ""),
-        )  # fmt: skip
+        request = self._request(body, prompt)
         try:
             async with aclosing(self.engine.generate(request, context)) as outputs:
                 async for output in outputs:
@@ -240,6 +247,21 @@ class ModelServer(HttpServer):
             {"choices": [], "usage": counts | {"prompt_tokens_details": {"cached_tokens": cached}}}
         )
         await exchange.event(b"[DONE]")
+
+    def _request(self, body: dict[str, Any], prompt: Sequence[int]) -> Request:
+        stop = StopConditions(
+            max_tokens=body["max_tokens"], min_tokens=body.get("min_tokens", 0),
+            stop_token_ids=tuple(body.get("stop_token_ids", ())),
+            ignore_eos=body.get("ignore_eos", False),
+        )  # fmt: skip
+        transfer, handed = body.get("kv_transfer_params"), None
+        if transfer and not transfer.get("do_remote_decode"):
+            handed = PrefillResult(disaggregated_params=msgspec.json.encode(transfer))
+        return Request(
+            id="-", token_ids=pack_tokens(prompt), stop=stop, eos_token_ids=EOS,
+            sampling=SamplingOptions(), cache_salt=body.get("cache_salt", ""),
+            prefill_result=handed,
+        )  # fmt: skip
 
     def _choice(self, body: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": TOKENIZER.decode(token_ids)}

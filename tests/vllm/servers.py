@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,10 @@ class RunningServer(NamedTuple):
         )
         tokenizer = Tokenizer(read_folder(self.model).tokenizer, InlinePool())
         guess = AssumedLimits(CONTEXT, tiny_model.BLOCK_SIZE, BLOCKS - 1)
-        return AttachedEngine(SystemClock(), where._replace(**over), tokenizer, guess)
+        lease_s = over.pop("transfer_lease_s", None)
+        return AttachedEngine(
+            SystemClock(), where._replace(**over), tokenizer, guess, transfer_lease_s=lease_s
+        )
 
 
 def free_ports(count: int) -> list[int]:
@@ -51,7 +54,9 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def command(model: Path, ports: list[int], adapters: dict[str, Path]) -> list[str]:
+def command(
+    model: Path, ports: list[int], adapters: dict[str, Path], more: Sequence[str] = ()
+) -> list[str]:
     http, events, replay = ports
     got = {
         "enable_kv_cache_events": True, "publisher": "zmq",
@@ -69,19 +74,25 @@ def command(model: Path, ports: list[int], adapters: dict[str, Path]) -> list[st
     if adapters:
         modules = [f"{name}={folder}" for name, folder in adapters.items()]
         line += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules]
-    return line
+    return [*line, *more]
 
 
 @contextlib.asynccontextmanager
 async def running(
-    model: Path, log: Path, adapters: dict[str, Path] | None = None, ports: list[int] | None = None
+    model: Path,
+    log: Path,
+    adapters: dict[str, Path] | None = None,
+    ports: list[int] | None = None,
+    more: Sequence[str] = (),
+    **environment: str,
 ) -> AsyncIterator[RunningServer]:
     """A server that is being started; whoever attaches to it waits until it is up."""
     http, events, replay = ports = ports or free_ports(3)
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(
-            *command(model, ports, adapters or {}),
-            env=os.environ | tiny_model.environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"},
+            *command(model, ports, adapters or {}, more),
+            env=os.environ | tiny_model.environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}
+            | environment,
             stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     try:

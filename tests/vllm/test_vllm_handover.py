@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -17,6 +18,7 @@ import pytest_asyncio
 
 from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
 from app.engine.interface import EngineError, EngineOutput, GenerateContext
+from app.engine.validator import ValidatingEngine
 from app.local.processes import free_port
 from indexer.cache_events.engine_events import BlocksStored
 from streams.codecs import AnyRecord, decode, encode
@@ -34,6 +36,7 @@ from streams.request import PrefillResult, Request
 from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.vllm.engines import CLOCK, RealEngine, direct, make_request, settled, started
 from tests.vllm.fleet import Fleet
+from tests.vllm.servers import running
 
 LEASE_S = 5
 BLOCKS = 80
@@ -79,7 +82,7 @@ def prompt_of(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(16, VOCABULARY_SIZE) for _ in range(tokens)]
 
 
-async def outputs(engine: RealEngine, phase: Phase, request: Request) -> list[EngineOutput]:
+async def outputs(engine: ValidatingEngine, phase: Phase, request: Request) -> list[EngineOutput]:
     context = GenerateContext(request.id, phase=phase)
     async with aclosing(engine.generate(request, context)) as stream:
         return [output async for output in stream]
@@ -260,3 +263,37 @@ async def test_a_router_and_a_gateway_hand_requests_over(
         assert first == second
         assert texts[0].usage is not None
         assert texts[0].usage.completion_tokens == 12
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+async def test_a_server_continues_from_the_prompt_of_another(
+    model: Path, engine: RealEngine, tmp_path: Path
+) -> None:
+    connector = json.dumps(
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    )
+    async with AsyncExitStack() as stack:
+        engines = []
+        for name in ROLES:
+            server = await stack.enter_async_context(
+                running(
+                    model, tmp_path / name, more=("--kv-transfer-config", connector),
+                    VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+                    VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+                )
+            )  # fmt: skip
+            engines.append(ValidatingEngine(server.attached(transfer_lease_s=30.0)))
+        for attached in engines:
+            await attached.start("w")
+            stack.push_async_callback(attached.cleanup)
+        prefill, decoding = engines
+        rng, tokens = random.Random(44), 3 * BLOCK_SIZE + 5
+        prompt, other = prompt_of(rng, tokens), prompt_of(rng, tokens - 1)
+        last = (await outputs(prefill, "prefill", make_request(prompt, 1)))[-1]
+        assert last.transfer is not None
+        request = decode_request([*other, prompt[-1]], last.transfer)
+        got = await outputs(decoding, "decode", request)
+        due = await direct(engine, prompt)  # other tokens, but for the last one, as above
+        assert [token for output in got for token in output.token_ids] == due

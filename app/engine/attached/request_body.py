@@ -88,6 +88,19 @@ def completion_body(
     return body | (_of_vllm(request, speech) if speech.is_vllm else _of_others(request, speech))
 
 
+def prefill_body(
+    request: Request, speech: ServerDialect, text_of: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """The body of a prefill: a completion of one token, whose response has transfer parameters.
+
+    It is no stream, since only a whole response has them. Raises as `completion_body`.
+    """
+    body = completion_body(request, speech, 1, text_of)
+    del body["stream"], body["stream_options"]
+    body.pop("min_tokens", None)
+    return body | {KV_TRANSFER_FIELD: {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
 def passthrough_body(request: Request, speech: ServerDialect) -> dict[str, Any]:
     """The client's own body, with the fields that the server needs.
 

@@ -1,8 +1,15 @@
-"""One answer of a server to a prompt of tokens: from its events to engine outputs."""
+"""One answer of a server to a prompt of tokens: from its events to engine outputs.
+
+A prefill is answered by a single response, with the transfer parameters for another server.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
 
 from app.engine.attached.answer_stream import AnswerStream
 from app.engine.attached.completion_events import (
@@ -10,10 +17,10 @@ from app.engine.attached.completion_events import (
     UsageCounts,
     parse_completion_event,
 )
-from app.engine.attached.request_body import ServerDialect
+from app.engine.attached.request_body import KV_TRANSFER_FIELD, ServerDialect
 from app.engine.attached.retokenize import Retokenizer
-from app.engine.attached.server_client import ServerFailed
-from app.engine.interface import EngineOutput, token_usage
+from app.engine.attached.server_client import EventStream, ServerFailed
+from app.engine.interface import EngineOutput, GenerateContext, token_usage
 from app.preprocess.text.tokenizer import Tokenizer
 from streams.codecs import token_count
 from streams.records import Usage
@@ -80,3 +87,41 @@ class TokenCompletion(AnswerStream):
         reported = self._counts.cached_tokens if self._counts is not None else None
         cached = self._cached if reported is None else max(reported, 0)
         return token_usage(self._prompt_tokens, self._counted, cached)
+
+
+class _PrefillBody(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: UsageCounts | None = None
+
+
+class PrefillResponse:
+    """The response to a prefill. `cached`: estimate of the prompt tokens in the server's cache."""
+
+    def __init__(self, prompt_tokens: int, cached: int, max_bytes: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._cached = cached
+        self._max_bytes = max_bytes
+
+    async def read_outputs(
+        self, stream: EventStream, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the final output. Raises ServerFailed for an invalid response."""
+        response = await stream.read_all(self._max_bytes)
+        try:
+            body = msgspec.json.decode(response, type=_PrefillBody)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
+            raise ServerFailed(f"the server sent an invalid response to a prefill: {e}") from e
+        reported = body.usage.cached_tokens if body.usage is not None else None
+        cached = self._cached if reported is None else max(reported, 0)
+        if context.is_stopped:
+            yield self.cancelled_output()
+            return
+        transfer = None
+        if body.kv_transfer_params:
+            transfer = msgspec.json.encode({KV_TRANSFER_FIELD: body.kv_transfer_params})
+        counts = token_usage(self._prompt_tokens, 1, cached)
+        yield EngineOutput(finish_reason="length", usage=counts, transfer=transfer)
+
+    def cancelled_output(self) -> EngineOutput:
+        """The final output of a cancelled prefill."""
+        return EngineOutput.cancelled()

@@ -22,10 +22,10 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from app.engine.attached.completion_events import ECHO_BYTES_PER_TOKEN, MAX_COMPLETION_EVENT_BYTES
-from app.engine.attached.request_body import ServerDialect, completion_body
+from app.engine.attached.request_body import ServerDialect, completion_body, prefill_body
 from app.engine.attached.server_engine import ServerAddress, ServerEngine
 from app.engine.attached.server_metrics import ServerMetrics
-from app.engine.attached.token_completion import TokenCompletion
+from app.engine.attached.token_completion import PrefillResponse, TokenCompletion
 from app.engine.attached.zmq_events import ZmqEventFollower
 from app.engine.interface import (
     EngineError,
@@ -56,7 +56,11 @@ class AssumedLimits(NamedTuple):
 
 
 class AttachedEngine(ServerEngine):
-    """See the module. `served_name`: the model's name for clients; "" for the server's name."""
+    """See the module. `served_name`: the model's name for clients; "" for the server's name.
+
+    `transfer_lease_s`: how long the server holds the blocks of a prompt for another one; None if it
+    hands no prompts over. Only vLLM does.
+    """
 
     def __init__(
         self,
@@ -66,11 +70,13 @@ class AttachedEngine(ServerEngine):
         assumed: AssumedLimits,
         *,
         served_name: str = "",
+        transfer_lease_s: float | None = None,
     ) -> None:
         super().__init__(clock, address)
         self._tokenizer = tokenizer
         self._guess = assumed
         self._serves_as = served_name
+        self._transfer_lease_s = transfer_lease_s
         self._listener: KvEventListener | None = None
         self._context_length = assumed.context_length
         self.event_follower: ZmqEventFollower | None = None
@@ -91,6 +97,11 @@ class AttachedEngine(ServerEngine):
         known = await introduction.discover(where.model, self._tokenizer)
         self._dialect, self._versions = known.dialect, known.versions
         self._context_length = known.context_length or self._guess.context_length
+        if self._transfer_lease_s is not None and not known.dialect.is_vllm:
+            raise EngineError(
+                f"KVLANE_ATTACH_TRANSFER_LEASE_S is set, but {where.url} is no vLLM server: only "
+                "these hand prompts over; unset it"
+            )
         health = await self._start_monitoring()
         if health.metrics.ranks > 1:
             raise EngineError(
@@ -130,6 +141,7 @@ class AttachedEngine(ServerEngine):
             lora_names=tuple(sorted(speech.adapters)) or None,
             gives_tokens=speech.answer_tokens != "text",
             guesses_cache=self._estimate is not None and not where.events_endpoint,
+            transfer_lease_s=self._transfer_lease_s,
         )
 
     # --- requests --------------------------------------------------------------------------------
@@ -142,6 +154,11 @@ class AttachedEngine(ServerEngine):
         room = self._context_length - prompt_tokens
         if room <= 0:
             yield EngineOutput.length().with_usage(token_usage(prompt_tokens, 0))
+            return
+        if context.phase == "prefill" and self._transfer_lease_s is not None:
+            async with aclosing(self._prefill(request, context)) as prefilled:
+                async for output in prefilled:
+                    yield output
             return
         wanted = request.stop.max_tokens or (1 if request.is_probe else room)
         limit = min(wanted, room)
@@ -161,6 +178,20 @@ class AttachedEngine(ServerEngine):
         finally:
             if answer.has_started:
                 self._record_served(request, answer.generated_ids)
+
+    async def _prefill(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Let the server compute a prompt, and hold it for another one."""
+        prompt_tokens = token_count(request.token_ids)
+        most_bytes = MAX_COMPLETION_EVENT_BYTES + ECHO_BYTES_PER_TOKEN * prompt_tokens
+        body = prefill_body(request, self._dialect, self._text_of)
+        reading = PrefillResponse(prompt_tokens, self._cached(request), most_bytes)
+        answering = self._answer(COMPLETIONS_PATH, body, most_bytes, reading, context)
+        async with aclosing(answering) as outputs:
+            async for output in outputs:
+                self._record_served(request, ())
+                yield output
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special=False)
