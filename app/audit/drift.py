@@ -29,6 +29,7 @@ MAX_ERROR_BLOCKS = 1.0
 MAX_OPEN_DECISIONS = 65_536
 """Maximum decisions kept whose runs have not ended; the oldest are dropped."""
 _WORKERS = 4096
+_COMPLETE = frozenset({"stop", "length", "handed_off"})
 
 
 class PredictionError(NamedTuple):
@@ -73,11 +74,12 @@ class DriftTracker:
         """Apply a record of the ledger."""
         record = fact.record
         if isinstance(record, Assigned):
-            if record.block_size and record.candidates:
+            # Engines count the blocks that a decode worker has fetched as cached, too.
+            if record.block_size and record.candidates and record.phase != "decode":
                 self._expect(record)
         elif isinstance(record, Finished):
             expected = self._expected.pop(RunKey(record.id, record.attempt, record.phase), None)
-            if expected is not None and record.code in ("stop", "length"):
+            if expected is not None and record.code in _COMPLETE:
                 self._add_difference(fact.timestamp_ms, expected, record)
 
     def _expect(self, decision: Assigned) -> None:

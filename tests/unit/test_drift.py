@@ -63,6 +63,16 @@ def test_it_holds_while_nearly_all_are_within_a_block() -> None:
     assert drift.summary_of(["w1"], NOW_MS).is_within_limit is False
 
 
+def test_fetched_blocks_are_no_drift_of_a_decode_worker() -> None:
+    drift = DriftTracker()
+    for n in range(MIN_RUNS):
+        write(drift, assigned(str(n), 0, phase="prefill", worker="p1"))
+        write(drift, finished(str(n), 160, phase="prefill", worker="p1", code="handed_off"))
+        run(drift, str(n), 0, 1600, phase="decode")
+    assert drift.summary_of(["p1"], NOW_MS) == DriftSummary(MIN_RUNS, 10.0)
+    assert drift.workers_with_runs(NOW_MS) == ["p1"]
+
+
 def test_too_few_runs_raise_no_alert() -> None:
     drift = DriftTracker()
     for n in range(MIN_RUNS - 1):
