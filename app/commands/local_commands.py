@@ -30,6 +30,13 @@ def demo(
         Literal["simulated", "vllm"],
         typer.Option(help="vllm: two vLLM workers on this CPU, with a tiny model."),
     ] = "simulated",
+    disaggregated: Annotated[
+        bool,
+        typer.Option(
+            "--disaggregated",
+            help="One worker only computes prompts and hands them to the others, which decode.",
+        ),
+    ] = False,
 ) -> None:
     """Run the demo: chats, prompts, a production trace under two policies, a killed worker.
 
@@ -49,18 +56,26 @@ def demo(
 
     console = Console()
     if engine == "vllm":
+        if disaggregated:
+            raise typer.BadParameter("--disaggregated needs the simulated engine: omit --engine")
         if not run_vllm_demo(Settings(), console, broker):
             raise typer.Exit(1)
         return
     if not prompts and sys.stdin.isatty():
         prompts = _prompt_lines(console)
-    if not run(Settings(), prompts or [], console, broker):
+    if not run(Settings(), prompts or [], console, broker, prefill_workers=int(disaggregated)):
         raise typer.Exit(1)
 
 
 def up(
     *,
     workers: Annotated[int, typer.Option(help="How many workers.", min=1, max=64)] = 2,
+    prefill_workers: Annotated[
+        int,
+        typer.Option(
+            help="How many of the workers only compute prompts; the others decode.", min=0
+        ),
+    ] = 0,
     port: Annotated[
         int | None,
         typer.Option(
@@ -92,7 +107,12 @@ def up(
 
     if data is not None and ephemeral:
         raise typer.BadParameter("give --data or --ephemeral, not both")
-    wish = UpOptions(broker, workers, port, data, ephemeral)
+    if prefill_workers >= workers:
+        raise typer.BadParameter(
+            f"--prefill-workers {prefill_workers} of --workers {workers} leaves no worker to "
+            "decode: give fewer, or more --workers"
+        )
+    wish = UpOptions(broker, workers, prefill_workers, port, data, ephemeral)
     for unknown in unknown_variables(os.environ):
         typer.echo(f"not a setting, ignored: {unknown}", err=True)
     run(Settings(), wish, default_folder(), typer.echo)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from app.local.deployment import (
+    DeploymentPart,
     InProcessDeployment,
     LocalDeployment,
     ProcessDeployment,
     ProcessFactory,
-    deployment_parts,
 )
 from app.runtime.process import ProcessContext
 from app.settings import Settings, variable_name
@@ -43,7 +43,7 @@ class DemoEnvironment(NamedTuple):
     deployment: LocalDeployment
     settings: Settings
     context: ProcessContext
-    workers: int
+    parts: Sequence[DeploymentPart]
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def demo_environment(
     settings: Settings,
     broker: Broker,
     *,
-    workers: int,
+    parts: Sequence[DeploymentPart],
     changes: Mapping[str, Any],
     builds: Mapping[str, ProcessFactory],
 ) -> AsyncIterator[DemoEnvironment]:
@@ -65,22 +65,20 @@ async def demo_environment(
     context = ProcessContext("demo", SystemClock())
     clock = context.clock
     log: Log
-    parts: LocalDeployment
+    deployment: LocalDeployment
     with contextlib.ExitStack() as cleanup:
         if broker.kind == "memory":
             memory = MemoryBroker(clock, lanes=settings.lanes, partitions=settings.partitions)
-            parts = InProcessDeployment(
-                deployment_parts(workers), builds, settings, memory, random.Random()
-            )
+            deployment = InProcessDeployment(parts, builds, settings, memory, random.Random())
             log = MemoryLog(memory, "stage")
         else:
             guard = ProcessGuard()
             cleanup.callback(guard.close)
             environment = {variable_name(name): _text(value) for name, value in changes.items()}
-            names = [p.name for p in deployment_parts(workers) if p.kind in STATUS_KINDS]
+            names = [p.name for p in parts if p.kind in STATUS_KINDS]
             ports = dict(zip(names, free_ports(len(names)), strict=True))
-            parts = ProcessDeployment(
-                deployment_parts(workers),
+            deployment = ProcessDeployment(
+                parts,
                 environment,
                 guard,
                 clock,
@@ -92,10 +90,10 @@ async def demo_environment(
             await log.start()
             if isinstance(log, KafkaLog):
                 await create_topics(log, **settings.topic_options())
-            yield DemoEnvironment(log, parts, settings, context, workers)
+            yield DemoEnvironment(log, deployment, settings, context, parts)
         finally:
             await context.cancel_tasks()
-            await parts.stop()
+            await deployment.stop()
             await log.close()
 
 

@@ -20,7 +20,7 @@ from app.demo.demo_environment import demo_environment
 from app.demo.scenario import DemoScenario
 from app.gateway import Gateway
 from app.indexer import Indexer
-from app.local.deployment import DemoFailed, ProcessFactory
+from app.local.deployment import DemoFailed, DeploymentPart, ProcessFactory, deployment_parts
 from app.local.processes import free_port
 from app.preprocessor import Preprocessor
 from app.router import Router
@@ -76,7 +76,7 @@ async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folde
     async with demo_environment(
         settings,
         broker,
-        workers=vllm_scenario.VLLM_WORKERS,
+        parts=deployment_parts(vllm_scenario.VLLM_WORKERS),
         changes=changes,
         builds=PROCESS_FACTORIES,
     ) as on:
@@ -84,14 +84,21 @@ async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folde
 
 
 def run_demo(
-    settings: Settings, prompts: Sequence[str], console: Console, kind: BrokerChoice = "auto"
+    settings: Settings,
+    prompts: Sequence[str],
+    console: Console,
+    kind: BrokerChoice = "auto",
+    *,
+    prefill_workers: int = 0,
 ) -> bool:
     """Run the demo and clean up; True when every text is correct.
 
-    Raises BrokerUnavailable, TopicMismatch, DemoFailed.
+    `prefill_workers`: of its workers; the others decode then. Raises BrokerUnavailable,
+    TopicMismatch, DemoFailed.
     """
     with _broker(settings, console, kind) as broker:
-        return asyncio.run(_demo(settings, prompts, console, broker))
+        parts = deployment_parts(DEMO_WORKERS, prefill_workers)
+        return asyncio.run(_demo(settings, prompts, console, broker, parts))
 
 
 def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
@@ -105,11 +112,15 @@ def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
 
 
 async def _demo(
-    settings: Settings, prompts: Sequence[str], console: Console, broker: Broker
+    settings: Settings,
+    prompts: Sequence[str],
+    console: Console,
+    broker: Broker,
+    parts: Sequence[DeploymentPart],
 ) -> bool:
     changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
     async with demo_environment(
-        settings, broker, workers=DEMO_WORKERS, changes=changes, builds=PROCESS_FACTORIES
+        settings, broker, parts=parts, changes=changes, builds=PROCESS_FACTORIES
     ) as on:
         return await DemoScenario(on, console).run(prompts)
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from app.demo import policy_comparison
 from app.demo.demo_environment import DemoEnvironment
 from app.demo.ledger_reader import FleetObserver, LedgerDecisions
-from app.demo.policy_comparison import TRACE_SPEEDUP, PolicyRun, RunTraceRequest
+from app.demo.policy_comparison import PolicyRun, RunTraceRequest
 from app.demo.trace_prompts import TracePrompt
-from app.local.deployment import DemoFailed, run_scenario
+from app.local.deployment import DemoFailed, count_workers, run_scenario
 from streams.client import Client
 
 OUTCOME_TIMEOUT_S = 1.0
@@ -25,7 +25,10 @@ class DemoSession:
     ready_timeout_s: float
 
     def __init__(self, on: DemoEnvironment, console: Console) -> None:
-        log, self._parts, self._settings, self._ctx, self._workers = on
+        log, self._deployment, self._settings, self._ctx, parts = on
+        self._workers = sum(part.kind == "worker" for part in parts)
+        self._workers_shown = count_workers(parts)
+        self._is_disaggregated = any(part.role == "prefill" for part in parts)
         ctx = self._ctx
         self._clock = ctx.clock
         self._console = console
@@ -44,14 +47,14 @@ class DemoSession:
         self._ctx.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
         self._fleet.follow()
         async with self._client:
-            await self._parts.start()
-            return await run_scenario(self._parts, steps(), self._clock)
+            await self._deployment.start()
+            return await run_scenario(self._deployment, steps(), self._clock)
 
     async def wait_for_workers(self, since: int = 0) -> None:
         """Wait until all workers accept requests, with epochs from `since` on, and routers do."""
         if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, since):
             raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
-        await self._parts.wait_ready(self.ready_timeout_s)
+        await self._deployment.wait_ready(self.ready_timeout_s)
 
     async def replay(
         self, policy: str, trace: Sequence[TracePrompt], run_request: RunTraceRequest, speed: float
@@ -66,14 +69,14 @@ class DemoSession:
         run_request: RunTraceRequest,
         warm_up: Callable[[], Awaitable[object]],
         kv_aware: PolicyRun,
-        speed: float = TRACE_SPEEDUP,
+        speed: float,
     ) -> PolicyRun:
         """The trace once more with empty caches and in round robin, beside the first run.
 
         `warm_up`: a request, after which every lane has an owner again.
         """
         since = self._fleet.next_epoch()
-        await self._parts.restart({"worker", "router"}, {"policy": "round_robin"})
+        await self._deployment.restart({"worker", "router"}, {"policy": "round_robin"})
         await self.wait_for_workers(since)
         await warm_up()
         in_turn = await self.replay("round robin", trace, run_request, speed)
@@ -91,7 +94,12 @@ class DemoSession:
             await self._clock.sleep(0.01)
 
     def workers_of(self, request_id: str) -> str:
-        return ", then ".join(self._decisions.workers_of(request_id)) or "no worker"
+        """The workers of a request in words, with the phase where it is not all of the request."""
+        shown = [
+            d.worker if d.phase == "aggregated" else f"{d.worker} ({d.phase})"
+            for d in self._decisions.decisions(request_id)
+        ]
+        return ", then ".join(shown) or "no worker"
 
     def show(self, shown: Any) -> None:
         self._console.print(shown, highlight=False)

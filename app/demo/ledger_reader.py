@@ -12,11 +12,11 @@ from contextlib import aclosing
 from app.routing.state.fleet import Fleet
 from app.runtime.process import ProcessContext
 from streams.clock import BrokerClock
-from streams.codecs import decode
+from streams.codecs import AnyRecord, decode
 from streams.errors import RecordError
 from streams.ports import Log, Partition
 from streams.reading.range_reader import tail
-from streams.records import Assigned, Finished
+from streams.records import Assigned, Finished, PrefillDone
 from streams.topics import KV_EVENTS, LEDGER, REGISTRY
 from streams.views.follower import Follower
 
@@ -30,17 +30,32 @@ class LedgerDecisions:
         self._log = log
         self._assigned: defaultdict[str, list[Assigned]] = defaultdict(list)
         self._cached: dict[str, int] = {}
+        self._prefill_cached: dict[str, int] = {}
+        """Of prompts that were handed over: to a decode worker, all of their tokens are cached."""
+        self._handed_over: set[str] = set()
+
+    @property
+    def handed_over_requests(self) -> int:
+        """Requests that a decode worker continued from the prompt of a prefill worker."""
+        return len(self._handed_over)
 
     def decisions(self, request_id: str) -> Sequence[Assigned]:
-        """The decisions of a request so far, one for each attempt."""
+        """The decisions of a request so far, one for each phase of each attempt."""
         return self._assigned.get(request_id, ())
 
     def workers_of(self, request_id: str) -> list[str]:
         """The workers of a request, in order."""
         return [decision.worker for decision in self.decisions(request_id)]
 
+    def answering_workers(self, request_id: str) -> list[str]:
+        """The workers that generate its answer, in order: all but those of prefills."""
+        return [d.worker for d in self.decisions(request_id) if d.phase != "prefill"]
+
     def cached_tokens(self, request_id: str) -> int | None:
-        """Prompt tokens that the engine found in its cache; None before the run has ended."""
+        """Prompt tokens that the engine found in its cache; None before the run has ended.
+
+        Of a prompt that was handed over, those that the prefill worker found.
+        """
         return self._cached.get(request_id)
 
     async def end_positions(self) -> dict[Partition, int]:
@@ -57,10 +72,19 @@ class LedgerDecisions:
                         fact = decode(record)
                     except RecordError:
                         continue
-                    if isinstance(fact, Assigned):
-                        self._assigned[fact.id].append(fact)
-                    elif isinstance(fact, Finished) and fact.attempt == 0:
-                        self._cached[fact.id] = fact.cached_tokens
+                    self.on_fact(fact)
+
+    def on_fact(self, fact: AnyRecord) -> None:
+        """Take one record of the ledger."""
+        match fact:
+            case Assigned():
+                self._assigned[fact.id].append(fact)
+            case PrefillDone(phase="prefill", attempt=0):
+                self._prefill_cached[fact.id] = fact.cached_tokens
+            case PrefillDone(phase="decode"):
+                self._handed_over.add(fact.id)
+            case Finished(attempt=0) if fact.phase != "prefill":
+                self._cached[fact.id] = self._prefill_cached.get(fact.id, fact.cached_tokens)
 
 
 class FleetObserver:

@@ -31,6 +31,8 @@ READY_S = 60.0
 ANSWER_S = 60.0
 MAX_TRACE_OUTPUT_TOKENS = 64
 """Limit of answers of the trace, in tokens, so that the demo takes seconds."""
+DISAGGREGATED_SPEEDUP = TRACE_SPEEDUP / 2
+"""Speed-up of the trace with one prefill worker: at the usual one, the p99 of TTFT is 6 s."""
 LONG_PROMPT = "Tell me a very long story."
 LONG_ANSWER = 400
 KILL_AFTER_S = 0.5
@@ -79,7 +81,7 @@ class DemoScenario(DemoSession):
             await self._clock.sleep(0.1)
         self._console.print(
             "a gateway, a preprocessor, a router, a collector, an indexer and "
-            f"{self._workers} workers are up, {self.elapsed_s:.1f} s after their start\n",
+            f"{self._workers_shown} are up, {self.elapsed_s:.1f} s after their start\n",
             style="dim",
         )
 
@@ -122,10 +124,11 @@ class DemoScenario(DemoSession):
         self.show_title(
             f"{len(trace)} requests of a production trace, prompts of up to {longest} tokens"
         )
-        kv_aware = await self.replay("KV-aware", trace, self._run_trace_request, TRACE_SPEEDUP)
+        speed = DISAGGREGATED_SPEEDUP if self._is_disaggregated else TRACE_SPEEDUP
+        kv_aware = await self.replay("KV-aware", trace, self._run_trace_request, speed)
         await self._show_caches()
         warm_up = partial(self._chat, [{"role": "user", "content": "ready?"}])
-        await self.replay_in_round_robin(trace, self._run_trace_request, warm_up, kv_aware)
+        await self.replay_in_round_robin(trace, self._run_trace_request, warm_up, kv_aware, speed)
 
     async def _show_caches(self) -> None:
         """The cached blocks of each worker, from the indexer's API."""
@@ -137,7 +140,8 @@ class DemoScenario(DemoSession):
 
     async def _show_failover(self) -> None:
         """Kill the worker of a long answer in mid stream."""
-        self.show_title("A worker is killed in mid stream")
+        what = "A decode worker" if self._is_disaggregated else "A worker"
+        self.show_title(f"{what} is killed in mid stream")
         with Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             console=self._console,
@@ -151,10 +155,10 @@ class DemoScenario(DemoSession):
                     progress.update(
                         line, total=len(answer.expected.text), completed=len(answer.text)
                     )
-                    where = self._decisions.workers_of(answer.id)
+                    where = self._decisions.answering_workers(answer.id)
                     if not killed and where and self._clock.now() - answer.sent_at > KILL_AFTER_S:
                         killed = where[-1]
-                        await self._parts.kill(killed)
+                        await self._deployment.kill(killed)
                         progress.console.print(
                             f"[red]kill -9 {killed}[/], {len(answer.text)} of "
                             f"{len(answer.expected.text)} characters into its answer",
@@ -175,6 +179,12 @@ class DemoScenario(DemoSession):
                 "after "
                 f"{len(answer.text)} of {len(answer.expected.text)} characters on "
                 f"{self.workers_of(answer.id)}",
+                highlight=False,
+            )
+        if self._is_disaggregated:
+            self._console.print(
+                f"\n{self._decisions.handed_over_requests} of {len(self.answers)} requests were "
+                "handed over from a prefill worker to a decode worker",
                 highlight=False,
             )
         self._console.print(

@@ -81,7 +81,7 @@ class VllmScenario(DemoSession):
 
     async def run(self) -> bool:
         """Run it. Raises DemoFailed when a process ends."""
-        self._console.print(f"{self._workers} vLLM workers are starting", style="dim")
+        self._console.print(f"{self._workers_shown} with vLLM are starting", style="dim")
         return await self.play(self._steps)
 
     async def _steps(self) -> bool:
@@ -138,7 +138,7 @@ class VllmScenario(DemoSession):
             tokens += getattr(piece, "token_ids", ())
             if not killed and len(tokens) >= KILL_AFTER_TOKENS:
                 killed = self._decisions.workers_of(request_id)[-1]
-                await self._parts.kill(killed)
+                await self._deployment.kill(killed)
                 self.show(f"[red]kill -9 {killed}[/], {len(tokens)} tokens into its answer")
         where = self.workers_of(request_id)
         same = tokens == whole

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from streams.clock import Clock
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Log
+from streams.records import Role
 
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""
@@ -38,16 +39,43 @@ class DemoFailed(OperatorError):
 
 
 class DeploymentPart(NamedTuple):
-    """One process: its name, and the kind of process it runs."""
+    """One process: its name, and the kind of process it runs.
+
+    `role`: of a worker; None: that of the settings.
+    """
 
     name: str
     kind: str
+    role: Role | None = None
 
 
-def deployment_parts(workers: int) -> list[DeploymentPart]:
-    """`workers` workers, and one of each other process."""
-    names = [DeploymentPart(f"worker-{n}", "worker") for n in range(1, workers + 1)]
+def deployment_parts(workers: int, prefill_workers: int = 0) -> list[DeploymentPart]:
+    """`workers` workers, and one of each other process.
+
+    With `prefill_workers`, the first workers have the role prefill, and the others decode.
+    """
+    assert prefill_workers < max(workers, 1), "none is left to decode"
+    roles: list[Role | None] = [None] * workers
+    if prefill_workers:
+        roles = ["decode"] * workers
+        roles[:prefill_workers] = ["prefill"] * prefill_workers
+    names = [DeploymentPart(f"worker-{n}", "worker", role) for n, role in enumerate(roles, 1)]
     return [*names, *(DeploymentPart(f"{kind}-1", kind) for kind in SINGLE_KINDS)]
+
+
+def count_workers(parts: Sequence[DeploymentPart]) -> str:
+    """The number of workers in words, and of each role where they have one."""
+    roles = [part.role for part in parts if part.kind == "worker"]
+    words = f"{len(roles)} worker{'s'[: len(roles) > 1]}"
+    if not (prefill := roles.count("prefill")):
+        return words
+    return f"{words} ({prefill} prefill, {len(roles) - prefill} decode)"
+
+
+def part_settings(part: DeploymentPart) -> dict[str, str]:
+    """The settings of this process alone: its name, and the role of a worker."""
+    names = {"worker_id": part.name, "router_id": part.name}
+    return names if part.role is None else {**names, "worker_role": part.role}
 
 
 class LocalDeployment(Protocol):
@@ -77,7 +105,7 @@ class ProcessDeployment:
 
     def __init__(
         self,
-        parts: list[DeploymentPart],
+        parts: Sequence[DeploymentPart],
         environment: Mapping[str, str],
         guard: ProcessGuard,
         clock: Clock,
@@ -160,12 +188,11 @@ class ProcessDeployment:
     def _launch(
         self, part: DeploymentPart, changed: Mapping[str, str] = NO_VARIABLES
     ) -> ManagedProcess:
-        names = {variable_name("worker_id"): part.name, variable_name("router_id"): part.name}
         environment = {
             **self._environment,
             **self._own.get(part.name, NO_VARIABLES),
             **changed,
-            **names,
+            **{variable_name(name): value for name, value in part_settings(part).items()},
         }
         command, output_file = process_command(part.kind), self.output_file(part.name)
         return launch(self._guard, part.name, command, environment, output_file)
@@ -189,7 +216,7 @@ class InProcessDeployment:
 
     def __init__(
         self,
-        parts: list[DeploymentPart],
+        parts: Sequence[DeploymentPart],
         builds: Mapping[str, ProcessFactory],
         settings: Settings,
         broker: MemoryBroker,
@@ -239,9 +266,7 @@ class InProcessDeployment:
         name = part.name
         log = MemoryLog(self._broker, name)
         ctx = ProcessContext(name, self._broker.clock, random.Random(self._rng.random()))
-        settings = self._settings.model_copy(
-            update={"worker_id": name, "router_id": name, **changes}
-        )
+        settings = self._settings.model_copy(update={**part_settings(part), **changes})
         process = self._builds[part.kind](log, settings, ctx)
         self._running[name] = log, ctx, process
         await log.start()

@@ -16,7 +16,12 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from app.local.deployment import DeploymentPart, ProcessDeployment, deployment_parts
+from app.local.deployment import (
+    DeploymentPart,
+    ProcessDeployment,
+    count_workers,
+    deployment_parts,
+)
 from app.runtime.process import ProcessContext
 from app.settings import Settings, variable_name
 from app.up.data_folder import CannotStart, DataFolder, rotate_logs
@@ -50,6 +55,7 @@ class UpOptions(NamedTuple):
 
     kind: BrokerChoice
     workers: int
+    prefill_workers: int
     port: int | None
     data: Path | None
     ephemeral: bool
@@ -66,6 +72,12 @@ def run_up(settings: Settings, options: UpOptions, default_data: Path, report: R
     Raises CannotStart, BrokerUnavailable, TopicMismatch, SettingsError.
     """
     settings.require_authentication()
+    if options.prefill_workers and settings.engine != "simulated":
+        raise CannotStart(
+            "--prefill-workers needs the engine simulated, and KVLANE_ENGINE is "
+            f"{settings.engine}: start each worker by itself, with its KVLANE_WORKER_ROLE "
+            "and the address of its engine"
+        )
     settings, kind = choose_broker(settings, options, report)
     is_own = kind != "env"
     with ExitStack() as cleanup:
@@ -87,7 +99,8 @@ def run_up(settings: Settings, options: UpOptions, default_data: Path, report: R
         if folder is not None:
             folder.set_broker_kind(broker.kind)
         report(f"broker: {broker.description}")
-        asyncio.run(_Deployment(settings, options.workers, broker, folder, report).run())
+        parts = deployment_parts(options.workers, options.prefill_workers)
+        asyncio.run(_Deployment(settings, parts, broker, folder, report).run())
 
 
 def choose_broker(
@@ -158,7 +171,7 @@ class _Deployment:
     def __init__(
         self,
         settings: Settings,
-        workers: int,
+        parts: Sequence[DeploymentPart],
         broker: Broker,
         folder: DataFolder | None,
         say: ReportLine,
@@ -167,7 +180,7 @@ class _Deployment:
         self._broker = broker
         self._folder = folder
         self._report = say
-        self._parts = deployment_parts(workers)
+        self._parts = parts
         self._ports = assign_ports(self._settings, self._parts)
         self._workers = [part.name for part in self._parts if part.kind == "worker"]
         self._clock = SystemClock()
@@ -251,10 +264,9 @@ class _Deployment:
         return parts
 
     async def _wait_ready(self, readiness: ReadinessCheck) -> None:
-        count = len(self._workers)
         self._report(
-            f"a gateway, a preprocessor, a router, a collector, an indexer and {count} "
-            f"worker{'s'[: count > 1]} are starting; their log files are in {self._logs}"
+            "a gateway, a preprocessor, a router, a collector, an indexer and "
+            f"{count_workers(self._parts)} are starting; their log files are in {self._logs}"
         )
         late_at = self._clock.now() + LATE_REPORT_S
         while missing := await readiness.failed_checks():
@@ -280,7 +292,7 @@ class _Deployment:
             f"  Kafka     {s.bootstrap_servers}, topics {s.topic_prefix}*",
             f"  data      {data}",
             "  metrics",
-            *(f"    {url}/metrics  {name}" for name, url in urls.items()),
+            *(f"    {urls[part.name]}/metrics  {_with_role(part)}" for part in self._parts),
             "",
             f"export KVLANE_BOOTSTRAP_SERVERS={s.bootstrap_servers}",
             *own_prefix,
@@ -307,3 +319,7 @@ class _Deployment:
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)  # noqa: S104 - only compared
         scheme = "http" if self._settings.http_tls_cert is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _with_role(part: DeploymentPart) -> str:
+    return part.name if part.role is None else f"{part.name} ({part.role})"

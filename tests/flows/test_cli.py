@@ -277,6 +277,20 @@ def test_up_needs_a_broker_that_others_can_reach() -> None:
     assert "kvlane demo" in result.stderr
 
 
+def test_up_needs_a_worker_that_decodes() -> None:
+    result = kvlane("up", "--workers", "2", "--prefill-workers", "2", "--broker", "memory")
+    assert result.exit_code == 2
+    assert "--prefill-workers 2 of --workers 2 leaves no worker to decode" in result.stderr
+    result = kvlane("up", "--workers", "2", "--prefill-workers", "1", "--broker", "memory")
+    assert "kvlane demo" in result.stderr
+
+
+def test_demo_with_vllm_refuses_prefill_workers() -> None:
+    result = kvlane("demo", "--engine", "vllm", "--disaggregated")
+    assert result.exit_code == 2
+    assert "--disaggregated needs the simulated engine" in result.stderr
+
+
 def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLANE_LANES", "77")
     result = kvlane("settings")
@@ -286,7 +300,7 @@ def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.demo.demo_run.run_demo", lambda *_: False)
+    monkeypatch.setattr("app.demo.demo_run.run_demo", lambda *_, **__: False)
     assert kvlane("demo", "hello", "--broker", "memory").exit_code == 1
 
 

@@ -41,14 +41,17 @@ def kvlane(*arguments: str, code: int = 0, **variables: str) -> str:
     return done.stdout
 
 
-def check_story(shown: str) -> None:
-    """Both policies were shown, a worker died in mid stream, and every text is right."""
+def check_story(shown: str, killed: str = r"worker-\d, then worker-\d") -> None:
+    """Both policies were shown, a worker died in mid stream, and every text is right.
+
+    `killed`: the workers of the answer whose worker died.
+    """
     assert re.search(r"round robin +\d+\.\d% +\d+ ms", shown)
     assert re.search(r"KV-aware +\d+\.\d% +\d+ ms", shown)
     assert re.search(r"→ worker-\d +cost", shown)
     assert re.search(r"from the indexer: worker-1 \d+, worker-2 \d+", shown)
     assert "kill -9 worker-" in shown
-    assert re.search(r"the answer is complete: worker-\d, then worker-\d", shown)
+    assert re.search(rf"the answer is complete: {killed}, longest", shown)
     right = re.search(r"(\d+) of (\d+) texts are exactly as expected", shown)
     assert right is not None
     assert right[1] == right[2]
@@ -112,6 +115,17 @@ def test_the_demo_in_memory_loses_nothing() -> None:
     assert "What is a lane?" in shown
 
 
+def test_the_disaggregated_demo_loses_nothing_and_hands_requests_over() -> None:
+    shown = kvlane("demo", "Hello", "--broker", "memory", "--disaggregated")
+    check_story(shown, r"worker-1 \(prefill\), then worker-[234] \(decode\), then worker-[234]")
+    assert "4 workers (1 prefill, 3 decode) are up" in shown
+    assert "kill -9 worker-1" not in shown
+    handed_over = re.search(r"(\d+) of (\d+) requests were handed over", shown)
+    assert handed_over is not None
+    assert 100 < int(handed_over[1]) < int(handed_over[2])
+    assert "drift" not in shown
+
+
 def test_ctrl_c_ends_the_demo_in_memory_at_once() -> None:
     with running("demo", "--broker", "memory") as process:
         read_until(process, "production trace")
@@ -124,6 +138,20 @@ def test_the_demo_on_kafka_loses_nothing_and_leaves_no_process(
 ) -> None:
     check_story(kvlane("demo", "Hello", **on_kafka))
     assert running_with(topic_prefix) == []
+
+
+def test_up_starts_prefill_and_decode_workers(on_kafka: dict[str, str]) -> None:
+    with running("up", "--workers", "2", "--prefill-workers", "1", **on_kafka) as deployment:
+        read_until(deployment, "and 2 workers (1 prefill, 1 decode) are starting")
+        read_until(deployment, "/metrics  worker-1 (prefill)")
+        read_until(deployment, "/metrics  worker-2 (decode)")
+        read_until(deployment, "Ctrl-C stops everything")
+        kvlane("publish", "--id", "both", "--follow", "Who computes this?", **on_kafka)
+        explained = kvlane("explain", "both", **on_kafka)
+        assert re.search(r"prefill.*worker-1", explained), explained
+        assert re.search(r"decode.*worker-2", explained), explained
+        deployment.send_signal(signal.SIGTERM)
+        assert deployment.wait(60) == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import pytest
 
-from app.local.deployment import deployment_parts
+from app.local.deployment import count_workers, deployment_parts, part_settings
 from app.settings import Settings
 from app.up.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
 from app.up.supervisor import (
@@ -22,14 +22,14 @@ from app.up.supervisor import (
     ProcessSupervisor,
     RestartBackoff,
 )
-from app.up.up_run import UpOptions, assign_ports, check_ports, choose_broker
+from app.up.up_run import UpOptions, assign_ports, check_ports, choose_broker, run_up
 from streams.brokers.broker import Broker, KeptData
 from streams.brokers.docker import DockerBroker, volume
 from streams.brokers.watchdog import MARK, NAME
 from streams.errors import BrokerUnavailable
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
-ASKED = UpOptions("auto", 2, None, None, ephemeral=False)
+ASKED = UpOptions("auto", 2, 0, None, None, ephemeral=False)
 
 
 class Children:
@@ -261,6 +261,28 @@ def test_every_process_listens_on_a_port_of_its_own() -> None:
     assert ports["router-1"] == ("status_port", 9100)
     assert ports["worker-1"][0] == ports["preprocessor-1"][0] == "status_port"
     assert ports["indexer-1"][0] == "indexer_port"
+
+
+def test_prefill_workers_are_the_first_ones_and_the_others_decode() -> None:
+    parts = deployment_parts(3, prefill_workers=1)
+    roles = [(part.name, part.role) for part in parts if part.kind == "worker"]
+    assert roles == [("worker-1", "prefill"), ("worker-2", "decode"), ("worker-3", "decode")]
+    assert {part.role for part in parts if part.kind != "worker"} == {None}
+    assert count_workers(parts) == "3 workers (1 prefill, 2 decode)"
+    assert {part.role for part in deployment_parts(3)} == {None}
+    assert count_workers(deployment_parts(1)) == "1 worker"
+
+
+def test_roles_are_refused_for_engines_that_need_an_address_each(tmp_path: Path) -> None:
+    options = ASKED._replace(prefill_workers=1)
+    with pytest.raises(CannotStart, match="KVLANE_ENGINE is echo"):
+        run_up(Settings(engine="echo"), options, tmp_path, print)
+
+
+def test_role_of_a_worker_is_a_setting_of_its_process_alone() -> None:
+    prefill, decode, *others = map(part_settings, deployment_parts(2, prefill_workers=1))
+    assert (prefill["worker_role"], decode["worker_role"]) == ("prefill", "decode")
+    assert not any("worker_role" in settings for settings in others)
 
 
 def test_a_container_gets_the_port_and_a_volume_that_outlives_it(
