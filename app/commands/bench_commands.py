@@ -338,6 +338,9 @@ def chaos(
     rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 4.0,
     tokens: Annotated[int, typer.Option(help="Tokens per answer.", min=1)] = 90,
     workers: Annotated[int, typer.Option(help="Number of workers.", min=3)] = 6,
+    prefill_workers: Annotated[
+        int, typer.Option(help="Those of them that only compute prompts.", min=0)
+    ] = 0,
     minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = float("inf"),
     resume: Annotated[
         Path | None, typer.Option(help="Log of all rounds: read first, then appended to.")
@@ -366,8 +369,10 @@ def chaos(
     screen.require_matplotlib(plot)
     scale = ChaosScale(
         kills, seed=seed, kinds=kinds, rate=rate, tokens=tokens, workers=workers,
-        limit_s=60 * minutes,
+        limit_s=60 * minutes, prefill_workers=prefill_workers,
     )  # fmt: skip
+    if prefill_workers > workers - 2:
+        raise typer.BadParameter(f"--prefill-workers {prefill_workers}: two workers must decode")
     lines = read_rounds(resume)
     report = _measure(
         "chaos",

@@ -43,6 +43,7 @@ from app.local.processes import free_port
 from app.settings import Settings
 from streams.brokers.broker_factory import JvmBroker
 from streams.client import Client
+from streams.records import Role
 
 CLUSTER_BROKERS = 3
 CLUSTER_LANES = 6
@@ -67,7 +68,10 @@ PROCESS_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in BROKER_FAULTS
 
 
 class ChaosScale(NamedTuple):
-    """Amount of work. `rate`: requests/s; `tokens`: per answer; `limit_s`: of the whole run."""
+    """Amount of work. `rate`: requests/s; `tokens`: per answer; `limit_s`: of the whole run.
+
+    `prefill_workers`: of the workers; with them the others have the role decode.
+    """
 
     kills: int = 10
     seed: int = 1
@@ -76,6 +80,7 @@ class ChaosScale(NamedTuple):
     tokens: int = 90
     workers: int = 6
     limit_s: float = float("inf")
+    prefill_workers: int = 0
 
     @property
     def includes_brokers(self) -> bool:
@@ -149,7 +154,13 @@ async def chaos_deployment(
     ports = {f"gateway-{n}": free_port() for n in range(1, copies + 1)}
     processes = ProcessGroup(
         environment,
-        deployment_processes(scale.workers, ports, preprocessors=copies, collectors=copies),
+        deployment_processes(
+            scale.workers,
+            ports,
+            preprocessors=copies,
+            collectors=copies,
+            prefill_workers=scale.prefill_workers,
+        ),
         {**ENGINE_SETTINGS, **changes},
     )
     processes.start()
@@ -193,9 +204,16 @@ def _keep(written: Path, logs: Path) -> None:
 
 
 def deployment_processes(
-    workers: int, ports: dict[str, int], *, preprocessors: int = 2, collectors: int = 0
-) -> list[ProcessSpec]:
+    workers: int, ports: dict[str, int], *, preprocessors: int = 2, collectors: int = 0,
+    prefill_workers: int = 0,
+) -> list[ProcessSpec]:  # fmt: skip
     """The processes of a deployment with two routers and an indexer. `ports`: of the gateways."""
+
+    def role_of(number: int) -> Role:
+        if number <= prefill_workers:
+            return "prefill"
+        return "decode" if prefill_workers else "aggregated"
+
     return [
         *(
             ProcessSpec(
@@ -206,7 +224,10 @@ def deployment_processes(
             for number, (name, port) in enumerate(ports.items())
         ),
         *(ProcessSpec(f"router-{n}", "router") for n in (1, 2)),
-        *(ProcessSpec(f"worker-{n}", "worker") for n in range(1, workers + 1)),
+        *(
+            ProcessSpec(f"worker-{n}", "worker", {"worker_role": role_of(n)})
+            for n in range(1, workers + 1)
+        ),
         ProcessSpec("indexer-1", "indexer", {"indexer_port": free_port()}),
         *(ProcessSpec(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),
         *(ProcessSpec(f"collector-{n}", "collector") for n in range(1, collectors + 1)),
@@ -339,6 +360,9 @@ class ChaosRun:
         await self._clock.sleep(RECOVERY_S)  # for a second one
         missing = sorted(self._answered - results.keys())
         repeated = sorted(name for name, count in results.items() if count > 1)
+        handovers = self._there.observer.handovers
+        if self._form.prefill_workers:
+            line["handover_ms"] = handovers
         self._append({**line, "without_result": missing, "several_results": repeated})
 
     def _account(self, over: Sequence[Conversation]) -> dict[str, Any]:

@@ -299,6 +299,10 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     bars.append(Threshold("those who ask were behind, at most", late_s, "s", limit, is_met))
     bars += [Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named]
     bars.append(none_of("requests on the log without an end", unended))
+    if any("handover_ms" in line for line in lines):
+        times_ms = [ms for line in lines for ms in line.get("handover_ms", ())]
+        bars.append(Threshold("handed over", len(times_ms), "requests", "> 0", bool(times_ms)))
+        bars.append(figure("hand-over to Started of decode, p50", percentile(times_ms, 0.5), "ms"))
     for field, faulty in (("without_result", "without"), ("several_results", "with several")):
         count = sum(len(line.get(field, ())) for line in lines)
         bars.append(none_of(f"answers {faulty} results", count))

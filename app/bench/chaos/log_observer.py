@@ -13,7 +13,17 @@ from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import RecordError
 from streams.ports import Log, Partition
-from streams.records import Assigned, Chunk, End, Ended, Fence, Lost, Result
+from streams.records import (
+    Assigned,
+    Chunk,
+    End,
+    Ended,
+    Fence,
+    Lost,
+    PrefillDone,
+    Result,
+    Started,
+)
 from streams.request import Request
 from streams.responses.transcript import Transcript
 from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, RESULTS
@@ -56,6 +66,10 @@ class LogObserver:
         self.losses: list[WorkerLoss] = []
         self.results: Counter[str] = Counter()
         """Number of results that a reader of committed records sees, by request id."""
+        self.handovers: list[float] = []
+        """Times from the end of a prefill to Started of its decode, in ms between append times."""
+        self._handed_over_ms: dict[tuple[str, int], int] = {}
+        """By request and attempt, the append time of a hand-over without decode so far."""
         self._lost: set[tuple[str, int]] = set()
 
     async def end_offsets(self) -> dict[Partition, int]:
@@ -77,9 +91,11 @@ class LogObserver:
                     now = self._clock.now()
                     for record in records:
                         try:
-                            self._take(decode(record), now)
+                            taken = decode(record)
                         except RecordError:
                             continue
+                        self._take(taken, now)
+                        self._take_handover(taken, record.timestamp)
                 await self._clock.sleep(READ_INTERVAL_S)
         finally:
             await reader.close()
@@ -98,6 +114,17 @@ class LogObserver:
         elif isinstance(record, Lost) and (record.worker, record.epoch) not in self._lost:
             self._lost.add((record.worker, record.epoch))  # several routers may write it
             self.losses.append(WorkerLoss(now, record.worker, record.silent_ms))
+
+    def _take_handover(self, record: object, at_ms: int) -> None:
+        if isinstance(record, PrefillDone) and record.phase == "prefill":
+            self._handed_over_ms[record.id, record.attempt] = at_ms
+        elif isinstance(record, Started) and record.phase == "decode":
+            since_ms = self._handed_over_ms.pop((record.id, record.attempt), None)
+            if since_ms is not None:
+                self.handovers.append(at_ms - since_ms)
+        elif isinstance(record, Ended):
+            for key in [key for key in self._handed_over_ms if key[0] == record.id]:
+                del self._handed_over_ms[key]
 
     def _request(self, request_id: str) -> ObservedRequest:
         if (request := self.requests.get(request_id)) is None:
