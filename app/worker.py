@@ -336,7 +336,7 @@ class Worker:
             await events.begin_epoch(epoch, until)
         executor = RunExecutor(
             self._ctx, self._publisher, self._engine, self._chunks, self._model, self.id, epoch,
-            self._lease_s,
+            broker_clock=self._broker_clock, lease_s=self._lease_s,
         )  # fmt: skip
         self._runs = RunQueue(
             executor, self._ctx, self._publisher, self._broker_clock, self._limits, self.id, epoch,

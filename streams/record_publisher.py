@@ -135,14 +135,6 @@ class RecordPublisher:
         """
         return await self.publish_entry(topic, encode(record, key), partition, until=until)
 
-    async def publish_current(
-        self, topic: str, key: str, record: Callable[[], AnyRecord], *, until: float
-    ) -> Appended:
-        """As `publish`, with the record as it is at the time of each attempt."""
-        return await self._repeated(
-            (topic, key), lambda: self.publish_once(topic, key, record()), until
-        )
-
     async def publish_batch(
         self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
     ) -> Appended:

@@ -218,8 +218,8 @@ class Started(InternalRecord, frozen=True):
 class PrefillDone(InternalRecord, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
 
-    `handoff` is the engine's own, opaque to everything between the two. `lease_ms`: how long the
-    engine still held the blocks for it when this was written; 0 if unknown.
+    `handoff` is the engine's own, opaque to everything between the two. `lease_until_ms`: broker
+    time until which the engine holds the blocks for it; 0 if unknown.
     """
 
     id: str
@@ -232,7 +232,7 @@ class PrefillDone(InternalRecord, frozen=True):
     ttft_ms: float = 0.0
     prefill_ms: float = 0.0
     handoff: bytes = b""
-    lease_ms: int = 0
+    lease_until_ms: int = 0
 
 
 class Finished(InternalRecord, frozen=True):

@@ -233,7 +233,7 @@ PREFILL_ROUTER: Row = {
         f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
     ),
     "topology: required and unknown fails before prefill starts": (
-        f"{SPLIT}required_domain_that_is_unknown_ends_the_request_before_prefill",
+        f"{SPLIT}prefill_worker_outside_of_required_domains_gets_no_prompt",
     ),
     "topology joins the request's; its value wins on an equal preferred taint": (
         f"{SPLIT}decode_stays_in_the_required_domain",

@@ -23,9 +23,9 @@ from app.lanes.remaining_work import DeferredRequest, HandOver, HandOvers, Remai
 from app.lanes.termination import CancellableWaits, RequestTermination
 from app.lanes.waiting_requests import LaneRequest, RequestKey
 from app.routing.selection.decision import Placement, Rejection, Wait
+from app.routing.selection.eligibility import domain_taint
 from app.routing.selection.handover import (
     decode_request,
-    domain_taint,
     prefill_request,
     within_domain,
 )
@@ -53,6 +53,9 @@ RETRY_AFTER_S = 1.0
 """Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
 completes in a second."""
 
+MAX_SPLIT_ATTEMPTS = 3
+"""Attempts in which a prompt is handed over. With decode workers that are full for longer than a
+hand-over lasts, prompts would be computed again and again."""
 MAX_NAME_IN_MESSAGE = 64
 """Characters of a model's name in the message of an end."""
 
@@ -190,7 +193,9 @@ class Dispatcher:
     def _decode_rest(self, handover: HandOver) -> RemainingWork:
         """The work of the decode worker."""
         worker = handover.prefill.worker
-        request = decode_request(handover.rest.request, worker, handover.params)
+        request = decode_request(
+            handover.rest.request, worker, handover.params, handover.cached_tokens
+        )
         rules = self._context.scheduler.handover_rules
         request = within_domain(request, self._domain_taint(worker), rules)
         return handover.rest._replace(request=request)
@@ -202,7 +207,7 @@ class Dispatcher:
         if choice.phase != "prefill":
             return choice
         run = RunId(rest.attempt, "prefill", choice.worker_rank.worker, choice.worker_rank.epoch)
-        handover = HandOver(rest, run, b"{}", rest.deadline_ms)
+        handover = HandOver(rest, run, self._context.broker_clock.now_ms(), b"{}", rest.deadline_ms)
         return await self._hold(self._decode_rest(handover), handover)
 
     async def assign_decode(self, handover: HandOver) -> None:
@@ -243,9 +248,6 @@ class Dispatcher:
     ) -> None:
         """Dispatch a request to its place, unless the ledger shows that this was done."""
         s, request = self._context, rest.request
-        if choice.phase == "prefill" and (why := self._missing_domain(choice.worker_rank.worker)):
-            await self._reject(request.id, why)
-            return
         if not self._is_due(rest, choice.phase):
             return
         waited_s = s.ctx.clock.now() - began_at
@@ -255,14 +257,6 @@ class Dispatcher:
             await self._dispatch(rest, choice, 0 if handover is None else handover.until_ms)
         finally:
             span.end()
-
-    def _missing_domain(self, prefill_worker: str) -> Rejection | None:
-        """The rejection if transfers need a domain, and this worker is in none."""
-        rules = self._context.scheduler.handover_rules
-        if not rules.is_domain_required or self._domain_taint(prefill_worker) is not None:
-            return None
-        why = f"prefill worker {prefill_worker} has no taint topology/{rules.domain}=..."
-        return _rejection("none_eligible", why)
 
     def _is_due(self, rest: RemainingWork, phase: Phase) -> bool:
         """Whether the ledger has no run of this phase, no later attempt and no end.
@@ -297,6 +291,8 @@ class Dispatcher:
                 phase = "decode" if handover else self._first_phase(rest, prompt)
                 if phase != wanted.phase:
                     wanted = replace(wanted, phase=phase)
+                if handover is not None and handover.since_ms < wanted.since_ms:
+                    wanted = replace(wanted, since_ms=handover.since_ms)
                 planned = (
                     s.scheduler.dry_run(wanted)
                     if request.is_query
@@ -321,7 +317,8 @@ class Dispatcher:
         return _rejection(code, deferral.reason)
 
     def _first_phase(self, rest: RemainingWork, prompt: PromptHashes) -> Phase:
-        stays_whole = bool(rest.excluded) or not self.handovers.has_room
+        is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
+        stays_whole = bool(rest.excluded) or is_late or not self.handovers.has_room
         return self._context.scheduler.first_phase(prompt, stays_whole=stays_whole)
 
     def _refusal(
@@ -410,7 +407,7 @@ class Dispatcher:
         slot = s.assignments_partition(run.worker).partition
         s.scheduler.on_dispatched(request, run.phase)
         if run.phase == "prefill":
-            self.handovers.begin(rest, run)
+            self.handovers.begin(rest, run, s.broker_clock.now_ms())
         try:
             with s.count_in_flight(run, request, choice):
                 decision, _ = await s.publisher.publish_together(

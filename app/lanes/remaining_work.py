@@ -69,14 +69,17 @@ class DeferredRequest(NamedTuple):
 class HandOver(NamedTuple):
     """A prompt that a prefill worker holds for a decode worker.
 
-    `params`: transfer parameters of its engine. `until_ms`: broker time until which decode may
-    begin.
+    `since_ms`: when the prefill was dispatched, which keeps the request's place among those that
+    wait. `params`: transfer parameters of its engine. `until_ms`: broker time until which decode
+    may begin. `cached_tokens`: of the prompt, at the prefill worker.
     """
 
     rest: RemainingWork
     prefill: RunId
+    since_ms: int
     params: bytes = b""
     until_ms: int = 0
+    cached_tokens: int = 0
 
 
 class HandOvers:
@@ -101,10 +104,10 @@ class HandOvers:
         """Whether another prompt may be kept."""
         return self._bytes < MAX_PREFILL_BYTES
 
-    def begin(self, rest: RemainingWork, prefill: RunId) -> None:
+    def begin(self, rest: RemainingWork, prefill: RunId, now_ms: int) -> None:
         """Keep what is left of a request while a worker computes its prompt."""
         self.drop(rest.request.id)
-        self._open[rest.request.id] = HandOver(rest, prefill)
+        self._open[rest.request.id] = HandOver(rest, prefill, now_ms)
         self._bytes += rest.request.prompt_bytes
 
     def on_record(self, fact: LogRecord) -> None:
@@ -117,9 +120,13 @@ class HandOvers:
             done.attempt, "prefill", done.worker, done.epoch
         ):
             return
-        lease_ms = LEASE_SHARE * done.lease_ms if done.lease_ms else self._timeout_ms
-        until_ms = fact.timestamp_ms + int(min(self._timeout_ms, lease_ms))
-        self._open[done.id] = known._replace(params=done.handoff, until_ms=until_ms)
+        left_ms = float(self._timeout_ms)
+        if done.lease_until_ms:
+            left_ms = min(left_ms, LEASE_SHARE * (done.lease_until_ms - fact.timestamp_ms))
+        until_ms = max(fact.timestamp_ms + int(left_ms), 1)
+        self._open[done.id] = known._replace(
+            params=done.handoff, until_ms=until_ms, cached_tokens=done.cached_tokens
+        )
 
     def take(self, request_id: str, attempt: int) -> HandOver | None:
         """The hand-over of an attempt, if its prompt is computed; only once."""

@@ -127,7 +127,8 @@ class Scheduler:
         unheld = tuning.predictive_weights._replace(max_hold_ms=0.0)
         self._unheld = tuning._replace(predictive_weights=unheld)
         self.handover_rules = handover_rules
-        self._pools = CandidatePools(fleet, worker_timeout_ms)
+        needed = handover_rules.domain if handover_rules.is_domain_required else ""
+        self._pools = CandidatePools(fleet, worker_timeout_ms, needed)
         self._broker_clock = broker_clock
         self._timeout_ms = worker_timeout_ms
         self._herd_avoidance = herd_avoidance

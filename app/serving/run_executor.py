@@ -41,6 +41,7 @@ from app.preprocess.text.stop_conditions import TextPiece, TextStream
 from app.runtime import spans
 from app.runtime.process import ProcessContext
 from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
+from streams.clock import BrokerClock
 from streams.codecs import token_count, unpack_tokens
 from streams.errors import AppendFailed, BrokerUnavailable
 from streams.record_publisher import RecordPublisher
@@ -172,6 +173,8 @@ class RunExecutor:
         model: Model,
         worker: str,
         epoch: int,
+        *,
+        broker_clock: BrokerClock,
         lease_s: float = 0.0,
     ) -> None:
         """`lease_s`: how long the engine holds the blocks of a prefill; 0 if unknown."""
@@ -182,6 +185,7 @@ class RunExecutor:
         self._model = model
         self._worker = worker
         self._epoch = epoch
+        self._broker_clock = broker_clock
         self._lease_s = lease_s
 
     async def execute(self, run: Run) -> RunEnd:
@@ -262,11 +266,12 @@ class RunExecutor:
         except AppendFailed as e:  # routers overestimate the load of this worker for a while
             log.warning("%s: PrefillDone was not acknowledged: %s", request_id, e)
 
-    def _prefill_done(self, run: Run, handoff: bytes = b"", lease_ms: int = 0) -> PrefillDone:
+    def _prefill_done(self, run: Run, handoff: bytes = b"", lease_until_ms: int = 0) -> PrefillDone:
         return PrefillDone(
             id=run.key.id, attempt=run.key.attempt, phase=run.key.phase, worker=self._worker,
             epoch=self._epoch, run=run.run_id, cached_tokens=run.cached_tokens,
-            ttft_ms=run.ttft_ms, prefill_ms=run.prefill_ms, handoff=handoff, lease_ms=lease_ms,
+            ttft_ms=run.ttft_ms, prefill_ms=run.prefill_ms, handoff=handoff,
+            lease_until_ms=lease_until_ms,
         )  # fmt: skip
 
     async def _outcome(self, run: Run, work: Coroutine[Any, Any, RunEnd]) -> RunEnd:
@@ -327,12 +332,13 @@ class RunExecutor:
         if lease_s:
             until = min(until, ended_at + lease_s)
 
-        def current() -> PrefillDone:
-            left_ms = int((ended_at + lease_s - clock.now()) * 1000)
-            return self._prefill_done(run, transfer, max(left_ms, 1) if lease_s else 0)
-
+        lease_until_ms = 0
+        if lease_s:
+            passed_s = clock.now() - ended_at
+            lease_until_ms = self._broker_clock.now_ms() + int((lease_s - passed_s) * 1000)
+        done = self._prefill_done(run, transfer, lease_until_ms)
         try:
-            await self._publisher.publish_current(LEDGER, run.key.id, current, until=until)
+            await self._publisher.publish(LEDGER, run.key.id, done, until=until)
         except (AppendFailed, BrokerUnavailable) as e:
             return RunEnd("broken", message=f"PrefillDone was not acknowledged: {e}")
         return RunEnd("handed_off")

@@ -76,6 +76,7 @@ class SharedViews:
             model=MODEL, kv_cache_block_size=shape.block_size, total_kv_blocks=shape.cache_blocks,
             max_num_seqs=shape.max_sequences, max_num_batched_tokens=shape.max_batched_tokens,
             curve=shape.curves.coefficients() if publishes_curves else None,
+            transfer_lease_s=0.0,
         )  # fmt: skip
         for worker in workers:
             card = WorkerCard(

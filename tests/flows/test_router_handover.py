@@ -179,7 +179,7 @@ async def test_lease_of_the_engine_bounds_the_time_of_a_hand_over(world: MemoryW
     append_record(world, REQUESTS, LONG)
     first = await prefill_of(world, prefill)
     begun_ms = world.clock.wall_ms()
-    prefill.hand_over(first, PARAMS, lease_ms=2000)
+    prefill.hand_over(first, PARAMS, lease_until_ms=world.broker.now_ms() + 2000)
     second = await prefill_of(world, decode)
     assert 1600 <= second.handoff_until_ms - begun_ms < 1700  # .8 of the lease
 
@@ -353,16 +353,144 @@ async def test_decode_stays_in_the_required_domain(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_required_domain_that_is_unknown_ends_the_request_before_prefill(
+async def test_prefill_worker_outside_of_required_domains_gets_no_prompt(
     world: MemoryWorld,
 ) -> None:
-    prefill, _ = workers(world)
+    outside = FakeWorker(world, "p", role="prefill")
+    alone = FakeWorker(world, "p2", role="prefill", taints=("topology/zone=b",))
+    decode = FakeWorker(world, "d", role="decode", taints=("topology/zone=a",))
     await start_router(world, transfer_domain="zone", transfer_domain_required=True)
     append_record(world, REQUESTS, LONG)
+    assert (await prefill_of(world, decode)).phase == "aggregated"
+    inside = FakeWorker(world, "p3", role="prefill", taints=("topology/zone=a",))
+    await world.sleep(2)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    assert (await prefill_of(world, inside)).phase == "prefill"
+    assert not outside.received(Assignment)
+    assert not alone.received(Assignment)
+
+
+@scenario_test
+async def test_required_domain_without_prefill_worker_ends_the_request_where_it_is_enforced(
+    world: MemoryWorld,
+) -> None:
+    prefill, decode = workers(world)
+    await start_router(
+        world, transfer_domain="zone", transfer_domain_required=True,
+        enforce_disaggregation=True,
+    )  # fmt: skip
+    append_record(world, REQUESTS, replace(LONG, deadline_s=5))
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
-    assert end.code == "none_eligible"
-    assert "topology/zone" in end.message
+    assert end.code in ("no_workers", "deadline")
     assert not prefill.received(Assignment)
+    assert not decode.received(Assignment)
+
+
+@scenario_test
+async def test_prompt_that_no_prefill_worker_may_take_stays_whole(world: MemoryWorld) -> None:
+    FakeWorker(world, "p", role="prefill")
+    decode = FakeWorker(world, "d", role="decode", taints=("gpu=x",))
+    await start_router(world)
+    needs = RoutingConstraints(required_taints=("gpu=x",))
+    for n, hints in enumerate((
+        Hints(routing_constraints=needs), Hints(allowed_worker_ids=("d",)),
+        Hints(backend_instance_id="d"),
+    )):  # fmt: skip
+        append_record(world, REQUESTS, replace(LONG, id=f"{n}", hints=hints))
+        assert (await prefill_of(world, decode, n + 1)).phase == "aggregated"
+
+
+@scenario_test
+async def test_prompt_is_not_handed_over_to_an_engine_without_transfers(
+    world: MemoryWorld,
+) -> None:
+    prefill = FakeWorker(world, "p", role="prefill")
+    plain = FakeWorker(world, "w")
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    assert (await prefill_of(world, plain)).phase == "aggregated"
+    able = FakeWorker(world, "w2", transfer_lease_s=30.0)
+    await world.sleep(2)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    assert (await prefill_of(world, able)).phase == "decode"
+
+
+@scenario_test
+async def test_decode_worker_that_is_pinned_gets_the_decode(world: MemoryWorld) -> None:
+    prefill, cached = workers(world, block_size=16)
+    cached.publish_blocks(list(range(2900)), 16)
+    pinned = FakeWorker(world, "d2", role="decode", block_size=16)
+    await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(decode_worker_id="d2")))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    assert (await prefill_of(world, pinned)).phase == "decode"
+
+
+@scenario_test
+async def test_request_for_any_model_and_embeddings_stay_whole(world: MemoryWorld) -> None:
+    _, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, model=""))
+    append_record(world, REQUESTS, replace(LONG, id="b", prompt_embeds="AAAA"))
+    await prefill_of(world, decode, 2)
+    assert {a.phase for a in decode.received(Assignment)} == {"aggregated"}
+
+
+@scenario_test
+async def test_prompt_is_computed_for_a_hand_over_three_times_at_most(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    for attempt in range(3):
+        first = await prefill_of(world, prefill, attempt + 1)
+        prefill.hand_over(first, PARAMS, lease_until_ms=1)
+    last = await prefill_of(world, decode)
+    assert (last.phase, last.attempt) == ("aggregated", 3)
+
+
+@scenario_test
+async def test_cached_tokens_are_those_of_the_prefill_worker(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS, cached_tokens=48)
+    result = (await prefill_of(world, decode)).request.prefill_result
+    assert result is not None
+    assert result.prompt_tokens_details is not None
+    assert result.prompt_tokens_details.cached_tokens == 48
+
+
+@scenario_test
+async def test_lease_counts_from_the_end_of_prefill_not_from_its_record(
+    world: MemoryWorld,
+) -> None:
+    prefill, decode = workers(world)
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    first = await prefill_of(world, prefill)
+    prefill.hand_over(first, PARAMS, lease_until_ms=world.broker.now_ms() - 1000)
+    again = await prefill_of(world, prefill, 2)
+    assert (again.phase, again.attempt) == ("prefill", 1)
+    assert not decode.received(Assignment)
+
+
+@scenario_test
+async def test_failed_twin_of_a_prefill_gives_no_second_end(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    twin = FakeWorker(world, "p2", role="prefill", state="draining")
+    await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    first = await prefill_of(world, prefill)
+    run = twin.start(replace(first, worker="p2", epoch=twin.epoch))  # of another owner's decision
+    prefill.hand_over(first, PARAMS)
+    decoding = decode.start(await prefill_of(world, decode))
+    twin.finish(run, "broken")
+    append_record(world, RESPONSES, chunk(0, 70, text="x", chars=1, finish_reason="stop"))
+    decode.finish(decoding, "stop")
+    await world.sleep(150)  # past the deadline
+    assert not read_records(world, RESPONSES, End)
+    assert not read_records(world, RESPONSES, Fence)
 
 
 @scenario_test

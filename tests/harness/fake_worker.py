@@ -66,6 +66,8 @@ class FakeWorker:
         self.running: list[RunProgress] = []
         self.slot_offset = 0
         self.state = state
+        if role != "aggregated":
+            engine.setdefault("transfer_lease_s", 30.0)
         config = EngineConfig(model=model, kv_cache_block_size=block_size, **engine)
         card = {
             "id": name, "slot": 0, "model": model, "config": config, "max_runs": max_runs,

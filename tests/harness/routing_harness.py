@@ -57,6 +57,7 @@ class RoutingHarness:
     def worker(self, name: str, block_size: int = 16, **over: Any) -> str:
         epoch = self.epochs[name] = len(self.epochs)
         engine = over.pop("engine", {})
+        engine.setdefault("transfer_lease_s", 30.0)
         config = EngineConfig(model="m", kv_cache_block_size=block_size, **engine)
         card = {"id": name, "slot": 0, "model": "m", "config": config, "epoch": epoch}
         self.registry(WorkerCard(**(card | over)))

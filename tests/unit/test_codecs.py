@@ -360,12 +360,12 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             epoch=12,
             run=11,
             handoff=b'{"a": 1}',
-            lease_ms=1500,
+            lease_until_ms=1500,
         ),
         bytes.fromhex(
             "88a26964a66a6f622d3137a7617474656d707400a57068617365a770726566696c6ca6776f726b65"
-            "72a27731a565706f63680ca372756e0ba768616e646f6666c4087b2261223a20317da86c65617365"
-            "5f6d73cd05dc"
+            "72a27731a565706f63680ca372756e0ba768616e646f6666c4087b2261223a20317dae6c65617365"
+            "5f756e74696c5f6d73cd05dc"
         ),
     ),
     (

@@ -97,10 +97,12 @@ def worker_number(worker: str) -> str:
 class CandidatePools:
     """The pools of a fleet; remembers those it made."""
 
-    def __init__(self, fleet: Fleet, timeout_ms: int) -> None:
-        """`timeout_ms`: silence after which a worker gets no new work."""
+    def __init__(self, fleet: Fleet, timeout_ms: int, transfer_domain: str = "") -> None:
+        """`timeout_ms`: silence after which a worker gets no new work. `transfer_domain`: topology
+        domain that a prefill worker must share with a decode worker; "" for none."""
         self._fleet = fleet
         self._timeout_ms = timeout_ms
+        self._transfer_domain = transfer_domain
         self._pools: dict[tuple[str, Phase], CandidatePool] = {}
 
     def pool(self, model: str, phase: Phase, now_ms: int) -> CandidatePool:
@@ -112,6 +114,15 @@ class CandidatePools:
             self._pools.clear()
         pool = self._pools[model, phase] = self._make(model, phase, now_ms, known)
         return pool
+
+    def _transfer_taints(self, model: str) -> set[str]:
+        """The taints of decode workers in the domain of transfers."""
+        taints = (
+            domain_taint(member.card.taints, self._transfer_domain)
+            for member in self._fleet.members.values()
+            if model in ("", member.card.model) and _can_take(member.card, "decode")
+        )
+        return {taint for taint in taints if taint is not None}
 
     def _holds(self, pool: CandidatePool, now_ms: int) -> bool:
         if pool.version != self._fleet.version or now_ms > pool.until_ms:
@@ -127,8 +138,15 @@ class CandidatePools:
         serving = {
             worker: member
             for worker, member in sorted(fleet.members.items())
-            if model in ("", member.card.model) and member.card.role in _ROLES[phase]
+            if model in ("", member.card.model) and _can_take(member.card, phase)
         }
+        if phase == "prefill" and self._transfer_domain:
+            reachable = self._transfer_taints(model)
+            serving = {
+                worker: member
+                for worker, member in serving.items()
+                if domain_taint(member.card.taints, self._transfer_domain) in reachable
+            }
         last_ms = {w: fleet.heartbeats[w].at_ms for w in serving if w in fleet.heartbeats}
         routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
         until_ms = min((last_ms[w] for w in routable), default=now_ms) + timeout_ms
@@ -148,6 +166,17 @@ class CandidatePools:
             has_load_limits=any(_is_bounded(row.card) for row in rows),
             kinds=frozenset(row.card.config.kind for row in rows),
         )
+
+
+def _can_take(card: WorkerCard, phase: Phase) -> bool:
+    """Whether a worker may execute a phase: by its role, and by the transfers of its engine."""
+    transfers = card.config.transfer_lease_s is not None
+    return card.role in _ROLES[phase] and (phase == "aggregated" or transfers)
+
+
+def domain_taint(taints: Sequence[str], domain: str) -> str | None:
+    """The taint of a worker in a topology domain, such as topology/zone=a."""
+    return next((taint for taint in taints if taint.startswith(f"topology/{domain}=")), None)
 
 
 def block_size_of(fleet: Fleet, model: str, members: Iterable[FleetMember]) -> int:
@@ -286,7 +315,7 @@ def _explain_empty(
     alive = (
         row
         for worker, member in fleet.live_members()
-        if request.model in ("", member.card.model) and member.card.role in _ROLES[phase]
+        if request.model in ("", member.card.model) and _can_take(member.card, phase)
         for row in _rows(worker, member, 0)
     )
     all_rules = list(_rules(request, phase, pin))

@@ -12,12 +12,12 @@ finds the prompt in the cache of the worker that has computed it, so it costs li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from app.routing.selection.decision import RoutingState
+from app.routing.selection.eligibility import NotEligible, filter_eligible
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import refreshed_table
 from app.routing.worker_rank import WorkerRank
@@ -25,6 +25,7 @@ from indexer.events import Tier
 from streams.records import Phase
 from streams.request import (
     PrefillResult,
+    PromptTokensDetails,
     Request,
     RouterConfigOverride,
     RoutingConstraints,
@@ -40,7 +41,8 @@ class HandOverRules(NamedTuple):
     A request stays whole if fewer than `min_tokens` of its prompt, and less than `min_share`, are
     not cached at a decode worker. `is_enforced`: it is handed over always, or not served.
     `domain`: topology domain within which caches are transferred, "" for any;
-    `is_domain_required`: else it is only preferred.
+    `is_domain_required`: else it is only preferred. Where it is required, a prefill worker takes
+    prompts only while its domain has a decode worker.
     """
 
     min_tokens: int = 2048
@@ -62,28 +64,48 @@ def first_phase(
     that a fault of the transfer does not end it.
     """
     request = prompt.request
-    if request.kind != "tokens" or request.service_class == "batch" or request.is_probe:
-        return "aggregated"
-    pool = state.pools.pool(request.model, "decode", state.now_ms)
-    if not pool.rows:  # a prompt that is computed now would wait in vain
-        return "aggregated"
+    has_decode_worker = state.pools.pool(request.model, "decode", state.now_ms).rows
+    if not (_can_be_split(request) and has_decode_worker):
+        return "aggregated"  # without it a prompt that is computed would wait in vain
     if rules.is_enforced:
         return "prefill"
-    if stays_whole or request.stop.max_tokens == 0 or _is_pinned_whole(request):
+    if stays_whole or not _has_prefill_worker(request, state):
         return "aggregated"
-    if not state.pools.pool(request.model, "prefill", state.now_ms).rows:
-        return "aggregated"
+    is_pinned = (request.hints.prefill_worker_id, request.hints.decode_worker_id) != (None, None)
+    return "prefill" if is_pinned or not _is_short(prompt, state, rules) else "aggregated"
+
+
+def _has_prefill_worker(request: Request, state: RoutingState) -> bool:
+    """Whether a prefill worker may take a request, now or when it has room."""
+    hints = request.hints
+    if hints.prefill_worker_id is not None:
+        return True  # where that is none, the request ends with the reason
+    if hints.backend_instance_id is not None or request.stop.max_tokens == 0:
+        return False  # one worker is named for all of it; or there is nothing to decode
+    pool = state.pools.pool(request.model, "prefill", state.now_ms)
+    found = filter_eligible(request, "prefill", pool, state.fleet)
+    may_wait = not isinstance(found, NotEligible) or found.retry == "wait"
+    return bool(pool.rows) and may_wait
+
+
+def _is_short(prompt: PromptHashes, state: RoutingState, rules: HandOverRules) -> bool:
+    """Whether a decode worker computes what it has not cached of a prompt."""
+    pool = state.pools.pool(prompt.request.model, "decode", state.now_ms)
     hashes = prompt.local_hashes(pool.block_size)
     cached = refreshed_table(pool, state).overlap_blocks(state.kv_index, hashes)
     uncached = prompt.tokens - int(cached[:, Tier.DEVICE].max(initial=0)) * pool.block_size
-    is_short = uncached < rules.min_tokens and uncached < rules.min_share * prompt.tokens
-    return "aggregated" if is_short else "prefill"
+    return uncached < rules.min_tokens and uncached < rules.min_share * prompt.tokens
 
 
-def _is_pinned_whole(request: Request) -> bool:
-    """Whether a request names one worker for all of it."""
-    hints = request.hints
-    return hints.backend_instance_id is not None and hints.prefill_worker_id is None
+def _can_be_split(request: Request) -> bool:
+    """Whether two workers can share a request: it has a prompt of tokens, and names its model."""
+    return (
+        request.kind == "tokens"
+        and request.service_class != "batch"
+        and not request.is_probe
+        and request.prompt_embeds is None
+        and bool(request.model)
+    )
 
 
 def prefill_request(request: Request, worker: WorkerRank, emitted_tokens: int) -> Request:
@@ -98,9 +120,14 @@ def prefill_request(request: Request, worker: WorkerRank, emitted_tokens: int) -
     return replace(request, stop=stop, hints=hints)
 
 
-def decode_request(request: Request, prefill_worker: str, params: bytes) -> Request:
+def decode_request(
+    request: Request, prefill_worker: str, params: bytes, cached_tokens: int
+) -> Request:
     """The request for a decode worker: with the transfer parameters, which are opaque, and without
-    credit for what is cached there. Everything else is as the client has asked."""
+    credit for what is cached there. Everything else is as the client has asked.
+
+    `cached_tokens`: of the prompt, at the prefill worker.
+    """
     override = replace(
         request.router_config_override or RouterConfigOverride(),
         overlap_score_credit=0.0,
@@ -111,13 +138,11 @@ def decode_request(request: Request, prefill_worker: str, params: bytes) -> Requ
         request,
         hints=replace(request.hints, prefill_worker_id=prefill_worker),
         router_config_override=override,
-        prefill_result=PrefillResult(disaggregated_params=params),
+        prefill_result=PrefillResult(
+            disaggregated_params=params,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        ),
     )
-
-
-def domain_taint(taints: Sequence[str], domain: str) -> str | None:
-    """The taint of a worker in a topology domain, such as topology/zone=a."""
-    return next((taint for taint in taints if taint.startswith(f"topology/{domain}=")), None)
 
 
 def within_domain(request: Request, taint: str | None, rules: HandOverRules) -> Request:

@@ -103,7 +103,7 @@ def select_worker(
             )
     if fault := invalid_weight(request):
         return Rejection("invalid", f"{fault} must be a number up to {MAX_WEIGHT:g}")
-    pool = view.pools.pool(request.model, phase, view.now_ms)
+    pool = view.pools.pool(request.model, part, view.now_ms)
     rows = filter_eligible(
         request, phase, pool, view.fleet,
         excluded=excluded, full=full_workers, loads=(view.committed, view.in_flight),

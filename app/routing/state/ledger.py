@@ -139,8 +139,13 @@ class RequestState:
         if self.ended:
             return True
         is_final = False
-        for run in self.runs.values():
-            if run.state in OPEN or (run.state in FAILED and run.state != "worker_full"):
+        has_decode = any(run_id.phase != "prefill" for run_id in self.runs)
+        for run_id, run in self.runs.items():
+            if run.state in OPEN:
+                return False
+            if run_id.phase == "prefill" and has_decode:
+                continue  # of a twin, maybe: the answer is that of the other run
+            if run.state in FAILED and run.state != "worker_full":
                 return False
             is_final |= run.state not in ("handed_off", "worker_full")
         return is_final
