@@ -14,7 +14,7 @@ from app.routing.queueing.herd_avoidance import (
     routers_before,
     stagger_by_worker,
 )
-from streams.records import Assigned, LogRecord, RequestOffset
+from streams.records import Assigned, LogRecord, Phase, RequestOffset
 
 ROUTERS = [f"router-{n}" for n in range(8)]
 WORKERS = [f"worker-{n}" for n in range(400)]
@@ -53,9 +53,10 @@ def got(
     held_ms: int = 0,
     attempt: int = 0,
     router: str = "",
+    phase: Phase = "aggregated",
 ) -> None:
     listener.on_record(LogRecord(0, at_ms, Assigned(
-        id="a", attempt=attempt, phase="aggregated", worker="w", epoch=1, prompt_tokens=1,
+        id="a", attempt=attempt, phase=phase, worker="w", epoch=1, prompt_tokens=1,
         origin=RequestOffset(topic="requests", partition=0, offset=0), responses_from=0,
         deadline_ms=0,
         held_ms=held_ms, router=router,
@@ -85,6 +86,14 @@ def test_past_burst_has_no_effect() -> None:
     for n in range(500):
         got(crowding, n * 100)
     assert not crowding.is_bursty
+
+
+def test_second_decision_of_a_split_request_is_no_arrival() -> None:
+    detector = BurstDetector(5.0)
+    for n in range(1000):
+        got(detector, n * 100, phase="prefill")
+        got(detector, n * 100 + 1, phase="decode")
+    assert not detector.is_bursty
 
 
 def test_a_router_that_decides_alone_takes_no_turns() -> None:

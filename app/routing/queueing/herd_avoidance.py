@@ -74,8 +74,8 @@ class BurstDetector:
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; decisions hold the arrival times of requests."""
         record = fact.record
-        if not isinstance(record, Assigned) or record.attempt:
-            return
+        if not isinstance(record, Assigned) or record.attempt or record.phase == "decode":
+            return  # not the first decision of its request
         came_ms = fact.timestamp_ms - record.held_ms
         is_near = any(abs(came_ms - other) <= self.lag_ms for other in reversed(self._came_ms))
         self._share += (is_near - self._share) / BURST_WINDOW
