@@ -47,8 +47,9 @@ DEDUP_WINDOW_MS = 1_200_000
 """A request with the id of another one within this time is a duplicate, which routers ignore: the
 default of KVLANE_DEDUP_WINDOW_S."""
 
-_FINAL = frozenset({"stop", "length", "cancelled", "handed_off"})
-"""Codes of a run after which no further record of the request is captured."""
+_FINAL = frozenset({"stop", "length", "cancelled"})
+"""Codes of a run after which no further record of the request is captured. A run of phase prefill
+ends no request: its decode, or another attempt, follows."""
 
 
 async def capture_period(
@@ -273,7 +274,8 @@ class _Reading:
             return None
         if isinstance(record, PrefillDone):
             return CapturedPrefill(at_ms=at_ms, done=replace(record, handoff=b""))
-        if record.code in _FINAL or (record.code == "error" and not record.retryable):
+        is_final = record.code in _FINAL or (record.code == "error" and not record.retryable)
+        if is_final and record.phase != "prefill":
             del self._open[record.id]
         return CapturedRun(at_ms=at_ms, end=replace(record, message=""))
 

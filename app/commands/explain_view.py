@@ -94,12 +94,18 @@ def _summary(decisions: list[ExplainedDecision]) -> Table:
         why = "no inputs recorded" if reasons is None else reasons.words
         expected_ms = f"{record.ttft_ms_predicted:.1f} ms" if record.ttft_ms_predicted else "-"
         shown.add_row(
-            str(record.attempt), f"[bold]{escape_text(_place(record))}[/]", escape_text(why),
+            _attempt(record), f"[bold]{escape_text(_place(record))}[/]", escape_text(why),
             f"{record.cached_tokens_predicted} tokens",
             "-" if actual.cached_tokens is None else f"{actual.cached_tokens}", expected_ms,
             "-" if actual.ttft_ms is None else f"{actual.ttft_ms:.1f} ms",
         )  # fmt: skip
     return shown
+
+
+def _attempt(record: Assigned) -> str:
+    """An attempt, with the phase of its decision unless that is the only one."""
+    is_whole = record.phase == "aggregated"
+    return str(record.attempt) if is_whole else f"{record.attempt} {record.phase}"
 
 
 def _place(each: Any) -> str:

@@ -3,10 +3,12 @@
 A router measures the requests of the lanes that it owns, over HTTP and over Kafka alike, by append
 times of the ledger:
 
-    queue      Assigned of attempt 0 - received
-    TTFT       first PrefillDone - received
+    queue      first Assigned of attempt 0 - received
+    TTFT       first PrefillDone, but for those of phase prefill - received
     ITL        mean of the last run, as its worker measured it (Finished)
     outcome    code of the last run (Finished), or of the router's end (Ended)
+
+A run of phase prefill gives no token to readers and ends no request: its Finished is left out.
 
 Received is the append time on `prompts`, or the gateway's clock for a request over HTTP. A request
 that another router had accepted, which died, has an outcome only. An outcome that is in the ledger
@@ -70,17 +72,17 @@ class RequestMetrics:
     def on_record(self, fact: LogRecord, model_of: Callable[[str], str]) -> None:
         """A new ledger record of a lane of this router; `model_of`: the model of a worker."""
         match fact.record:
-            case Assigned(id=key, attempt=attempt):
+            case Assigned(id=key, attempt=attempt, phase=phase):
                 if (request := self._open.get(key)) is not None:
                     request.is_served = True
-                    if attempt == 0:
+                    if attempt == 0 and phase != "decode":
                         self._queue.labels(request.label).observe(_seconds(request, fact))
-            case PrefillDone(id=key):
+            case PrefillDone(id=key, phase=phase) if phase != "prefill":
                 request = self._open.get(key)
                 if request is not None and not request.has_first_token:
                     request.has_first_token = True
                     self._ttft.labels(request.label).observe(_seconds(request, fact))
-            case Finished(id=key, code=code, worker=worker) as run:
+            case Finished(id=key, code=code, worker=worker) as run if run.phase != "prefill":
                 if code not in TERMINAL_CODES or run.retryable:
                     return
                 model = self._end(key) or model_of(worker) or UNKNOWN

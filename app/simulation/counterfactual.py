@@ -5,9 +5,9 @@ the recorded decisions is the additional latency compared to another policy, bot
 errors of the engine model are in both. It applies to the whole period and to no single request,
 since each decision changes the state for later ones.
 
-Only finished requests of the period for its most requested model count. Pinned workers, routing
-constraints, preferences and session affinity are not simulated; blocks filled by answers are not
-shared.
+Only finished requests of the period for its most requested model count, without those that a
+prefill worker handed over. Pinned workers, routing constraints, preferences and session affinity
+are not simulated; blocks filled by answers are not shared.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class CaptureReader:
         shape = kinds.most_common(1)[0][0]
         return CapturedPeriod(model, len(places), shape, requests, left_out, len(kinds))
 
-    def _recorded_request(
+    def _recorded_request(  # noqa: PLR0911 - one for each reason
         self,
         request: CapturedRequest,
         model: str,
@@ -170,6 +170,8 @@ class CaptureReader:
             return "not decided in the period"
         if request.at_ms > decided[0].at_ms:
             return "published before the period, and again in it"
+        if any(each.decision.phase == "prefill" for each in decided):
+            return "handed over from a prefill worker"
         if not ran or ran[-1].end.code not in ("stop", "length"):
             return "without a whole answer"
         first = decided[0].decision
