@@ -3,7 +3,8 @@
 A worker is full by its card, which limits its runs, or by its refusals in the ledger, which every
 router reads. The runs it had when it refused are then its limit; no more are sent to it, except for
 one probe request a second, within the limit of its card, since it may have refused because of runs
-that no ledger knew.
+that no ledger knew. A refusal that is not retryable is that of an expired hand-over, and sets no
+limit.
 
 Interactive runs and batch runs fill a worker together. For an interactive request only the former
 count, since the latter give way to it (`batch_scheduler.py`).
@@ -78,7 +79,7 @@ class WorkerCapacity:
                 limit = self._limits.get((worker, epoch))
                 if limit is not None:
                     limit.runs = max(limit.runs, self._known_runs(worker, epoch))
-            case Finished(worker=worker, epoch=epoch, code="worker_full"):
+            case Finished(worker=worker, epoch=epoch, code="worker_full", retryable=True):
                 runs = self._known_runs(worker, epoch)
                 if (before := self._limits.get((worker, epoch))) is not None:
                     runs = min(runs, before.runs)

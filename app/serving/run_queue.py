@@ -227,14 +227,13 @@ class RunQueue:
     def _handoff_expired(self, run: Run) -> RunEnd | None:
         """Refuse a decode whose blocks may be gone: the engine could read those of another prompt.
 
-        Checked last, after the wait in the queue; between here and the engine nothing waits.
+        Checked last, after the wait in the queue; between here and the engine nothing waits. Not
+        retryable, since the worker has room: only another prefill helps.
         """
         until_ms = run.assignment.handoff_until_ms
         if not until_ms or self._broker_clock.now_ms() <= until_ms:
             return None
-        return RunEnd(
-            "worker_full", retryable=True, message="the hand-off of its prefill has expired"
-        )
+        return RunEnd("worker_full", message="the hand-off of its prefill has expired")
 
     def _close(self, run: Run, outcome: RunEnd) -> None:
         """End a run that never started."""

@@ -258,7 +258,7 @@ async def test_a_decode_past_its_hand_off_never_reaches_the_engine(world: Memory
     until_ms = world.broker.now_ms() - 1
     harness.assign(phase="decode", request=decode_request(TRANSFER), handoff_until_ms=until_ms)
     finished = await harness.wait_finished()
-    assert (finished.code, finished.retryable) == ("worker_full", True)
+    assert (finished.code, finished.retryable) == ("worker_full", False)
     assert finished.message == "the hand-off of its prefill has expired"
     assert not engine.requests
     assert not harness.lane_records(LEDGER, Started)

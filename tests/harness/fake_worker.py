@@ -127,11 +127,11 @@ class FakeWorker:
         append_record(self.world, LEDGER, started)
         return run
 
-    def reject(self, assignment: Assignment) -> None:
-        """Reject an assignment as `worker_full`."""
+    def reject(self, assignment: Assignment, *, retryable: bool = True) -> None:
+        """Reject an assignment as `worker_full`; not `retryable`: its hand-over has expired."""
         refused = Finished(
             id=assignment.request.id, attempt=assignment.attempt, phase=assignment.phase,
-            worker=self.name, epoch=self.epoch, code="worker_full", retryable=True,
+            worker=self.name, epoch=self.epoch, code="worker_full", retryable=retryable,
         )  # fmt: skip
         append_record(self.world, LEDGER, refused)
 
