@@ -275,8 +275,8 @@ class Dispatcher:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
 
         If the queue is full, a request that has not begun is refused, or deferred if it came over
-        Kafka. One that has begun is queued in any case: there are never more of them than runs that
-        workers had.
+        Kafka. One that has begun, or whose prompt a prefill worker has computed, is queued in any
+        case: there are never more of them than runs that workers had.
         """
         s, request = self._context, rest.request
         seed = s.ctx.rng.getrandbits(32)
@@ -341,11 +341,13 @@ class Dispatcher:
     def _excess(
         self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
     ) -> Rejection | DeferredRequest | None:
-        """The result if the queue is full: prompts from Kafka, and batch requests, are deferred."""
+        """The result if the queue is full: prompts from Kafka, and batch requests, are deferred; of
+        the others those are refused of which no prompt was computed by a prefill worker."""
         queue = self._context.scheduler_of(rest.request.service_class).waiting
         if rest.request.queued_ms or rest.request.service_class == "batch":
             return _reference(rest, wanted) if queue.must_defer(wanted) else None
-        is_full = queue.is_full(wanted.queue_key)
+        split_attempts = 1 if wanted.phase == "prefill" else MAX_SPLIT_ATTEMPTS
+        is_full = rest.attempt < split_attempts and queue.is_full(wanted.queue_key)
         return _rejection("queue_full", deferral.reason) if is_full else None
 
     async def _answer_dry_run(self, rest: RemainingWork, choice: Placement) -> None:

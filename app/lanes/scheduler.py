@@ -2,8 +2,10 @@
 
 Requests wait here instead of being sent to and fro. Their number is bounded, also by class:
 `is_queue_full` means that one more has to be refused, `must_defer` that one from Kafka has to wait
-in the log. A freed place wakes one request, by priority, class and age; a request that finds a
-place wakes the next, since there may be more. Every second each request retries by itself.
+in the log. A freed place wakes one request of a phase that its worker serves, by priority, class
+and age; a request that finds a place wakes the next, since there may be more. Every second each
+request retries by itself. While prompts that are computed wait to be decoded, new ones wait behind
+them: so the bound holds for both.
 
 A request that policy predictive holds for a place retries when that is predicted free; see
 `app/routing/queueing/pending.py`, also for the requests that a record wakes. Requests that retry in
@@ -21,9 +23,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from app.lanes.deferred_prompts import QueueSize
 from app.lanes.model_availability import ModelAvailability
-from app.lanes.waiting_requests import LaneRequest, RequestKey, WaitingRequests
+from app.lanes.waiting_requests import (
+    LaneRequest,
+    RequestKey,
+    WaitingRequests,
+    wait_queue_name,
+)
 from app.lanes.worker_capacity import WorkerCapacity
 from app.routing.queueing.batch_select import BatchContext, BatchOrder, plan_batch
 from app.routing.queueing.fair_share import FairQueue, QueueKey
@@ -174,7 +183,7 @@ class Scheduler:
             return hold
         # Planned a second time, now for good: a request of the batch that went before may have
         # taken the place that was planned for this one.
-        planned = self._plan(wanted)
+        planned = self._wait_behind_decodes(wanted) or self._plan(wanted)
         if isinstance(planned, Placement):
             self._take(wanted, planned.worker_rank)
         else:
@@ -188,13 +197,26 @@ class Scheduler:
         await self._is_idle.wait()
 
     def _take(self, wanted: LaneRequest, place: WorkerRank) -> None:
-        """A request goes to a place: charge its class, and wake those whose turn comes."""
+        """A request goes to a place: charge its class once, and wake those whose turn comes."""
         first = self._pending.next_for(place) if self._wait_queues else None
-        self._classes.charge(wanted.cost)
+        if wanted.phase != "decode":  # its class was charged with its prefill
+            self._classes.charge(wanted.cost)
         self._intend(wanted, None)
         if self._wait_queues and (now_first := self._pending.next_for(place)) not in (first, None):
             self._wake([now_first])  # another class is first now
         self._wake_one(place.worker)
+
+    def _wait_behind_decodes(self, wanted: LaneRequest) -> Wait | None:
+        """The wait of a prompt that no worker could decode now, while computed ones wait for that.
+
+        Computed now, it would wait with them, and its hand-over might expire. With no decode
+        waiting, prompts are computed ahead, so that decode workers need not wait for them.
+        """
+        model = wanted.prompt.request.model
+        if wanted.phase != "prefill" or not self.waiting.has_decodes(model):
+            return None
+        decode = self._plan(replace(wanted, phase="decode"))
+        return decode if isinstance(decode, Wait) and not decode.needs_new_worker else None
 
     def _start_pass(self) -> None:
         """Plan all requests of this turn as a batch; resolve their futures in dispatch order."""
@@ -316,7 +338,8 @@ class Scheduler:
     async def wait_for_change(self, wanted: LaneRequest, hold: Wait) -> None:
         """Wait until a place for this request may be free."""
         if hold.reservation is None:
-            await self.waiting.wait_for_change(wanted.queue_key, wanted.priority)
+            name = wait_queue_name(wanted.queue_key, wanted.phase)
+            await self.waiting.wait_for_change(name, wanted.priority)
             return
         key, look_s = wanted.key, self.waiting.retry_interval_s
         ends_ms, left_s = self._pending.next_retry_ms(key, hold), look_s
@@ -337,9 +360,13 @@ class Scheduler:
         self.waiting.add(wanted, max(prompt.tokens - cached, 0))
 
     def leave(self, wanted: LaneRequest) -> None:
-        """Remove a request that has a place, or that ended."""
+        """Remove a request that has a place, or that ended. After the last decode of a model, new
+        prompts may be computed."""
+        model = wanted.prompt.request.model
         self.waiting.remove(wanted)
         self._intend(wanted, None)
+        if wanted.phase == "decode" and not self.waiting.has_decodes(model):
+            self._wake_first(model, "prefill")
 
     def _intend(self, wanted: LaneRequest, planned: Reservation | None) -> None:
         if planned is None and not self._wait_queues:
@@ -372,13 +399,20 @@ class Scheduler:
         self._wake(self._pending.in_dispatch_order())
 
     def _wake_one(self, worker: str) -> None:
+        """Wake the first request of the phases that this worker serves."""
         member = self._fleet.members.get(worker) if self.waiting.changed.has_waiting else None
         if member is not None:
-            queues = self._classes.waiting_queues(member.card.model, "")
-            self.waiting.changed.notify_one(queues, self._by_class)
+            self._wake_first(member.card.model, member.card.role)
+
+    def _wake_first(self, model: str, phase: Phase) -> None:
+        queues = self._classes.waiting_queues(model, "")
+        names = [wait_queue_name(queue, phase) for queue in queues]
+        self.waiting.changed.notify_one(names, self._by_class)
 
     def _by_class(self, name: QueueName, rank: Priority) -> Priority:
-        return rank[0], self._classes.virtual_time(QueueKey(*name)), *rank[1:]
+        model, class_name, _ = name
+        virtual_time = self._classes.virtual_time(QueueKey(model, class_name))
+        return rank[0], virtual_time, *rank[1:]
 
     # --- what the log says -----------------------------------------------------------------------
 
@@ -390,7 +424,7 @@ class Scheduler:
             return
         self.worker_capacity.on_record(fact)
         match fact.record:
-            case Finished(code="worker_full"):
+            case Finished(code="worker_full", retryable=True):
                 pass  # it freed no place
             case Finished(worker=worker):
                 self._wake_for(worker)

@@ -18,6 +18,7 @@ from app.routing.queueing.pending import PendingRequest
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.wait_queue import Priority, QueueName, WaitQueue
 from streams.clock import BrokerClock
+from streams.records import Phase
 
 RETRY_INTERVAL_S = 1.0
 """How often a waiting request retries without being woken, since a wake-up may have gone to one
@@ -32,6 +33,12 @@ class RequestKey(NamedTuple):
 
 
 LaneRequest = PendingRequest[RequestKey]
+
+
+def wait_queue_name(queue: QueueKey, phase: Phase) -> QueueName:
+    """The name under which requests wait for workers of the same roles: those of phase prefill
+    apart, since no other worker serves them."""
+    return (*queue, "prefill" if phase == "prefill" else "decode")
 
 
 class WaitingRequests:
@@ -65,6 +72,8 @@ class WaitingRequests:
         self._size = QueueSize()
         """The sum of `_sizes`, where a request that backs off has none."""
         self._lane_bytes = Counter[int]()
+        self._decodes = Counter[str]()
+        """Requests of phase decode, by model."""
 
     # --- size ------------------------------------------------------------------------------------
 
@@ -91,6 +100,10 @@ class WaitingRequests:
     def queued_bytes_of_lane(self, lane: int) -> int:
         """Bytes of the prompts that wait in one lane."""
         return self._lane_bytes[lane]
+
+    def has_decodes(self, model: str) -> bool:
+        """Whether requests of phase decode wait for workers of this model."""
+        return self._decodes[model] > 0
 
     # --- bounds ----------------------------------------------------------------------------------
 
@@ -148,6 +161,7 @@ class WaitingRequests:
         size = self._sizes[wanted.key] = QueueSize(1, tokens, wanted.prompt.request.prompt_bytes)
         self._size = self._size.plus(size)
         self._lane_bytes[wanted.key.lane] += size.bytes
+        self._count_decode(wanted, 1)
         self._classes.add_waiting(wanted.queue_key, tokens)
 
     def remove(self, wanted: LaneRequest) -> None:
@@ -162,7 +176,15 @@ class WaitingRequests:
         if size is not None:
             self._size = self._size.plus(size, -1)
             self._lane_bytes[wanted.key.lane] -= size.bytes
+            self._count_decode(wanted, -1)
             self._classes.remove_waiting(wanted.queue_key, size.tokens)
+
+    def _count_decode(self, wanted: LaneRequest, change: int) -> None:
+        if wanted.phase == "decode":
+            model = wanted.prompt.request.model
+            self._decodes[model] += change
+            if not self._decodes[model]:
+                del self._decodes[model]
 
     @property
     def retry_interval_s(self) -> float:
