@@ -129,7 +129,8 @@ def _newest_run_speaks() -> Iterator[Replacement]:
 
     def over(state: ledger.RequestState) -> bool:
         states = [run.state for _, run in speaking(state)]
-        return bool(state.ended) or (bool(states) and states[0] not in ledger.OPEN | ledger.FAILED)
+        goes_on = ledger.OPEN | ledger.FAILED | {"handed_off"}
+        return bool(state.ended) or (bool(states) and states[0] not in goes_on)
 
     yield reconcile, "_current_runs", speaking
     yield ledger.RequestState, "is_finished", property(over)
