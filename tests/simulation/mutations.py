@@ -468,8 +468,8 @@ def _prefill_writes_chunks() -> Iterator[Replacement]:
 def _decode_before_the_handover() -> Iterator[Replacement]:
     original = remaining_work.HandOvers.begin
 
-    def begin(self: Any, rest: Any, prefill: Any) -> None:
-        original(self, rest, prefill)
+    def begin(self: Any, rest: Any, prefill: Any, now_ms: int) -> None:
+        original(self, rest, prefill, now_ms)
         early = self._open[rest.request.id]._replace(params=b"{}", until_ms=rest.deadline_ms)
         self._open[rest.request.id] = early
 
