@@ -359,13 +359,18 @@ class PromptSource:
             self._paused_at = None
 
     async def _commit(self) -> None:
-        """Commit what is done; what cannot be committed now is tried again after the next poll."""
+        """Commit what is done; what cannot be committed now is tried again after the next poll.
+
+        Not under another claim: the owner in between may have committed more.
+        """
         done, self._done = self._done, {}
+        claims = dict(self._claims)
         try:
             await self._member.commit(done)
         except (OwnershipLost, AppendFailed) as e:
             log.info("records of %s may be read again: %s", self.topic, e)
-            self._done = {p: n for p, n in done.items() if p in self._claims} | self._done
+            still = {p: n for p, n in done.items() if self._claims.get(p) is claims.get(p)}
+            self._done = still | self._done
 
 
 def _tokens(answers: Sequence[_PreparedRecord]) -> int:
