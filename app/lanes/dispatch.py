@@ -224,7 +224,6 @@ class Dispatcher:
         if isinstance(choice, Placement):
             is_lost = s.fleet.is_lost(prefill.worker, prefill.epoch)
             if now_ms <= handover.until_ms and not is_lost:
-                s.metrics.on_handover("used")
                 await self._dispatch_if_due(rest, choice, began_at, handover)
         elif isinstance(choice, Rejection) and not handover.until_ms < now_ms <= rest.deadline_ms:
             await self._reject(rest.request.id, choice)
@@ -250,6 +249,8 @@ class Dispatcher:
         s, request = self._context, rest.request
         if not self._is_due(rest, choice.phase):
             return
+        if handover is not None:
+            s.metrics.on_handover("used")
         waited_s = s.ctx.clock.now() - began_at
         s.metrics.on_dispatched(rest.attempt, PromptHashes(request), choice, waited_s)
         span = _route_span(rest, choice) if request.traceparent else spans.NO_SPAN

@@ -19,7 +19,7 @@ from streams.request import Request
 
 MAX_PREFILL_BYTES = 64 * 1024 * 1024
 """Prompts of a lane that are kept while prefill workers compute them. With more of them requests
-are dispatched whole."""
+are dispatched whole, unless disaggregation is enforced."""
 LEASE_SHARE = 0.8
 """The part of an engine's lease that a hand-over may take: the rest is for clocks that differ."""
 
