@@ -153,14 +153,29 @@ async def test_blocks_of_an_engine_that_is_gone_can_be_tried_again(pair: Pair) -
     assert caught.value.retryable
 
 
-async def test_a_drain_lasts_until_the_lease_is_over(pair: Pair) -> None:
+async def drained_s(engine: RealEngine) -> float:
+    """Seconds that a drain takes."""
+    began_at = CLOCK.now()
+    await engine.vllm.drain()
+    took_s = CLOCK.now() - began_at
+    await engine.llm.resume_generation()
+    return took_s
+
+
+async def test_a_drain_lasts_until_the_lease_of_unfetched_blocks_is_over(pair: Pair) -> None:
     await transfer_of(pair, prompt_of(random.Random(42), BLOCK_SIZE))
-    began_at = CLOCK.now()
-    await pair.prefill.vllm.drain()
-    assert LEASE_S - 0.5 < CLOCK.now() - began_at < LEASE_S + 1.5
-    began_at = CLOCK.now()
-    await pair.decode.vllm.drain()
-    assert CLOCK.now() - began_at < 0.5
+    assert LEASE_S - 0.5 < await drained_s(pair.prefill) < LEASE_S + 1.5
+    assert await drained_s(pair.decode) < 0.5
+
+
+async def test_a_drain_ends_when_the_blocks_have_been_fetched(pair: Pair) -> None:
+    prompt = prompt_of(random.Random(45), 3 * BLOCK_SIZE)
+    request = decode_request(prompt, await transfer_of(pair, prompt))
+    draining = asyncio.create_task(drained_s(pair.prefill))
+    await CLOCK.sleep(0.5)
+    assert not draining.done()
+    await outputs(pair.decode, "decode", request)
+    assert await draining < LEASE_S - 1
 
 
 # --- workers -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ adapter that is loaded into vLLM later is not served.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping
@@ -157,10 +158,15 @@ class VllmEngine(Engine):
         return self._describe()
 
     async def drain(self) -> None:
-        """Wait until the last lease is over: vLLM does not report which transfers have ended."""
+        """Wait until other engines have fetched the blocks held for them, or the last lease ends.
+
+        Pauses vLLM, which is the only way to be notified when it holds no more blocks.
+        """
         if self._last_transfer_at is not None:
             lease_s = _transfer_lease_s(self._llm.vllm_config.kv_transfer_config) or 0.0
-            await self._clock.sleep(max(self._last_transfer_at + lease_s - self._clock.now(), 0.0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._last_transfer_at + lease_s - self._clock.now()):
+                    await self._llm.pause_generation(mode="wait", clear_cache=False)
 
     async def cleanup(self) -> None:
         """As `Engine.cleanup`; waits for a load in progress, since it has started processes."""
