@@ -5,6 +5,7 @@ In real time, since a gateway listens on a socket.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -171,7 +172,10 @@ async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
     assert overlap.device == len(tokens) // size > 5
     async with httpx.AsyncClient(base_url=deployed.indexer, timeout=WAIT_S) as http:
         sent = {"model": "demo", "token_ids": list(tokens)}
-        (got,) = (await http.post("/query", json=sent)).json()["holders"]
+        while not (holders := (await http.post("/query", json=sent)).json()["holders"]):
+            assert clock.now() < until  # the indexer follows the log by itself
+            await asyncio.sleep(0.05)
+    (got,) = holders
     assert CacheId(got["worker"], got["rank"]) in held
     assert got["device"] == overlap.device
 

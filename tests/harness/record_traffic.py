@@ -22,7 +22,9 @@ from streams.ports import Appended, Entry, Partition
 
 PAUSE_S = 0.02
 COMMIT_EVERY_S = 0.2
-SETTLE_S = 30.0
+SETTLE_S = 75.0
+"""More than a reader or a member waits, 30 s here, before it replaces a connection that is silent
+(`SILENT_TIMEOUTS`)."""
 
 
 class NumberedRecord(NamedTuple):
@@ -99,11 +101,14 @@ class RecordTraffic:
     async def settle(self) -> None:
         """Stop sending, and wait until the reader and the group have all that was acknowledged."""
         self._stopping = True
-        async with asyncio.timeout(SETTLE_S):
-            await asyncio.gather(*self._senders)
-            while not self._everything_arrived():
-                self._check()
-                await asyncio.sleep(0.02)
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await asyncio.gather(*self._senders)
+                while not self._everything_arrived():
+                    self._check()
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"not settled within {SETTLE_S:g} s: {self._missing()}") from None
         self._done = True
         await asyncio.gather(*self._tasks)
 
@@ -204,6 +209,16 @@ class RecordTraffic:
 
     def _everything_arrived(self) -> bool:
         return not self.lost and self.acknowledged.keys() <= self.group_got.keys()
+
+    def _missing(self) -> str:
+        """Counts of open sends and of records not read, the first of them, and the claims."""
+        sending = sum(not sender.done() for sender in self._senders)
+        unread, lanes = self.lost, sorted(self.acknowledged.keys() - self.group_got.keys())
+        return (
+            f"{sending} senders wait for an acknowledgement, the reader lacks {len(unread)} records"
+            f" {unread[:3]}, the group {len(lanes)} {lanes[:3]}; claims {self.claims},"
+            f" revocations {self.revocations}"
+        )
 
     def _check(self) -> None:
         for task in (*self._tasks, *self._senders):

@@ -17,7 +17,7 @@ from streams.ports import Entry, Partition
 from streams.topics import LEDGER, TOPICS
 from tests.harness.record_traffic import RecordTraffic
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 LANES = 6  # every broker leads some
 REQUEST_TIMEOUT_S = 6.0
