@@ -26,9 +26,10 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
-from app.results.duplicates import find_duplicates
 from app.results.lane_results import LaneResults
+from app.results.pending_result import PendingResult
 from app.results.result_writer import ResultWriter
+from app.results.unanswered_requests import search_ledger
 from streams.ports import Partition, Record
 from streams.reading.group_consumer import PartitionClaim
 from streams.reading.range_reader import read_range
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 MAX_READY = 2000
 """Requests that are over and wait for their transaction; with so many, replies wait in the log."""
 SILENT_AFTER_MS = 15_000
-"""Age of a request without any record of a reply at which the ledger is searched for the reason."""
+"""Age of a request without a reply at which the ledger is searched for the reason."""
 OVERDUE_MS = 60_000
 """Time after its deadline at which a request with deleted records counts as lost."""
 
@@ -109,17 +110,34 @@ class LaneCollector:
         now_ms = self._context.broker_clock.now_ms()
         self._results.lose_overdue(now_ms - OVERDUE_MS)
         self._writer.notify()
-        silent = self._results.silent(now_ms - SILENT_AFTER_MS)
-        if not silent or not (found := await find_duplicates(self._context, self.lane, silent)):
+        unanswered = self._results.unanswered(now_ms - SILENT_AFTER_MS)
+        if not unanswered:
+            return
+        repetitions, ended = await search_ledger(self._context, self.lane, unanswered)
+        if ended:  # a repetition among them has the result of the request before it
+            first_ms = min(pending.appended_ms for pending in ended)
+            await self._writer.find_results(first_ms - self._context.remembered_ms)
+        if not (repetitions or ended):
             return
         end = await self._end_of(RESPONSES)
         if self.claim.is_lost or self.position is None or self.position < end:
             return  # it is checked again
-        for pending in found:
+        for pending in repetitions:
             if pending.is_silent:
-                log.info("%s was published before; it gets no other result", pending.id)
-                self._results.drop(pending)
-                self.claim.mark_done(pending.offset)
+                self._drop(pending)
+        for pending in ended:
+            if not pending.is_lost:
+                continue
+            if self._results.is_finished(pending.id):
+                self._drop(pending)
+            else:
+                self._results.lose(pending, now_ms)
+        self._writer.notify()
+
+    def _drop(self, pending: PendingResult) -> None:
+        log.info("%s was published before; it gets no other result", pending.id)
+        self._results.drop(pending)
+        self.claim.mark_done(pending.offset)
 
     async def _begin(self) -> None:
         context, lane = self._context, self.lane

@@ -82,15 +82,23 @@ class LaneResults:
             pending.cut()
 
     def lose_overdue(self, now_ms: int) -> None:
-        """End requests whose reply may have ended among deleted records. `now_ms`: broker time."""
-        for pending in [p for p in self._by_key.values() if p.is_lost]:
-            if pending.due_ms < now_ms:
-                pending.lose(now_ms)
-                self._end(pending)
+        """Lose requests that are due, and whose reply may have ended among deleted records."""
+        for pending in [p for p in self._by_key.values() if p.is_lost and p.due_ms < now_ms]:
+            self.lose(pending, now_ms)
 
-    def silent(self, before_ms: int) -> list[PendingResult]:
-        """Requests that were appended before a broker time, without any record of a reply."""
-        return [p for p in self._by_key.values() if p.is_silent and p.appended_ms < before_ms]
+    def lose(self, pending: PendingResult, now_ms: int) -> None:
+        """End a request whose reply was deleted. `now_ms`: broker time."""
+        pending.lose(now_ms)
+        self._end(pending)
+
+    def unanswered(self, before_ms: int) -> list[PendingResult]:
+        """Requests that were appended before a broker time, and whose reply has not begun, or may
+        have begun among deleted records."""
+        return [
+            p
+            for p in self._by_key.values()
+            if (p.is_silent or p.is_lost) and p.appended_ms < before_ms
+        ]
 
     def drop(self, pending: PendingResult) -> None:
         """Forget a request that gets no result."""

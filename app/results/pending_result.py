@@ -120,8 +120,8 @@ class PendingResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its end may have been deleted."""
-        return self.may_be_cut and not self._has_begun
+        """Whether it goes on here, and its end may have been deleted."""
+        return self.may_be_cut and not self._has_begun and not self.is_over
 
     def _add(self, piece: Chunk | End, at_ms: int) -> None:
         self._has_begun = True

@@ -441,20 +441,3 @@ async def test_a_result_that_no_record_holds_is_an_error(world: MemoryWorld) -> 
     assert (result.status, result.status_code) == ("failed", 500)
     assert result.error is not None
     assert result.error.code == "too_large"
-
-
-@scenario_test
-async def test_a_reply_whose_beginning_was_deleted_is_lost(world: MemoryWorld) -> None:
-    results = await collector(world)
-    lane = results.lane("a")
-    results.ask("a")
-    results.answer("a", "on", end=None)
-    await world.sleep(5)
-    await results.kill()
-    results.answer("a", "ce", seq=1, index=1)
-    world.broker.delete_records(RESPONSES, lane, 1)
-    await results.start("c2")
-    await world.sleep(2000)
-    result = await results.only()
-    assert result.error is not None
-    assert (result.status, result.error.code) == ("failed", "lost")

@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiokafka import AIOKafkaConsumer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from streams.codecs import encode
 from streams.kafka.kafka_log import KafkaLog
-from streams.records import Chunk
+from streams.records import Chunk, End, Ended
 from streams.request import ReplyAddress, Request, ResultOptions
-from streams.topics import REQUESTS, RESPONSES, RESULTS
+from streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, lane_of
 from tests.harness.kafka_processes import app_process, provisioned
 
 REQUESTS_COUNT = 120
@@ -114,3 +114,29 @@ async def test_each_request_has_one_result_and_one_reply_whatever_is_killed(
             await consumer.stop()
     expected = Counter({f"r{number}": 1 for number in range(REQUESTS_COUNT)})
     assert counted == {topic_prefix + RESULTS: expected, replies: expected}
+
+
+async def test_a_refusal_that_was_deleted_before_it_was_read_is_lost(
+    log: KafkaLog, kafka: Broker, topic_prefix: str, tmp_path: Path
+) -> None:
+    request = Request(id="a", model="demo", result=ResultOptions(kind="completion"))
+    await log.append(REQUESTS, encode(request, "a"))
+    await log.append(RESPONSES, encode(End(id="a", code="invalid"), "a"))
+    await log.append(LEDGER, encode(Ended(id="a", code="invalid"), "a"))
+    replies = TopicPartition(topic_prefix + RESPONSES, lane_of("a", 2))
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap_servers)
+    await admin.start()
+    await admin.delete_records({replies: RecordsToDelete(before_offset=1)})
+    await admin.close()
+    consumer = AIOKafkaConsumer(
+        topic_prefix + RESULTS, bootstrap_servers=kafka.bootstrap_servers,
+        isolation_level="read_committed", auto_offset_reset="earliest",
+    )  # fmt: skip
+    await consumer.start()
+    try:
+        with app_process("collector", tmp_path / "collector.log", os.environ):
+            record = await asyncio.wait_for(consumer.getone(), 60.0)
+    finally:
+        await consumer.stop()
+    result = json.loads(record.value)
+    assert (result["id"], result["status"], result["error"]["code"]) == ("a", "failed", "lost")

@@ -1,0 +1,122 @@
+"""Requests without a reply: those that repeat another one, and those whose reply was deleted.
+
+A router ignores a request whose id it has seen, so its record stays without a reply, and gets no
+result. Usually the collector remembers the result; where it does not (the first one asked for none,
+or is older than what was read at a take-over), the ledger shows which record of the request was
+run. It also shows the end of a request whose reply is no longer in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
+from app.results.pending_result import PendingResult
+from app.routing.state.ledger import LedgerRecord, LedgerState
+from streams.codecs import decode
+from streams.errors import BrokerUnavailable, PositionLost, RecordError
+from streams.ports import Partition, Record
+from streams.reading.range_reader import read_range
+from streams.records import Assigned, LogRecord, Started
+from streams.topics import LEDGER
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 20.0
+NO_LIMIT_MS = sys.maxsize
+
+
+class LedgerFindings(NamedTuple):
+    """Unanswered requests, by what the ledger has about them. Those that go on are in neither.
+
+    `repetitions`: of another request. `ended`: they are over, and so is what they may repeat.
+    """
+
+    repetitions: list[PendingResult]
+    ended: list[PendingResult]
+
+
+async def search_ledger(
+    context: CollectorContext, lane: int, unanswered: Sequence[PendingResult]
+) -> LedgerFindings:
+    """The findings about requests of a lane.
+
+    They hold for those that are unanswered still when `responses` has been read to where it ends
+    after this call.
+    """
+    source = Partition(LEDGER, lane)
+    first_ms = min(pending.appended_ms for pending in unanswered)
+    since_ms = max(0, first_ms - context.remembered_ms - CLOCK_SKEW_MS)
+    findings = LedgerFindings([], [])
+    try:
+        start = await context.log.offset_at(LEDGER, lane, since_ms)
+        end = (await context.log.end_offsets(LEDGER, [lane]))[lane]
+        records = await _records(context, source, start, end, {p.id.encode() for p in unanswered})
+    except (BrokerUnavailable, PositionLost, TimeoutError) as e:
+        log.info("lane %d: requests without a reply are looked up again: %s", lane, e)
+        return findings
+    for pending in unanswered:
+        if not (facts := _facts(records.get(pending.id.encode(), ()))):
+            continue
+        origin, is_over = _origin(facts), _is_over(pending.id, facts)
+        if origin is not None and _is_other(pending, origin):
+            findings.repetitions.append(pending)
+        elif is_over and pending.is_lost:
+            findings.ended.append(pending)
+        elif is_over and origin is None:
+            # The reply of a request is appended before its end in the ledger: the end is of
+            # another record.
+            findings.repetitions.append(pending)
+    return findings
+
+
+async def _records(
+    context: CollectorContext, source: Partition, start: int, end: int, keys: set[bytes]
+) -> dict[bytes, list[Record]]:
+    """The ledger's records of these keys, by key."""
+    found: dict[bytes, list[Record]] = {}
+    pieces = read_range(
+        context.log, context.ctx.clock, {source: start}, {source: end}, timeout_s=READ_TIMEOUT_S
+    )
+    async with aclosing(pieces):
+        async for piece in pieces:
+            for record in piece.records:
+                if record.key in keys:
+                    found.setdefault(record.key or b"", []).append(record)
+    return found
+
+
+def _facts(records: Sequence[Record]) -> list[LogRecord]:
+    facts = []
+    for record in records:
+        try:
+            decoded = decode(record)
+        except RecordError:
+            continue
+        if isinstance(decoded, LedgerRecord):
+            facts.append(LogRecord(record.offset, record.timestamp, decoded))
+    return facts
+
+
+def _origin(facts: Sequence[LogRecord]) -> int | None:
+    """The offset of the request that was run; None without a run."""
+    runs = (fact.record for fact in facts if isinstance(fact.record, Assigned | Started))
+    first = next(runs, None)
+    return None if first is None else first.origin.offset
+
+
+def _is_other(pending: PendingResult, origin: int) -> bool:
+    if pending.is_renewed:  # a router may have run it by the record before
+        return origin > pending.offset
+    return origin != pending.offset
+
+
+def _is_over(request_id: str, facts: Sequence[LogRecord]) -> bool:
+    ledger = LedgerState(NO_LIMIT_MS)
+    ledger.apply(Partition(LEDGER, 0), facts, 0)
+    state = ledger.request(0, request_id)
+    return state is not None and state.is_finished

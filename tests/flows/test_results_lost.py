@@ -1,0 +1,135 @@
+"""Results of requests whose replies were deleted before a collector read them."""
+
+from __future__ import annotations
+
+from streams.records import Assigned, End, Ended, Finished, RequestOffset
+from streams.topics import LEDGER, REQUESTS, RESPONSES
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.harness.results_harness import ResultsHarness
+
+
+def refuse(results: ResultsHarness, request_id: str) -> None:
+    """The records of a router that ends a request without a run."""
+    world, lane = results.world, results.lane(request_id)
+    world.append(RESPONSES, lane, End(id=request_id, code="invalid"), key=request_id)
+    world.append(LEDGER, lane, Ended(id=request_id, code="invalid"), key=request_id)
+
+
+def run(results: ResultsHarness, request_id: str, offset: int, *, is_over: bool) -> None:
+    """The records of a run in the ledger, of the request at this offset."""
+    lane = results.lane(request_id)
+    origin = RequestOffset(topic=REQUESTS, partition=lane, offset=offset)
+    assigned = Assigned(
+        id=request_id, attempt=0, phase="aggregated", worker="w1", epoch=1, origin=origin,
+        responses_from=0, deadline_ms=0,
+    )  # fmt: skip
+    finished = Finished(
+        id=request_id, attempt=0, phase="aggregated", worker="w1", epoch=1, code="stop"
+    )
+    facts = [assigned, finished] if is_over else [assigned]
+    results.world.append(LEDGER, lane, *facts, key=request_id)
+
+
+def delete_replies(results: ResultsHarness, lane: int) -> None:
+    """Delete all records of replies in a lane."""
+    results.world.broker.delete_records(
+        RESPONSES, lane, results.world.broker.log(RESPONSES, lane).end
+    )
+
+
+def committed(results: ResultsHarness, lane: int) -> int:
+    return results.world.broker.group(REQUESTS, "collector").committed.get(lane, 0)
+
+
+async def only_is_lost(results: ResultsHarness) -> None:
+    result = await results.only()
+    assert result.error is not None
+    assert (result.status, result.error.code) == ("failed", "lost")
+    lane = results.lane("a")
+    await results.world.wait_until(
+        lambda: committed(results, lane) == results.world.broker.log(REQUESTS, lane).end
+    )
+
+
+@scenario_test
+async def test_a_reply_whose_beginning_was_deleted_is_lost(world: MemoryWorld) -> None:
+    results = ResultsHarness(world)
+    await results.start()
+    results.ask("a")
+    results.answer("a", "on", end=None)
+    await world.sleep(5)
+    await results.kill()
+    results.answer("a", "ce", seq=1, index=1)
+    world.broker.delete_records(RESPONSES, results.lane("a"), 1)
+    await results.start("c2")
+    await only_is_lost(results)
+
+
+@scenario_test
+async def test_a_deleted_reply_is_lost_before_the_deadline(world: MemoryWorld) -> None:
+    results = ResultsHarness(world)
+    results.ask("a")
+    results.answer("a", "once")
+    run(results, "a", offset=0, is_over=True)
+    delete_replies(results, results.lane("a"))
+    await results.start()
+    await only_is_lost(results)
+
+
+@scenario_test
+async def test_a_reply_that_was_deleted_while_its_lane_was_read_is_lost(world: MemoryWorld) -> None:
+    results = ResultsHarness(world)
+    process = await results.start()
+    results.ask("a")
+    await world.sleep(5)
+    lane = results.lane("a")
+    results.answer("a", "once")
+    run(results, "a", offset=0, is_over=True)
+    process._lanes[lane].skip_to(world.broker.log(RESPONSES, lane).end)
+    await only_is_lost(results)
+
+
+@scenario_test
+async def test_a_deleted_refusal_is_lost(world: MemoryWorld) -> None:
+    """The ledger has an end without a run, as of a request that repeats another one."""
+    results = ResultsHarness(world)
+    results.ask("a")
+    refuse(results, "a")
+    delete_replies(results, results.lane("a"))
+    await results.start()
+    await only_is_lost(results)
+
+
+@scenario_test
+async def test_a_repetition_beside_deleted_replies_gets_no_second_result(
+    world: MemoryWorld,
+) -> None:
+    results = ResultsHarness(world)
+    await results.start()
+    results.ask("a")
+    refuse(results, "a")
+    await results.only()
+    await world.sleep(600)
+    await results.kill()
+    results.ask("a")
+    delete_replies(results, results.lane("a"))
+    await results.start("c2")
+    lane = results.lane("a")
+    await world.wait_until(lambda: committed(results, lane) == 2, within_s=60)
+    await results.only()
+
+
+@scenario_test
+async def test_a_request_that_goes_on_beside_deleted_replies_is_waited_for(
+    world: MemoryWorld,
+) -> None:
+    results = ResultsHarness(world)
+    results.ask("a")
+    results.answer("a", "on", end=None)
+    run(results, "a", offset=0, is_over=False)
+    delete_replies(results, results.lane("a"))
+    await results.start()
+    await world.sleep(200)
+    assert results.results() == []
+    results.answer("a", "ce", seq=1, index=1)
+    await only_is_lost(results)
