@@ -25,6 +25,7 @@ from app.preprocess.prompt_errors import (
     InvalidPrompt,
     PreprocessorOverloaded,
     TooLarge,
+    UnknownModel,
     invalid_prompt,
 )
 from app.preprocess.request_reader import prepare, read_request
@@ -158,10 +159,8 @@ async def to_request(
     try:
         model = await find(request.model)
         requests, texts = await prepare(request, model)
-    except TooLarge as e:
-        return refuse(code="too_large", message=_in_body(e))
     except InvalidPrompt as e:
-        return refuse(code="invalid", message=_in_body(e))
+        return refuse(code=_code_of(e), message=_in_body(e))
     except (BadModel, PreprocessorOverloaded, TimeoutError) as e:
         message = f"body.model: it cannot be used at the moment: {e}"
         return refuse(code="internal", message=message)
@@ -206,9 +205,17 @@ def _refused(
     """Answer to the id in the prompt, else to the record's key, if either can be an id."""
     for candidate in (wanted_id, _text(key)):
         if isinstance(candidate, str) and 0 < len(candidate) <= MAX_ID_CHARS:
-            code: EndCode = "too_large" if isinstance(error, TooLarge) else "invalid"
-            return Refused(id=candidate, code=code, message=str(error), result=result)
+            return Refused(id=candidate, code=_code_of(error), message=str(error), result=result)
     return UnreadablePrompt(str(error))
+
+
+def _code_of(error: InvalidPrompt) -> EndCode:
+    match error:
+        case TooLarge():
+            return "too_large"
+        case UnknownModel():
+            return "model_not_found"
+    return "invalid"
 
 
 def _text(key: bytes | None) -> str | None:

@@ -45,6 +45,10 @@ class ContextExceeded(InvalidPrompt):
     """Prompt and answer are longer than the model's context. Shorten either."""
 
 
+class UnknownModel(InvalidPrompt):
+    """No model of the deployment has the name. Name another one."""
+
+
 def context_error(field: str, most: int, context: int | None) -> InvalidPrompt:
     """The error for a prompt of more than `most` tokens, which were not counted to their end."""
     if context is not None and most >= context:

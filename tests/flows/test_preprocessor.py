@@ -207,11 +207,11 @@ async def test_each_model_prepares_its_own_prompts(world: MemoryWorld) -> None:
     tokens = {r.model: list(unpack_tokens(r.token_ids)) for r in sent(world, Request)}
     assert tokens["bytes"] == render_chat([("user", "hello")])
     assert TOKENIZER.decode(tokens["demo"]) == "hello"
-    refused = {r.id: r.message for r in sent(world, Refused)}
-    assert refused["for other"].startswith(
-        "body.model: the model 'other' does not exist; available: "
-    )
-    assert refused["for "].startswith("body.model: is needed")
+    refused = {r.id: r for r in sent(world, Refused)}
+    unknown, unnamed = refused["for other"], refused["for "]
+    assert (unknown.code, unnamed.code) == ("model_not_found", "invalid")
+    assert unknown.message.startswith("body.model: the model 'other' does not exist; available: ")
+    assert unnamed.message.startswith("body.model: is needed")
 
 
 @scenario_test

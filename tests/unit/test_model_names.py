@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.preprocess.models.model_names import ModelNames
-from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
 from app.routing.state.fleet import Fleet
 from streams.ports import Partition
 from streams.record_base import InternalRecord
@@ -62,7 +62,7 @@ def test_no_name_means_the_only_model() -> None:
 
 
 def test_unknown_model_error_lists_the_known_ones() -> None:
-    with pytest.raises(InvalidPrompt, match=r"model: the model 'n' does not exist; available: m$"):
+    with pytest.raises(UnknownModel, match=r"model: the model 'n' does not exist; available: m$"):
         models(worker("a", "m")).find("chat", "n")
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
 from app.routing.state.fleet import Fleet
 from streams.record_base import ModelKind
 from streams.records import ModelCard, WorkerCard
@@ -94,8 +94,9 @@ class ModelNames:
             if wrong := unsupported_kind(name, card.kind, kind):
                 raise InvalidPrompt("model", wrong)
             return card
-        wrong = unknown_model(name, cards) if name else f"is needed; available: {_listed(cards)}"
-        raise InvalidPrompt("model", wrong)
+        if name:
+            raise UnknownModel("model", unknown_model(name, cards))
+        raise InvalidPrompt("model", f"is needed; available: {_listed(cards)}")
 
     def is_passthrough(self, name: object) -> bool:
         """Whether bodies are forwarded unchanged to the model of a name."""
