@@ -275,7 +275,7 @@ class Lifecycle:
         await engine.cleanup()
         await engine.cleanup()
 
-    async def test_cleanup_ends_what_is_open(self, make: Callable[[], Engine]) -> None:
+    async def test_cleanup_ends_open_streams(self, make: Callable[[], Engine]) -> None:
         engine = make()
         config = await engine.start("w")
         subject = self.kind(engine, config)

@@ -58,7 +58,7 @@ PREPROCESSED_REQUEST: Row = {
         f"{FORM}every_option_reaches_the_request",
         f"{CODECS}golden_bytes_are_written",
         f"{CODECS}golden_bytes_are_read",
-        f"{CODECS}the_golden_request_sets_every_field",
+        f"{CODECS}golden_request_sets_every_field",
     ),
     "RoutingHints: all fields": (
         f"{FORM}every_option_reaches_the_request",
@@ -74,7 +74,7 @@ PREPROCESSED_REQUEST: Row = {
         f"{HINTS}informative_fields_reach_the_worker_and_the_log",
     ),
     "BootstrapInfo, TraceLink and PrefillResult: carried between servers, refused of clients": (
-        f"{CODECS}the_golden_request_sets_every_field",
+        f"{CODECS}golden_request_sets_every_field",
         f"{FORM}unsupported_fields_are_refused_by_name",
     ),
     "MmRoutingInfo: other tokens for overlap; empty or missing means the prompt": (
@@ -112,7 +112,7 @@ PREPROCESSED_REQUEST: Row = {
 KV_PUSH_ROUTER: Row = {
     "selection by overlap": (
         "flows/test_router_caches.py::test_requests_with_a_prefix_go_where_it_is",
-        f"{PLAN}the_documented_example_is_decided_as_documented",
+        f"{PLAN}documented_example_is_decided_as_documented",
         f"{HINTS}a_request_sets_the_credit_of_its_overlap",
     ),
     "selection by a pin of the phase; the phase is aggregated unless said": (
@@ -127,8 +127,8 @@ KV_PUSH_ROUTER: Row = {
         f"{HINTS}a_rank_decides_and_a_pin_without_one_means_rank_0",
     ),
     "a pinned request is booked, with its overlap": (
-        f"{PLAN}a_pinned_request_is_booked_with_its_overlap",
-        f"{HINTS}a_pinned_request_is_booked_with_its_overlap",
+        f"{PLAN}pinned_request_is_booked_with_its_overlap",
+        f"{HINTS}pinned_request_is_booked_with_its_overlap",
     ),
     "a dry run by query_instance_id with any value, and by nothing else": (
         f"{DRY}a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing",
@@ -143,7 +143,7 @@ KV_PUSH_ROUTER: Row = {
         f"{ROUTER}a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision",
     ),
     "the hit rate is of ceil(length / block) blocks": (
-        f"{PLAN}a_hit_rate_counts_a_block_that_is_not_full_as_one",
+        f"{PLAN}hit_rate_counts_a_block_that_is_not_full_as_one",
         f"{ROUTER}a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait",
     ),
     "approximate mode: what was routed counts as cached, pinned or not": (
@@ -162,7 +162,7 @@ KV_PUSH_ROUTER: Row = {
         f"{ROUTER}a_second_attempt_is_a_decision_but_its_wait_began_with_the_first",
     ),
     "the first token is recorded once": (
-        "unit/test_http_metrics.py::test_the_first_token_is_counted_once_whatever_follows",
+        "unit/test_http_metrics.py::test_first_token_is_counted_once_whatever_follows",
     ),
     "time from token to token by blocks": (
         "unit/test_http_metrics.py::test_times_from_token_to_token_are_counted_by_blocks",
@@ -172,18 +172,18 @@ KV_PUSH_ROUTER: Row = {
     ),
     "prefill is done with the first item that is not empty": (
         f"{BOOKS}prefill_is_done_with_the_first_token_and_not_with_an_empty_output",
-        f"{LOAD}prefill_weighs_until_it_is_done_and_as_much_as_was_predicted",
+        f"{LOAD}prefill_counts_until_it_is_done_and_as_much_as_was_predicted",
     ),
     "output blocks with decay by the expected length, under a switch": (
-        "unit/test_fleet.py::test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length",
+        "unit/test_fleet.py::test_answer_weighs_less_the_nearer_it_is_to_its_expected_length",
         f"{PLAN}tokens_that_workers_report_count_as_open",
         f"{PLAN}tokens_of_answers_count_only_under_the_switch",
     ),
     "freed exactly once on end, cancel and a dropped stream": (
         f"{BOOKS}load_of_a_request_is_released_once_for_every_ending",
         f"{BOOKS}two_ends_of_one_request_release_its_load_once",
-        f"{LOAD}the_first_close_of_a_run_is_final",
-        f"{ENDS}when_all_requests_have_ended_nothing_is_left_and_nothing_is_due",
+        f"{LOAD}first_close_of_a_run_is_final",
+        f"{ENDS}finished_requests_leave_no_state_and_no_duties",
     ),
     "a cancel wins over an item that is ready": (
         f"{BOOKS}a_cancel_wins_over_tokens_that_are_ready",
@@ -198,7 +198,7 @@ KV_PUSH_ROUTER: Row = {
     ),
     "direct books nothing": (
         f"{PLAN}direct_books_no_tokens",
-        f"{LOAD}a_run_of_policy_direct_weighs_nothing",
+        f"{LOAD}run_of_policy_direct_has_no_load",
     ),
     "spans with their fields": (
         "flows/test_router_spans.py::test_selecting_and_routing_are_spans_with_what_was_decided",
@@ -271,7 +271,7 @@ LLM_ENGINE: Row = {
     ),
     "cleanup exactly once, and idempotent": (
         f"{ENGINE}an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
-        f"{CONTRACT}a_second_cleanup_is_named_and_idempotence_is_exercised",
+        f"{CONTRACT}second_cleanup_is_named_and_idempotence_is_exercised",
     ),
     "no cleanup when start never ran": (
         f"{ENGINE}an_engine_that_was_never_started_is_not_cleaned_up",
@@ -285,34 +285,34 @@ LLM_ENGINE: Row = {
         f"{ENGINE}a_served_name_is_what_clients_ask_for",
     ),
     "one terminal output, and nothing after it": (
-        f"{CONTRACT}a_stream_without_an_end_is_named",
-        f"{CONTRACT}an_output_after_the_end_is_named",
+        f"{CONTRACT}stream_without_an_end_is_named",
+        f"{CONTRACT}output_after_the_end_is_named",
         f"{WORKER}an_answer_without_an_end_is_a_retryable_error",
     ),
     "an error inside the stream is typed and terminal, and not the finish reason error": (
-        f"{CONTRACT}a_typed_error_is_an_end_of_its_own",
-        f"{CONTRACT}an_error_after_the_end_is_named",
+        f"{CONTRACT}typed_error_is_an_end_of_its_own",
+        f"{CONTRACT}error_after_the_end_is_named",
         f"{WORKER}a_retryable_engine_error_leaves_the_end_to_the_owner",
         f"{WORKER}a_final_engine_error_has_a_last_chunk",
     ),
     "a cancel between two outputs ends with cancelled": (
-        f"{CONTRACT}going_on_after_a_cancel_is_named",
+        f"{CONTRACT}output_after_a_cancel_is_named",
         f"{CONTRACT}ending_with_cancelled_after_a_cancel_is_right",
         f"{WORKER}a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine",
     ),
-    "the first token is signalled once": (f"{CONTRACT}the_first_token_is_told_once",),
+    "the first token is signalled once": (f"{CONTRACT}first_token_is_reported_once",),
     "the signal does nothing outside decode": Missing(
         "a difference: here it ends the prefill of every run, whatever its phase"
     ),
     "abort on an explicit cancel only, never because a stream was left": (
         f"{ENGINE}an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
-        f"{CONTRACT}an_abort_without_a_cancel_is_named",
+        f"{CONTRACT}abort_without_a_cancel_is_named",
     ),
     "drain when nothing new comes any more; its failure is swallowed": (
         f"{WORKER}a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye",
         f"{WORKER}a_failing_drain_does_not_keep_it_from_leaving",
         f"{ENGINE}a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye",
-        f"{CONTRACT}a_second_drain_is_named",
+        f"{CONTRACT}second_drain_is_named",
     ),
     "what an engine does not advertise switches off what needs it": (
         f"{ENGINE}without_a_block_size_nothing_is_told_of_the_cache",
@@ -325,7 +325,7 @@ LLM_ENGINE: Row = {
         f"{ENGINE}bootstrap_host_and_port_are_on_the_card_both_or_not_at_all",
         f"{CONTRACT}half_a_bootstrap_address_is_named",
     ),
-    "constructors of outputs, and their setters": (f"{CONTRACT}outputs_say_how_they_end",),
+    "constructors of outputs, and their setters": (f"{CONTRACT}outputs_have_their_finish_reason",),
     "usage saturates": (f"{CONTRACT}usage_saturates_at_u32",),
     "a validator in debug": (f"{ENGINE}debug_puts_the_validator_before_every_engine",),
 }
@@ -339,22 +339,22 @@ MODEL_WATCHER: Row = {
         "flows/test_passthrough_models.py::test_a_body_comes_to_the_server_as_it_was_sent",
         "flows/test_passthrough_models.py::test_stream_has_all_fields_of_the_server",
         "flows/test_passthrough_models.py::test_each_prompt_of_a_completion_is_a_request",
-        "unit/test_passthrough.py::test_a_body_stays_as_it_came_but_for_what_others_do",
+        "unit/test_passthrough.py::test_body_is_unchanged_except_for_fields_of_kvlane",
     ),
     "a known model: another endpoint joins": (
         "unit/test_model_names.py::test_only_the_models_own_workers_count",
         f"{HINTS}only_allowed_workers_are_considered",
     ),
     "an invalid entry is logged and skipped, and what follows is taken": (
-        "unit/test_follower.py::test_malformed_records_are_counted_and_passed_over",
+        "unit/test_follower.py::test_malformed_records_are_counted_and_skipped",
     ),
     "a missing card is an error for token backends": (
-        "unit/test_model.py::test_a_card_without_a_tokenizer_cannot_be_loaded",
+        "unit/test_model.py::test_card_without_a_tokenizer_cannot_be_loaded",
         f"{MODELS}a_model_whose_files_are_missing_is_unavailable_until_they_come",
     ),
     "artifacts are fetched and checked": (
-        "unit/test_artifacts.py::test_a_file_is_found_by_its_checksum",
-        "unit/test_artifacts.py::test_a_file_with_a_damaged_part_is_unavailable",
+        "unit/test_artifacts.py::test_file_is_found_by_its_checksum",
+        "unit/test_artifacts.py::test_file_with_a_damaged_part_is_unavailable",
         "unit/test_artifacts.py::test_file_of_another_size_than_on_its_card_is_unavailable",
     ),
     "a failed put is told and tried again": (
@@ -366,7 +366,7 @@ MODEL_WATCHER: Row = {
     ),
     "names by slug": Missing("a difference: names are keys of the registry as they are"),
     "the watcher never dies of one bad entry": (
-        "unit/test_follower.py::test_malformed_records_are_counted_and_passed_over",
+        "unit/test_follower.py::test_malformed_records_are_counted_and_skipped",
         "flows/test_preprocessor.py::test_a_model_without_its_files_is_refused_and_others_go_on",
     ),
 }

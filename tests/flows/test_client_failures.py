@@ -21,7 +21,7 @@ from tests.reply_harness import Worker, begin_reply, connect, in_lane, publish, 
 
 
 @scenario_test
-async def test_an_outage_is_waited_out(world: MemoryWorld) -> None:
+async def test_outage_is_waited_out(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     reading = world.spawn(client.result(worker.id))

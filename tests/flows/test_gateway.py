@@ -210,7 +210,7 @@ TEXT = {"model": "demo", "prompt": "hi"}
     ],
 )
 @scenario_test
-async def test_a_wrong_field_is_named(
+async def test_wrong_field_is_named(
     world: MemoryWorld, endpoint: str, body: dict[str, Any], param: str
 ) -> None:
     harness = await GatewayHarness.with_card(world)

@@ -204,7 +204,7 @@ async def test_pins_of_the_phases_do_not_bind_a_whole_request(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_pinned_request_is_booked_with_its_overlap(world: MemoryWorld) -> None:
+async def test_pinned_request_is_booked_with_its_overlap(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1", engine=caching_engine(world))
     await cluster.start_worker("w2", engine=caching_engine(world))

@@ -245,7 +245,7 @@ async def test_what_happens_between_two_epochs_is_not_forgotten(harness: Cached)
 
 
 @with_cache
-async def test_a_restarted_worker_loses_its_old_blocks(harness: Cached) -> None:
+async def test_restarted_worker_loses_its_old_blocks(harness: Cached) -> None:
     await harness.make_request(1, 2)
     await harness.settle()
     harness.worker._log.kill()  # type: ignore[attr-defined]

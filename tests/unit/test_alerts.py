@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Series, Series, int]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_alert_fires_on_its_fault_only(name: str) -> None:
+def test_alert_fires_on_its_fault_only(name: str) -> None:
     fault, ordinary, first_s = CASES[name]
     assert firing_at(RULES[name], fault)[0] == first_s
     assert firing_at(RULES[name], ordinary) == []

@@ -54,14 +54,14 @@ def damage(world: MemoryWorld, content: bytes, number: int, value: bytes) -> Non
 
 
 @scenario_test
-async def test_a_file_is_found_by_its_checksum(world: MemoryWorld) -> None:
+async def test_file_is_found_by_its_checksum(world: MemoryWorld) -> None:
     published = await (await opened(world, "worker")).publish(BIG)
     assert published == artifact_of(BIG)
     assert await (await opened(world, "gateway")).fetch(published) == BIG
 
 
 @scenario_test
-async def test_the_parts_of_a_file_are_records_of_one_partition(world: MemoryWorld) -> None:
+async def test_parts_of_a_file_are_records_of_one_partition(world: MemoryWorld) -> None:
     await (await opened(world)).publish(BIG)
     found = parts(world, BIG)
     assert [r.key for r in found] == [
@@ -71,7 +71,7 @@ async def test_the_parts_of_a_file_are_records_of_one_partition(world: MemoryWor
 
 
 @scenario_test
-async def test_a_part_with_all_that_belongs_to_it_is_below_a_mebibyte(world: MemoryWorld) -> None:
+async def test_part_with_all_that_belongs_to_it_is_below_a_mebibyte(world: MemoryWorld) -> None:
     await (await opened(world)).publish(BIG)
     for part in parts(world, BIG):
         overhead = len(part.key or b"") + sum(len(k) + len(v) for k, v in part.headers) + 100
@@ -79,27 +79,27 @@ async def test_a_part_with_all_that_belongs_to_it_is_below_a_mebibyte(world: Mem
 
 
 @scenario_test
-async def test_a_file_is_written_once(world: MemoryWorld) -> None:
+async def test_file_is_written_once(world: MemoryWorld) -> None:
     for client in ("one", "other", "one"):
         await (await opened(world, client)).publish(BIG)
     assert len(parts(world, BIG)) == 3
 
 
 @scenario_test
-async def test_an_empty_file_is_a_file(world: MemoryWorld) -> None:
+async def test_empty_file_is_a_file(world: MemoryWorld) -> None:
     store = await opened(world)
     assert await store.fetch(await store.publish(b"")) == b""
 
 
 @scenario_test
-async def test_a_part_is_sent_until_it_is_acknowledged(world: MemoryWorld) -> None:
+async def test_part_is_sent_until_it_is_acknowledged(world: MemoryWorld) -> None:
     world.faults.next_fates(ARTIFACTS, AppendFate.LOST, AppendFate.UNREPORTED)
     store = await opened(world)
     assert await store.fetch(await store.publish(BIG)) == BIG
 
 
 @scenario_test
-async def test_a_file_that_is_there_in_part_is_written_whole(world: MemoryWorld) -> None:
+async def test_file_that_is_there_in_part_is_written_whole(world: MemoryWorld) -> None:
     store = await opened(world)
     await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -120,7 +120,7 @@ async def test_writing_again_heals_a_damaged_file(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_file_that_is_too_large_is_refused(world: MemoryWorld) -> None:
+async def test_file_that_is_too_large_is_refused(world: MemoryWorld) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(artifacts, "MAX_ARTIFACT_BYTES", 10)
         with pytest.raises(BadModel, match="10 is the most"):
@@ -146,7 +146,7 @@ async def test_file_that_was_never_written_is_unavailable(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_file_without_one_of_its_parts_is_unavailable(world: MemoryWorld) -> None:
+async def test_file_without_one_of_its_parts_is_unavailable(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -155,7 +155,7 @@ async def test_a_file_without_one_of_its_parts_is_unavailable(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_file_with_a_damaged_part_is_unavailable(world: MemoryWorld) -> None:
+async def test_file_with_a_damaged_part_is_unavailable(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(SMALL)
     world.broker.delete_records(ARTIFACTS, parts(world, SMALL)[0].partition, 1)
@@ -175,7 +175,7 @@ async def test_file_of_another_size_than_on_its_card_is_unavailable(world: Memor
 
 
 @scenario_test
-async def test_a_part_may_stand_twice(world: MemoryWorld) -> None:
+async def test_part_may_be_stored_twice(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = await store.publish(BIG)
     world.broker.delete_records(ARTIFACTS, parts(world, BIG)[0].partition, 1)
@@ -185,7 +185,7 @@ async def test_a_part_may_stand_twice(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_the_last_record_of_a_part_counts(world: MemoryWorld) -> None:
+async def test_last_record_of_a_part_counts(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = artifact_of(SMALL)
     partition = (await store._source(artifact)).partition
@@ -195,7 +195,7 @@ async def test_the_last_record_of_a_part_counts(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_records_that_are_no_parts_are_passed_over(world: MemoryWorld) -> None:
+async def test_unknown_records_are_skipped(world: MemoryWorld) -> None:
     store = await opened(world)
     artifact = artifact_of(SMALL)
     partition = (await store._source(artifact)).partition
@@ -216,7 +216,7 @@ async def test_reading_takes_no_longer_than_its_limit(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_card_that_names_a_huge_file_is_not_obeyed(world: MemoryWorld) -> None:
+async def test_card_of_a_huge_file_is_refused(world: MemoryWorld) -> None:
     with pytest.raises(ArtifactUnavailable, match="too many"):
         await (await opened(world)).fetch(Artifact(sha256="aa", size=2**50))
 
@@ -224,7 +224,7 @@ async def test_a_card_that_names_a_huge_file_is_not_obeyed(world: MemoryWorld) -
 @pytest.mark.parametrize(
     ("size", "count"), [(0, 1), (1, 1), (PART_BYTES, 1), (PART_BYTES + 1, 2), (10 * PART_BYTES, 10)]
 )
-def test_a_file_has_as_many_parts_as_it_needs(size: int, count: int) -> None:
+def test_file_has_as_many_parts_as_it_needs(size: int, count: int) -> None:
     assert part_count(Artifact(sha256="aa", size=size)) == count
 
 
@@ -242,7 +242,7 @@ async def test_file_that_was_read_is_taken_from_the_folder(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_damaged_file_in_the_folder_is_read_from_the_log_again(world: MemoryWorld) -> None:
+async def test_damaged_file_in_the_folder_is_read_from_the_log_again(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         store = await opened(world, folder=Path(name))
         artifact = await store.publish(SMALL)
@@ -253,7 +253,7 @@ async def test_a_damaged_file_in_the_folder_is_read_from_the_log_again(world: Me
 
 
 @scenario_test
-async def test_a_folder_that_takes_no_files_does_no_harm(world: MemoryWorld) -> None:
+async def test_unwritable_folder_is_no_error(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         occupied = Path(name) / "file"
         occupied.write_text("")

@@ -52,13 +52,13 @@ def test_answer_schema_has_every_field(
     assert "$ref" not in json.dumps(got)
 
 
-def test_a_result_is_told_field_by_field(document: dict[str, Any]) -> None:
+def test_result_is_described_field_by_field(document: dict[str, Any]) -> None:
     got = document["components"]["schemas"]["results:Message:Payload"]
     assert set(got["properties"]) == set(Result.__struct_fields__) | {"t"}
     assert "$ref" not in json.dumps(got)
 
 
-async def test_the_description_opens_no_connection() -> None:
+async def test_description_opens_no_connection() -> None:
     broker = public_topics(["127.0.0.1:1"], "mine.")
     await broker.start()
     await broker.stop()

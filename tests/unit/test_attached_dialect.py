@@ -37,14 +37,14 @@ def body(speech: ServerDialect = VLLM, max_tokens: int = 7, **sent: Any) -> dict
     return completion_body(Request(**fields), speech, max_tokens, lambda ids: f"text of {ids}")
 
 
-def test_a_plain_request_is_tokens_and_a_limit() -> None:
+def test_plain_request_is_tokens_and_a_limit() -> None:
     assert body() == {
         "model": "m", "prompt": [1, 2], "max_tokens": 7, "stream": True,
         "stream_options": {"include_usage": True}, "return_token_ids": True, "request_id": "r",
     }  # fmt: skip
 
 
-def test_a_server_of_words_gets_text() -> None:
+def test_server_without_token_input_gets_text() -> None:
     assert body(OTHER)["prompt"] == "text of [1, 2]"
     assert "return_token_ids" not in body(OTHER)
 
@@ -74,18 +74,18 @@ def test_ends_are_passed_on_as_tokens_and_strings_are_not() -> None:
     assert "stop" not in sent
 
 
-def test_an_end_of_text_that_is_ignored_ends_nothing() -> None:
+def test_end_of_text_that_is_ignored_ends_nothing() -> None:
     stop = StopConditions(ignore_eos=True, stop_token_ids=(5,), stop_token_ids_hidden=(6,))
     sent = body(stop=stop, eos_token_ids=(7,))
     assert (sent["ignore_eos"], sent["stop_token_ids"]) == (True, [5])
 
 
-def test_biases_and_single_words_that_must_not_come_are_one_field() -> None:
+def test_biases_and_single_token_bad_words_are_one_field() -> None:
     sampling = SamplingOptions(logit_bias={5: 1.5}, bad_words_token_ids=((6,),))
     assert body(sampling=sampling)["logit_bias"] == {"5": 1.5, "6": -100.0}
 
 
-def test_what_vllm_alone_knows_is_passed_on_to_it() -> None:
+def test_vllm_options_are_passed_on_to_vllm() -> None:
     sent = body(
         cache_salt="s", hints=Hints(lora_name="ada"), extra_args=b'{"a": 1}',
         sampling=SamplingOptions(allowed_token_ids=(1, 2)),
@@ -95,7 +95,7 @@ def test_what_vllm_alone_knows_is_passed_on_to_it() -> None:
     assert [sent[name] for name in names] == ["ada", "s", {"a": 1}, [1, 2], 3]
 
 
-def test_what_prefill_handed_over_is_passed_on() -> None:
+def test_transfer_of_a_prefill_is_passed_on() -> None:
     handed = PrefillResult(disaggregated_params=b'{"kv_transfer_params": {"a": 1}}')
     assert body(prefill_result=handed)["kv_transfer_params"] == {"a": 1}
     assert "kv_transfer_params" not in body(prefill_result=handed, is_probe=True)
@@ -120,7 +120,7 @@ def test_forms_are_vllms_structured_outputs(guided: GuidedDecoding, form: dict[s
     assert body(sampling=SamplingOptions(guided_decoding=guided))["structured_outputs"] == form
 
 
-def test_a_schema_is_openais_response_format_elsewhere() -> None:
+def test_schema_is_openais_response_format_elsewhere() -> None:
     guided = GuidedDecoding(json=b"{}")
     sent = body(OTHER, sampling=SamplingOptions(guided_decoding=guided))
     assert sent["response_format"]["json_schema"]["schema"] == {}
@@ -128,7 +128,7 @@ def test_a_schema_is_openais_response_format_elsewhere() -> None:
     assert body(LLAMA, sampling=SamplingOptions(guided_decoding=guided))["grammar"] == "g"
 
 
-def test_log_probabilities_are_asked_for_by_token() -> None:
+def test_log_probabilities_are_requested_by_token() -> None:
     sent = body(output=OutputOptions(logprobs=3))
     assert (sent["logprobs"], sent["return_tokens_as_token_ids"]) == (3, True)
     assert body(LLAMA)["logprobs"] == 1
@@ -160,7 +160,7 @@ def test_log_probabilities_are_asked_for_by_token() -> None:
          "guided_decoding"),
     ],
 )  # fmt: skip
-def test_what_would_make_another_answer_is_refused_by_name(
+def test_unsupported_options_are_refused_by_name(
     speech: ServerDialect, sent: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=field):
@@ -170,14 +170,14 @@ def test_what_would_make_another_answer_is_refused_by_name(
 # --- answers --------------------------------------------------------------------------------------
 
 
-def test_tokens_stand_in_their_own_field() -> None:
+def test_tokens_are_in_their_own_field() -> None:
     piece = parse_completion_event(
         b'{"choices":[{"text":"a","token_ids":[5],"stop_reason":7}]}', VLLM
     )
     assert (piece.token_ids, piece.stop_reason, piece.finish_reason) == ((5,), 7, None)
 
 
-def test_tokens_stand_in_the_log_probabilities_of_llama() -> None:
+def test_tokens_are_in_the_log_probabilities_of_llama() -> None:
     event = (
         b'{"choices":[{"text":"a","logprobs":{"content":[{"id":5,"token":"a","logprob":-1.0,'
         b'"top_logprobs":[{"id":6,"token":"b","logprob":-2.0}]}]}}]}'
@@ -197,7 +197,7 @@ def test_log_probabilities_of_vllm_are_by_number_the_likeliest_first() -> None:
     )
 
 
-def test_what_was_counted_comes_without_a_choice() -> None:
+def test_counts_come_without_a_choice() -> None:
     event = (
         b'{"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}}'
     )
@@ -218,7 +218,7 @@ def test_other_ends_are_failures_of_the_server(reason: str) -> None:
         parse_completion_event(b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode(), VLLM)
 
 
-def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
+def test_errors_in_a_stream_are_distinguished_by_their_code() -> None:
     with pytest.raises(RequestRejected, match="bad"):
         parse_completion_event(b'{"error":{"message":"bad","code":400}}', VLLM)
     for event in (b'{"error":{"message":"bad","code":500}}', b'{"error":"bad"}'):
@@ -239,7 +239,7 @@ def test_errors_in_a_stream_are_told_apart_by_their_code() -> None:
         (b'{"detail":"\xff"}', '{"detail":"\ufffd"}'),
     ],
 )
-def test_an_error_is_explained_in_the_servers_words(text: bytes, message: str) -> None:
+def test_error_has_the_message_of_the_server(text: bytes, message: str) -> None:
     assert error_message(text) == message
 
 
@@ -259,7 +259,7 @@ def test_tokens_of_text_are_that_text(text: str, step: int) -> None:
     assert TOKENIZER.decode(tokens, skip_special=False) == text
 
 
-def test_words_are_tokenised_whole_however_they_come() -> None:
+def test_text_is_tokenised_whole_in_any_pieces() -> None:
     text = "The last page was missing, and in the morning"
     retokenised, tokens = Retokenizer(TOKENIZER), list[int]()
     for character in text:
@@ -282,7 +282,7 @@ process_start_time_seconds 1.7e+09
 """
 
 
-def test_a_servers_metrics_are_figures() -> None:
+def test_server_metrics_are_read() -> None:
     metrics = read_metrics(PAGE % "True")
     figures = metrics.engine_stats()
     assert (figures.running, figures.waiting, figures.steps) == (2, 1, 55)
@@ -290,11 +290,11 @@ def test_a_servers_metrics_are_figures() -> None:
     assert (metrics.block_size, metrics.started_at, metrics.ranks) == (32, 1.7e9, 1)
 
 
-def test_a_server_that_reuses_no_prefixes_has_no_blocks_to_route_by() -> None:
+def test_server_that_reuses_no_prefixes_has_no_blocks_to_route_by() -> None:
     assert read_metrics(PAGE % "False").block_size is None
 
 
-def test_metrics_of_others_are_figures_or_nothing() -> None:
+def test_metrics_of_other_servers_are_read_or_missing() -> None:
     other = read_metrics('sglang:num_running_reqs{a="b"} 3.0\nllamacpp:requests_deferred 2\n')
     assert (other.running, other.waiting, other.block_size) == (3, 2, None)
     assert read_metrics("python_info 1.0\n").running is None

@@ -40,7 +40,7 @@ def missed(found: BacklogResult) -> list[str]:
     return [bar.name for bar in backlog_report(found).bars if not bar.met]
 
 
-def test_a_backlog_with_one_result_for_each_prompt_passes() -> None:
+def test_backlog_with_one_result_for_each_prompt_passes() -> None:
     assert missed(GOOD) == []
 
 
@@ -72,7 +72,7 @@ def test_each_fault_misses_its_bar(found: BacklogResult, bar: str) -> None:
     assert missed(found) == [bar]
 
 
-async def test_an_error_beside_the_drain_ends_it() -> None:
+async def test_error_beside_the_drain_ends_it() -> None:
     async def fail() -> None:
         await asyncio.sleep(0)
         raise BrokerUnavailable("away")
@@ -97,6 +97,6 @@ def test_growth_is_measured_after_the_warm_up() -> None:
     assert memory_growth([MemorySeries("worker-1", warm_up)], 80.0) == {}
 
 
-def test_the_capacity_is_that_of_full_engines() -> None:
+def test_capacity_is_that_of_full_engines() -> None:
     """8 requests at a time, about 35 tokens of 20 ms each and prefills of others in between."""
     assert 5 < engine_requests_per_s() < 8 / (35 * 0.02)

@@ -40,11 +40,11 @@ def count_until_full(interactive: WorkerLoad) -> int:
     return taken
 
 
-def test_an_idle_rank_takes_more_than_one_with_interactive_runs() -> None:
+def test_idle_rank_takes_more_than_one_with_interactive_runs() -> None:
     assert count_until_full(NO_LOAD) > count_until_full(DECODING) > 0
 
 
-def test_nothing_goes_where_an_interactive_prompt_is_computed() -> None:
+def test_no_batch_runs_are_placed_beside_an_interactive_prefill() -> None:
     assert fits(work())
     assert not fits(work(COMPUTING))
 
@@ -74,16 +74,16 @@ def preempted(
     return [key.id for key in keys]
 
 
-def test_nothing_gives_way_without_interactive_runs() -> None:
+def test_no_run_is_preempted_without_interactive_runs() -> None:
     assert preempted(NO_LOAD, open_runs(200)) == []
 
 
-def test_runs_in_prefill_give_way_to_a_prompt_and_the_others_stay() -> None:
+def test_runs_in_prefill_are_preempted_by_a_prompt_and_the_others_stay() -> None:
     assert preempted(COMPUTING, open_runs(4, computing=2)) == ["b1", "b0"]
     assert preempted(DECODING, open_runs(4)) == []
 
 
-def test_the_youngest_give_way_until_the_bound_holds() -> None:
+def test_youngest_runs_are_preempted_until_the_bound_holds() -> None:
     gone = preempted(DECODING, open_runs(100))
     assert gone == [f"b{n}" for n in range(99, 99 - len(gone), -1)]
     left = 100 - len(gone)
@@ -104,7 +104,7 @@ def test_no_more_runs_stay_than_the_engine_computes_at_once() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 9)), max_size=30))
-def test_the_load_of_a_rank_is_that_of_its_runs(changes: list[tuple[int, bool, int]]) -> None:
+def test_load_of_a_rank_is_that_of_its_runs(changes: list[tuple[int, bool, int]]) -> None:
     runs, expected = BatchRuns(), dict[int, int]()
     for number, comes, prefill in changes:
         if comes:
@@ -120,7 +120,7 @@ def test_the_load_of_a_rank_is_that_of_its_runs(changes: list[tuple[int, bool, i
     assert len(runs) == len(expected)
 
 
-def test_a_run_that_moves_leaves_its_rank() -> None:
+def test_run_that_moves_leaves_its_rank() -> None:
     runs, other = BatchRuns(), WorkerRank("v", 1, 0)
     runs.put(RANK, BatchRunKey("a"), BatchRun("a", 10))
     runs.put(other, BatchRunKey("a"), BatchRun("a", 10))

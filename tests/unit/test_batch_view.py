@@ -30,19 +30,19 @@ def applied(*records: tuple[int, Any], now_ms: int = 0, view: BatchView | None =
     return view
 
 
-def test_a_file_is_that_of_its_tenant() -> None:
+def test_file_is_that_of_its_tenant() -> None:
     view = applied((1, card("a")), (2, card("b", "globex")))
     assert view.file("a", "acme") == card("a")
     assert view.file("a", "globex") is view.file("c", "acme") is None
     assert [f.id for f in view.files("globex")] == ["b"]
 
 
-def test_a_tombstone_removes_a_file() -> None:
+def test_tombstone_removes_a_file() -> None:
     view = applied((1, card("a")), (2, Tombstone(key=file_key("a"))), (3, Tombstone(key="x")))
     assert list(view.files("acme")) == []
 
 
-def test_what_is_older_than_the_retention_is_gone_in_quiet_partitions_too() -> None:
+def test_expired_files_are_gone_in_quiet_partitions_too() -> None:
     now_ms = 3
     view = BatchView(lambda: now_ms)
     applied((1, card("a")), (2, card("b")), (3, card("a")), view=view)
@@ -57,7 +57,7 @@ def test_what_is_older_than_the_retention_is_gone_in_quiet_partitions_too() -> N
     assert view.cancelled_s("batch_c") is None
 
 
-def test_a_partition_that_is_forgotten_leaves_the_others() -> None:
+def test_forgotten_partition_leaves_the_others() -> None:
     view = applied((1, card("a")))
     view.apply(OTHER, [LogRecord(0, 1, card("b"))], 1)
     view.forget(SOURCE)

@@ -48,7 +48,7 @@ def test_sums_can_be_continued_from_any_block(local: list[int], cut: int) -> Non
     assert first + rest == prefix_sums(column(local), SECRET).tolist()
 
 
-def test_the_same_content_has_another_key_at_another_place() -> None:
+def test_same_content_has_another_key_at_another_place() -> None:
     twice = prefix_sums(column([5, 5]), SECRET).tolist()
     assert twice[1] - twice[0] & MASK != twice[0]
 
@@ -57,7 +57,7 @@ def test_swapped_blocks_have_other_keys() -> None:
     assert prompt_keys(column([1, 2]), SECRET)[1] != prompt_keys(column([2, 1]), SECRET)[1]
 
 
-def test_no_key_is_the_mark_of_an_empty_place() -> None:
+def test_no_key_equals_the_marker_of_an_empty_slot() -> None:
     assert keys_from_sums(column([0, 1, 2])).tolist() == [1, 1, 2]
 
 
@@ -85,6 +85,6 @@ def test_multipliers_are_odd_so_that_nothing_is_lost() -> None:
     assert SECRET.step % 2 == SECRET.first % 2 == SECRET.second % 2 == 1
 
 
-def test_an_empty_secret_is_refused() -> None:
+def test_empty_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         derive_secret(b"")

@@ -22,7 +22,7 @@ from tests.harness.decoded import decode_bytes
 EURO = encode_bytes("€")
 
 
-def test_a_chat_is_marked_turn_by_turn() -> None:
+def test_chat_is_marked_turn_by_turn() -> None:
     tokens = render_chat([("system", "s"), ("user", "u"), ("assistant", "a"), ("user", "v")])
     assert tokens == [SYSTEM, *b"s", USER, *b"u", ASSISTANT, *b"a", USER, *b"v", ASSISTANT]
 
@@ -31,7 +31,7 @@ def test_developer_message_is_rendered_as_system() -> None:
     assert render_chat([("developer", "x")]) == render_chat([("system", "x")])
 
 
-def test_a_character_comes_out_whole_with_its_last_byte() -> None:
+def test_character_comes_out_whole_with_its_last_byte() -> None:
     detokenizer = ByteDetokenizer()
     assert [detokenizer.push([b]) for b in EURO] == ["", "", "€"]
 
@@ -43,7 +43,7 @@ def test_half_a_character_across_a_resume_comes_out_once() -> None:
     assert detokenizer.push(EURO[2:] + encode_bytes("b")) == "€b"
 
 
-def test_an_unfinished_character_at_the_end_is_replaced() -> None:
+def test_unfinished_character_at_the_end_is_replaced() -> None:
     detokenizer = ByteDetokenizer()
     assert detokenizer.push(EURO[:2]) == ""
     assert detokenizer.end() == "\ufffd"
@@ -63,9 +63,7 @@ def test_lone_surrogates_are_no_text() -> None:
     cuts=st.lists(st.integers(0, 40), max_size=6),
     resumed_at=st.integers(0, 40),
 )
-def test_however_it_is_cut_the_text_is_that_of_the_whole(
-    data: bytes, cuts: list[int], resumed_at: int
-) -> None:
+def test_text_is_the_same_for_any_split(data: bytes, cuts: list[int], resumed_at: int) -> None:
     first = ByteDetokenizer()
     text = first.push(data[:resumed_at])
     rest = data[resumed_at:]

@@ -76,14 +76,14 @@ def test_blocks_have_numbers_for_names() -> None:
     assert ASKED.block_hashes.tolist() == [0x0706050403020100, 0x0F0E0D0C0B0A0908]
 
 
-def test_a_name_that_ends_in_zst_is_compressed(tmp_path: Path) -> None:
+def test_name_that_ends_in_zst_is_compressed(tmp_path: Path) -> None:
     lines = [HEAD, *[ASKED] * 1000, LAST]
     put(tmp_path / "a.zst", *lines)
     put(tmp_path / "a", *lines)
     assert (tmp_path / "a.zst").stat().st_size * 20 < (tmp_path / "a").stat().st_size
 
 
-def test_a_file_is_there_whole_or_not_at_all(file: Path) -> None:
+def test_file_is_there_whole_or_not_at_all(file: Path) -> None:
     file.write_text("from before")
 
     def fail() -> None:
@@ -97,17 +97,17 @@ def test_a_file_is_there_whole_or_not_at_all(file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidCapture, match=r"absent/x cannot be written: No such file"):
         put(tmp_path / "absent" / "x", HEAD)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidCapture, match=r"absent: No such file"):
         list(read_capture(tmp_path / "absent"))
 
 
-def test_a_file_that_was_cut_is_no_capture(file: Path) -> None:
+def test_file_that_was_cut_is_no_capture(file: Path) -> None:
     put(file, HEAD, *[ASKED] * 50, LAST)
     whole = file.read_bytes()
     for size in (1, 5, len(whole) // 2, len(whole) - 2):
@@ -137,7 +137,7 @@ def test_malformed_capture_is_refused_with_its_line(tmp_path: Path, text: str, w
         list(read_capture(file))
 
 
-def test_lines_and_fields_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+def test_lines_and_fields_of_later_versions_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_text(
         '{"t":"Capture","format":1,"from_ms":1,"to_ms":9,"lanes":4,"mood":"new"}\n'

@@ -9,7 +9,7 @@ from app.routing.state.change_log import MIN_REMEMBERED_CHANGES, ChangeLog, Trac
 
 
 @given(st.lists(st.integers(1, MIN_REMEMBERED_CHANGES + 300), max_size=8), st.data())
-def test_they_are_those_that_were_noted_or_too_many(looks: list[int], data: st.DataObject) -> None:
+def test_changes_are_the_recorded_ones_or_too_many(looks: list[int], data: st.DataObject) -> None:
     changes, noted, seen = ChangeLog[int](), list[int](), [0]
     for many in looks:
         for _ in range(many):
@@ -25,14 +25,14 @@ def test_they_are_those_that_were_noted_or_too_many(looks: list[int], data: st.D
     assert len(changes._last) < 2 * MIN_REMEMBERED_CHANGES
 
 
-def test_a_count_that_was_never_reached_means_that_all_has_to_be_read() -> None:
+def test_unreached_count_means_that_everything_is_read() -> None:
     changes = ChangeLog[str]()
     assert changes.since(5) is None
     assert changes.since(-1) is None
     assert changes.since(0) == ()
 
 
-def test_numbers_that_stay_as_they_are_are_no_change() -> None:
+def test_unchanged_numbers_are_no_change() -> None:
     noted = TrackedDict()
     noted["a"] = 1.0
     noted["a"] = 1.0

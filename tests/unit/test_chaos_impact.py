@@ -51,7 +51,7 @@ def hit(kind: str, victim: str, at: float = 10.0, ready_at: float = 13.0) -> Inj
     return InjectedFault(kind, victim, at, ready_at)
 
 
-def test_a_gap_counts_when_it_began_in_time() -> None:
+def test_gap_counts_when_it_began_in_time() -> None:
     moments = [1.0, 2.0, 9.0, 15.0, 16.0, 40.0]
     assert impact.longest_silence(moments, 1.0, 20.0) == (24.0, 16.0)
     assert impact.longest_silence(moments, 1.0, 15.5) == (7.0, 2.0)
@@ -59,7 +59,7 @@ def test_a_gap_counts_when_it_began_in_time() -> None:
     assert impact.longest_silence(moments, 50.0, 60.0) == (0.0, 50.0)
 
 
-def test_a_gap_is_of_one_round_only() -> None:
+def test_gap_is_of_one_round_only() -> None:
     first, second = [hit("router", "router-1")], [hit("worker", "worker-1", 20.0, 23.0)]
     one, stories = talk(times=[9.0, 19.9, 26.0]), {"a": timeline()}
     assert [gap.seconds for gap in impact.stream_gaps(first, [one], stories)] == [
@@ -92,7 +92,7 @@ def test_gap_is_attributed_to_a_process_of_its_stream(
 
 
 @pytest.mark.parametrize("times", [[], [11.0, 12.0], [1.0, 2.0]])
-def test_streams_that_did_not_run_when_it_was_hit_have_no_gap(times: list[float]) -> None:
+def test_streams_not_running_at_the_fault_have_no_gap(times: list[float]) -> None:
     assert impact.stream_gaps([hit("router", "router-1")], [talk(times=times)], {}) == []
 
 
@@ -108,7 +108,7 @@ def test_streams_that_begin_while_a_broker_is_away_count_and_so_does_its_return(
     assert [(gap.cause, gap.seconds) for gap in found] == [("broker-pause", 4.0)]
 
 
-def test_requests_wait_for_their_first_text_while_a_broker_is_hurt() -> None:
+def test_requests_wait_for_their_first_text_during_a_broker_fault() -> None:
     before, during, after = talk(times=[25.0]), talk(times=[19.0]), talk(times=[70.0])
     before.expected.sent_at, during.expected.sent_at, after.expected.sent_at = 9.0, 12.0, 31.0
     talks = [before, during, after]
@@ -145,7 +145,7 @@ def test_text_is_right_only_when_the_log_has_the_same() -> None:
     assert [bad["verdict"] for bad in got["bad"]] == ["wrong"]
 
 
-def test_only_workers_that_were_hit_may_be_declared_lost() -> None:
+def test_only_faulted_workers_may_be_declared_lost() -> None:
     deaths = [WorkerLoss(17.0, "worker-1", 5000), WorkerLoss(17.0, "worker-2", 5000)]
     assert impact.false_positives(deaths, [hit("worker", "worker-1")]) == deaths[1:]
 
@@ -174,13 +174,13 @@ def test_answers_have_one_result_each() -> None:
     assert missed == {"answers without results": 1, "answers with several results": 2}
 
 
-def test_brokers_are_hit_in_every_way_in_turn() -> None:
+def test_brokers_get_every_fault_in_turn() -> None:
     kinds = [strike.kind for n in range(4) for strike in draw_faults(1, n, BROKER_FAULTS, PARTS, 3)]
     assert sorted(kinds) == sorted(BROKER_FAULTS)
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_rounds_are_drawn_from_their_number_and_leave_a_deployment_that_can_work(
+def test_rounds_follow_from_their_number_and_leave_a_working_deployment(
     number: int,
 ) -> None:
     strikes = draw_faults(7, number, FAULT_KINDS, PARTS, 3)

@@ -114,7 +114,7 @@ def test_tables_and_schema_of_the_chart_are_current() -> None:
         assert (CHART / path).read_text() == content(), path
 
 
-def test_the_rendered_manifests_are_those_of_this_chart() -> None:
+def test_rendered_manifests_are_those_of_this_chart() -> None:
     """Renew them with `make chart`."""
     assert (ROOT / "deploy" / "k8s" / "chart.sha256").read_text().strip() == generator().digest()
     assert {path.stem for path in RENDERED} == {"default", *VALUES}
@@ -130,7 +130,7 @@ def test_the_rendered_manifests_are_those_of_this_chart() -> None:
         ({"replicas": 3}, "replicas"),
     ],
 )
-def test_a_misspelt_value_is_refused(values: dict[str, Any], named: str) -> None:
+def test_misspelt_value_is_refused(values: dict[str, Any], named: str) -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     with pytest.raises(jsonschema.ValidationError, match=named):
         jsonschema.validate(values, schema)
@@ -182,7 +182,7 @@ def test_resources_have_the_form_of_their_schemas(rendered: Path) -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_check_of_schemas_finds_misspelt_fields() -> None:
+def test_check_of_schemas_finds_misspelt_fields() -> None:
     found = copy.deepcopy([*read_named("tls"), *read_named("keda")])
     parts = {part["kind"]: part for part in found}
     parts["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriod"] = 1
@@ -290,7 +290,7 @@ def test_settings_of_the_values_are_those_of_the_processes(
 
 
 @pytest.mark.skipif(HELM is None, reason="needs helm: deploy/chart/render.sh installs it")
-def test_a_setting_on_the_command_line_of_helm_reaches_the_process(
+def test_setting_on_the_command_line_of_helm_reaches_the_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert HELM is not None

@@ -63,7 +63,7 @@ def test_special_tokens_have_their_names() -> None:
     assert made.render([USER]) == "<s>|"
 
 
-def test_a_template_has_variables_of_its_own() -> None:
+def test_template_has_variables_of_its_own() -> None:
     assert render("{{ enable_thinking }}", variables={"enable_thinking": False}) == "False"
 
 
@@ -149,12 +149,12 @@ def test_messages_are_not_changed() -> None:
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% if x %}", "{{ x | nonsense }}"])
-def test_a_template_that_is_none_is_a_bad_model(source: str) -> None:
+def test_invalid_template_is_a_bad_model(source: str) -> None:
     with pytest.raises(BadModel, match="chat template"):
         ChatTemplate(source, TickingClock())
 
 
-def test_a_template_may_refuse_messages_in_its_own_words() -> None:
+def test_template_may_refuse_messages_with_its_own_message() -> None:
     with pytest.raises(InvalidPrompt, match="roles must alternate") as raised:
         render("{{ raise_exception('roles must alternate') }}")
     assert raised.value.field == "messages"
@@ -182,7 +182,7 @@ def test_template_error_names_the_messages(source: str) -> None:
         "{{ 9 ** 999999999 }}",
     ],
 )
-def test_the_sandbox_lets_nothing_out(source: str) -> None:
+def test_sandbox_allows_no_escape(source: str) -> None:
     with pytest.raises(InvalidPrompt, match="cannot take"):
         render(source)
 
@@ -190,26 +190,26 @@ def test_the_sandbox_lets_nothing_out(source: str) -> None:
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_rendering_that_takes_too_long_is_given_up() -> None:
+def test_slow_rendering_is_aborted() -> None:
     slow = ChatTemplate(ENDLESS, TickingClock(0.01), timeout_s=1.0)
     with pytest.raises(InvalidPrompt, match="longer than 1 s"):
         slow.render([USER])
 
 
-def test_a_rendering_of_too_many_rounds_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendering_with_too_many_rounds_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 1000)
     with pytest.raises(InvalidPrompt, match="1000 rounds"):
         render(ENDLESS)
 
 
-def test_rounds_are_counted_anew_for_each_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_counted_separately_for_each_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 10)
     made = ChatTemplate(LOOP, TickingClock())
     for _ in range(5):
         assert made.render([USER] * 3)
 
 
-def test_a_macro_that_calls_itself_is_given_up() -> None:
+def test_recursive_macro_is_aborted() -> None:
     with pytest.raises(InvalidPrompt, match="never ends"):
         render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
 
@@ -220,7 +220,7 @@ def test_rounds_of_macros_count(monkeypatch: pytest.MonkeyPatch) -> None:
         render("{% macro f() %}{% endmacro %}{{ f() }}{{ f() }}{{ f() }}{{ f() }}")
 
 
-def test_a_rendering_that_grows_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendering_that_grows_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100)
     with pytest.raises(InvalidPrompt, match="100 characters"):
         render(LOOP, {"role": "user", "content": "x" * 101})
@@ -239,11 +239,11 @@ SYSTEM = {"role": "system", "content": "be brief"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def test_the_demo_model_marks_turns_by_special_tokens() -> None:
+def test_demo_model_marks_turns_by_special_tokens() -> None:
     assert demo(SYSTEM, USER) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
 
 
-def test_the_demo_model_takes_the_newer_name_of_the_system() -> None:
+def test_demo_model_takes_the_newer_name_of_the_system() -> None:
     assert demo(SYSTEM | {"role": "developer"}, USER) == demo(SYSTEM, USER)
 
 
@@ -257,11 +257,11 @@ def test_demo_template_renders_tools_without_a_system_turn() -> None:
     assert demo(USER, tools=[TOOL]).startswith("<|system|>You may call")
 
 
-def test_the_demo_model_is_shown_documents() -> None:
+def test_demo_model_gets_documents() -> None:
     assert '{"text": "x"}<|end|>' in demo(USER, documents=[{"text": "x"}])
 
 
-def test_the_demo_model_sees_calls_and_their_results() -> None:
+def test_demo_model_gets_calls_and_their_results() -> None:
     text = demo(USER, called('{"x": 7}'), {"role": "tool", "content": "49"})
     assert '<|assistant|><tool_call>{"name": "f", "arguments": {"x": 7}}</tool_call><|end|>' in text
     assert "<|user|><tool_response>49</tool_response><|end|>" in text

@@ -60,7 +60,7 @@ class Sent:
         return Appended(lane, 0, 0)
 
 
-async def test_a_batch_stays_below_what_the_log_takes() -> None:
+async def test_batch_stays_below_the_limit_of_the_log() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1)
     streams = [writers.open(f"{n:0200}", 0, str(2**64 - 1), index=0, chars=0) for n in range(300)]
@@ -78,7 +78,7 @@ async def test_a_batch_stays_below_what_the_log_takes() -> None:
     assert tokens == 300 * len(WIDE_TOKENS)
 
 
-async def test_a_broken_stream_takes_nothing_more() -> None:
+async def test_broken_stream_accepts_nothing_more() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     stream = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1).open(
         "a", 0, "1", index=0, chars=0
@@ -97,7 +97,7 @@ async def test_a_broken_stream_takes_nothing_more() -> None:
     assert sent.batches == []
 
 
-async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
+async def test_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1)
     large, other = (writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b"))
@@ -120,7 +120,7 @@ async def test_a_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
         FinalChunk("stop", None, stop_reason="x" * 200_000),
     ],
 )
-async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
+async def test_fields_at_the_end_count_for_the_size_of_their_chunk(
     last: FinalChunk,
 ) -> None:
     sent, ctx = Sent(), ProcessContext("t")
@@ -134,7 +134,7 @@ async def test_what_a_server_says_at_the_end_counts_for_the_size_of_its_chunk(
     assert [len(batch) for batch in alone] == [1]
 
 
-async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
+async def test_tokens_not_generated_by_the_engine_are_left_out() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
@@ -147,7 +147,7 @@ async def test_tokens_that_are_not_the_engines_own_are_kept_back() -> None:
     assert chunks[-1].chars == 3
 
 
-async def test_asides_keep_their_places_in_the_text() -> None:
+async def test_other_fields_keep_their_positions_in_the_text() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1, with_tokens=False)
     stream = writers.open("a", 0, "1", index=0, chars=0)
@@ -164,7 +164,7 @@ async def test_asides_keep_their_places_in_the_text() -> None:
     assert asides == [(0, {"n": 1}), (2, {"n": 2}), (4, {"n": 3})]
 
 
-async def test_what_waits_is_bounded_in_bytes_too() -> None:
+async def test_waiting_output_is_also_bounded_in_bytes() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1, with_tokens=False)
     for text, data in (
@@ -194,7 +194,7 @@ async def test_all_outputs_of_one_step_are_appended_by_one_call() -> None:
     assert sum(map(len, sent.batches)) == 20
 
 
-async def test_a_lane_that_waits_holds_up_no_other() -> None:
+async def test_waiting_lane_blocks_no_other() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writer = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=2)
     ids = {lane_of(f"r-{n}", 2): f"r-{n}" for n in range(20)}
@@ -217,7 +217,7 @@ async def test_a_lane_that_waits_holds_up_no_other() -> None:
     assert len(of_slow) <= 3
 
 
-async def test_an_error_that_no_retry_cures_ends_the_process() -> None:
+async def test_error_without_a_remedy_by_retry_ends_the_process() -> None:
     sent, ctx = Sent(), ProcessContext("t")
 
     async def refused(lane: int, chunks: list[Chunk]) -> Appended:
@@ -234,7 +234,7 @@ async def test_an_error_that_no_retry_cures_ends_the_process() -> None:
     assert isinstance(ctx.error, AccessDenied)
 
 
-async def test_an_idle_lane_has_no_task() -> None:
+async def test_idle_lane_has_no_task() -> None:
     sent, ctx = Sent(), ProcessContext("t")
     stream = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1).open(
         "a", 0, "1", index=0, chars=0

@@ -69,7 +69,7 @@ def test_fast_clock_of_a_broker_is_dropped_when_others_advance() -> None:
     assert broker_clock.now_ms() == pytest.approx(clock.at_s * 1000, abs=10)
 
 
-def test_clock_of_ours_that_runs_fast_does_not_carry_the_estimate_away() -> None:
+def test_fast_local_clock_does_not_shift_the_estimate() -> None:
     clock = Hand()
     broker_clock = BrokerClock(clock)
     broker_s = 0.0

@@ -949,14 +949,14 @@ def test_golden_bytes_are_read(given_record: AnyRecord, value: bytes) -> None:
     assert decoded == given_record
 
 
-def test_a_request_of_an_older_version_is_read() -> None:
+def test_request_of_an_older_version_is_read() -> None:
     """With few fields a map has a shorter header; what it says is the same."""
     assert decode(record(bytes.fromhex("81a26964a66a6f622d3137"), ("t", b"Request"))) == q.Request(
         id="job-17"
     )
 
 
-def test_the_golden_request_sets_every_field() -> None:
+def test_golden_request_sets_every_field() -> None:
     for part in (q.Request, q.StopConditions, q.SamplingOptions, q.Hints, q.OutputOptions):
         for field in msgspec.structs.fields(part):
             values = [
@@ -978,7 +978,7 @@ def test_every_type_has_golden_bytes() -> None:
 # --- tombstones -----------------------------------------------------------------------------------
 
 
-def test_a_tombstone_names_the_epoch_it_ends_in_a_header() -> None:
+def test_tombstone_names_the_epoch_it_ends_in_a_header() -> None:
     entry = encode(r.Tombstone(key="worker/w1", epoch=12), "worker/w1")
     assert entry == Entry(b"worker/w1", None, (("t", b"Tombstone"), ("epoch", b"12")))
     assert decode(record(None, *entry.headers, key=entry.key)) == r.Tombstone(
@@ -986,13 +986,13 @@ def test_a_tombstone_names_the_epoch_it_ends_in_a_header() -> None:
     )
 
 
-def test_a_tombstone_needs_no_epoch() -> None:
+def test_tombstone_needs_no_epoch() -> None:
     entry = encode(r.Tombstone(key="worker/w1"), "worker/w1")
     assert entry == Entry(b"worker/w1", None, (("t", b"Tombstone"),))
     assert decode(record(None, *entry.headers, key=entry.key)) == r.Tombstone(key="worker/w1")
 
 
-def test_a_null_value_of_any_client_is_a_tombstone() -> None:
+def test_null_value_of_any_client_is_a_tombstone() -> None:
     assert decode(record(None, key=b"worker/w1")) == r.Tombstone(key="worker/w1")
 
 
@@ -1007,7 +1007,7 @@ def test_tombstone_with_an_invalid_key_or_epoch_is_malformed(
         decode(record(None, ("epoch", epoch), key=key))
 
 
-def test_a_tombstone_with_a_value_is_malformed() -> None:
+def test_tombstone_with_a_value_is_malformed() -> None:
     with pytest.raises(Malformed):
         decode(record(b"{}", ("t", b"Tombstone")))
 
@@ -1047,7 +1047,7 @@ def test_missing_needed_fields_are_malformed(kind: type[AnyRecord]) -> None:
         decode(record(encoder.encode({}), ("t", kind.__name__.encode())))
 
 
-def test_a_reason_of_a_newer_version_still_ends_a_stream() -> None:
+def test_reason_of_a_newer_version_still_ends_a_stream() -> None:
     chunk = b'{"t":"Chunk","id":"a","attempt":0,"run":"1","seq":0,"index":0,"finish_reason":"new"}'
     end = b'{"t":"End","id":"a","code":"a_new_code"}'
     last, ended = decode(record(chunk, ("t", b"Chunk"))), decode(record(end, ("t", b"End")))
@@ -1056,14 +1056,14 @@ def test_a_reason_of_a_newer_version_still_ends_a_stream() -> None:
     assert (last.finish_reason, ended.code) == ("new", "a_new_code")
 
 
-def test_a_type_of_a_newer_version_is_named() -> None:
+def test_type_of_a_newer_version_is_named() -> None:
     with pytest.raises(UnknownType, match="Shiny") as raised:
         decode(record(b"\x80", ("t", b"Shiny")))
     assert raised.value.type_name == "Shiny"
 
 
 @pytest.mark.parametrize("kind", [b"Ended", b"Shiny", None])
-def test_a_record_that_is_marked_for_newer_readers_is_refused(kind: bytes | None) -> None:
+def test_record_that_is_marked_for_newer_readers_is_refused(kind: bytes | None) -> None:
     mark = ("r", b"%d" % (codecs.RECORD_VERSION + 1))
     with pytest.raises(NewerRecord, match=f"record version {codecs.RECORD_VERSION + 1}") as raised:
         decode(record(b"\x80", ("t", kind), mark))
@@ -1082,14 +1082,14 @@ def test_unreadable_record_is_malformed_with_its_reason() -> None:
         decode(record(Unreadable(b"larger than a whale")))
 
 
-def test_the_epoch_of_a_tombstone_fits_into_a_snapshot() -> None:
+def test_epoch_of_a_tombstone_fits_into_a_snapshot() -> None:
     gone = decode(record(None, ("epoch", b"9" * 4000)))
     assert isinstance(gone, r.Tombstone)
     assert gone.epoch is not None
     assert gone.epoch < 2**63
 
 
-def test_the_type_stands_in_the_value_too_where_clients_read() -> None:
+def test_type_is_also_in_the_value_where_clients_read() -> None:
     for golden, value in GOLDEN:
         if isinstance(golden, record_base.PublicRecord):
             assert json.loads(value)["t"] == type(golden).__name__
@@ -1104,7 +1104,7 @@ def test_value_of_another_type_than_its_header_is_malformed() -> None:
 
 
 @pytest.mark.parametrize("headers", [(), (("other", b"x"),), (("t", None),), (("t", b""),)])
-def test_a_record_without_a_type_is_malformed(headers: Sequence[tuple[str, bytes | None]]) -> None:
+def test_record_without_a_type_is_malformed(headers: Sequence[tuple[str, bytes | None]]) -> None:
     with pytest.raises(Malformed):
         decode(record(b"{}", *headers))
 
@@ -1234,7 +1234,7 @@ def test_tokens_are_packed_as_u32_little_endian() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_outside_u32_is_refused(token: int) -> None:
+def test_token_outside_u32_is_refused(token: int) -> None:
     with pytest.raises(OverflowError):
         pack_tokens([token])
 
@@ -1245,7 +1245,7 @@ def test_packed_tokens_of_an_odd_length_are_malformed(length: int) -> None:
         unpack_tokens(bytes(length))
 
 
-def test_the_type_is_read_without_decoding() -> None:
+def test_type_is_read_without_decoding() -> None:
     assert type_of(record(b"garbage", ("x", b"y"), ("t", b"Chunk"))) == b"Chunk"
     assert type_of(record(b"garbage")) == b""
 
@@ -1266,16 +1266,16 @@ PROMPT_JSON = (
 )
 
 
-def test_a_prompt_is_written_as_json_under_its_id() -> None:
+def test_prompt_is_written_as_json_under_its_id() -> None:
     assert encode_prompt(PROMPT) == (b"job-17", PROMPT_JSON, (("t", b"Prompt"),))
 
 
-def test_a_prompt_of_a_newer_version_is_read() -> None:
+def test_prompt_of_a_newer_version_is_read() -> None:
     assert Prompt.model_validate_json(PROMPT_JSON) == PROMPT
     assert Prompt.model_validate_json(PROMPT_JSON[:-1] + b',"newer":[1]}') == PROMPT
 
 
-def test_a_prompt_needs_its_id_only() -> None:
+def test_prompt_needs_its_id_only() -> None:
     assert encode_prompt(Prompt(id="a")).value == b'{"id":"a"}'
     assert Prompt.model_validate_json(b'{"id":"a"}') == Prompt(
         id="a", kind="chat", body={}, tenant="", deadline_s=600.0

@@ -41,7 +41,7 @@ def test_two_unaware_decisions_would_both_have_changed() -> None:
     )
 
 
-def test_the_order_of_the_lanes_makes_no_difference() -> None:
+def test_order_of_the_lanes_makes_no_difference() -> None:
     routing = two_alike()
     ledger = [decided(routing, 1003, "r2", 990), decided(routing, 1000, "r1", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(
@@ -55,13 +55,13 @@ def test_decision_that_read_the_other_is_no_collision() -> None:
     assert find_concurrent(ledger) == ConcurrentDecisions(2)
 
 
-def test_a_router_knows_of_its_own_decisions_at_once() -> None:
+def test_router_counts_its_own_decisions_at_once() -> None:
     routing = two_alike()
     ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1001, "r1", 990)]
     assert find_concurrent(ledger) == ConcurrentDecisions(2)
 
 
-def test_others_that_went_to_another_worker_are_unread_but_not_met() -> None:
+def test_unread_decisions_for_other_workers_do_not_collide() -> None:
     routing = two_alike()
     first = decided(routing, 1000, "r1", 990)
     assert isinstance(first.record, Assigned)
@@ -70,7 +70,7 @@ def test_others_that_went_to_another_worker_are_unread_but_not_met() -> None:
     assert find_concurrent(ledger) == ConcurrentDecisions(2, unread_ms=(7,))
 
 
-def test_those_that_have_nowhere_better_to_go_are_right_to_meet() -> None:
+def test_concurrent_decisions_without_an_alternative_are_no_collision() -> None:
     routing = two_alike()
     routing.add_load("w2", 100_000, 100_000, since_ms=1999)
     ledger = [decided(routing, 1000, "r1", 990), decided(routing, 1003, "r2", 990)]
@@ -79,7 +79,7 @@ def test_those_that_have_nowhere_better_to_go_are_right_to_meet() -> None:
     )
 
 
-def test_it_takes_both_to_collide() -> None:
+def test_one_sided_change_is_no_collision() -> None:
     routing = two_alike()
     first = decided(routing, 1000, "r1", 990)
     assert isinstance(first.record, Assigned)

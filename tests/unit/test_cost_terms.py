@@ -35,7 +35,7 @@ def got(
         min_size=1, max_size=6,
     ),
 )  # fmt: skip
-def test_the_terms_of_a_cost_add_up_to_it(
+def test_terms_of_a_cost_add_up_to_it(
     policy: str, workers: list[tuple[int, int, int, float]]
 ) -> None:
     routing = RoutingHarness()
@@ -78,7 +78,7 @@ def test_waiting_tokens_are_a_cost_term(routing: RoutingHarness) -> None:
     assert got(routing, "dynamo").lost_in == "waiting prefill"
 
 
-def test_a_tie_and_a_draw_are_called_so(routing: RoutingHarness) -> None:
+def test_tie_and_random_choice_are_named(routing: RoutingHarness) -> None:
     routing.worker("w1")
     assert got(routing).words == "the only candidate"
     routing.worker("w2")
@@ -120,7 +120,7 @@ def test_session_affinity_is_shown(routing: RoutingHarness) -> None:
     assert found.difference == ""
 
 
-def test_a_missed_target_is_a_term_of_its_own(routing: RoutingHarness) -> None:
+def test_missed_target_is_a_term_of_its_own(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     routing.add_load("w2", 60_000, 60_000, since_ms=1999)
     request = Request(
@@ -131,7 +131,7 @@ def test_a_missed_target_is_a_term_of_its_own(routing: RoutingHarness) -> None:
     assert "would miss one" in found.words
 
 
-def test_a_session_that_is_not_known_makes_no_difference(routing: RoutingHarness) -> None:
+def test_unknown_session_makes_no_difference(routing: RoutingHarness) -> None:
     for n in range(8):
         routing.worker(f"w{n}")
     hints = Hints(session_control=SessionControl(session_id="s"))

@@ -27,7 +27,7 @@ from app.bench.cpu_profile import SAMPLE_S, CpuSampler, part_of
         (time.__name__, "sleep", None),
     ],
 )
-def test_a_function_belongs_to_the_part_of_its_file(
+def test_function_belongs_to_the_part_of_its_file(
     file: str, function: str, part: str | None
 ) -> None:
     assert part_of(file, function) == part

@@ -40,7 +40,7 @@ async def test_letter_has_its_reason_and_position(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_record_without_key_and_value_has_a_letter(world: MemoryWorld) -> None:
+async def test_record_without_key_and_value_has_a_letter(world: MemoryWorld) -> None:
     await (await dead_letters(world)).write(REQUESTS, a_record(None, None), "no")
     (letter,) = world.records(DEAD_LETTERS, 0)
     assert (letter.key, letter.value) == (None, b"")
@@ -65,21 +65,21 @@ async def test_values_are_kept_on_request(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_tombstone_stays_one(world: MemoryWorld) -> None:
+async def test_tombstone_stays_one(world: MemoryWorld) -> None:
     await (await dead_letters(world)).write(REQUESTS, a_record(None), "no")
     (letter,) = world.records(DEAD_LETTERS, key="job-7")
     assert letter.value is None
 
 
 @scenario_test
-async def test_a_record_without_key_gets_a_letter_too(world: MemoryWorld) -> None:
+async def test_record_without_key_gets_a_letter_too(world: MemoryWorld) -> None:
     await (await dead_letters(world)).write(REQUESTS, a_record(key=None), "no")
     (letter,) = world.all_records(DEAD_LETTERS)
     assert letter.key is None
 
 
 @scenario_test
-async def test_a_value_that_leaves_no_room_for_the_reason_is_given_up(world: MemoryWorld) -> None:
+async def test_value_that_leaves_no_room_for_the_reason_is_dropped(world: MemoryWorld) -> None:
     large = a_record(bytes(MAX_RECORD_BYTES - 120))
     await (await dead_letters(world, keep_prompts=True)).write(REQUESTS, large, "no")
     (letter,) = world.records(DEAD_LETTERS, key="job-7")
@@ -88,7 +88,7 @@ async def test_a_value_that_leaves_no_room_for_the_reason_is_given_up(world: Mem
 
 
 @scenario_test
-async def test_a_key_that_leaves_no_room_for_the_reason_is_given_up(world: MemoryWorld) -> None:
+async def test_key_that_leaves_no_room_for_the_reason_is_dropped(world: MemoryWorld) -> None:
     large = a_record(b"", bytes(MAX_RECORD_BYTES - 120))
     await (await dead_letters(world)).write(REQUESTS, large, "no")
     (letter,) = world.all_records(DEAD_LETTERS)
@@ -105,7 +105,7 @@ def test_letter_is_bounded_for_any_error_text(kept: bool) -> None:
 
 
 @scenario_test
-async def test_a_letter_is_repeated_until_acknowledged(world: MemoryWorld) -> None:
+async def test_letter_is_repeated_until_acknowledged(world: MemoryWorld) -> None:
     world.faults.next_fates(DEAD_LETTERS, *[AppendFate.LOST] * 5)
     await (await dead_letters(world)).write(REQUESTS, a_record(), "no")
     assert len(world.all_records(DEAD_LETTERS)) == 1

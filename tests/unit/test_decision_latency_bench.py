@@ -30,7 +30,9 @@ def test_every_size_and_policy_is_measured() -> None:
     assert sum(shares) == pytest.approx(1)
 
 
-def test_costs_that_differ_from_the_plain_formulas_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_differ_from_the_plain_formulas_end_the_bench(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cost_reference, "dynamo_cost", lambda *_: -1.0)
     with pytest.raises(DecisionMismatch, match=r"by the reference -1\.0"):
         asyncio.run(bench_decisions(Settings(), SMALL, lambda _: None, lambda _: None))

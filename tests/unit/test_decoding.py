@@ -71,7 +71,7 @@ def test_one_of_each_kind_is_logged_with_its_position(caplog: pytest.LogCaptureF
 
 
 @scenario_test
-async def test_the_error_names_the_record_the_version_and_the_command(world: MemoryWorld) -> None:
+async def test_error_names_the_record_the_version_and_the_command(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, Ended(id="a", code="lost"))
     world.append_raw(LEDGER, 0, MARKED)
     follower, view, running = await following(world, LEDGER)
@@ -90,7 +90,7 @@ async def test_the_error_names_the_record_the_version_and_the_command(world: Mem
 
 @pytest.mark.parametrize("source", [LANE, CARDS])
 @scenario_test
-async def test_a_record_that_was_stepped_over_stops_no_process_at_any_start(
+async def test_skipped_record_stops_no_process_at_any_start(
     world: MemoryWorld, source: Partition
 ) -> None:
     log = await world.connect()
@@ -112,7 +112,7 @@ async def test_a_record_that_was_stepped_over_stops_no_process_at_any_start(
 
 
 @scenario_test
-async def test_only_a_marked_record_can_be_stepped_over(world: MemoryWorld) -> None:
+async def test_only_a_marked_record_can_be_skipped(world: MemoryWorld) -> None:
     log = await world.connect()
     world.append(LEDGER, 0, Ended(id="a", code="lost"))
     world.append_raw(LEDGER, 0, *ODD)
@@ -149,7 +149,7 @@ def skip(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["topics", "skip", *arguments])
 
 
-def test_the_command_writes_a_skip(memory: MemoryBroker) -> None:
+def test_command_writes_a_skip(memory: MemoryBroker) -> None:
     memory.append(LEDGER, 2, [MARKED])
     done = skip("ledger:2:0")
     assert done.exit_code == 0, done.output
@@ -166,7 +166,7 @@ def test_command_refuses_malformed_positions(memory: MemoryBroker, place: str) -
     assert not memory.records(REGISTRY, 0)
 
 
-def test_the_command_refuses_a_position_without_a_record(memory: MemoryBroker) -> None:
+def test_command_refuses_a_position_without_a_record(memory: MemoryBroker) -> None:
     done = skip("ledger:0:5")
     assert done.exit_code == 1
     assert "no record at ledger:0:5" in str(done.output) + str(done.exception)

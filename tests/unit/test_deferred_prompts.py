@@ -39,7 +39,7 @@ class DeferredQueue:
 
 
 @scenario_test
-async def test_they_go_in_the_order_in_which_they_came(world: MemoryWorld) -> None:
+async def test_prompts_are_admitted_in_order_of_arrival(world: MemoryWorld) -> None:
     queue = DeferredQueue(world)
     await queue.come("1", "2", "3")
     assert (queue.went, queue.deferred.size) == ([], QueueSize(3, 30, 300))
@@ -53,7 +53,7 @@ async def test_they_go_in_the_order_in_which_they_came(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_the_oldest_goes_first_among_classes_with_room(world: MemoryWorld) -> None:
+async def test_oldest_goes_first_among_classes_with_room(world: MemoryWorld) -> None:
     queue = DeferredQueue(world)
     await queue.come("1", queue=A)
     await queue.come("2", "3", queue=B)
@@ -66,7 +66,7 @@ async def test_the_oldest_goes_first_among_classes_with_room(world: MemoryWorld)
 
 
 @scenario_test
-async def test_one_whose_time_is_over_or_whose_task_is_cancelled_leaves_nothing(
+async def test_expired_or_cancelled_prompt_leaves_nothing(
     world: MemoryWorld,
 ) -> None:
     queue = DeferredQueue(world)
@@ -83,7 +83,7 @@ async def test_one_whose_time_is_over_or_whose_task_is_cancelled_leaves_nothing(
 
 
 @scenario_test
-async def test_a_reservation_ends_with_a_task_that_is_cancelled_at_that_moment(
+async def test_reservation_ends_with_a_task_that_is_cancelled_at_that_moment(
     world: MemoryWorld,
 ) -> None:
     queue = DeferredQueue(world)

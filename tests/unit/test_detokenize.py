@@ -49,7 +49,7 @@ def test_any_tokens_give_the_text_of_all_of_them_together(tokens: list[int], ski
 
 
 @given(texts)
-def test_a_text_comes_back_as_it_was(text: str) -> None:
+def test_text_comes_back_as_it_was(text: str) -> None:
     tokens = WHOLE.encode(text, add_special_tokens=False).ids
     assert "".join(pieces(TOKENIZER.detokenizer(skip_special=False), tokens)) == text
 
@@ -61,7 +61,7 @@ def test_no_piece_of_a_text_has_half_a_character(text: str) -> None:
 
 
 @given(texts)
-def test_a_piece_comes_as_soon_as_its_characters_are_whole(text: str) -> None:
+def test_piece_comes_as_soon_as_its_characters_are_whole(text: str) -> None:
     tokens = WHOLE.encode(text, add_special_tokens=False).ids
     assert pieces(TOKENIZER.detokenizer(), tokens)[-1] == ""
 
@@ -73,7 +73,7 @@ def test_special_tokens_have_text_on_request_only() -> None:
 
 
 @given(st.sampled_from(SCRIPTS), st.data())
-def test_an_answer_completes_the_character_its_prompt_ends_with(
+def test_answer_completes_the_character_its_prompt_ends_with(
     text: str, data: st.DataObject
 ) -> None:
     tokens = byte_tokens(text)
@@ -95,7 +95,7 @@ def test_only_the_end_of_a_prompt_matters(before: list[int], tokens: list[int]) 
 
 
 @pytest.mark.parametrize("token", [4096, 2**32 - 1, -1])
-def test_an_id_outside_the_vocabulary_has_no_text(token: int) -> None:
+def test_id_outside_the_vocabulary_has_no_text(token: int) -> None:
     assert pieces(TOKENIZER.detokenizer(), [token]) == ["", ""]
 
 

@@ -52,7 +52,7 @@ def times(requests: list[SimulatedRequest]) -> list[tuple[float, float]]:
         (5120, 2, 111.279973, 117.283131),
     ],
 )
-def test_the_first_token_comes_from_the_decode_worker(
+def test_first_token_comes_from_the_decode_worker(
     prompt: int, output: int, ttft: float, e2e: float
 ) -> None:
     (done,) = simulator([row(0, prompt, output, 0)], 1, 1).run()
@@ -70,7 +70,7 @@ def test_requests_join_a_busy_decode_worker_at_its_next_step() -> None:
     assert {each.worker for each in replay.requests} == {"worker-2"}
 
 
-def test_a_prompt_that_was_computed_before_is_reused_by_its_prefill_worker() -> None:
+def test_prompt_that_was_computed_before_is_reused_by_its_prefill_worker() -> None:
     rows = [row(0, 1024, 3, 0), row(5000, 1024, 3, 0), row(9000, 2048, 3, 0)]
     replay = simulator(rows, 1, 1)
     assert [each.cached_tokens for each in replay.run()] == [0, 512, 1024]
@@ -110,7 +110,7 @@ def test_policy_predictive_balances_decode_workers() -> None:
     assert even.itl_mean < drawn.itl_mean
 
 
-def test_the_thresholds_are_the_published_figures() -> None:
+def test_thresholds_are_the_published_figures() -> None:
     fleet = FLEETS[0]
     same = fleet.round_robin._replace(
         ttft_mean=fleet.kv_router.ttft_mean,

@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith("http"):
@@ -106,12 +106,12 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     assert wrong == []
 
 
-def test_the_table_of_settings_is_complete() -> None:
+def test_table_of_settings_is_complete() -> None:
     """Renew it with `kvlane settings --markdown`."""
     assert settings_markdown() in (ROOT / "docs" / "configuration.md").read_text()
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 

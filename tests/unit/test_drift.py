@@ -51,7 +51,7 @@ def run(
     write(drift, finished(name, found, **over), at_ms)
 
 
-def test_it_holds_while_nearly_all_are_within_a_block() -> None:
+def test_cache_agrees_while_nearly_all_runs_are_within_a_block() -> None:
     drift = DriftTracker()
     for n in range(100):
         run(drift, str(n), 160, 160 if n < 50 else 176 if n < 95 else 0)

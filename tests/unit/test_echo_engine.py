@@ -35,15 +35,15 @@ async def answer(
     return made, reason
 
 
-async def test_it_says_the_last_user_turn_once() -> None:
+async def test_echo_repeats_the_last_user_turn_once() -> None:
     assert await answer(PROMPT) == (BODY, "stop")
 
 
-async def test_it_cycles_up_to_the_limit() -> None:
+async def test_echo_repeats_the_turn_up_to_the_limit() -> None:
     assert await answer(PROMPT, 8) == (BODY + BODY[:2], "length")
 
 
-async def test_a_turn_before_is_not_repeated() -> None:
+async def test_previous_turn_is_not_repeated() -> None:
     prompt = render_chat([("user", "one"), ("assistant", "1"), ("user", "two")])
     assert await answer(prompt) == (list(b"two"), "stop")
 
@@ -52,11 +52,11 @@ async def test_marked_tokens_without_turns_are_all_body() -> None:
     assert await answer([7, 8, 9, ASSISTANT], 4) == ([7, 8, 9, 7], "length")
 
 
-async def test_an_empty_turn_ends_at_once() -> None:
+async def test_empty_turn_ends_at_once() -> None:
     assert await answer([USER, ASSISTANT], 4) == ([], "stop")
 
 
-async def test_the_context_bounds_the_answer() -> None:
+async def test_context_bounds_the_answer() -> None:
     assert await answer(PROMPT, 50, context_length=len(PROMPT) + 3) == (BODY[:3], "length")
 
 
@@ -65,7 +65,7 @@ async def test_the_context_bounds_the_answer() -> None:
     limit=st.one_of(st.none(), st.integers(0, 20)),
     cut=st.integers(0, 20),
 )
-def test_a_resumed_answer_continues_identically(
+def test_resumed_answer_continues_identically(
     prompt: list[int], limit: int | None, cut: int
 ) -> None:
     prompt = [*prompt, ASSISTANT]
@@ -75,12 +75,12 @@ def test_a_resumed_answer_continues_identically(
     assert taken + rest == whole
 
 
-async def test_the_engine_gives_the_predicted_answer() -> None:
+async def test_engine_gives_the_predicted_answer() -> None:
     made, _ = await answer(PROMPT, 11)
     assert made == echo_answer(PROMPT, 11)
 
 
-async def test_a_cancel_ends_it_with_cancelled_and_frees_its_place() -> None:
+async def test_cancel_ends_it_with_cancelled_and_frees_its_place() -> None:
     engine = EchoEngine(SystemClock(), 0.0)
     assert isinstance(await engine.start("w"), EngineConfig)
     context = GenerateContext("r")
@@ -110,7 +110,7 @@ class SteppedClock:
 
 
 @pytest.mark.parametrize("start", [0.0, 0.1, 0.3, 0.7, 1234.5678])
-async def test_each_token_takes_a_step_whatever_the_clock_reads(start: float) -> None:
+async def test_each_token_takes_a_step_at_any_clock_reading(start: float) -> None:
     clock = SteppedClock(start)
     engine = EchoEngine(clock, 0.1)
     request = Request(

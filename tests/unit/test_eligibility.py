@@ -23,7 +23,7 @@ def hopeless(reason: str) -> Wait:
 # Who may take it
 
 
-def test_workers_of_other_models_dead_silent_draining_and_unfinished_ones_get_nothing(
+def test_ineligible_workers_get_no_requests(
     routing: RoutingHarness,
 ) -> None:
     for name in ("fine", "other", "dead", "silent", "draining"):
@@ -35,7 +35,7 @@ def test_workers_of_other_models_dead_silent_draining_and_unfinished_ones_get_no
     assert {c.worker for c in routing.chosen(now_ms=9000).candidates} == {"fine"}
 
 
-def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(routing: RoutingHarness) -> None:
+def test_worker_is_eligible_again_as_soon_as_its_heartbeats_resume(routing: RoutingHarness) -> None:
     routing.worker("w1")
     assert isinstance(routing.plan(now_ms=1500 + TIMEOUT_MS), Placement)
     assert routing.plan(now_ms=1501 + TIMEOUT_MS) == Wait("no worker is ready", code="no_workers")
@@ -43,7 +43,7 @@ def test_a_worker_is_taken_again_as_soon_as_it_is_heard_of(routing: RoutingHarne
     assert isinstance(routing.plan(now_ms=8000), Placement)
 
 
-def test_a_request_without_a_model_goes_to_any(routing: RoutingHarness) -> None:
+def test_request_without_a_model_goes_to_any(routing: RoutingHarness) -> None:
     routing.worker("w1", model="x")
     assert routing.chosen(request=Request(id="a")).worker_rank.worker == "w1"
 
@@ -100,7 +100,7 @@ def test_prefill_workers_take_no_whole_requests(routing: RoutingHarness) -> None
         ({"routing_constraints": RoutingConstraints(required_taints=("a", "b"))}, {("w3", 0)}),
     ],
 )  # fmt: skip
-def test_no_eligible_place_is_missed_and_no_other_is_taken(
+def test_no_eligible_rank_is_missed_and_no_other_is_included(
     routing: RoutingHarness, hints: dict[str, Any], places: set[tuple[str, int]]
 ) -> None:
     routing.worker("w1", taints=("a",))
@@ -197,7 +197,7 @@ def test_busy_workers_take_nothing(routing: RoutingHarness) -> None:
     assert pinned == Wait("the pinned worker w2 is busy", code="pinned_busy")
 
 
-def test_a_bound_of_prefill_is_of_one_rank(routing: RoutingHarness) -> None:
+def test_bound_of_prefill_is_of_one_rank(routing: RoutingHarness) -> None:
     routing.worker("w1", ranks=2, busy_prefill_tokens=100)
     routing.add_load("w1", 101, prefill=101, rank=0)
     assert routing.chosen().worker_rank.rank == 1
@@ -219,7 +219,7 @@ def test_unconstrained_request_gets_the_rows_of_the_pool_unchanged(
     assert filter_eligible(request, "aggregated", pool, routing.fleet) is pool.rows
 
 
-def test_the_columns_of_a_pool_are_kept_while_the_same_workers_are_heard_of(
+def test_columns_of_a_pool_are_kept_while_the_set_of_workers_is_unchanged(
     routing: RoutingHarness,
 ) -> None:
     def pool(at_ms: int) -> CandidatePool:
@@ -280,7 +280,7 @@ def test_each_phase_has_its_own_pin_and_falls_back(
 # Adapters
 
 
-def test_an_adapter_is_served_by_those_that_have_it(routing: RoutingHarness) -> None:
+def test_adapter_is_served_by_those_that_have_it(routing: RoutingHarness) -> None:
     routing.worker("base")
     routing.worker("w1", engine={"lora_names": ("l",)})
     sent = routing.plan_hints(lora_name="l")
@@ -288,7 +288,7 @@ def test_an_adapter_is_served_by_those_that_have_it(routing: RoutingHarness) -> 
     assert [c.worker for c in sent.candidates] == ["w1"]
 
 
-def test_a_new_adapter_has_one_home_and_it_is_the_same_for_all_routers(
+def test_new_adapter_has_the_same_home_for_all_routers(
     routing: RoutingHarness,
 ) -> None:
     for n in range(4):
@@ -311,7 +311,7 @@ def test_adapters_move_only_when_their_worker_is_gone(routing: RoutingHarness) -
     }
 
 
-def test_an_adapter_with_many_requests_is_loaded_by_one_more(routing: RoutingHarness) -> None:
+def test_adapter_with_many_requests_is_loaded_by_one_more(routing: RoutingHarness) -> None:
     for n in range(4):
         routing.worker(f"w{n}", engine={"max_loras": 2, "max_num_seqs": 8})
     first = routing.plan_hints(lora_name="l")

@@ -30,7 +30,7 @@ async def test_partitions_of_a_topic_share_a_request(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_question_gets_no_answer_to_an_earlier_one(world: MemoryWorld) -> None:
+async def test_query_gets_no_answer_to_an_earlier_one(world: MemoryWorld) -> None:
     ends = await the_ends(world)
     first = world.spawn(ends.fetch(LANE_0))
     await world.sleep(1.5)  # its answer is on the way
@@ -44,7 +44,7 @@ async def test_a_question_gets_no_answer_to_an_earlier_one(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_an_outage_is_waited_out(world: MemoryWorld) -> None:
+async def test_outage_is_waited_out(world: MemoryWorld) -> None:
     ends = await the_ends(world)
     world.broker.available = False
     sending = world.spawn(ends.fetch(LANE_0))

@@ -61,22 +61,22 @@ async def run(script: Script, context: GenerateContext | None = None) -> list[En
     return [o async for o in engine.generate(Request(id="r"), context or GenerateContext("r"))]
 
 
-async def test_a_stream_that_keeps_the_rules_passes_unchanged() -> None:
+async def test_stream_that_keeps_the_rules_passes_unchanged() -> None:
     items = [EngineOutput.token(1), EngineOutput.length().with_tokens([2])]
     assert await run(outputs(*items)) == items
 
 
-async def test_a_stream_without_an_end_is_named() -> None:
+async def test_stream_without_an_end_is_named() -> None:
     with pytest.raises(ContractViolation, match="ends with a finish reason"):
         await run(outputs(EngineOutput.token(1)))
 
 
-async def test_an_output_after_the_end_is_named() -> None:
+async def test_output_after_the_end_is_named() -> None:
     with pytest.raises(ContractViolation, match="nothing follows the terminal output"):
         await run(outputs(EngineOutput.stop(), EngineOutput.token(1)))
 
 
-async def test_an_error_after_the_end_is_named() -> None:
+async def test_error_after_the_end_is_named() -> None:
     async def script(context: GenerateContext) -> AsyncGenerator[EngineOutput, None]:
         yield EngineOutput.stop()
         raise EngineError("too late")
@@ -85,7 +85,7 @@ async def test_an_error_after_the_end_is_named() -> None:
         await run(script)
 
 
-async def test_a_typed_error_is_an_end_of_its_own() -> None:
+async def test_typed_error_is_an_end_of_its_own() -> None:
     async def script(context: GenerateContext) -> AsyncGenerator[EngineOutput, None]:
         yield EngineOutput.token(1)
         raise EngineError("out of memory", retryable=True)
@@ -95,7 +95,7 @@ async def test_a_typed_error_is_an_end_of_its_own() -> None:
     assert failed.value.retryable
 
 
-async def test_going_on_after_a_cancel_is_named() -> None:
+async def test_output_after_a_cancel_is_named() -> None:
     context = GenerateContext("r")
     context.cancel()
     with pytest.raises(ContractViolation, match=r"polls context\.is_stopped"):
@@ -109,17 +109,17 @@ async def test_ending_with_cancelled_after_a_cancel_is_right() -> None:
     assert await run(outputs(*items), context) == items
 
 
-async def test_cancelling_what_nobody_stopped_is_named() -> None:
+async def test_cancelled_end_without_a_cancel_is_named() -> None:
     with pytest.raises(ContractViolation, match="a stopped context only"):
         await run(outputs(EngineOutput.cancelled()))
 
 
-async def test_an_error_that_does_not_say_which_is_named() -> None:
+async def test_error_without_a_type_is_named() -> None:
     with pytest.raises(ContractViolation, match="has a message"):
         await run(outputs(EngineOutput.error("")))
 
 
-async def test_what_is_handed_to_decode_comes_last() -> None:
+async def test_transfer_to_decode_comes_last() -> None:
     early, late = EngineOutput(transfer=b"{}"), EngineOutput(transfer=b"{}", finish_reason="stop")
     assert await run(outputs(late)) == [late]
     with pytest.raises(ContractViolation, match="transfer to decode"):
@@ -132,7 +132,7 @@ async def test_usage_beyond_u32_is_named() -> None:
         await run(outputs(EngineOutput.stop().with_usage(counts)))
 
 
-async def test_leaving_a_stream_releases_what_it_holds() -> None:
+async def test_leaving_a_stream_releases_its_resources() -> None:
     inner = Scripted(outputs(EngineOutput.token(1), EngineOutput.stop()))
     engine = ValidatingEngine(inner)
     await engine.start("w")
@@ -158,13 +158,13 @@ async def test_half_a_bootstrap_address_is_named() -> None:
 
 
 @pytest.mark.parametrize("field", ["context_length", "kv_cache_block_size", "max_num_seqs"])
-async def test_a_number_that_says_nothing_is_named(field: str) -> None:
+async def test_meaningless_number_is_named(field: str) -> None:
     engine = ValidatingEngine(Scripted(config=EngineConfig(model="m", **{field: 0})))
     with pytest.raises(ContractViolation, match="above 0"):
         await engine.start("w")
 
 
-async def test_a_second_drain_is_named() -> None:
+async def test_second_drain_is_named() -> None:
     engine = ValidatingEngine(Scripted())
     await engine.start("w")
     await engine.drain()
@@ -172,7 +172,7 @@ async def test_a_second_drain_is_named() -> None:
         await engine.drain()
 
 
-async def test_a_second_cleanup_is_named_and_idempotence_is_exercised() -> None:
+async def test_second_cleanup_is_named_and_idempotence_is_exercised() -> None:
     inner = Scripted()
     engine = ValidatingEngine(inner)
     await engine.start("w")
@@ -182,13 +182,13 @@ async def test_a_second_cleanup_is_named_and_idempotence_is_exercised() -> None:
         await engine.cleanup()
 
 
-async def test_an_abort_without_a_cancel_is_named() -> None:
+async def test_abort_without_a_cancel_is_named() -> None:
     engine = ValidatingEngine(Scripted())
     with pytest.raises(ContractViolation, match="explicit cancel"):
         await engine.abort(GenerateContext("r"))
 
 
-def test_the_first_token_is_told_once() -> None:
+def test_first_token_is_reported_once() -> None:
     got: list[int] = []
     context = GenerateContext("r", lambda: got.append(1))
     context.notify_first_token()
@@ -196,11 +196,11 @@ def test_the_first_token_is_told_once() -> None:
     assert got == [1]
 
 
-def test_where_nobody_waits_for_the_first_token_telling_it_does_nothing() -> None:
+def test_reporting_the_first_token_without_a_listener_does_nothing() -> None:
     GenerateContext("r").notify_first_token()
 
 
-def test_setters_give_the_same_output_with_one_thing_changed() -> None:
+def test_setters_give_the_same_output_with_one_field_changed() -> None:
     counts = token_usage(1, 2, 3)
     last = EngineOutput.length().with_tokens([1, 2]).with_usage(counts)
     assert last == EngineOutput(token_ids=(1, 2), finish_reason="length", usage=counts)
@@ -213,7 +213,7 @@ def test_usage_saturates_at_u32() -> None:
     )
 
 
-def test_outputs_say_how_they_end() -> None:
+def test_outputs_have_their_finish_reason() -> None:
     reasons = [
         o.finish_reason
         for o in (

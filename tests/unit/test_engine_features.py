@@ -38,7 +38,7 @@ def refused(unsupported: tuple[str, ...] = ALL, kind: Any = "chat", **fields: An
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_call_is_never_enforced_on_a_model_that_answers_in_text(choice: Any) -> None:
+def test_call_is_never_enforced_on_a_model_that_answers_in_text(choice: Any) -> None:
     assert refused(tools=TOOLS, tool_choice=choice) == "tool_choice"
     assert refused((), tools=TOOLS, tool_choice=choice) == "tool_choice"
 
@@ -58,7 +58,7 @@ def test_tools_that_need_not_be_called_are_rendered(choice: Any) -> None:
         ("structured_outputs.regex", {"structured_outputs": {"regex": "a"}}),
     ],
 )
-def test_the_form_of_an_answer(field: str, fields: dict[str, Any]) -> None:
+def test_form_of_an_answer(field: str, fields: dict[str, Any]) -> None:
     assert refused(**fields) == field
     assert refused(("logprobs",), **fields) == ""
 
@@ -77,7 +77,7 @@ def test_log_probabilities(kind: str, fields: dict[str, Any]) -> None:
     assert refused(("guided_decoding",), kind, **fields) == ""
 
 
-def test_what_asks_for_nothing_of_the_kind_is_taken() -> None:
+def test_request_without_such_options_is_accepted() -> None:
     fields = {"response_format": {"type": "text"}, "logprobs": False, "n": 2}
     assert refused(**fields) == ""
 
@@ -90,7 +90,7 @@ def test_what_asks_for_nothing_of_the_kind_is_taken() -> None:
         {"output": OutputOptions(prompt_logprobs=1)},
     ],
 )
-async def test_an_engine_refuses_what_no_front_end_could(over: dict[str, Any]) -> None:
+async def test_engine_refuses_unsupported_options(over: dict[str, Any]) -> None:
     request = Request(id="r", token_ids=pack_tokens([1, 2]), **over)
     for engine in (EchoEngine(SystemClock(), 0.0), SimulatedEngine(SystemClock())):
         with pytest.raises(InvalidRequest, match="not supported by the engine"):

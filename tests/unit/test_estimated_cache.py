@@ -27,14 +27,14 @@ def test_whole_blocks_are_stored_when_they_are_served() -> None:
     ]
 
 
-def test_only_what_is_new_is_stored() -> None:
+def test_only_new_blocks_are_stored() -> None:
     cache = EstimatedCache(SIZE, 10)
     cache.on_served([1, 2, 3, 4])
     whole = names([1, 2, 3, 4, 5, 6])
     assert cache.on_served([1, 2, 3, 4, 5, 6]) == [BlocksStored(whole[2:], whole[1], [5, 6], SIZE)]
 
 
-def test_what_would_come_from_the_cache_is_never_the_whole_prompt() -> None:
+def test_estimate_never_covers_the_whole_prompt() -> None:
     cache = EstimatedCache(SIZE, 10)
     assert cache.cached_tokens([1, 2, 3, 4]) == 0
     cache.on_served([1, 2, 3, 4])
@@ -47,13 +47,13 @@ def test_what_would_come_from_the_cache_is_never_the_whole_prompt() -> None:
     assert cache.cached_tokens([1, 2, 3, 4, 5]) == 0
 
 
-def test_what_is_there_already_changes_nothing() -> None:
+def test_stored_blocks_change_nothing() -> None:
     cache = EstimatedCache(SIZE, 10)
     cache.on_served([1, 2, 3, 4])
     assert cache.on_served([1, 2, 3, 4]) == []
 
 
-def test_the_leaf_used_longest_ago_goes_first() -> None:
+def test_leaf_used_longest_ago_goes_first() -> None:
     cache = EstimatedCache(SIZE, 4)
     cache.on_served([1, 1, 2, 2])
     cache.on_served([3, 3, 4, 4])
@@ -62,7 +62,7 @@ def test_the_leaf_used_longest_ago_goes_first() -> None:
     assert cache.on_served([6, 6])[0] == BlocksRemoved(names([3, 3, 4, 4])[1:])
 
 
-def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
+def test_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
     cache = EstimatedCache(SIZE, 2)
     assert cache.on_served([1, 1, 2, 2, 3, 3]) == [
         BlocksStored(names([1, 1, 2, 2]), None, [1, 1, 2, 2], SIZE)
@@ -79,7 +79,7 @@ def test_adapter_and_salt_make_other_blocks() -> None:
 
 
 @given(many=prompts, blocks=st.integers(1, 6))
-def test_the_bridge_follows_without_surprises(many: list[list[int]], blocks: int) -> None:
+def test_bridge_follows_without_mismatches(many: list[list[int]], blocks: int) -> None:
     cache, bridge = EstimatedCache(SIZE, blocks), EventNormalizer(SIZE, derive_secret(b"s"))
     for prompt in many:
         bridge.on_events(cache.on_served(prompt), 0.0)

@@ -133,14 +133,14 @@ def test_two_engine_hashes_of_one_content_count_together() -> None:
     assert [event.kind for event in events_of(bridge)] == [EventKind.STORED]
 
 
-def test_a_block_can_be_continued_while_any_tier_has_it() -> None:
+def test_block_can_be_continued_while_any_tier_has_it() -> None:
     host = stored([1], PROMPT[:2], medium="CPU")
     bridge = bridge_after(stored([1], PROMPT[:2]), host, BlocksRemoved([1]))
     bridge.on_events([stored([2], PROMPT[2:4], parent=1)], 0.0)
     assert bridge.counters.orphans == 0
 
 
-def test_a_hash_that_stands_twice_in_one_event_is_two_copies() -> None:
+def test_hash_repeated_in_one_event_is_two_copies() -> None:
     twice = stored([1, 2, 1], PROMPT[:6])
     bridge = bridge_after(twice, BlocksRemoved([1]), BlocksRemoved([2]))
     assert bridge.held_blocks == 1
@@ -148,7 +148,7 @@ def test_a_hash_that_stands_twice_in_one_event_is_two_copies() -> None:
     assert (bridge.held_blocks, bridge.counters.unknown_removed) == (0, 0)
 
 
-def test_the_sum_0_has_the_key_1_and_is_continued_as_a_sum(
+def test_sum_0_has_the_key_1_and_is_continued_as_a_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     local = np.array([SECRET.start, 5], np.uint64)
@@ -168,7 +168,7 @@ def test_removal_of_an_unknown_block_is_counted() -> None:
     assert [event.kind for event in events_of(bridge)] == [EventKind.STORED]
 
 
-def test_a_cleared_cache_is_empty() -> None:
+def test_cleared_cache_is_empty() -> None:
     bridge = bridge_after(WHOLE, AllCleared())
     assert (events_of(bridge), bridge.held_blocks) == ((CLEARED,), 0)
 
@@ -203,14 +203,14 @@ def test_filled_gap_publishes_the_blocks_behind_it() -> None:
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 1, KEYS[1:]),)
 
 
-def test_a_hole_can_be_filled_under_another_hash() -> None:
+def test_hole_can_be_filled_under_another_hash() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]))
     bridge.take_batch()
     bridge.on_events([stored([1, 2], PROMPT[:4])], 0.0)
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 1, KEYS[1:]),)
 
 
-def test_a_hole_behind_a_hole_stays_one() -> None:
+def test_hole_behind_a_hole_stays_hidden() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"b"]), BlocksRemoved([b"c"]))
     bridge.take_batch()
     bridge.on_events([stored([b"b"], PROMPT[2:4], parent=b"a")], 0.0)
@@ -277,7 +277,7 @@ def test_block_waits_for_its_unpublished_parent() -> None:
 # --- what is not passed on -----------------------------------------------------------------------
 
 
-def test_a_block_whose_parent_is_unknown_is_refused_and_the_mirror_announced() -> None:
+def test_block_with_an_unknown_parent_is_refused_and_the_mirror_announced() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.on_events([stored([9], [9, 9], parent=b"never")], 0.0)
@@ -323,7 +323,7 @@ def test_only_caches_that_serve_prefixes_here_are_indexed(
     assert bridge.counters.other_caches == (not passes)
 
 
-def test_removals_of_other_caches_are_no_surprise() -> None:
+def test_removals_of_other_caches_are_no_mismatch() -> None:
     bridge = bridge_after(WHOLE._replace(group=1), BlocksRemoved([b"a"], group=1))
     assert bridge.counters.unknown_removed == 0
 
@@ -375,7 +375,7 @@ def test_event_ids_follow_one_another() -> None:
     assert (first.first_event_id, second.first_event_id, bridge.next_event_id) == (0, 2, 3)
 
 
-def test_a_batch_is_cut_where_it_is_full() -> None:
+def test_batch_is_cut_where_it_is_full() -> None:
     bridge = bridge_after(WHOLE, BlocksRemoved([b"d"]))
     assert bridge.take_batch(3) == EventBatch(
         0, (CacheEvent(EventKind.STORED, Tier.DEVICE, 0, KEYS[:3]),)
@@ -390,7 +390,7 @@ def test_a_batch_is_cut_where_it_is_full() -> None:
     assert bridge.take_batch(3) is None
 
 
-def test_a_few_blocks_wait_for_company_and_many_do_not() -> None:
+def test_few_blocks_wait_for_a_batch_and_many_do_not() -> None:
     bridge = EventNormalizer(SIZE, SECRET)
     assert bridge.batch_due_at() is None
     bridge.on_events([WHOLE], 7.0)
@@ -401,7 +401,7 @@ def test_a_few_blocks_wait_for_company_and_many_do_not() -> None:
     assert bridge.batch_due_at() == 7.0
 
 
-def test_the_wait_begins_anew_after_a_batch_was_taken() -> None:
+def test_batch_delay_restarts_after_a_batch_was_taken() -> None:
     many = list(range(EAGER_BATCH_BLOCKS))
     bridge = bridge_after(stored([*many], [t for n in many for t in (n, n)]))
     bridge.take_batch()
@@ -409,7 +409,7 @@ def test_the_wait_begins_anew_after_a_batch_was_taken() -> None:
     assert bridge.batch_due_at() == 9.0 + MAX_BATCH_DELAY_S
 
 
-def test_announcements_wait_for_company_as_others_do() -> None:
+def test_announcements_are_batched_like_events() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.start_announcement(0.0, clear=False)
@@ -420,7 +420,7 @@ def test_announcements_wait_for_company_as_others_do() -> None:
 # --- announcing again ----------------------------------------------------------------------------
 
 
-def test_the_mirror_is_announced_again_in_runs() -> None:
+def test_mirror_is_announced_again_in_runs() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.start_announcement(0.0, clear=False)
@@ -446,7 +446,7 @@ def test_too_much_pending_is_replaced_by_the_mirror() -> None:
     assert events_of(bridge) == (CacheEvent(EventKind.STORED, Tier.DEVICE, 0, KEYS[:3]),)
 
 
-def test_after_too_much_a_little_is_passed_on_again() -> None:
+def test_events_after_an_overflow_are_published_again() -> None:
     bridge = EventNormalizer(SIZE, SECRET, max_pending=3)
     bridge.on_events([WHOLE], 0.0)
     bridge.on_events([stored([b"x"], [9, 9])], 0.0)
@@ -454,7 +454,7 @@ def test_after_too_much_a_little_is_passed_on_again() -> None:
     assert bridge.counters.overflows == 1
 
 
-def test_an_announcement_under_way_is_not_begun_anew_for_every_orphan() -> None:
+def test_current_announcement_is_not_restarted_for_every_orphan() -> None:
     orphan = stored([9], [9, 9], parent=b"never")
     bridge = bridge_after(WHOLE, orphan)
     bridge.continue_announcement(3, 0.0)
@@ -463,7 +463,7 @@ def test_an_announcement_under_way_is_not_begun_anew_for_every_orphan() -> None:
     assert not bridge.is_announcing
 
 
-def test_after_lost_events_nothing_is_known_to_be_there() -> None:
+def test_all_blocks_are_in_doubt_after_lost_events() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.on_events([EventsLost()], 0.0)
@@ -483,7 +483,7 @@ def test_block_continued_after_lost_events_confirms_its_prefix() -> None:
     assert [sorted(event.keys) for event in events_of(bridge)] == [sorted([got[3], got[2]])]
 
 
-def test_a_block_that_was_removed_after_lost_events_is_not_recalled() -> None:
+def test_block_removed_after_lost_events_is_not_confirmed() -> None:
     bridge = bridge_after(WHOLE, EventsLost(), BlocksRemoved([b"b"]))
     events_of(bridge)
     bridge.on_events([stored([b"e"], [9, 9], parent=b"c")], 0.0)
@@ -498,7 +498,7 @@ def test_block_in_doubt_after_two_losses_is_dropped() -> None:
     assert bridge.counters.orphans == 1
 
 
-def test_an_adapter_and_a_salt_are_recalled_with_their_blocks() -> None:
+def test_adapter_and_salt_are_confirmed_with_their_blocks() -> None:
     salted = stored([b"a", b"b"], PROMPT[:4], lora_name="x", cache_salt="t")
     bridge = bridge_after(salted, EventsLost())
     events_of(bridge)
@@ -507,7 +507,7 @@ def test_an_adapter_and_a_salt_are_recalled_with_their_blocks() -> None:
     assert event.keys == keys(PROMPT[:6], lora_name="x", cache_salt="t")
 
 
-def test_an_epoch_begins_with_cleared_and_id_0() -> None:
+def test_epoch_begins_with_cleared_and_id_0() -> None:
     bridge = bridge_after(WHOLE)
     bridge.take_batch()
     bridge.start_epoch(0.0)

@@ -192,7 +192,7 @@ commands: st.SearchStrategy[list[tuple[Any, ...]]] = st.lists(
 
 @settings(deadline=None, max_examples=300)
 @given(script=commands, max_pending=st.sampled_from([2, 1000]))
-def test_an_index_ends_up_with_what_the_engine_holds(
+def test_index_equals_the_cache_of_the_engine(
     script: list[tuple[Any, ...]], max_pending: int
 ) -> None:
     chain = Chain(max_pending)

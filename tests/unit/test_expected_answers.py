@@ -30,7 +30,7 @@ def sent(
     return one
 
 
-def test_the_engines_answer_is_right() -> None:
+def test_engines_answer_is_right() -> None:
     assert sent((BODY[:1], "n"), (BODY[1:], "é")).is_correct
 
 
@@ -50,14 +50,14 @@ def test_anything_else_is_wrong(wrong: DemoAnswer) -> None:
     assert not wrong.is_correct
 
 
-def test_an_end_by_a_router_is_wrong() -> None:
+def test_end_by_a_router_is_wrong() -> None:
     one = sent((BODY, "né"), reason=None)
     one.add_record(End(id="a", code="deadline"), 9.0)
     assert not one.is_correct
     assert one.finish_reason == "deadline"
 
 
-def test_a_client_that_sees_no_tokens_is_judged_by_its_text() -> None:
+def test_client_without_tokens_is_checked_by_its_text() -> None:
     one = DemoAnswer("a", DUE, prompt_tokens=4, sent_at=1.0)
     one.add_text("n", None, 2.0)
     assert not one.is_correct
@@ -65,7 +65,7 @@ def test_a_client_that_sees_no_tokens_is_judged_by_its_text() -> None:
     assert one.is_correct
 
 
-def test_times_count_from_asking() -> None:
+def test_times_count_from_the_request() -> None:
     one = sent((BODY[:1], "n"), (BODY[1:], "é"))
     assert (one.ttft_s, one.longest_pause_s) == (1.0, 1.0)
     one.add_text("!", None, 9.0)
@@ -93,7 +93,7 @@ async def test_limits_of_the_body_are_limits_of_the_answer() -> None:
     assert one.prompt_tokens == 3
 
 
-def test_the_trace_keeps_what_prompts_have_in_common() -> None:
+def test_trace_keeps_common_parts_of_prompts() -> None:
     trace = bundled_prompts(range(16, 4096))
     assert len(trace) == 300
     assert [r.arrival_s for r in trace] == sorted(r.arrival_s for r in trace)
@@ -102,7 +102,7 @@ def test_the_trace_keeps_what_prompts_have_in_common() -> None:
     assert first[CHUNK_TOKENS : 2 * CHUNK_TOKENS] != second[CHUNK_TOKENS : 2 * CHUNK_TOKENS]
 
 
-def test_trace_tokens_are_of_the_vocabulary_and_the_length_asked_for() -> None:
+def test_trace_tokens_are_of_the_vocabulary_and_the_requested_length() -> None:
     tokens = chunk_tokens([7, 8], 600, range(16, 4096))
     assert len(tokens) == 600
     assert set(tokens) <= set(range(16, 4096))

@@ -40,14 +40,14 @@ def test_partition_keeps_its_order_for_any_timestamps() -> None:
         assert [step for step in got if step.source.topic == RESPONSES] == shown
 
 
-def test_a_run_after_the_end_of_another_one_stays_behind_it() -> None:
+def test_run_after_the_end_of_another_one_stays_behind_it() -> None:
     decided = steps(LEDGER, (5, "Finished"), (5, "Assigned"), (6, "Started"))
     assert names([], decided, steps(RESPONSES, (5, "Shown"), (6, "Shown"))) == [
         "Shown", "Finished", "Assigned", "Started", "Shown",
     ]  # fmt: skip
 
 
-def test_what_an_engine_says_of_a_failed_run_is_not_told_since_it_may_quote_the_prompt() -> None:
+def test_engine_message_of_a_failed_run_is_hidden_since_it_may_quote_the_prompt() -> None:
     run = Finished(
         id="a", attempt=0, phase="aggregated", worker="w", epoch=1, code="error",
         message="cannot parse 'mellon'",

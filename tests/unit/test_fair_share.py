@@ -33,7 +33,7 @@ SHARES = {"batch": ClassConfig(weight=0.25), "gold": ClassConfig(weight=4.0)}
         (None, "", DEFAULT_CLASS),
     ],
 )
-def test_a_request_is_in_the_class_that_it_names_or_in_its_tenants(
+def test_request_is_in_the_class_that_it_names_or_in_its_tenants(
     queue_class: str | None, tenant: str, of: str
 ) -> None:
     request = Request(id="r", model="m", tenant=tenant, hints=Hints(queue_class=queue_class))
@@ -49,7 +49,7 @@ def claim(of: str, tokens: int) -> ShareCost:
 
 
 @given(st.lists(st.integers(1, 1000), min_size=600, max_size=600))
-def test_while_all_wait_tokens_are_shared_by_weight(sizes: list[int]) -> None:
+def test_waiting_classes_share_tokens_by_weight(sizes: list[int]) -> None:
     classes, got = FairQueue(SHARES), Counter[str]()
     names = [DEFAULT_CLASS, *SHARES]
     for name in names:
@@ -101,7 +101,7 @@ def test_service_without_waiting_requests_is_not_charged() -> None:
     assert classes.virtual_time(queue()) == 0, "nobody waits any more"
 
 
-def test_models_have_nothing_to_do_with_each_other() -> None:
+def test_models_have_independent_shares() -> None:
     classes = FairQueue(SHARES)
     classes.add_waiting(queue("batch"), 0)
     classes.add_waiting(queue(), 0)
@@ -110,7 +110,7 @@ def test_models_have_nothing_to_do_with_each_other() -> None:
     assert sorted(classes.waiting_queues("m", "other")) == [queue(), queue("batch")]
 
 
-def test_a_class_is_crowded_by_its_own_requests_and_tokens_alone() -> None:
+def test_class_is_crowded_by_its_own_requests_and_tokens_alone() -> None:
     classes = FairQueue(
         {"few": ClassConfig(max_queued_requests=2), "small": ClassConfig(max_queued_tokens=100)}
     )
@@ -138,6 +138,6 @@ def test_classes_are_a_setting() -> None:
         ({"wait": 1}, "wait"),
     ],
 )
-def test_a_share_that_cannot_be_is_refused(share: dict[str, float], wrong: str) -> None:
+def test_invalid_share_is_refused(share: dict[str, float], wrong: str) -> None:
     with pytest.raises(SettingsError, match=wrong):
         Settings(queue_classes={"batch": share})

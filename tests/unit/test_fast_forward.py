@@ -44,13 +44,13 @@ def ends_with_stretches(state: BatchState, most: int) -> list[float]:
 
 
 @given(REQUESTS, st.integers(1, 100))
-def test_quiet_steps_end_when_single_ones_do_to_the_bit(
+def test_batched_quiet_steps_end_exactly_when_single_ones_do(
     requests: list[tuple[int, int, bool]], most: int
 ) -> None:
     assert ends_with_stretches(loaded(requests), most) == ends_one_by_one(loaded(requests))
 
 
-def test_a_lone_sequence_is_quiet_until_it_needs_a_block() -> None:
+def test_lone_sequence_is_quiet_until_it_needs_a_block() -> None:
     state = loaded([(5, 20, False)])
     run_step(state)
     assert decode_only_steps(state) == 3  # at 6, 7 and 8 tokens; 9 need another block
@@ -58,7 +58,7 @@ def test_a_lone_sequence_is_quiet_until_it_needs_a_block() -> None:
     assert decode_only_steps(state) == 0
 
 
-def test_the_step_in_which_somebody_ends_is_not_quiet() -> None:
+def test_step_in_which_a_sequence_ends_is_not_quiet() -> None:
     state = loaded([(5, 3, False)])
     run_step(state)
     assert decode_only_steps(state) == 1
@@ -68,7 +68,7 @@ def test_the_step_in_which_somebody_ends_is_not_quiet() -> None:
     assert [sequence.key for sequence in done.finished] == [0]
 
 
-def test_nothing_is_quiet_while_somebody_waits_or_prefills_or_nobody_decodes() -> None:
+def test_no_step_is_quiet_with_waiting_or_prefilling_sequences_or_without_decode() -> None:
     state = loaded([(5, 9, False)])
     assert decode_only_steps(state) == 0
     run_step(state)

@@ -39,7 +39,7 @@ def test_other_records_of_the_partition_do_not_count() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5) | st.just(FENCE))))
-def test_the_parts_of_a_file_are_numbered_without_a_gap(writes: list[tuple[str, object]]) -> None:
+def test_parts_of_a_file_are_numbered_without_a_gap(writes: list[tuple[str, object]]) -> None:
     """Whatever three writers append, readers see one sequence, of one run between two fences."""
     keys = [f"f/{run}/{number}" for run, number in writes]
     order, run, numbers = PartOrder("f"), None, []
@@ -54,7 +54,7 @@ def test_the_parts_of_a_file_are_numbered_without_a_gap(writes: list[tuple[str, 
     assert order.parts == len(numbers)
 
 
-def test_the_filter_has_all_keys_of_its_files() -> None:
+def test_filter_has_all_keys_of_its_files() -> None:
     keys = FileKeys("f", "g")
     assert all(key in keys for key in (b"f/0/0", b"g/x/fence"))
     assert not any(key in keys for key in (b"ff/0/0", b"f", None, b"h/f/0"))

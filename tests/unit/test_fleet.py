@@ -39,17 +39,17 @@ def fleet(registry: dict[int, Any], events: list[Any], registry_end: int = 100) 
     return view
 
 
-def test_the_offset_of_the_first_card_is_the_epoch() -> None:
+def test_offset_of_the_first_card_is_the_epoch() -> None:
     view = fleet({7: card(None), 8: card(7)}, [beat(7)])
     assert view.members["w1"].epoch == 7
     assert view.is_routable("w1", now_ms=1100, timeout_ms=5000)
 
 
-def test_a_worker_without_a_complete_card_gets_no_work() -> None:
+def test_worker_without_a_complete_card_gets_no_work() -> None:
     assert not fleet({7: card(None)}, [beat(7)]).is_routable("w1", 1100, 5000)
 
 
-def test_a_silent_worker_gets_no_work_but_is_not_lost() -> None:
+def test_silent_worker_gets_no_work_but_is_not_lost() -> None:
     view = fleet({7: card(None), 8: card(7)}, [beat(7)])
     assert not view.is_routable("w1", now_ms=7000, timeout_ms=5000)
     assert not view.is_lost("w1", 7)
@@ -62,19 +62,19 @@ def test_lost_holds_for_the_epoch_and_all_before_it() -> None:
     assert not view.is_routable("w1", 1100, 5000)
 
 
-def test_a_newer_card_makes_the_older_epoch_lost() -> None:
+def test_newer_card_makes_the_older_epoch_lost() -> None:
     view = fleet({7: card(None), 8: card(7), 20: card(None)}, [beat(7)])
     assert view.is_lost("w1", 7)
     assert not view.is_lost("w1", 20)
     assert not view.is_routable("w1", 1100, 5000)
 
 
-def test_a_card_of_a_lower_epoch_is_ignored() -> None:
+def test_card_of_a_lower_epoch_is_ignored() -> None:
     view = fleet({7: card(None), 20: card(None), 21: card(20), 22: card(7)}, [])
     assert view.members["w1"].epoch == 20
 
 
-def test_a_tombstone_ends_its_epoch_and_no_later_one() -> None:
+def test_tombstone_ends_its_epoch_and_no_later_one() -> None:
     left = {7: card(None), 8: card(7), 9: Tombstone(key="worker/w1", epoch=7)}
     assert fleet(left, []).is_lost("w1", 7)
     back = left | {20: card(None), 21: card(20), 22: Tombstone(key="worker/w1", epoch=7)}
@@ -113,7 +113,7 @@ def test_tombstone_of_a_worker_is_dropped_after_its_retention() -> None:
     assert view.members["w1"].epoch == 7
 
 
-def test_the_version_moves_when_another_worker_may_be_routable() -> None:
+def test_version_moves_when_another_worker_may_be_routable() -> None:
     view = fleet({7: card(None), 8: card(7)}, [beat(7)])
     seen = [view.version]
 
@@ -140,7 +140,7 @@ def test_heartbeats_of_an_older_epoch_do_not_count() -> None:
     assert view.heartbeats["w1"].epoch == 20
 
 
-def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
+def test_snapshot_of_each_source_restores_the_same_state() -> None:
     running = (RunProgress(id="a", attempt=0, phase="aggregated", output_tokens=3),)
     events = [beat(7, running=running), Lost(worker="w1", epoch=3)]
     gone = Tombstone(key="worker/w2", epoch=9)
@@ -157,7 +157,7 @@ def test_a_snapshot_of_each_source_restores_the_same_state() -> None:
     assert second.is_lost("w1", 3)
 
 
-def test_an_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None:
+def test_answer_weighs_less_the_nearer_it_is_to_its_expected_length() -> None:
     def weight(output_tokens: int, expected: int) -> int:
         run = RunProgress(
             id="a", attempt=0, phase="aggregated", output_tokens=output_tokens,

@@ -65,12 +65,12 @@ def test_no_part_takes_more_of_its_core_than_it_may(
         assert router_cores(load, size.deployments, size.routers - 1) > use - 1e-9
 
 
-def test_a_load_beyond_all_deployments_is_refused() -> None:
+def test_load_beyond_all_deployments_is_refused() -> None:
     with pytest.raises(SizeError):
         size_of(FleetLoad(requests_s=100_000, workers=2, tokens_s=1))
 
 
-def test_the_command_shows_the_arithmetic_and_the_page_its_output() -> None:
+def test_command_shows_the_arithmetic_and_the_page_its_output() -> None:
     command = ["size", "--requests", "10000/s", "--workers", "1000", "--tokens", "100000/s"]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
     assert done.exit_code == 0
@@ -81,7 +81,7 @@ def test_the_command_shows_the_arithmetic_and_the_page_its_output() -> None:
 
 
 @pytest.mark.parametrize("value", ["many", "-3/s", "0", "10/m"])
-def test_a_rate_that_is_none_is_refused(value: str) -> None:
+def test_invalid_rate_is_refused(value: str) -> None:
     done = CliRunner().invoke(app, ["size", "--requests", value])
     assert done.exit_code == 2
     assert "10000/s" in done.output

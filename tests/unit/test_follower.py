@@ -66,7 +66,7 @@ async def a_copy(
 
 
 @scenario_test
-async def test_it_replays_what_was_there_and_follows_what_comes(world: MemoryWorld) -> None:
+async def test_follower_replays_existing_records_and_follows_new_ones(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3))
     world.append(LEDGER, 1, *many(2))
     copy = await (await a_copy(world)).caught_up()
@@ -78,14 +78,14 @@ async def test_it_replays_what_was_there_and_follows_what_comes(world: MemoryWor
 
 
 @scenario_test
-async def test_an_empty_log_is_caught_up_with_at_once(world: MemoryWorld) -> None:
+async def test_empty_log_is_caught_up_at_once(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     assert copy.view.position(LANE_0) == 0
     await asyncio.wait_for(copy.follower.wait_for(LANE_0, 0), 1)
 
 
 @scenario_test
-async def test_it_is_not_caught_up_before_every_partition_is(world: MemoryWorld) -> None:
+async def test_follower_is_not_caught_up_before_every_partition_is(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     world.append(LEDGER, 1, *many(3 * RECORDS_PER_POLL))
     seen: list[tuple[bool, int]] = []
@@ -101,7 +101,9 @@ async def test_it_is_not_caught_up_before_every_partition_is(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_log_that_grows_as_fast_as_it_is_read_is_caught_up_with(world: MemoryWorld) -> None:
+async def test_follower_catches_up_with_a_log_that_grows_as_fast_as_it_is_read(
+    world: MemoryWorld,
+) -> None:
     """The ends count that were there before the first poll."""
     world.append(LEDGER, 0, *many(2000))
     copy = await a_copy(
@@ -123,7 +125,7 @@ async def test_only_given_partitions_are_followed(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_several_topics_make_one_fold(world: MemoryWorld) -> None:
+async def test_several_topics_make_one_view(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     world.append(REGISTRY, 0, ModelCard(name="m"))
     copy = await (await a_copy(world, REGISTRY, LANE_0)).caught_up()
@@ -157,7 +159,7 @@ async def test_start_is_not_below_the_start_of_the_log(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_refusal_is_not_waited_out(world: MemoryWorld) -> None:
+async def test_refusal_is_not_retried(world: MemoryWorld) -> None:
     log = await world.connect()
 
     async def refuse(topic: str, partitions: Sequence[int]) -> dict[int, int]:
@@ -170,7 +172,7 @@ async def test_a_refusal_is_not_waited_out(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_outage_at_the_start_is_waited_out(world: MemoryWorld) -> None:
+async def test_outage_at_the_start_is_waited_out(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     copy = await a_copy(world)
     world.broker.available = False
@@ -182,7 +184,7 @@ async def test_an_outage_at_the_start_is_waited_out(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_long_replay_lets_others_run(world: MemoryWorld) -> None:
+async def test_long_replay_lets_others_run(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(20_000))
     turns = 0
 
@@ -198,7 +200,7 @@ async def test_a_long_replay_lets_others_run(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_poll_that_never_waits_lets_others_run(
+async def test_poll_that_never_waits_lets_others_run(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Kafka client hands out what it has fetched without giving way."""
@@ -278,7 +280,7 @@ async def test_listener_is_called_after_each_record_is_applied(
 
 
 @scenario_test
-async def test_a_barrier_opens_exactly_when_its_offset_is_passed(world: MemoryWorld) -> None:
+async def test_barrier_opens_exactly_when_its_offset_is_passed(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     barrier = world.spawn(copy.follower.wait_for(LANE_0, 3))
     world.append(LEDGER, 0, *many(2))
@@ -292,7 +294,7 @@ async def test_a_barrier_opens_exactly_when_its_offset_is_passed(world: MemoryWo
 
 
 @scenario_test
-async def test_a_barrier_opens_within_a_long_replay(world: MemoryWorld) -> None:
+async def test_barrier_opens_within_a_long_replay(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(5000))
     copy = await a_copy(world)
     await copy.follower.wait_for(LANE_0, 600)
@@ -300,7 +302,7 @@ async def test_a_barrier_opens_within_a_long_replay(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_barrier_that_is_open_does_not_wait(world: MemoryWorld) -> None:
+async def test_barrier_that_is_open_does_not_wait(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(3))
     copy = await (await a_copy(world)).caught_up()
     turn = world.spawn(copy.follower.wait_for(LANE_0, 3))
@@ -309,7 +311,7 @@ async def test_a_barrier_that_is_open_does_not_wait(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_cancelled_barrier_leaves_nothing_behind(world: MemoryWorld) -> None:
+async def test_cancelled_barrier_leaves_nothing_behind(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(copy.follower.wait_for(LANE_0, 3), 1)
@@ -332,7 +334,7 @@ async def test_wait_for_a_stopped_follower_raises(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_malformed_records_are_counted_and_passed_over(world: MemoryWorld) -> None:
+async def test_malformed_records_are_counted_and_skipped(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(1))
     world.append_raw(LEDGER, 0, MALFORMED, MALFORMED)
     world.append(LEDGER, 0, *many(1))
@@ -361,7 +363,7 @@ async def test_records_fetched_twice_are_applied_once(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_record_for_newer_readers_ends_the_follower(world: MemoryWorld) -> None:
+async def test_record_for_newer_readers_ends_the_follower(world: MemoryWorld) -> None:
     copy = await (await a_copy(world)).caught_up()
     barrier = world.spawn(copy.follower.wait_for(LANE_0, 2))
     await world.sleep(0)
@@ -409,7 +411,7 @@ async def test_later_gap_in_offsets_does_not_block(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_gap_at_the_end_is_passed_while_another_partition_is_busy(
+async def test_gap_at_the_end_is_passed_while_another_partition_is_busy(
     world: MemoryWorld,
 ) -> None:
     await leave_a_gap_at_the_end(world)
@@ -435,7 +437,7 @@ async def test_positions_pass_the_gaps_that_compaction_left(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_lost_position_means_building_the_partition_again(world: MemoryWorld) -> None:
+async def test_lost_position_rebuilds_the_partition(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     world.append(LEDGER, 1, *many(2))
     copy = await (await a_copy(world)).caught_up()
@@ -452,7 +454,7 @@ async def test_a_lost_position_means_building_the_partition_again(world: MemoryW
 
 
 @scenario_test
-async def test_it_is_not_caught_up_while_a_partition_is_built_again(world: MemoryWorld) -> None:
+async def test_follower_is_not_caught_up_while_a_partition_is_rebuilt(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     copy = await (await a_copy(world)).caught_up()
     world.broker.available = False
@@ -473,7 +475,7 @@ async def test_it_is_not_caught_up_while_a_partition_is_built_again(world: Memor
 
 
 @scenario_test
-async def test_state_of_a_log_that_is_shorter_than_the_state_is_dropped(world: MemoryWorld) -> None:
+async def test_state_ahead_of_the_end_of_the_log_is_dropped(world: MemoryWorld) -> None:
     """Somebody deleted the topic and made it again."""
     view = RecordingView()
     view.apply(LANE_0, (), 100)
@@ -495,6 +497,6 @@ async def test_state_below_the_start_of_the_log_is_dropped(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_topic_of_any_partition_count_is_followed_whole(world: MemoryWorld) -> None:
+async def test_topic_of_any_partition_count_is_followed_whole(world: MemoryWorld) -> None:
     copy = await (await a_copy(world, REQUESTS)).caught_up()
     assert copy.follower.sources == (Partition(REQUESTS, 0), Partition(REQUESTS, 1))

@@ -228,7 +228,7 @@ CARD_OPS = st.tuples(
 
 @settings(max_examples=150)
 @given(st.lists(CARD_OPS, min_size=8, max_size=40))
-def test_compaction_changes_no_fold_of_a_compacted_topic(ops: list[tuple[str, str, float]]) -> None:
+def test_compaction_changes_no_view_of_a_compacted_topic(ops: list[tuple[str, str, float]]) -> None:
     async def scenario(world: MemoryWorld) -> None:
         plain: dict[str, str] = {}
         copies: list[Copy] = []

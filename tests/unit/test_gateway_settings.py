@@ -36,6 +36,6 @@ def test_without_a_secret_gateways_of_one_deployment_on_loopback_agree(host: str
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example"])
-def test_a_gateway_that_others_reach_needs_a_secret(host: str) -> None:
+def test_reachable_gateway_needs_a_secret(host: str) -> None:
     with pytest.raises(SettingsError, match="set KVLANE_STREAM_SECRET"):
         Settings(http_host=host).tenant_tag()

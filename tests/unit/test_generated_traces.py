@@ -18,7 +18,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", TRACE_KINDS)
 
 
 @EVERY_KIND
-def test_a_seed_gives_one_trace_and_another_seed_another(kind: str) -> None:
+def test_trace_follows_from_its_seed(kind: str) -> None:
     assert generate_trace(kind, SIZE) == generate_trace(kind, SIZE)
     assert generate_trace(kind, SIZE) != generate_trace(kind, SIZE._replace(seed=4))
 
@@ -60,7 +60,7 @@ def test_kind_has_its_share_of_repeated_chunks(kind: str, least: float, most: fl
     assert least < known / total < most
 
 
-def test_another_kind_is_refused_with_those_that_there_are() -> None:
+def test_unknown_kind_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(
         UnknownTraceKind, match="gen:x: one of gen:shared-prefixes, gen:offline, gen:multi"
     ):

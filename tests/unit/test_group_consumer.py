@@ -144,13 +144,13 @@ def test_done_twice_is_harmless() -> None:
     assert claim.low_water == 1
 
 
-def test_done_for_a_record_that_was_never_handed_on_is_a_bug() -> None:
+def test_completion_of_an_undelivered_record_is_a_bug() -> None:
     claim = PartitionClaim(0, 0)
     with pytest.raises(AssertionError):
         claim.mark_done(0)
 
 
-def test_a_lost_claim_takes_any_done() -> None:
+def test_lost_claim_accepts_any_completion() -> None:
     claim = PartitionClaim(0, 0)
     claim.deliver(0)
     claim.is_lost = True
@@ -173,7 +173,7 @@ async def test_lane_is_not_read_before_resume(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_lane_waits_while_another_one_is_read(world: MemoryWorld) -> None:
+async def test_waiting_lane_does_not_block_another_one(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a"))
     world.append(REQUESTS, 1, *requests("b"))
     router = await (await a_router(world)).owns(0, 1)
@@ -194,7 +194,7 @@ async def test_records_come_in_order_each_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_full_lane_does_not_hold_up_a_cancel(world: MemoryWorld) -> None:
+async def test_full_lane_does_not_block_a_cancel(world: MemoryWorld) -> None:
     router = await reading_router(world)
     world.append(REQUESTS, 0, *requests(*(f"r{i}" for i in range(5000))), Cancel(id="r0"))
     await router.received(5001)
@@ -217,7 +217,7 @@ async def test_append_times_set_the_broker_clock_before_the_record_is_seen(
 
 
 @scenario_test
-async def test_an_error_of_the_lanes_ends_the_intake(world: MemoryWorld) -> None:
+async def test_error_of_the_lanes_ends_the_intake(world: MemoryWorld) -> None:
     router = await a_router(world, at_once=True)
 
     def fail(claim: PartitionClaim, fact: LogRecord) -> None:
@@ -240,7 +240,7 @@ async def test_log_closed_elsewhere_ends_the_consumer(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_an_error_of_writing_a_dead_letter_ends_the_intake(world: MemoryWorld) -> None:
+async def test_error_of_writing_a_dead_letter_ends_the_intake(world: MemoryWorld) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
     router = await a_router(world, at_once=True)
 
@@ -254,7 +254,7 @@ async def test_an_error_of_writing_a_dead_letter_ends_the_intake(world: MemoryWo
 
 
 @scenario_test
-async def test_a_lane_lost_through_its_own_record_gets_no_more_of_the_batch(
+async def test_lane_revoked_by_its_own_record_gets_no_more_of_the_batch(
     world: MemoryWorld,
 ) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
@@ -267,7 +267,7 @@ async def test_a_lane_lost_through_its_own_record_gets_no_more_of_the_batch(
 
 
 @scenario_test
-async def test_a_cancelled_run_leaves_no_task(world: MemoryWorld) -> None:
+async def test_cancelled_run_leaves_no_task(world: MemoryWorld) -> None:
     router = await (await a_router(world)).owns(0, 1)
     router.running.cancel()
     await asyncio.wait([router.running])
@@ -304,7 +304,7 @@ async def test_unmoved_position_is_not_committed(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_mark_is_committed_once(world: MemoryWorld) -> None:
+async def test_mark_is_committed_once(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
     router = await reading_router(world)
     await router.received(3)
@@ -317,7 +317,7 @@ async def test_a_mark_is_committed_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_unanswered_commit_is_repeated(world: MemoryWorld) -> None:
+async def test_unanswered_commit_is_repeated(world: MemoryWorld) -> None:
     world.faults.unanswered.add("commit")
     world.append(REQUESTS, 0, *requests("a"))
     router = await (await a_router(world, at_once=True)).received(1)
@@ -330,7 +330,7 @@ async def test_an_unanswered_commit_is_repeated(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_refused_commit_does_not_end_the_intake(world: MemoryWorld) -> None:
+async def test_refused_commit_does_not_end_the_intake(world: MemoryWorld) -> None:
     router = await (await a_router(world, at_once=True)).owns(0, 1)
     member = router.intake._member
     assert member is not None
@@ -403,7 +403,7 @@ async def test_unfinished_records_go_to_the_next_owner(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_revoked_claim_is_closed_at_once_and_commits_no_more(world: MemoryWorld) -> None:
+async def test_revoked_claim_is_closed_at_once_and_commits_no_more(world: MemoryWorld) -> None:
     world.append(REQUESTS, 1, *requests("a", "b"))
     first = await reading_router(world)
     await first.received(2)
@@ -422,7 +422,7 @@ async def test_a_revoked_claim_is_closed_at_once_and_commits_no_more(world: Memo
 
 
 @scenario_test
-async def test_a_lane_that_comes_back_is_a_new_claim(world: MemoryWorld) -> None:
+async def test_returning_lane_is_a_new_claim(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b"))
     first = await reading_router(world)
     await first.received(2)
@@ -445,7 +445,7 @@ async def test_a_lane_that_comes_back_is_a_new_claim(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_an_assignment_without_a_revocation_is_a_new_claim_too(world: MemoryWorld) -> None:
+async def test_assignment_without_a_revocation_is_a_new_claim_too(world: MemoryWorld) -> None:
     owner = Owner()
     intake = GroupConsumer(await world.connect(), REQUESTS, GROUP, owner, world.clock)
     intake.assigned({0: 0, 1: 0})
@@ -475,7 +475,7 @@ async def test_records_fetched_twice_are_handled_once(world: MemoryWorld) -> Non
     [MALFORMED, UNTYPED, OF_A_NEWER_VERSION, OF_ANOTHER_TOPIC, TOMBSTONE, NO_KEY_NO_VALUE],
     ids=["malformed", "untyped", "newer", "misplaced", "tombstone", "nothing"],
 )
-def test_a_record_that_cannot_be_read_is_put_aside_and_the_lane_goes_on(poison: Entry) -> None:
+def test_unreadable_record_is_dead_lettered_and_the_lane_continues(poison: Entry) -> None:
     async def scenario(world: MemoryWorld) -> None:
         world.append(REQUESTS, 0, *requests("before"))
         world.append_raw(REQUESTS, 0, poison)
@@ -562,7 +562,7 @@ async def test_commit_stops_before_an_unacknowledged_dead_letter(
 
 
 @scenario_test
-async def test_a_letter_that_was_not_acknowledged_is_written_by_the_next_owner(
+async def test_unacknowledged_letter_is_written_by_the_next_owner(
     world: MemoryWorld,
 ) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
@@ -577,7 +577,7 @@ async def test_a_letter_that_was_not_acknowledged_is_written_by_the_next_owner(
 
 
 @scenario_test
-async def test_a_lane_that_is_paused_gets_the_next_record_when_it_is_resumed(
+async def test_paused_lane_gets_the_next_record_when_it_is_resumed(
     world: MemoryWorld,
 ) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c", "d"))
@@ -600,7 +600,7 @@ async def test_a_lane_that_is_paused_gets_the_next_record_when_it_is_resumed(
 
 
 @scenario_test
-async def test_a_flood_of_bad_records_is_bounded_and_drains(world: MemoryWorld) -> None:
+async def test_flood_of_bad_records_is_bounded_and_drains(world: MemoryWorld) -> None:
     count = 3 * MAX_QUEUED_DEAD_LETTERS
     world.append_raw(REQUESTS, 0, *[MALFORMED] * count)
     world.append(REQUESTS, 0, *requests("after"))

@@ -56,7 +56,7 @@ def guided(**fields: Any) -> GuidedDecoding | None:
         ),
     ],
 )
-def test_a_form_is_taken_over(fields: dict[str, Any], expected: GuidedDecoding) -> None:
+def test_form_is_taken_over(fields: dict[str, Any], expected: GuidedDecoding) -> None:
     assert guided(**fields) == expected
 
 
@@ -96,7 +96,7 @@ def test_without_a_form_there_is_none(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"json": 7}}, "structured_outputs.json"),
     ],
 )
-def test_a_wrong_form_is_named(fields: dict[str, Any], field: str) -> None:
+def test_wrong_form_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidPrompt) as raised:
         guided(**fields)
     assert raised.value.field == field

@@ -107,9 +107,7 @@ def pair_test(**more: Any) -> Callable[[Scenario], Callable[[], None]]:
     ),
     speedup=st.sampled_from([1.0, 7.0, inf]),
 )  # fmt: skip
-def test_two_engines_answer_as_one_does(
-    prompts: list[tuple[list[int], int]], speedup: float
-) -> None:
+def test_two_engines_answer_like_one(prompts: list[tuple[list[int], int]], speedup: float) -> None:
     async def scenario(pair: Pair) -> None:
         async def answer(body: list[int], max_tokens: int) -> list[int]:
             tokens = [*body, ASSISTANT]
@@ -142,7 +140,7 @@ async def test_blocks_are_held_until_they_are_transferred(pair: Pair) -> None:
 
 
 @pair_test()
-async def test_a_lease_frees_the_blocks_at_its_end(pair: Pair) -> None:
+async def test_lease_frees_the_blocks_at_its_end(pair: Pair) -> None:
     transfer = await pair.prefill()
     await pair.clock.sleep(SLOW.lease_s - 0.001)
     assert pair.simulated["prefill"].used_blocks == BLOCKS
@@ -154,7 +152,7 @@ async def test_a_lease_frees_the_blocks_at_its_end(pair: Pair) -> None:
 
 
 @pair_test()
-async def test_a_prompt_that_waits_for_held_blocks_goes_on_after_the_lease(pair: Pair) -> None:
+async def test_prompt_that_waits_for_held_blocks_continues_after_the_lease(pair: Pair) -> None:
     large = [*range(1, 120), ASSISTANT]
     await pair.prefill(large)
     await pair.prefill([*range(200, 300), ASSISTANT])
@@ -162,7 +160,7 @@ async def test_a_prompt_that_waits_for_held_blocks_goes_on_after_the_lease(pair:
 
 
 @pair_test()
-async def test_an_offer_is_taken_once(pair: Pair) -> None:
+async def test_offer_is_taken_once(pair: Pair) -> None:
     transfer = await pair.prefill()
     assert await pair.decode(transfer) == echo_answer(PROMPT, 8)
     with pytest.raises(EngineError, match="taken already") as caught:
@@ -172,7 +170,7 @@ async def test_an_offer_is_taken_once(pair: Pair) -> None:
 
 
 @pair_test()
-async def test_the_offers_of_an_engine_end_with_it(pair: Pair) -> None:
+async def test_offers_of_an_engine_end_with_it(pair: Pair) -> None:
     transfer = await pair.prefill()
     await pair.simulated["prefill"].cleanup()
     with pytest.raises(EngineError, match="was shut down") as caught:
@@ -181,7 +179,7 @@ async def test_the_offers_of_an_engine_end_with_it(pair: Pair) -> None:
 
 
 @pair_test()
-async def test_a_transfer_fails_if_its_blocks_are_released_meanwhile(pair: Pair) -> None:
+async def test_transfer_fails_if_its_blocks_are_released_meanwhile(pair: Pair) -> None:
     transfer = await pair.prefill()
     decoding = asyncio.ensure_future(pair.decode(transfer))
     await pair.clock.sleep(0.01)
@@ -192,7 +190,7 @@ async def test_a_transfer_fails_if_its_blocks_are_released_meanwhile(pair: Pair)
 
 
 @pair_test()
-async def test_offers_of_other_processes_are_good_until_their_lease_is_over(pair: Pair) -> None:
+async def test_offers_of_other_processes_are_valid_until_their_lease_ends(pair: Pair) -> None:
     expires_ms = pair.clock.wall_ms() + 1000
     there = TransferParams("elsewhere", 1, len(PROMPT), expires_ms)
     assert await pair.decode(msgspec.json.encode(there)) == echo_answer(PROMPT, 8)
@@ -233,7 +231,7 @@ async def test_received_blocks_are_reported_as_stored(pair: Pair) -> None:
 
 
 @pair_test()
-async def test_a_cancelled_prefill_holds_nothing(pair: Pair) -> None:
+async def test_cancelled_prefill_holds_nothing(pair: Pair) -> None:
     context = GenerateContext("r", phase="prefill")
     context.cancel()
     (output,) = await pair.outputs("prefill", make_request(PROMPT, 1), context)
@@ -242,7 +240,7 @@ async def test_a_cancelled_prefill_holds_nothing(pair: Pair) -> None:
 
 
 @pair_test()
-async def test_a_consumer_that_leaves_during_a_prefill_leaves_nothing_held(pair: Pair) -> None:
+async def test_consumer_that_leaves_during_a_prefill_leaves_nothing_held(pair: Pair) -> None:
     reading = asyncio.ensure_future(pair.prefill())
     await pair.clock.sleep(0.001)
     reading.cancel()
@@ -252,7 +250,7 @@ async def test_a_consumer_that_leaves_during_a_prefill_leaves_nothing_held(pair:
 
 
 @pair_test()
-async def test_a_drain_ends_with_the_last_lease(pair: Pair) -> None:
+async def test_drain_ends_with_the_last_lease(pair: Pair) -> None:
     await pair.prefill()
     held_at = pair.clock.now()
     await pair.engines["prefill"].drain()

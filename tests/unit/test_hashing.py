@@ -191,7 +191,7 @@ def test_local_hashes_agree_with_the_formula(
 
 
 @given(local=st.lists(st.integers(0, 2**64 - 1), max_size=6), seed=seeds)
-def test_the_chain_agrees_with_the_formula(local: list[int], seed: int) -> None:
+def test_chain_agrees_with_the_formula(local: list[int], seed: int) -> None:
     expected = local[:1]
     for value in local[1:]:
         data = np.array([expected[-1], value], "<u8").tobytes()
@@ -199,7 +199,7 @@ def test_the_chain_agrees_with_the_formula(local: list[int], seed: int) -> None:
     assert sequence_hashes(np.array(local, np.uint64), seed=seed).tolist() == expected
 
 
-def test_a_tail_is_dropped() -> None:
+def test_tail_is_dropped() -> None:
     assert hash_blocks([*TOKENS, 1, 2, 3], 4).local.tolist() == LOCAL
 
 
@@ -213,7 +213,7 @@ def test_objects_change_their_own_block_only() -> None:
     assert hash_blocks(TOKENS, 4, mm_hashes=[None, {42}]).local[[0, 2]].tolist() == LOCAL[::2]
 
 
-def test_objects_in_the_dropped_tail_count_nowhere() -> None:
+def test_objects_in_the_dropped_tail_change_no_hash() -> None:
     assert hash_blocks(TOKENS, 4, mm_hashes=[None, None, None, {42}]).local.tolist() == LOCAL
 
 
@@ -232,7 +232,7 @@ def test_speculative_heads_overlap_blocks_by_one_token(length: int, blocks: int)
     assert hash_blocks(tokens, 4, eagle=True).local.tolist() == expected
 
 
-def test_an_identifier_of_64_hex_digits_is_its_own_hash() -> None:
+def test_identifier_of_64_hex_digits_is_its_own_hash() -> None:
     assert multimodal_hash("0123456789abcdef" + "F" * 48) == 0x0123456789ABCDEF
 
 
@@ -241,7 +241,7 @@ def test_any_other_identifier_is_hashed(identifier: str) -> None:
     assert multimodal_hash(identifier) == xxhash.xxh3_64_intdigest(identifier.encode(), 0)
 
 
-def test_an_empty_identifier_has_no_hash() -> None:
+def test_empty_identifier_has_no_hash() -> None:
     assert multimodal_hash("") is None
 
 
@@ -272,7 +272,7 @@ def test_tokens_may_come_in_any_container(tokens: list[int]) -> None:
     assert hash_blocks(tokens, 4).local.tolist() == LOCAL
 
 
-def test_the_largest_token_is_taken() -> None:
+def test_largest_token_is_taken() -> None:
     assert token_array([2**32 - 1]).tolist() == [2**32 - 1]
 
 
@@ -298,7 +298,7 @@ def test_invalid_tokens_are_refused(tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, -1])
-def test_a_block_size_below_one_is_refused(block_size: int) -> None:
+def test_block_size_below_one_is_refused(block_size: int) -> None:
     with pytest.raises(ValueError, match="block size"):
         hash_blocks(TOKENS, block_size)
 
@@ -306,7 +306,7 @@ def test_a_block_size_below_one_is_refused(block_size: int) -> None:
 # --- the bench -----------------------------------------------------------------------------------
 
 
-def test_the_bench_times_every_block_size() -> None:
+def test_bench_times_every_block_size() -> None:
     times = hashing_times(repeats=1)
     assert set(times.local) == set(times.listed) == {16, 32, 64, 128}
     assert min(*times.local.values(), *times.listed.values(), times.chain, times.sums) > 0

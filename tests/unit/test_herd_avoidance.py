@@ -33,14 +33,14 @@ def test_each_router_is_first_on_its_share_of_the_workers() -> None:
     assert all(25 <= firsts[router] <= 80 for router in ROUTERS)
 
 
-def test_a_router_that_goes_moves_nobody_past_another() -> None:
+def test_leaving_router_keeps_the_order_of_the_others() -> None:
     for worker in WORKERS:
         before = sorted(ROUTERS, key=lambda r: routers_before(r, ROUTERS, worker))
         after = sorted(ROUTERS[1:], key=lambda r: routers_before(r, ROUTERS[1:], worker))
         assert after == [router for router in before if router != ROUTERS[0]]
 
 
-def test_a_turn_takes_a_lag_and_a_lone_router_waits_for_nobody() -> None:
+def test_stagger_is_one_lag_and_a_lone_router_has_none() -> None:
     assert {ms / 5 for ms in stagger_by_worker("router-0", ROUTERS, WORKERS, 5.0).values()} == set(
         range(8)
     )
@@ -71,7 +71,7 @@ def test_requests_that_come_together_are_a_burst(burst: int, crowded: bool) -> N
     assert crowding.is_bursty == crowded
 
 
-def test_it_counts_when_they_came_and_not_when_they_were_sent() -> None:
+def test_bursts_are_measured_by_arrival_and_not_by_dispatch() -> None:
     crowding = BurstDetector(5.0)
     for n in range(1000):
         got(crowding, at_ms=n * 10 + n % 8 * 40, held_ms=n % 8 * 40 + n % 8 * 10)
@@ -96,13 +96,13 @@ def test_second_decision_of_a_split_request_is_no_arrival() -> None:
     assert not detector.is_bursty
 
 
-def test_a_router_that_decides_alone_takes_no_turns() -> None:
+def test_lone_router_has_no_stagger() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-0")
     assert turns.stagger_ms(WORKERS, 1, 0) is NO_STAGGER
 
 
-def test_routers_that_decide_in_bursts_take_turns_that_are_as_long_as_their_lag() -> None:
+def test_routers_with_bursts_are_staggered_by_their_lag() -> None:
     turns = {name: HerdAvoidance(name) for name in ROUTERS}
     for each in turns.values():
         for name in ROUTERS:
@@ -113,7 +113,7 @@ def test_routers_that_decide_in_bursts_take_turns_that_are_as_long_as_their_lag(
     assert sorted(ms[WORKERS[0]] for ms in later) == [9.0 * n for n in range(8)]
 
 
-def test_turns_change_with_the_fleet_and_else_stay_the_same_object() -> None:
+def test_stagger_changes_only_with_the_fleet() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-1")
     before = turns.stagger_ms(WORKERS, 1, 0)
@@ -121,7 +121,7 @@ def test_turns_change_with_the_fleet_and_else_stay_the_same_object() -> None:
     assert turns.stagger_ms(["another"], 2, 0).keys() == {"another"}
 
 
-def test_a_router_that_was_silent_for_long_is_not_waited_for() -> None:
+def test_router_silent_for_long_is_not_awaited() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-1")
     assert turns.stagger_ms(WORKERS, 1, ROUTER_EXPIRY_MS) is not NO_STAGGER

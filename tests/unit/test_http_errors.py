@@ -68,12 +68,12 @@ def test_every_end_has_a_meaning_or_is_whole() -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "stop", "length", "content_filter", "tool_calls"])
-def test_pieces_that_are_no_failure(reason: str | None) -> None:
+def test_pieces_without_a_failure(reason: str | None) -> None:
     assert error_of_piece(chunk(reason)) is None
 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("cancelled", 499)])
-def test_a_last_chunk_can_be_a_failure(reason: str, status: int) -> None:
+def test_last_chunk_can_be_a_failure(reason: str, status: int) -> None:
     error = error_of_piece(chunk(reason))
     assert error is not None
     assert error.status == status
@@ -92,7 +92,7 @@ def test_transient_error_has_retry_after(code: str) -> None:
     assert error.response().headers["retry-after"] == "1"
 
 
-def test_the_body_is_an_openai_error_object() -> None:
+def test_body_is_an_openai_error_object() -> None:
     response = invalid_request("must not be empty", "messages").response()
     assert response.headers["content-type"] == "application/json"
     assert json.loads(bytes(response.body)) == {
@@ -115,7 +115,7 @@ def test_the_body_is_an_openai_error_object() -> None:
         (529, "overloaded_error"),
     ],
 )
-def test_the_type_follows_the_status(status: int, kind: str) -> None:
+def test_type_follows_the_status(status: int, kind: str) -> None:
     assert error_of(ApiError(status, "x", code="y"))["type"] == kind
 
 

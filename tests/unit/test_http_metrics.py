@@ -34,7 +34,7 @@ def got(steps: list[tuple[float, int]], tokens: int | None = None) -> GatewayMet
     return metrics
 
 
-def test_an_answer_without_a_token_has_no_times() -> None:
+def test_answer_without_a_token_has_no_times() -> None:
     metrics = got([(1.0, 0)])
     assert (
         observed(metrics, "time_to_first_token")
@@ -43,7 +43,7 @@ def test_an_answer_without_a_token_has_no_times() -> None:
     )
 
 
-def test_the_first_token_is_counted_once_whatever_follows() -> None:
+def test_first_token_is_counted_once_whatever_follows() -> None:
     metrics = got([(1.0, 0), (1.0, 1), (1.0, 2), (1.0, 3)])
     assert observed(metrics, "time_to_first_token") == (1, pytest.approx(2))
 
@@ -55,11 +55,11 @@ def test_times_from_token_to_token_are_counted_by_blocks() -> None:
     assert observed(got(stall), "inter_token_latency") == (2, pytest.approx(0.1 + 9.0))
 
 
-def test_an_answer_of_one_piece_has_no_time_from_token_to_token() -> None:
+def test_answer_of_one_piece_has_no_time_from_token_to_token() -> None:
     assert observed(got([(1.0, 40)]), "inter_token_latency") == (0, 0)
 
 
-def test_an_answer_in_text_has_its_times_by_the_tokens_that_were_counted() -> None:
+def test_answer_in_text_has_its_times_by_the_tokens_that_were_counted() -> None:
     dead_letters = [(0.5, 4)] + [(0.1, 4 * n) for n in range(2, 2 * BLOCK_TOKENS + 2)]
     metrics = got(dead_letters, 2 * BLOCK_TOKENS + 1)
     assert observed(metrics, "time_to_first_token") == (1, pytest.approx(0.5))

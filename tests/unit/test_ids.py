@@ -26,7 +26,7 @@ class Wall:
         raise NotImplementedError
 
 
-def test_an_id_is_a_uuid_of_version_7() -> None:
+def test_id_is_a_uuid_of_version_7() -> None:
     drawn = uuid.UUID(new_request_id(Wall(1_700_000_000_123), random.Random(1)))
     assert (drawn.version, drawn.variant) == (7, uuid.RFC_4122)
 
@@ -85,7 +85,7 @@ def test_any_text_is_an_id_without_a_time_or_with_one(text: str) -> None:
 DRAWN = "01900000-0000-7000-8000-0123456789ab"
 
 
-def test_a_sealed_id_is_that_of_its_tenant_only() -> None:
+def test_sealed_id_is_that_of_its_tenant_only() -> None:
     seal = TenantTag(b"secret")
     sealed = seal.tagged(DRAWN, "acme")
     assert sealed[:36] == DRAWN
@@ -101,7 +101,7 @@ def test_seal_is_stable_between_versions() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 8, 35, 36, 37, 44])
-def test_a_sealed_id_that_was_changed_is_nobodys(place: int) -> None:
+def test_changed_sealed_id_belongs_to_no_tenant(place: int) -> None:
     seal = TenantTag(b"secret")
     sealed = seal.tagged(DRAWN, "acme")
     other = "1" if sealed[place] != "1" else "2"

@@ -142,7 +142,7 @@ def test_prompts_are_cached_in_full_by_half_or_not_at_all(cached: CachedSequence
     assert shares == {"full hit": [1.0] * 5, "half hit": [0.5] * 5, "miss": [0.0] * 5}
 
 
-def test_a_trace_removes_only_what_is_there_and_stores_nothing_twice(trace: OperationBatch) -> None:
+def test_trace_removes_only_stored_blocks_and_stores_nothing_twice(trace: OperationBatch) -> None:
     caches: dict[int, set[int]] = defaultdict(set)
     for row in trace.rows[trace.rows["kind"] != MATCH]:
         own = set(trace.keys[row["start"] : row["start"] + row["blocks"]].tolist())
@@ -156,13 +156,13 @@ def test_a_trace_removes_only_what_is_there_and_stores_nothing_twice(trace: Oper
     assert sorted(caches) == list(range(FLEET.workers))
 
 
-def test_a_trace_has_a_match_for_each_request_and_evictions(trace: OperationBatch) -> None:
+def test_trace_has_a_match_for_each_request_and_evictions(trace: OperationBatch) -> None:
     kinds = trace.rows["kind"]
     assert np.count_nonzero(kinds == MATCH) == FLEET.min_requests
     assert np.count_nonzero(kinds == REMOVED) > 20
 
 
-def test_a_short_trace_is_served_in_copies_that_share_nothing(tmp_path: Path) -> None:
+def test_short_trace_is_served_in_copies_that_share_nothing(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
     file.write_text(json.dumps(row))
@@ -192,14 +192,14 @@ def agree(sides: dict[str, MeasuredIndex], cached: CachedSequences) -> AnswerCom
 
 
 @pytest.mark.parametrize("workers", [4, 100])
-def test_our_side_answers_as_the_reference(workers: int) -> None:
+def test_kvlane_answers_as_the_reference(workers: int) -> None:
     cached = make_sequences(SMALL._replace(workers=workers))
     answers = agree({OUR_INDEX: KernelIndex(workers), "reference": DictIndex()}, cached)
     assert answers.compared > 100
     assert answers.differing == 0
 
 
-def test_our_side_replays_a_trace_as_the_reference(trace: OperationBatch) -> None:
+def test_kvlane_replays_a_trace_as_the_reference(trace: OperationBatch) -> None:
     answers = AnswerComparison()
     sides: dict[str, MeasuredIndex] = {
         OUR_INDEX: KernelIndex(FLEET.workers),
@@ -219,7 +219,7 @@ def test_differing_answers_are_counted(cached: CachedSequences) -> None:
 
 
 @pytest.mark.parametrize("structure", list(PeerStructure))
-def test_the_peer_answers_as_the_reference(crate: PeerCrate, structure: PeerStructure) -> None:
+def test_peer_answers_as_the_reference(crate: PeerCrate, structure: PeerStructure) -> None:
     cached = make_sequences(SMALL, crate.chain_hashes)
     peer = CrateIndex(crate, structure, 4)
     answers = agree({OUR_INDEX: DictIndex(), peer.name: peer}, cached)
@@ -228,9 +228,7 @@ def test_the_peer_answers_as_the_reference(crate: PeerCrate, structure: PeerStru
 
 
 @pytest.mark.parametrize("structure", list(PeerStructure))
-def test_the_peer_replays_a_trace_as_the_reference(
-    crate: PeerCrate, structure: PeerStructure
-) -> None:
+def test_peer_replays_a_trace_as_the_reference(crate: PeerCrate, structure: PeerStructure) -> None:
     batch = trace_operations(TRACE, FLEET, crate.chain_hashes)
     peer, answers = CrateIndex(crate, structure, FLEET.workers), AnswerComparison()
     sides: dict[str, MeasuredIndex] = {OUR_INDEX: DictIndex(), peer.name: peer}
@@ -240,7 +238,7 @@ def test_the_peer_replays_a_trace_as_the_reference(
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_the_peer_hashes_blocks_as_we_do(crate: PeerCrate, block_size: int) -> None:
+def test_peer_hashes_blocks_as_kvlane_does(crate: PeerCrate, block_size: int) -> None:
     tokens = np.arange(1000, dtype=np.uint32)
     local = crate.local_hashes(tokens, block_size)
     assert np.array_equal(local, local_hashes(tokens, block_size))
@@ -250,7 +248,7 @@ def test_the_peer_hashes_blocks_as_we_do(crate: PeerCrate, block_size: int) -> N
 # --- the class around the kernels -----------------------------------------------------------------
 
 
-def test_a_filled_index_holds_every_sequence(cached: CachedSequences) -> None:
+def test_filled_index_holds_every_sequence(cached: CachedSequences) -> None:
     index = filled_index(cached)
     assert sum(holding.total_blocks for holding in index.cache_sizes().values()) == cached.pairs
     assert index.counters.rejected_blocks == 0
@@ -268,7 +266,7 @@ def test_records_are_measured_by_their_size() -> None:
 # --- figures -------------------------------------------------------------------------------------
 
 
-def test_a_latency_is_compared_with_the_structure_that_is_fastest() -> None:
+def test_latency_is_compared_with_the_structure_that_is_fastest() -> None:
     ticks = {
         OUR_INDEX: np.full(10, 2000, np.uint64),
         "tree": np.full(10, 9000, np.uint64),
@@ -279,7 +277,7 @@ def test_a_latency_is_compared_with_the_structure_that_is_fastest() -> None:
     assert one.is_passed
 
 
-def test_a_throughput_is_blocks_by_cpu_time_of_the_median_round() -> None:
+def test_throughput_is_blocks_by_cpu_time_of_the_median_round() -> None:
     cpu_ns = {OUR_INDEX: [1000, 2000, 9000], "tree": [4000, 4000, 4000]}
     one = throughput_figure("store", SMALL, 20, cpu_ns, RatioTarget(3.0))
     assert (one.ours.median, one.peer, one.ratio) == (10.0, SampleSummary(5.0, 5.0), 2.0)
@@ -293,7 +291,7 @@ def test_threshold_without_a_peer_is_not_met() -> None:
     assert [bar.met for bar in thresholds([one])] == [False]
 
 
-def test_a_bar_is_that_of_the_worst_setup() -> None:
+def test_bar_is_that_of_the_worst_setup() -> None:
     def one(ours: float) -> IndexFigure:
         return IndexFigure(
             "match",

@@ -109,7 +109,7 @@ def test_concurrent_readers_see_unchanged_blocks_unchanged(kind: type[KeyedIndex
     assert index.blocks_of(STEADY[0], Tier.DEVICE).keys() == set(prompt)
 
 
-def test_a_reader_that_took_its_arrays_before_they_grew_looks_again(
+def test_reader_with_old_arrays_retries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index, prompt = steady_index(KeyedIndex, random.Random(1))
@@ -210,7 +210,7 @@ def look(table: BlockTable, steady: Any, present: Any, seen: Any, rounds: int) -
                     seen[2] += number not in (np.uint64(0), np.uint64(7))
 
 
-def test_blocks_that_are_moved_for_others_are_found_as_they_are() -> None:
+def test_moved_blocks_are_found_unchanged() -> None:
     keys = np.arange(1 << 63, (1 << 63) + 300, dtype=np.uint64)
     np.random.default_rng(1).shuffle(keys)  # all have one home, so that removals move many
     steady, others = keys[:100].copy(), keys[100:].copy()

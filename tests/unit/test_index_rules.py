@@ -60,7 +60,7 @@ def log() -> Log:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_a_cache_holds_the_leading_blocks_it_stored(log: Log) -> None:
+def test_cache_holds_the_leading_blocks_it_stored(log: Log) -> None:
     log.add(stored(11, 12, 13))
     assert log.index.match_prefix(PROMPT) == {ONE: Overlap(device=3)}
 
@@ -80,7 +80,7 @@ def test_without_the_first_block_there_is_no_overlap(log: Log) -> None:
     assert log.index.match_prefix(PROMPT) == {}
 
 
-def test_caches_are_told_apart_by_worker_and_rank(log: Log) -> None:
+def test_caches_are_distinguished_by_worker_and_rank(log: Log) -> None:
     log.add(stored(11, 12), holder=ONE)
     log.add(stored(11), holder=CacheId("one", 1))
     log.add(stored(11, 12, 13), holder=TWO)
@@ -92,12 +92,12 @@ def test_caches_are_told_apart_by_worker_and_rank(log: Log) -> None:
     }
 
 
-def test_a_further_tier_continues_where_the_nearer_one_ends(log: Log) -> None:
+def test_further_tier_continues_where_the_nearer_one_ends(log: Log) -> None:
     log.add(stored(11), stored(12, 13, at=1, tier=Tier.HOST), stored(14, at=3, tier=Tier.DISK))
     assert log.overlap() == Overlap(device=1, host=2, disk=1)
 
 
-def test_a_nearer_tier_is_not_come_back_to(log: Log) -> None:
+def test_search_never_returns_to_a_nearer_tier(log: Log) -> None:
     log.add(stored(11), stored(13, at=2), stored(12, at=1, tier=Tier.HOST))
     assert log.overlap() == Overlap(device=1, host=1)
 
@@ -151,7 +151,7 @@ def test_blocks_beyond_the_bound_are_refused_and_counted() -> None:
 # --- epochs --------------------------------------------------------------------------------------
 
 
-def test_a_restarted_worker_loses_its_old_blocks(log: Log) -> None:
+def test_restarted_worker_loses_its_old_blocks(log: Log) -> None:
     log.add(stored(11, 12), epoch=5)
     log.add(stored(11), epoch=6)
     assert log.overlap() == Overlap(device=1)
@@ -164,7 +164,7 @@ def test_blocks_of_an_older_epoch_are_ignored(log: Log) -> None:
     assert log.index.counters.stale_events == 1
 
 
-def test_a_lost_worker_holds_nothing(log: Log) -> None:
+def test_lost_worker_holds_nothing(log: Log) -> None:
     log.add(stored(11))
     log.index.end_epoch(0, "one", 5)
     assert log.overlap() == Overlap()
@@ -176,7 +176,7 @@ def test_events_of_a_lost_epoch_are_ignored(log: Log) -> None:
     assert log.overlap() == Overlap()
 
 
-def test_the_epoch_after_a_lost_one_counts(log: Log) -> None:
+def test_epoch_after_a_lost_one_counts(log: Log) -> None:
     log.index.end_epoch(0, "one", 5)
     log.add(stored(11), epoch=6)
     assert log.overlap() == Overlap(device=1)
@@ -188,7 +188,7 @@ def test_losing_an_old_epoch_leaves_the_present_one(log: Log) -> None:
     assert log.overlap() == Overlap(device=1)
 
 
-def test_a_rank_of_a_lost_worker_is_gone_with_the_others(log: Log) -> None:
+def test_rank_of_a_lost_worker_is_gone_with_the_others(log: Log) -> None:
     log.add(stored(11), holder=CacheId("one", 1))
     log.index.end_epoch(0, "one", 5)
     assert log.index.match_prefix(PROMPT) == {}
@@ -197,7 +197,7 @@ def test_a_rank_of_a_lost_worker_is_gone_with_the_others(log: Log) -> None:
 # --- event ids -----------------------------------------------------------------------------------
 
 
-def test_a_record_that_stands_twice_counts_once() -> None:
+def test_repeated_record_counts_once() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 0, [stored(11)])
     index.apply_events(0, ONE, 5, 1, [removed(11)])
@@ -206,7 +206,7 @@ def test_a_record_that_stands_twice_counts_once() -> None:
     assert index.counters.duplicate_events == 1
 
 
-def test_of_a_record_that_was_seen_in_part_the_rest_counts() -> None:
+def test_rest_of_a_partially_applied_record_counts() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 0, [stored(11)])
     index.apply_events(0, ONE, 5, 0, [removed(11), stored(11, 12)])
@@ -222,7 +222,7 @@ def test_gap_drops_the_blocks_of_the_rank() -> None:
     assert index.counters.gaps == 1
 
 
-def test_a_heartbeat_shows_a_tail_that_is_missing() -> None:
+def test_heartbeat_reveals_a_missing_tail() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 0, [CLEARED, stored(11)])
     index.on_heartbeat(0, ONE, 5, last_event_id=2)
@@ -238,21 +238,21 @@ def test_heartbeat_of_a_known_state_changes_nothing() -> None:
     assert index.is_complete(ONE)
 
 
-def test_the_log_may_begin_in_the_middle() -> None:
+def test_log_may_begin_in_the_middle() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 1000, [stored(11)])
     assert index.match_prefix(PROMPT) == {ONE: Overlap(device=1)}
     assert index.counters.gaps == 0
 
 
-def test_a_cache_is_complete_from_cleared_on(log: Log) -> None:
+def test_cache_is_complete_from_cleared_on(log: Log) -> None:
     log.add(stored(11))
     before = log.index.is_complete(ONE)
     log.add(CLEARED)
     assert (before, log.index.is_complete(ONE)) == (False, True)
 
 
-def test_ranks_count_their_ids_each_for_itself() -> None:
+def test_ranks_count_their_ids_independently() -> None:
     index = make()
     index.apply_events(0, ONE, 5, 0, [stored(11)])
     index.apply_events(0, CacheId("one", 1), 5, 0, [stored(11)])
@@ -292,7 +292,7 @@ def played(many: list[tuple[CacheId, int, CacheEvent | None]]) -> Log:
 
 
 @given(before=changes, after=changes)
-def test_a_restored_index_goes_on_as_the_one_it_was_taken_from(
+def test_restored_index_continues_as_the_original(
     before: list[tuple[CacheId, int, CacheEvent | None]],
     after: list[tuple[CacheId, int, CacheEvent | None]],
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_restored_index_goes_on_as_the_one_it_was_taken_from(
             assert restored.index.blocks_of(holder, tier) == whole.index.blocks_of(holder, tier)
 
 
-def test_the_state_hash_does_not_depend_on_the_order() -> None:
+def test_state_hash_does_not_depend_on_the_order() -> None:
     one, other = Log(), Log()
     one.add(stored(11, 12), stored(13, at=2, tier=Tier.HOST))
     other.add(stored(13, at=2, tier=Tier.HOST), stored(14, at=3), removed(14), stored(12, at=1))
@@ -341,7 +341,7 @@ def test_state_hash_differs_for_different_states(holder: CacheId, event: CacheEv
     assert one.index.state_hash(0) != other.index.state_hash(0)
 
 
-def test_the_state_hash_of_nothing_is_nothing(log: Log) -> None:
+def test_state_hash_of_nothing_is_nothing(log: Log) -> None:
     log.add(stored(11), removed(11))
     assert log.index.state_hash(0) == log.index.state_hash(1) == 0
 
@@ -355,13 +355,13 @@ def test_forgetting_a_partition_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 5, 20, -1])
-def test_a_snapshot_that_is_cut_is_refused(log: Log, cut: int) -> None:
+def test_snapshot_that_is_cut_is_refused(log: Log, cut: int) -> None:
     log.add(stored(11))
     with pytest.raises(ValueError, match=r".+"):
         make().restore(0, log.index.snapshot(0)[:cut])
 
 
-def test_a_snapshot_under_another_secret_is_refused() -> None:
+def test_snapshot_under_another_secret_is_refused() -> None:
     data = make(fingerprint="a").snapshot(0)
     with pytest.raises(ValueError, match="secret"):
         make(fingerprint="b").restore(0, data)

@@ -37,7 +37,7 @@ def ranks(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("caches", [64, 65, 200])
-def test_a_snapshot_holds_any_number_of_caches(caches: int) -> None:
+def test_snapshot_holds_any_number_of_caches(caches: int) -> None:
     index = KeyedIndex()
     for cache in range(caches):
         events = [CLEARED, CacheEvent(EventKind.STORED, keys=(1, 2, 100 + cache))]
@@ -52,7 +52,7 @@ def test_a_snapshot_holds_any_number_of_caches(caches: int) -> None:
     assert len(restored.match_prefix([1])) == caches
 
 
-def test_a_snapshot_beside_growth_has_the_blocks_of_both_tables() -> None:
+def test_snapshot_beside_growth_has_the_blocks_of_both_tables() -> None:
     rng = random.Random(1)
     index, known, events = KeyedIndex(), 0, 1
     index.apply_events(0, CacheId("w", 0), 1, 0, [CLEARED])
@@ -69,7 +69,7 @@ def test_a_snapshot_beside_growth_has_the_blocks_of_both_tables() -> None:
     assert restored.block_count(CacheId("w", 0)) == known
 
 
-def test_a_cache_is_not_complete_for_having_been_restored() -> None:
+def test_restored_cache_is_not_complete_by_that_alone() -> None:
     index = KeyedIndex()
     index.apply_events(
         0, CacheId("w", 0), 1, 700, [CacheEvent(EventKind.STORED, position=5, keys=(5, 6))]
@@ -104,7 +104,7 @@ NO_INDEX_WROTE = {
 
 
 @pytest.mark.parametrize("data", NO_INDEX_WROTE.values(), ids=NO_INDEX_WROTE)
-def test_bytes_that_no_index_wrote_leave_nothing_behind(data: bytes) -> None:
+def test_foreign_bytes_leave_nothing_behind(data: bytes) -> None:
     index, other = KeyedIndex(), CacheId("other", 0)
     index.apply_events(1, other, 1, 0, [CLEARED, CacheEvent(EventKind.STORED, keys=(7, 8))])
     before = index.state_hash(1)
@@ -118,7 +118,7 @@ def test_bytes_that_no_index_wrote_leave_nothing_behind(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[-1, 2, 1], [0.5, 1, 1], [True, True, True], [0, 0, 10**18], 5])
-def test_headers_with_sizes_that_are_none_are_refused(sizes: Any) -> None:
+def test_headers_with_invalid_sizes_are_refused(sizes: Any) -> None:
     header = {"fingerprint": "", "workers": {}, "tiers": [sizes] + [[0, 0, 0]] * 3}
     head = json.dumps(header).encode()
     data = snapshot_format.MAGIC + len(head).to_bytes(4, "little") + head + b"\1" * 64

@@ -130,7 +130,7 @@ def may_have(table: BlockTable, key: np.uint64) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_first_blocks_are_known_through_removals_and_growth(seed: int) -> None:
+def test_first_blocks_are_tracked_through_removals_and_growth(seed: int) -> None:
     rng = random.Random(seed)
     table, model = empty_table(), dict[int, int]()
     for _ in range(4000):
@@ -159,7 +159,7 @@ def test_first_blocks_are_known_through_removals_and_growth(seed: int) -> None:
     assert not table.firsts.any()
 
 
-def test_more_first_blocks_than_a_counter_counts_are_never_lost() -> None:
+def test_more_first_blocks_than_the_counter_holds_are_never_lost() -> None:
     table = empty_table()
     keys = [np.uint64(n + 1) for n in range(20)]
     for key in keys:
@@ -181,7 +181,7 @@ def test_first_block_stays_first_for_any_other_position() -> None:
     assert min(index.blocks_of(CacheId("two", 0), Tier.DEVICE).values()) == 0
 
 
-def test_arrays_of_any_size_begin_where_pairs_may() -> None:
+def test_arrays_of_any_size_are_aligned_for_pairs() -> None:
     for words in (2, 1 << 14):
         array = allocate_zeros(words)
         assert (len(array), array.ctypes.data % 16) == (words, 0)
@@ -194,7 +194,7 @@ def test_arrays_of_any_size_begin_where_pairs_may() -> None:
 
 @pytest.mark.parametrize("blocks", [3, 600])
 @pytest.mark.parametrize("zero_at", [0, 1, 2])
-def test_a_prefix_whose_sum_is_zero_is_found_like_others(blocks: int, zero_at: int) -> None:
+def test_prefix_whose_sum_is_zero_is_found_like_others(blocks: int, zero_at: int) -> None:
     totals = [random.Random(n).randrange(2, 1 << 64) for n in range(blocks)]
     totals[zero_at * (blocks // 3)] = 0
     index = KeyedIndex()
@@ -203,7 +203,7 @@ def test_a_prefix_whose_sum_is_zero_is_found_like_others(blocks: int, zero_at: i
     assert super(KeyedIndex, index).match_prefix(local_hashes_of(totals)) == {ONE: Overlap(blocks)}
 
 
-def test_a_block_that_nothing_was_stored_of_leaves_no_trace() -> None:
+def test_removed_block_leaves_no_trace() -> None:
     index = KeyedIndex(max_blocks=0)
     index.apply_events(0, ONE, 1, 0, [CLEARED, CacheEvent(EventKind.STORED, keys=(5, 6))])
     assert index.counters.rejected_blocks == 2

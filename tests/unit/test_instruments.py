@@ -21,7 +21,7 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 
 @pytest.mark.parametrize("labels", [(), ("model", "outcome")])
-def test_the_page_is_the_one_of_the_library(labels: tuple[str, ...]) -> None:
+def test_page_is_the_one_of_the_library(labels: tuple[str, ...]) -> None:
     own, library = CollectorRegistry(), CollectorRegistry()
     values = tuple(f"a {label}" for label in labels)
     counters = (
@@ -43,6 +43,6 @@ def test_the_page_is_the_one_of_the_library(labels: tuple[str, ...]) -> None:
     assert lines(own) == lines(library)
 
 
-def test_a_wrong_number_of_labels_is_refused() -> None:
+def test_wrong_number_of_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="runs: 1 values for the labels model, outcome"):
         Counter("runs", "Runs", ("model", "outcome")).labels("m")

@@ -95,7 +95,7 @@ def _read(lanes: dict[int, list[LogRecord]], rng: random.Random) -> LedgerState:
 
 
 @given(st.lists(NEWS, max_size=40), st.randoms(use_true_random=False))
-def test_when_all_requests_have_ended_nothing_is_left_and_nothing_is_due(
+def test_finished_requests_leave_no_state_and_no_duties(
     news: list[Any], rng: random.Random
 ) -> None:
     records = list(news)

@@ -11,7 +11,7 @@ def test_common_prefixes_follow_each_other() -> None:
     assert [prompts[i][:8] for i in order] == [b"system a"] * 2 + [b"system b"] * 2
 
 
-def test_a_small_job_does_not_wait_for_a_large_one() -> None:
+def test_small_job_does_not_wait_for_a_large_one() -> None:
     items = [BatchItem("large", n, 10) for n in range(100)] + [BatchItem("small", 0, 10)]
     order = JobOrder().arranged(items)
     assert sorted(order) == list(range(101))
@@ -28,7 +28,7 @@ def test_jobs_share_by_tokens_over_several_windows() -> None:
     assert set(order[:60]) == set(range(60, 120))
 
 
-def test_a_job_that_returns_has_no_claim_on_what_it_did_not_use() -> None:
+def test_returning_job_has_no_claim_on_unused_shares() -> None:
     jobs = JobOrder()
     for _ in range(20):
         jobs.arranged([BatchItem("steady", n, 100) for n in range(50)])

@@ -57,7 +57,7 @@ class Owners:
 
 
 @scenario_test
-async def test_a_new_owner_goes_on_where_the_last_one_stopped(world: MemoryWorld) -> None:
+async def test_new_owner_continues_where_the_last_one_stopped(world: MemoryWorld) -> None:
     owners = Owners(world, 4)
     first, _ = await owners.new("a")
     assert (first.positions, first.left) == (START, 4)
@@ -74,7 +74,7 @@ async def test_a_new_owner_goes_on_where_the_last_one_stopped(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_former_owner_cannot_add_lines_any_more(world: MemoryWorld) -> None:
+async def test_former_owner_cannot_append_lines(world: MemoryWorld) -> None:
     owners = Owners(world, 3)
     old, _ = await owners.new("a")
     old.add(ok(1))
@@ -126,7 +126,7 @@ async def test_positions_hold_only_with_all_lines_before_them(
 
 
 @scenario_test
-async def test_a_line_that_is_no_record_becomes_an_error(world: MemoryWorld) -> None:
+async def test_line_that_is_no_record_becomes_an_error(world: MemoryWorld) -> None:
     owners = Owners(world, 2)
     output, _ = await owners.new("a")
     huge = b'{"custom_id":"big","text":"' + b"x" * 9_000_000 + b'"}\n'

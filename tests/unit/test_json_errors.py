@@ -31,7 +31,7 @@ def why(body: bytes) -> str:
         (rb'{"\ud800":1}', 2),
     ],
 )
-def test_a_lone_surrogate_is_named_with_its_position(body: bytes, at: int) -> None:
+def test_lone_surrogate_is_named_with_its_position(body: bytes, at: int) -> None:
     assert why(body) == f"the escape at byte {at} is a lone surrogate (one half of a character)"
 
 

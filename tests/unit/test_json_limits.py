@@ -100,7 +100,7 @@ def test_long_numbers_are_refused(number: bytes) -> None:
         "\x01",
     ],
 )
-def test_a_text_may_have_any_characters(text: str) -> None:
+def test_text_may_have_any_characters(text: str) -> None:
     output = {"a": text * (2 * MAX_VALUES // len(text)), "b": [1, 2, 3]}
     body = json.dumps(output).encode()
     assert read_at_once(body).value == output
@@ -182,7 +182,7 @@ def _unbounded(schema: Any, path: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
-def test_every_shape_is_taken_or_refused_by_a_short_error(name: str) -> None:
+def test_every_shape_is_accepted_or_refused_by_a_short_error(name: str) -> None:
     shape = SHAPES[name]
     assert len(shape.body) <= BODY_BYTES
     value = b'{"id":"a","kind":"%s","body":%s}' % (shape.kind.encode(), shape.body)
@@ -203,7 +203,7 @@ def test_one_wrong_item_ends_the_validation_of_a_list() -> None:
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "nvext.routing_constraints.preferred_taints"])
-def test_a_name_that_the_client_made_up_is_cut_and_escaped(field: str) -> None:
+def test_long_client_name_is_truncated_and_escaped(field: str) -> None:
     fields: Any = {"\x1b[2J\n" + "S" * 100_000: "wrong"}
     for outer in reversed(field.split(".")):
         fields = {outer: fields}
@@ -253,7 +253,7 @@ async def test_shared_parts_count_for_each_prompt() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("a /\n.="), st.integers(1, 2100)), max_size=12))
-def test_the_guess_of_tokens_is_that_of_the_pattern(runs: list[tuple[str, int]]) -> None:
+def test_token_estimate_equals_that_of_the_pattern(runs: list[tuple[str, int]]) -> None:
     body = "".join(char * count for char, count in runs).encode()
     stretch = rb"(?<![A-Za-z0-9+/=_-])[A-Za-z0-9+/=_-]{1024,}"
     text, media = re.subn(stretch, b"", body)

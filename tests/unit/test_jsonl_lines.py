@@ -53,7 +53,7 @@ def test_lines_are_numbered_and_blank_ones_count() -> None:
     assert lines(b"") == lines(b"\n\n") == []
 
 
-def test_of_a_line_that_is_too_long_the_number_is_left() -> None:
+def test_only_the_number_of_a_too_long_line_is_kept() -> None:
     content = b"a\n" + b"x" * (MOST + 1) + b"\n" + b"y" * MOST + b"\n"
     for size in (1, 2, 7, 100):
         found = lines(content, *[size] * len(content))
@@ -78,7 +78,7 @@ def parsed(line: Any) -> JobRequest | BatchError:
     return parse_line(JsonlLine(7, content), 3, "/v1/chat/completions")
 
 
-def test_a_line_becomes_a_request() -> None:
+def test_line_becomes_a_request() -> None:
     found = parsed(chat_line("a", extra="ignored"))
     assert found == JobRequest(3, 7, "a", chat_line("a")["body"])
 
@@ -103,14 +103,14 @@ def test_a_line_becomes_a_request() -> None:
         (chat_line("a", body={"model": "m", "nvext": 0}), "unsupported_parameter", "body.nvext"),
     ],
 )
-def test_a_wrong_line_is_an_error_with_its_number(line: Any, code: str, param: str | None) -> None:
+def test_wrong_line_is_an_error_with_its_number(line: Any, code: str, param: str | None) -> None:
     found = parsed(line)
     assert isinstance(found, BatchError)
     assert (found.line, found.code, found.param) == (7, code, param)
     assert len(found.message) < 300
 
 
-def test_a_line_that_is_too_long_is_an_error() -> None:
+def test_line_that_is_too_long_is_an_error() -> None:
     found = parse_line(JsonlLine(7, None), 3, "/v1/chat/completions")
     assert isinstance(found, BatchError)
     assert found.code == "line_too_large"

@@ -41,7 +41,7 @@ async def _send_on_a_closed_transport() -> AIOKafkaConnection:
         return connection
 
 
-def test_it_is_broken_and_closed_for_the_client_too() -> None:
+def test_closed_connection_is_also_broken_for_the_client() -> None:
     assert not uvloop.run(_send_on_a_closed_transport()).connected()
 
 
@@ -91,7 +91,7 @@ async def kafka() -> AsyncIterator[AIOKafkaClient]:
     await kafka.close()
 
 
-async def test_a_client_that_is_open_connects_once(
+async def test_client_that_is_open_connects_once(
     connecting: Connecting, kafka: AIOKafkaClient
 ) -> None:
     connecting.go_on.set()
@@ -109,7 +109,7 @@ async def test_closed_client_opens_no_connection(
     assert connecting.made == []
 
 
-async def test_a_client_that_is_closed_meanwhile_keeps_no_connection(
+async def test_client_that_is_closed_meanwhile_keeps_no_connection(
     connecting: Connecting, kafka: AIOKafkaClient
 ) -> None:
     sending = asyncio.create_task(kafka.ready(1))

@@ -43,14 +43,14 @@ class TestTails:
             assert tails.look({LANE: _LastResponse(position=7, at_ms=100, end=10)}) == {}
         return tails
 
-    def test_answer_without_records_and_a_look_to_make_sure(self, tails: _Tails) -> None:
+    def test_repeated_empty_response_confirms_the_end_offset(self, tails: _Tails) -> None:
         assert tails.look({LANE: _LastResponse(7, 200, 10)}) == {}
         assert tails.look({LANE: _LastResponse(7, 200, 10)}) == {LANE: 10}
 
     def test_repeated_response_gives_no_end_offset(self, tails: _Tails) -> None:
         assert [tails.look({LANE: _LastResponse(7, 100, 10)}) for _ in range(5)] == [{}] * 5
 
-    def test_position_that_moves_begins_again(self, tails: _Tails) -> None:
+    def test_moving_position_restarts_the_check(self, tails: _Tails) -> None:
         tails.look({LANE: _LastResponse(7, 200, 10)})
         looks = [tails.look({LANE: _LastResponse(8, at_ms, 10)}) for at_ms in (300, 400, 500)]
         assert looks == [{}] * 3
@@ -60,14 +60,14 @@ class TestTails:
         assert tails.look({LANE: _LastResponse(7, 300, 15)}) == {LANE: 10}
 
     @pytest.mark.parametrize(("size", "known"), [(1000, {LANE: 10}), (2_000_000, {})])
-    def test_much_read_elsewhere_may_have_crowded_it_out(
+    def test_many_records_of_other_partitions_may_have_displaced_it(
         self, tails: _Tails, size: int, known: dict[TopicPartition, int]
     ) -> None:
         tails.read({OTHER: [record(size)]})
         tails.look({LANE: _LastResponse(7, 200, 10)})
         assert tails.look({LANE: _LastResponse(7, 300, 10)}) == known
 
-    def test_crowded_out_partition_is_known_later(self, tails: _Tails) -> None:
+    def test_displaced_partition_has_its_end_offset_later(self, tails: _Tails) -> None:
         tails.read({OTHER: [record(2_000_000)]})
         looks = [tails.look({LANE: _LastResponse(7, at_ms, 10)}) for at_ms in (200, 300, 400)]
         assert looks == [{}, {}, {LANE: 10}]
@@ -102,7 +102,7 @@ class TestCalm:
         calm.filter(later)
         assert later.getMessage() == "no node 1 (and 2 more like this)"
 
-    def test_different_messages_do_not_hide_one_another(
+    def test_different_messages_do_not_suppress_one_another(
         self, line: Callable[..., logging.LogRecord]
     ) -> None:
         calm = LogRateLimiter()
@@ -120,13 +120,13 @@ class TestCalm:
         assert LogRateLimiter().filter(shown)
         assert (shown.levelno, shown.levelname) == (logging.INFO, "INFO")
 
-    def test_assignments_are_not_written_down(self) -> None:
+    def test_assignments_are_not_logged(self) -> None:
         limit_client_logs()
         logger = logging.getLogger("aiokafka.consumer.subscription_state")
         shown = logger.makeRecord(logger.name, logging.INFO, "", 0, "Updating topics", (), None)
         assert not logger.filter(shown)
 
-    def test_every_logger_of_the_client_is_calmed_once(self) -> None:
+    def test_every_logger_of_the_client_is_limited_once(self) -> None:
         for _ in range(2):
             limit_client_logs()
         filters = logging.getLogger("aiokafka.consumer.fetcher").filters
@@ -229,7 +229,7 @@ class Unheard(KafkaLog):
 class TestFirstAppends:
     """To a topic of which at first not even the broker has heard."""
 
-    async def test_they_keep_the_order_of_their_calls(self) -> None:
+    async def test_appends_keep_the_order_of_their_calls(self) -> None:
         log = Unheard()
         values = [b"%d" % n for n in range(20)]
         async with asyncio.TaskGroup() as tasks:
@@ -252,7 +252,7 @@ class TestFirstAppends:
                 await asyncio.sleep(0)
         assert log.appended == values
 
-    async def test_many_at_once_keep_the_order_of_their_calls(self) -> None:
+    async def test_concurrent_appends_keep_the_order_of_their_calls(self) -> None:
         log = Unheard()
         values = [b"%d" % n for n in range(20)]
         async with asyncio.TaskGroup() as tasks:

@@ -186,7 +186,7 @@ async def test_append_without_an_answer_fails_at_its_deadline(producer: Producer
         await task
 
 
-async def test_append_waits_until_the_leader_of_its_partition_is_known(producer: Producer) -> None:
+async def test_append_waits_for_the_leader_of_its_partition(producer: Producer) -> None:
     await producer.ready()
     client = Client.made[0]
     client.known = {LANE.partition}
@@ -199,7 +199,7 @@ async def test_append_waits_until_the_leader_of_its_partition_is_known(producer:
     assert (await task).partition == OTHER.partition
 
 
-async def test_append_goes_as_soon_as_the_leader_is_known(producer: Producer) -> None:
+async def test_append_is_sent_as_soon_as_the_leader_is_found(producer: Producer) -> None:
     await producer.ready()
     client = Client.made[0]
     client.known = set()
@@ -251,7 +251,7 @@ async def test_entry_without_key_and_value_is_refused(producer: Producer) -> Non
         producer.append(LANE, [Entry(None, None)])
 
 
-async def test_entry_that_cannot_be_encoded_fails_by_itself(producer: Producer) -> None:
+async def test_entry_that_cannot_be_encoded_fails_alone(producer: Producer) -> None:
     odd = await appending(producer, "text")  # type: ignore[arg-type]
     with pytest.raises(AppendFailed):
         await odd
@@ -295,7 +295,7 @@ async def test_batch_that_is_sent_again_keeps_its_bytes_and_its_place(producer: 
     assert [(await first).offset, (await second).offset] == [1, 2]
 
 
-async def test_append_given_up_before_it_was_sent_is_never_appended(producer: Producer) -> None:
+async def test_append_cancelled_before_it_was_sent_is_never_appended(producer: Producer) -> None:
     await producer.ready()
     client = Client.made[0]
     client.is_busy = True
@@ -341,14 +341,14 @@ async def test_unreachable_broker_fails_the_append_at_once(producer: Producer) -
     assert Client.made[0].stopped
 
 
-async def test_missing_rights_are_not_worth_a_repeat(producer: Producer) -> None:
+async def test_missing_rights_are_not_retried(producer: Producer) -> None:
     task = await appending(producer, b"a")
     Client.made[0].fail(0, TopicAuthorizationFailedError("t.ledger"))
     with pytest.raises(AccessDenied, match="refuses"):
         await task
 
 
-async def test_record_without_a_known_place_is_not_acknowledged(producer: Producer) -> None:
+async def test_record_without_a_position_is_not_acknowledged(producer: Producer) -> None:
     task = await appending(producer, b"a")
     Client.made[0].sent[0].batch.done(-1, 1000)
     with pytest.raises(AppendFailed, match="unknown offset"):
@@ -367,7 +367,7 @@ async def test_queue_has_a_bound(producer: Producer) -> None:
     assert await third
 
 
-async def test_given_up_appends_leave_room_again(producer: Producer) -> None:
+async def test_cancelled_appends_leave_room_again(producer: Producer) -> None:
     half = bytes(QUEUED_BYTES // 2)
     task = await appending(producer, half)
     Client.made[0].fail(0, NotEnoughReplicasError())
@@ -387,7 +387,7 @@ async def test_close_waits_for_queued_records(producer: Producer) -> None:
     assert (await task).offset == 0
 
 
-async def test_close_does_not_wait_for_ever(producer: Producer) -> None:
+async def test_close_has_a_deadline(producer: Producer) -> None:
     task = await appending(producer, b"a")
     await producer.close()
     with pytest.raises(LogClosed):
@@ -395,7 +395,7 @@ async def test_close_does_not_wait_for_ever(producer: Producer) -> None:
     assert Client.made[0].stopped
 
 
-async def test_closed_producer_takes_nothing(producer: Producer) -> None:
+async def test_closed_producer_accepts_no_records(producer: Producer) -> None:
     await producer.close()
     with pytest.raises(LogClosed):
         await producer.append(LANE, [entry(b"a")])

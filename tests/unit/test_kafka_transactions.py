@@ -108,7 +108,7 @@ async def opened(
     ],
 )
 @pytest.mark.parametrize("before", [1, 2])
-async def test_the_error_of_the_transaction_is_raised_whichever_call_fails(
+async def test_error_of_the_transaction_is_raised_whichever_call_fails(
     monkeypatch: pytest.MonkeyPatch, error: KafkaError, raised: type[StreamError], before: int
 ) -> None:
     """`before`: the number of records before the error."""
@@ -144,7 +144,7 @@ async def test_no_error_of_a_record_is_left_to_the_event_loop(
     assert reported == []
 
 
-async def test_an_entry_without_key_and_partition_is_an_error_of_the_caller(
+async def test_entry_without_key_and_partition_is_an_error_of_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer, client = await opened(monkeypatch, lambda _: None)
@@ -154,7 +154,7 @@ async def test_an_entry_without_key_and_partition_is_an_error_of_the_caller(
     await writer.close()
 
 
-async def test_a_topic_that_cannot_be_looked_up_is_an_outage(
+async def test_topic_that_cannot_be_looked_up_is_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer, _ = await opened(monkeypatch, lambda _: None)

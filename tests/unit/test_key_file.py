@@ -19,7 +19,7 @@ def ring(*keys: key_file.ApiKey) -> KeyRing:
     return KeyRing(KeyFile(keys=list(keys)))
 
 
-def test_a_key_finds_its_entry_and_the_file_does_not_hold_it() -> None:
+def test_key_finds_its_entry_and_the_file_does_not_hold_it() -> None:
     token, entry = new_key("acme")
     assert ring(new_key("other").entry, entry).find(token, NOW_S) == entry
     secret = token.split("_", 2)[2]
@@ -32,7 +32,7 @@ def test_equal_secrets_have_different_hashes() -> None:
     assert len({entry.salt for entry in entries}) == len({entry.hash for entry in entries}) == 3
 
 
-def test_a_wrong_key_finds_nothing() -> None:
+def test_wrong_key_finds_nothing() -> None:
     token, entry = new_key("acme")
     other, _ = new_key("acme")
     key_id, secret = token.split("_", 2)[1:]
@@ -46,21 +46,21 @@ def test_a_wrong_key_finds_nothing() -> None:
         assert ring(entry).find(each, NOW_S) is None, each
 
 
-def test_a_revoked_key_finds_nothing() -> None:
+def test_revoked_key_finds_nothing() -> None:
     token, entry = new_key("acme")
     file = KeyFile(keys=[entry]).without(entry.id)
     assert KeyRing(file).find(token, NOW_S) is None
     assert file.keys[0].status(NOW_S) == "revoked"
 
 
-def test_a_key_expires_at_its_time() -> None:
+def test_key_expires_at_its_time() -> None:
     at = datetime.fromtimestamp(NOW_S, UTC)
     token, entry = new_key("acme", expires=at)
     assert ring(entry).find(token, NOW_S - 0.1) == entry
     assert ring(entry).find(token, NOW_S) is None
 
 
-def test_a_file_is_read_as_it_was_written_by_its_owner_only(tmp_path: Path) -> None:
+def test_file_is_read_as_it_was_written_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text("{}")
     path.chmod(0o644)
@@ -73,7 +73,7 @@ def test_a_file_is_read_as_it_was_written_by_its_owner_only(tmp_path: Path) -> N
     assert [each.name for each in tmp_path.iterdir()] == ["keys.json"]
 
 
-def test_a_link_to_the_file_stays_one(tmp_path: Path) -> None:
+def test_link_to_the_file_stays_one(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     real.write_text("{}")
     link.symlink_to(real)
@@ -112,12 +112,12 @@ def test_a_link_to_the_file_stays_one(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_of_another_form_is_refused_with_the_reason(content: bytes, reason: str) -> None:
+def test_file_of_another_form_is_refused_with_the_reason(content: bytes, reason: str) -> None:
     with pytest.raises(KeyFileError, match=reason):
         key_file.parse_key_file(content)
 
 
-def test_a_missing_or_odd_file_is_named(tmp_path: Path) -> None:
+def test_missing_or_odd_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(KeyFileError, match=str(path)):
             key_file.read_key_file(path)
@@ -132,7 +132,7 @@ def test_invalid_tenant_name_is_refused() -> None:
             new_key(name)
 
 
-def test_a_new_key_keeps_the_limits_of_its_tenant() -> None:
+def test_new_key_keeps_the_limits_of_its_tenant() -> None:
     file = KeyFile().with_key(new_key("acme").entry)
     assert file.tenants == {"acme": Tenant()}
     file = file.with_tenant("acme", {"requests": 3}).with_key(new_key("acme").entry)
@@ -140,6 +140,6 @@ def test_a_new_key_keeps_the_limits_of_its_tenant() -> None:
     assert len(file.keys) == 2
 
 
-def test_an_unknown_key_cannot_be_revoked() -> None:
+def test_unknown_key_cannot_be_revoked() -> None:
     with pytest.raises(KeyFileError, match="kvlane keys list"):
         KeyFile().without("nonsense")

@@ -121,7 +121,7 @@ class Followed:
 
 
 @pytest.mark.parametrize("last", range(len(recording())), ids=[s.name for s in recording()])
-def test_a_prompt_that_was_served_is_found_by_its_tokens(last: int) -> None:
+def test_prompt_that_was_served_is_found_by_its_tokens(last: int) -> None:
     followed = Followed()
     for step in recording()[: last + 1]:
         followed.receive(step)
@@ -133,7 +133,7 @@ def test_a_prompt_that_was_served_is_found_by_its_tokens(last: int) -> None:
 
 
 @pytest.mark.parametrize("next_", range(1, len(recording())), ids=[s.name for s in recording()[1:]])
-def test_what_is_found_is_what_the_engine_had_cached(next_: int) -> None:
+def test_matches_are_the_blocks_that_the_engine_had_cached(next_: int) -> None:
     followed = Followed()
     for step in recording()[:next_]:
         followed.receive(step)
@@ -150,7 +150,7 @@ def test_blocks_of_an_answer_are_found_too() -> None:
     assert followed.depth(first, first.prompt + first.output) == 3
 
 
-def test_what_the_engine_evicted_or_cleared_is_gone() -> None:
+def test_evicted_or_cleared_blocks_are_gone() -> None:
     followed = Followed()
     for step in recording():
         followed.receive(step)
@@ -184,12 +184,12 @@ def test_real_batches_are_numbered_one_after_the_other() -> None:
 # --- shapes --------------------------------------------------------------------------------------
 
 
-def test_a_message_has_a_number_and_a_rank() -> None:
+def test_message_has_a_number_and_a_rank() -> None:
     assert decode_batch(message(n=2**40, rank=3)) == EngineEventBatch(2**40, 3, ())
     assert decode_batch(message(rank=None)) == EngineEventBatch(0, 0, ())
 
 
-def test_a_message_without_a_rank_is_of_the_first_one() -> None:
+def test_message_without_a_rank_is_of_the_first_one() -> None:
     frames = [b"", number(4), msgspec.msgpack.encode([1.5, []])]
     assert decode_batch(frames) == EngineEventBatch(4)
 
@@ -242,7 +242,7 @@ def test_group_kind_and_locality_are_read() -> None:
     assert events_in(removed) == (BlocksRemoved([1], "", 2, "REMOTE"),)
 
 
-def test_fields_and_events_that_are_not_known_are_skipped() -> None:
+def test_unknown_fields_and_events_are_skipped() -> None:
     normalizer = EventNormalizer(SIZE, SECRET)
     news = STORED | {"lookahead_token_ids": [1], "ownership": {"a": 1}}
     found = events_in({"type": "Moved", "x": 1}, ["Moved", 1], news, 5)
@@ -266,7 +266,7 @@ def test_fields_and_events_that_are_not_known_are_skipped() -> None:
         {"parent_block_hash": {}},
     ],
 )
-def test_an_event_of_another_shape_is_counted_and_the_others_are_read(
+def test_event_of_another_shape_is_counted_and_the_others_are_read(
     broken: dict[str, Any],
 ) -> None:
     normalizer = EventNormalizer(SIZE, SECRET)
@@ -284,19 +284,19 @@ def of_prompt(*extra: Any, **more: Any) -> BlocksStored:
     return stored(extra_keys=[*extra], **more)
 
 
-def test_the_salt_is_in_the_first_block_of_a_prompt() -> None:
+def test_salt_is_in_the_first_block_of_a_prompt() -> None:
     assert of_prompt(["tenant"], None).cache_salt == "tenant"
     assert of_prompt([IMAGE]).cache_salt == IMAGE, "a salt may look like a digest"
 
 
-def test_the_adapter_is_not_taken_for_a_salt() -> None:
+def test_adapter_is_not_mistaken_for_a_salt() -> None:
     event = of_prompt(["ada"], ["ada"], lora_name="ada", lora_id=1)
     assert (event.lora_name, event.cache_salt, event.mm_hashes) == ("ada", "", None)
     event = of_prompt(["ada", "ada"], ["ada"], lora_name="ada", lora_id=1)
     assert (event.lora_name, event.cache_salt, event.mm_hashes) == ("ada", "ada", None)
 
 
-def test_an_adapter_without_a_name_is_not_the_bare_model() -> None:
+def test_adapter_without_a_name_is_not_the_base_model() -> None:
     event = of_prompt([1], lora_id=1)
     assert (event.lora_name, event.cache_salt, event.mm_hashes) == ("adapter 1", "", None)
 
@@ -339,7 +339,7 @@ def test_embeddings_make_a_block_that_no_tokens_match() -> None:
         [b"topic", number(0), msgspec.msgpack.encode([1.0, "x"])],
     ],
 )
-def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
+def test_invalid_batches_are_counted(frames: list[bytes]) -> None:
     assert decode_batch(frames) is None
 
 
@@ -348,9 +348,7 @@ def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6),
     noise=st.binary(max_size=40),
 )
-def test_nothing_that_is_sent_raises(
-    which: list[bytes], edits: list[tuple[int, int]], noise: bytes
-) -> None:
+def test_no_input_raises(which: list[bytes], edits: list[tuple[int, int]], noise: bytes) -> None:
     payload = bytearray(which[2])
     for at, value in edits:
         payload[at % len(payload)] = value
@@ -364,18 +362,18 @@ def test_nothing_that_is_sent_raises(
 # --- numbers and replay --------------------------------------------------------------------------
 
 
-def test_a_gap_names_what_is_missing() -> None:
+def test_gap_names_the_missing_batches() -> None:
     numbers = BatchNumberTracker()
     assert numbers.advance(0) == (False, range(0))
     assert numbers.advance(3) == (False, range(1, 3))
     assert numbers.advance(4) == (False, range(4, 4))
 
 
-def test_who_comes_late_misses_the_beginning() -> None:
+def test_late_subscriber_misses_the_beginning() -> None:
     assert BatchNumberTracker().advance(5) == (False, range(5))
 
 
-def test_smaller_numbers_are_of_an_engine_that_began_anew() -> None:
+def test_smaller_numbers_belong_to_a_restarted_engine() -> None:
     numbers = BatchNumberTracker()
     numbers.advance(0)
     numbers.advance(1)
@@ -396,7 +394,7 @@ def batch(n: int) -> EngineEventBatch:
     return EngineEventBatch(n, 0, (BlocksRemoved([n]),))
 
 
-def test_a_replay_fills_a_gap() -> None:
+def test_replay_fills_a_gap() -> None:
     replay = [batch(n) for n in (2, 1, 3, 4)] + [EngineEventBatch(END_OF_REPLAY)]
     assert recovered_events(range(1, 4), replay) == (
         BlocksRemoved([1]), BlocksRemoved([2]), BlocksRemoved([3]),
@@ -404,19 +402,19 @@ def test_a_replay_fills_a_gap() -> None:
     assert recovered_events(range(4, 4), []) == ()
 
 
-def test_a_replay_that_lacks_a_part_says_so() -> None:
+def test_incomplete_replay_is_reported() -> None:
     assert recovered_events(range(1, 4), [batch(2), batch(3)]) == (
         EventsLost(), BlocksRemoved([2]), BlocksRemoved([3]),
     )  # fmt: skip
     assert recovered_events(range(10**12), []) == (EventsLost(),)
 
 
-def test_what_was_replayed_before_a_gap_does_not_count() -> None:
+def test_batches_replayed_before_a_gap_do_not_count() -> None:
     assert recovered_events(range(1, 4), [batch(1), batch(3)]) == (EventsLost(), BlocksRemoved([3]))
     assert recovered_events(range(1, 4), [batch(1), batch(2)]) == (EventsLost(),)
 
 
-def test_a_gap_that_was_filled_leaves_no_trace() -> None:
+def test_filled_gap_leaves_no_trace() -> None:
     whole, gappy = EventNormalizer(SIZE, SECRET), EventNormalizer(SIZE, SECRET)
     batches = [found for frames in MESSAGES if (found := decode_batch(frames))]
     numbers = BatchNumberTracker()

@@ -69,13 +69,13 @@ def test_removed_blocks_and_those_behind_them_no_longer_count() -> None:
     assert held(applied(blocks(stored(1, 2, 3), removed(2))), 1, 2, 3) == {("w1", 0): 1}
 
 
-def test_a_lost_epoch_holds_nothing_and_stays_silent() -> None:
+def test_lost_epoch_holds_nothing_and_stays_silent() -> None:
     view = applied(blocks(stored(1)), Lost(worker="w1", epoch=7), blocks(stored(1), at=1))
     assert held(view, 1) == {}
     assert held(applied(blocks(stored(1), epoch=8), view=view), 1) == {("w1", 0): 1}
 
 
-def test_a_heartbeat_that_is_ahead_of_the_events_shows_that_some_are_missing() -> None:
+def test_heartbeat_that_is_ahead_of_the_events_shows_that_some_are_missing() -> None:
     beat = Heartbeat(worker="w1", epoch=7, slot_offset=0, last_event_ids=(0,))
     view = applied(blocks(stored(1)), beat)
     assert held(view, 1) == {("w1", 0): 1}
@@ -127,7 +127,7 @@ RECORDS = st.one_of(
 
 
 @given(st.lists(RECORDS, max_size=20), st.integers(0, 20))
-def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
+def test_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
     straight = applied(*records)
     first = applied(*records[:at])
     second = KvIndexView(OURS)
@@ -137,7 +137,7 @@ def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at:
     assert held(second, 1, 2, 3) == held(straight, 1, 2, 3)
 
 
-def test_a_snapshot_under_another_secret_is_refused() -> None:
+def test_snapshot_under_another_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="secret"):
         KvIndexView(THEIRS).restore(EVENTS, applied(blocks(stored(1))).snapshot(EVENTS), 1)
     with pytest.raises(ValueError, match=r"truncated|decode"):

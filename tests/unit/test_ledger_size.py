@@ -31,7 +31,7 @@ def bytes_of(policy: str, workers: int, *, has_own_curves: bool = False) -> int:
 
 
 @pytest.mark.parametrize(("policy", "most"), [("predictive", 4600), ("dynamo", 2600)])
-def test_a_decision_among_many_takes_a_few_kilobytes(policy: str, most: int) -> None:
+def test_decision_among_many_takes_a_few_kilobytes(policy: str, most: int) -> None:
     among_64 = bytes_of(policy, 64)
     assert among_64 < most
     assert bytes_of(policy, 512) < among_64 * 1.02, "only the best candidates are recorded"

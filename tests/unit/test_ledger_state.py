@@ -73,7 +73,7 @@ def ended(load: LedgerState, name: str = "a") -> str:
     return timeline.ended
 
 
-def test_a_started_without_assigned_counts_as_assigned() -> None:
+def test_started_without_assigned_counts_as_assigned() -> None:
     load = applied(started())
     timeline = load.request(3, "a")
     assert timeline is not None
@@ -82,7 +82,7 @@ def test_a_started_without_assigned_counts_as_assigned() -> None:
     assert states(load) == {RunId(0, "aggregated", "w1", 10): "started"}
 
 
-def test_the_lowest_responses_from_is_kept() -> None:
+def test_lowest_responses_from_is_kept() -> None:
     load = applied(
         assigned(responses_from=9), started(responses_from=4), assigned(responses_from=6)
     )
@@ -91,18 +91,18 @@ def test_the_lowest_responses_from_is_kept() -> None:
     assert timeline.responses_from == 4
 
 
-def test_a_lone_finished_does_not_make_an_id_known() -> None:
+def test_lone_finished_does_not_mark_an_id_as_seen() -> None:
     timeline = applied(finished("worker_full")).request(3, "a")
     assert timeline is not None
     assert not timeline.is_known
 
 
-def test_the_first_close_of_a_run_is_final() -> None:
+def test_first_close_of_a_run_is_final() -> None:
     load = applied(assigned(), finished("broken"), started(), finished("stop"))
     assert list(states(load).values()) == ["broken"]
 
 
-def test_a_fencing_closes_the_runs_below_and_nothing_below_opens_afterwards() -> None:
+def test_fencing_closes_the_runs_below_and_nothing_below_opens_afterwards() -> None:
     load = applied(
         assigned(), Fencing(id="a", attempt=1, reason="lost"), started(), finished("stop")
     )
@@ -122,7 +122,7 @@ def test_ended_is_final() -> None:
     assert load.lane(3).unfinished == {}
 
 
-def test_full_workers_do_not_use_up_attempts_and_are_not_held_against_the_worker() -> None:
+def test_full_workers_use_up_no_attempts_and_are_not_avoided() -> None:
     load = applied(
         assigned(), finished("worker_full"), Fencing(id="a", attempt=1, reason="worker_full")
     )
@@ -131,7 +131,7 @@ def test_full_workers_do_not_use_up_attempts_and_are_not_held_against_the_worker
     assert (timeline.failures, timeline.full_rejections, timeline.failed_workers) == (0, 1, set())
 
 
-def test_a_failed_worker_is_remembered() -> None:
+def test_failed_worker_is_recorded() -> None:
     load = applied(assigned(), finished("broken"), Fencing(id="a", attempt=1, reason="broken"))
     timeline = load.request(3, "a")
     assert timeline is not None
@@ -139,7 +139,7 @@ def test_a_failed_worker_is_remembered() -> None:
     assert timeline.failed_workers == {"w1"}
 
 
-def test_a_full_worker_beside_a_broken_run_has_not_failed() -> None:
+def test_full_worker_beside_a_broken_run_has_not_failed() -> None:
     load = applied(
         assigned(), finished("broken"), finished("worker_full", worker="w2"),
         Fencing(id="a", attempt=1, reason="broken"),
@@ -149,7 +149,7 @@ def test_a_full_worker_beside_a_broken_run_has_not_failed() -> None:
     assert (timeline.failures, timeline.failed_workers) == (1, {"w1"})
 
 
-def test_burdens_follow_the_runs() -> None:
+def test_loads_follow_the_runs() -> None:
     load = applied(assigned(), assigned("b"), started("b"))
     both = load.active_load.total("w1", 10)
     assert (both.runs, both.tokens, both.prefill_runs) == (2, 10, 2)
@@ -158,7 +158,7 @@ def test_burdens_follow_the_runs() -> None:
     assert not load.active_load
 
 
-def test_prefill_weighs_until_it_is_done_and_as_much_as_was_predicted() -> None:
+def test_prefill_counts_until_it_is_done_and_as_much_as_was_predicted() -> None:
     load = applied(assigned(prompt_tokens=100, base_tokens=20, prefill_tokens=70, rank=1))
     applied(started(prompt_tokens=100), load=load)
     assert on(load, rank=1) == WorkerLoad(1, 120, 70, 1, 1010)
@@ -181,7 +181,7 @@ def test_load_is_counted_by_adapter_until_the_run_ends() -> None:
     assert load.active_load.adapter_runs("l") == 0
 
 
-def test_a_run_of_policy_direct_weighs_nothing() -> None:
+def test_run_of_policy_direct_has_no_load() -> None:
     load = applied(assigned(policy="direct", prompt_tokens=500))
     assert on(load) == WorkerLoad(1, 0, 0, 1, 1000)
 
@@ -199,7 +199,7 @@ def test_last_prefill_end_of_a_rank_is_kept_until_it_is_idle() -> None:
     assert load.active_load.last_first_token_ms.get(place) is None
 
 
-def test_a_started_alone_weighs_its_whole_prompt_until_its_decision_is_read() -> None:
+def test_started_without_a_decision_has_the_load_of_its_whole_prompt() -> None:
     load = applied(started(prompt_tokens=100))
     assert on(load) == WorkerLoad(1, 100, 100, 1, 1000)
     applied(assigned(prompt_tokens=100, prefill_tokens=30, rank=1), load=load)
@@ -217,7 +217,7 @@ def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
     assert ended(load) == "stop"
 
 
-def test_the_end_of_a_request_is_kept_and_nothing_after_it_counts() -> None:
+def test_end_of_a_request_is_kept_and_nothing_after_it_counts() -> None:
     load = applied(assigned(), finished())
     applied(Fencing(id="a", attempt=1, reason="lost"), started(attempt=1), started(), load=load)
     assert ended(load) == "stop"
@@ -225,7 +225,7 @@ def test_the_end_of_a_request_is_kept_and_nothing_after_it_counts() -> None:
     assert not load.active_load
 
 
-def test_a_lane_is_not_made_by_asking_for_it() -> None:
+def test_lookup_creates_no_lane() -> None:
     load = LedgerState(dedup_window_ms=100)
     assert load.lane(3).requests == {}
     assert load.position(LANE) is None
@@ -265,7 +265,7 @@ class NotSearched(dict[str, Any]):
         raise AssertionError("it is searched for its oldest key")
 
 
-def test_the_oldest_outcome_is_found_without_a_search() -> None:
+def test_oldest_outcome_is_found_without_a_search() -> None:
     load = LedgerState(dedup_window_ms=100)
     applied(assigned(), load=load)
     outcomes = load.lane(3).finished = NotSearched()
@@ -297,7 +297,7 @@ RECORDS = st.one_of(
 
 
 @given(st.lists(RECORDS, max_size=30))
-def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
+def test_loads_are_the_sum_over_open_runs(records: list[Any]) -> None:
     load = applied(*records)
     for worker, rank in itertools.product(("w1", "w2"), (0, 1)):
         runs = [
@@ -318,7 +318,7 @@ def test_burdens_are_the_sum_over_open_runs(records: list[Any]) -> None:
 
 
 @given(st.lists(RECORDS, max_size=30), st.integers(0, 30))
-def test_a_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
+def test_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: int) -> None:
     straight = applied(*records)
     first = applied(*records[:at])
     second = LedgerState(dedup_window_ms=1_200_000)

@@ -87,7 +87,7 @@ async def test_waits_end_when_the_log_stops_responding(world: MemoryWorld) -> No
     assert world.clock.now() - began_at <= 5.5
 
 
-def test_the_beginning_and_the_end_of_an_outage_are_logged_once(
+def test_beginning_and_the_end_of_an_outage_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "app.runtime.broker_probe")

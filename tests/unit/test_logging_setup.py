@@ -69,17 +69,17 @@ def lines_of(
     return written
 
 
-def test_repeated_warnings_are_folded_into_one_with_their_number() -> None:
+def test_repeated_warnings_are_merged_into_one_with_their_number() -> None:
     shown = lines_of([float(n) for n in range(30)])
     assert shown == ["beat 0", "beat 1", "beat 2", "beat 12 (and 9 more like this)",
                      "beat 22 (and 9 more like this)"]  # fmt: skip
 
 
-def test_a_kind_of_warning_that_was_not_seen_for_a_while_is_written_again() -> None:
+def test_kind_of_warning_absent_for_a_while_is_logged_again() -> None:
     assert len(lines_of([0, 1, 2, 3, 20, 21, 22])) == 6
 
 
-def test_lines_of_information_are_never_folded() -> None:
+def test_lines_of_information_are_never_merged() -> None:
     assert len(lines_of([0.0] * 20, logging.INFO)) == 20
 
 

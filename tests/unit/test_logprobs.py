@@ -39,7 +39,7 @@ def got(choice: Choice) -> Choice:
     return choice
 
 
-def test_a_whole_chat_has_each_token_with_its_alternatives() -> None:
+def test_whole_chat_has_each_token_with_its_alternatives() -> None:
     answer = ChatCompletion.model_validate(full_response(CHAT, [got(Choice(spelling=SPELLING))]))
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -52,7 +52,7 @@ def test_a_whole_chat_has_each_token_with_its_alternatives() -> None:
     assert [t.token for t in logprobs.content[0].top_logprobs] == ["Hi", "!"]
 
 
-def test_a_whole_completion_has_columns_and_offsets() -> None:
+def test_whole_completion_has_columns_and_offsets() -> None:
     choice = got(Choice(spelling=SPELLING, before="So "))
     answer = Completion.model_validate(full_response(COMPLETION, [choice]))
     logprobs = answer.choices[0].logprobs

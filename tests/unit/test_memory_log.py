@@ -81,7 +81,7 @@ class Group:
 
 @pytest.mark.parametrize(("fate", "left"), [(AppendFate.LOST, []), (AppendFate.UNREPORTED, ["x"])])
 @scenario_test
-async def test_lost_append_leaves_nothing_and_an_unreported_one_stands(
+async def test_lost_append_leaves_nothing_and_an_unreported_one_is_stored(
     world: MemoryWorld, fate: AppendFate, left: list[str]
 ) -> None:
     log = await world.connect()
@@ -92,7 +92,7 @@ async def test_lost_append_leaves_nothing_and_an_unreported_one_stands(
 
 
 @scenario_test
-async def test_retried_append_stands_twice_and_reports_the_first(world: MemoryWorld) -> None:
+async def test_retried_append_is_stored_twice_and_reports_the_first(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.next_fates(LEDGER, AppendFate.TWICE)
     assert (await log.append(LEDGER, entry("x"), 0)).offset == 0
@@ -113,7 +113,7 @@ async def test_late_append_is_stored_after_its_time_out(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_append_behind_a_late_one_lands_behind_it(world: MemoryWorld) -> None:
+async def test_append_after_a_late_one_is_stored_after_it(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
     world.faults.next_fates(LEDGER, AppendFate.LATE)
@@ -175,7 +175,7 @@ async def test_records_sent_before_a_crash_are_stored_after_it(world: MemoryWorl
 
 
 @scenario_test
-async def test_append_of_a_cancelled_caller_may_land_late(world: MemoryWorld) -> None:
+async def test_append_of_a_cancelled_caller_may_be_stored_late(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.late = 5.0
     world.faults.slow["append"] = 1.0
@@ -201,7 +201,7 @@ async def test_appends_arrive_in_order_whatever_their_latency(world: MemoryWorld
 
 
 @scenario_test
-async def test_cancelled_append_is_on_its_way_all_the_same(world: MemoryWorld) -> None:
+async def test_cancelled_append_is_still_stored(world: MemoryWorld) -> None:
     log = await world.connect()
     world.faults.slow["append"] = 3.0
     sending = world.spawn(log.append(LEDGER, entry("x"), 0))
@@ -223,7 +223,7 @@ async def test_close_delivers_records_in_flight(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_outage_fails_appends_and_questions_and_polls_wait_it_out(world: MemoryWorld) -> None:
+async def test_outage_fails_appends_and_queries_and_polls_wait(world: MemoryWorld) -> None:
     log = await world.connect()
     reader = log.reader()
     reader.assign({LANE: 0})
@@ -322,7 +322,7 @@ async def test_suspended_member_keeps_its_assignment_until_its_next_poll(
 
 
 @scenario_test
-async def test_short_sleep_costs_nothing(world: MemoryWorld) -> None:
+async def test_short_suspension_has_no_effect(world: MemoryWorld) -> None:
     group = await Group(world).settle()
     owned = [set(owner.owned) for owner in group.owners]
     group.logs[0].suspend()
@@ -343,7 +343,7 @@ async def test_member_that_does_not_poll_is_left_out(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_closed_member_does_not_come_back_by_a_poll_that_was_waiting(
+async def test_closed_member_does_not_rejoin_by_a_waiting_poll(
     world: MemoryWorld,
 ) -> None:
     group = await Group(world).settle()
@@ -364,7 +364,7 @@ async def test_closed_member_does_not_come_back_by_a_poll_that_was_waiting(
 
 
 @scenario_test
-async def test_records_go_when_their_time_is_over(world: MemoryWorld) -> None:
+async def test_records_are_deleted_after_their_retention(world: MemoryWorld) -> None:
     log = await world.connect()
     await log.append(LEDGER, entry("old"), 0)
     await world.sleep(23 * HOUR_S)
@@ -375,7 +375,7 @@ async def test_records_go_when_their_time_is_over(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_position_is_lost_when_its_record_has_gone(world: MemoryWorld) -> None:
+async def test_position_of_a_deleted_record_is_lost(world: MemoryWorld) -> None:
     log = await world.connect()
     reader = log.reader()
     reader.assign({LANE: 0})
@@ -392,7 +392,7 @@ def bounded(max_records: int) -> MemoryBroker:
     return MemoryBroker(SystemClock(), lanes=1, max_records=max_records)
 
 
-def test_full_partition_gives_up_its_oldest_records() -> None:
+def test_full_partition_drops_its_oldest_records() -> None:
     broker = bounded(3)
     for n in range(5):
         broker.append(LEDGER, 0, [entry(str(n))])
@@ -445,7 +445,7 @@ async def test_tombstones_are_kept_a_day_longer_than_their_records(world: Memory
 
 
 @scenario_test
-async def test_readers_pass_over_the_gaps_of_compaction(world: MemoryWorld) -> None:
+async def test_readers_skip_the_gaps_of_compaction(world: MemoryWorld) -> None:
     await two_days(world)
     world.broker.compact(REGISTRY)
     log = await world.connect()
@@ -459,7 +459,7 @@ async def test_readers_pass_over_the_gaps_of_compaction(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_compaction_happens_when_enough_has_gathered(world: MemoryWorld) -> None:
+async def test_compaction_runs_after_enough_records(world: MemoryWorld) -> None:
     for _ in range(1100):
         world.append_raw(REGISTRY, 0, entry("x", "same"))
         await world.sleep(0.2 * HOUR_S)

@@ -37,7 +37,7 @@ def sent(eos: tuple[int, ...] = (), **stop: Any) -> Request:
         (sent(stop_token_ids_hidden=(7,), ignore_eos=True), [7], None),
     ],
 )
-def test_an_answer_is_whole_when_its_engine_would_have_stopped(
+def test_answer_is_complete_when_its_engine_would_have_stopped(
     request_: Request, taken: list[int], code: str | None
 ) -> None:
     assert finish_reason_of(request_, taken) == code
@@ -58,7 +58,7 @@ def test_text_without_tokens_cannot_be_continued() -> None:
     assert "token ids" in migration_blocker(sent(), shown(text="ab"))
 
 
-def test_a_prescribed_form_can_only_be_begun() -> None:
+def test_guided_answer_can_only_be_restarted() -> None:
     guided = Request(id="a", sampling=SamplingOptions(guided_decoding=GuidedDecoding(regex="a*")))
     assert migration_blocker(guided, Transcript()) == ""
     assert "guided decoding" in migration_blocker(guided, shown(1))

@@ -44,6 +44,6 @@ def test_every_token_of_a_request_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     assert made == wanted
 
 
-def test_a_trace_without_batch_work_is_simulated_as_before() -> None:
+def test_trace_without_batch_work_is_simulated_as_before() -> None:
     chunked = trace_requests(ROWS)
     assert [len(each.chunks) for each in chunked] == [len(row.full_chunks) for row in ROWS]

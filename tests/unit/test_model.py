@@ -57,7 +57,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @scenario_test
-async def test_a_model_is_published_with_all_that_it_takes(world: MemoryWorld) -> None:
+async def test_model_is_published_with_all_that_it_takes(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
     card = await publish_folder(
         "demo", DEMO_MODEL_FOLDER, artifacts, context_length=4096, block_size=16
@@ -71,7 +71,7 @@ async def test_a_model_is_published_with_all_that_it_takes(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_model_without_a_template_has_none_on_its_card(world: MemoryWorld) -> None:
+async def test_model_without_a_template_has_none_on_its_card(world: MemoryWorld) -> None:
     with TemporaryDirectory() as name:
         (Path(name) / "tokenizer.json").write_bytes(
             (DEMO_MODEL_FOLDER / "tokenizer.json").read_bytes()
@@ -85,7 +85,7 @@ async def test_a_model_without_a_template_has_none_on_its_card(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_model_whose_files_are_not_there_cannot_be_loaded(world: MemoryWorld) -> None:
+async def test_model_whose_files_are_not_there_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
     card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
     missing = msgspec.structs.replace(card, template=r.Artifact(sha256="ab", size=5))
@@ -94,13 +94,13 @@ async def test_a_model_whose_files_are_not_there_cannot_be_loaded(world: MemoryW
 
 
 @scenario_test
-async def test_a_card_without_a_tokenizer_cannot_be_loaded(world: MemoryWorld) -> None:
+async def test_card_without_a_tokenizer_cannot_be_loaded(world: MemoryWorld) -> None:
     with pytest.raises(BadModel, match="no tokenizer"):
         await load_model(ModelCard(name="m"), await in_log(world), POOL, world.clock)
 
 
 @scenario_test
-async def test_a_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -> None:
+async def test_template_that_is_no_text_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
     card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
     broken = msgspec.structs.replace(card, template=await artifacts.publish(b"\xff"))
@@ -123,7 +123,7 @@ async def test_template_has_the_special_tokens_of_the_card(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_chat_becomes_the_tokens_of_its_rendering(world: MemoryWorld) -> None:
+async def test_chat_becomes_the_tokens_of_its_rendering(world: MemoryWorld) -> None:
     model = await demo(world)
     made = await prepared(model, **CHAT)
     assert made.texts == ("<|user|>hi<|end|><|assistant|>",)
@@ -131,7 +131,7 @@ async def test_a_chat_becomes_the_tokens_of_its_rendering(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_request_is_made_with_the_card(world: MemoryWorld) -> None:
+async def test_request_is_made_with_the_card(world: MemoryWorld) -> None:
     model = await demo(world)
     (request,) = (await prepared(model, **CHAT)).requests
     assert request.mdc_sum == model.card.checksum
@@ -169,7 +169,7 @@ async def test_tokens_outside_the_vocabulary_are_refused(
     assert raised.value.field == field
 
 
-async def test_text_that_is_none_is_refused() -> None:
+async def test_invalid_text_is_refused() -> None:
     with pytest.raises(InvalidPrompt) as raised:
         await LOADED.prepare(
             read_openai("chat", {"messages": [{"role": "\ud800", "content": "hi"}]})
@@ -177,7 +177,7 @@ async def test_text_that_is_none_is_refused() -> None:
     assert raised.value.field.startswith("messages")
 
 
-async def test_an_empty_completion_is_refused() -> None:
+async def test_empty_completion_is_refused() -> None:
     with pytest.raises(InvalidPrompt, match="is empty"):
         await LOADED.prepare(read_openai("completion", {"prompt": ""}))
 
@@ -203,15 +203,15 @@ async def visible(answer: str, taken: int = 0, **fields: Any) -> str:
     return stream.feed(tokens[taken:]).text + stream.end()
 
 
-async def test_an_answer_ends_at_the_models_end_of_text() -> None:
+async def test_answer_ends_at_the_models_end_of_text() -> None:
     assert await visible("yes<|end|>no") == "yes"
 
 
-async def test_an_answer_ends_at_a_stop_string() -> None:
+async def test_answer_ends_at_a_stop_string() -> None:
     assert await visible("one two three", stop=" two") == "one"
 
 
-async def test_a_stop_string_is_shown_on_request() -> None:
+async def test_stop_string_is_shown_on_request() -> None:
     shown = await visible("one two three", stop=" two", include_stop_str_in_output=True)
     assert shown == "one two"
 
@@ -225,12 +225,12 @@ async def test_resumed_answer_continues_after_the_shown_text() -> None:
     assert await visible("one two three", taken=2) == " three"
 
 
-async def test_the_cards_end_of_text_counts_for_requests_that_name_none() -> None:
+async def test_cards_end_of_text_counts_for_requests_that_name_none() -> None:
     stream = LOADED.text_stream(q.Request(id="x", token_ids=pack_tokens([5])))
     assert stream.feed([1]).finish_reason == "stop"
 
 
-async def test_an_answer_completes_the_character_its_prompt_ends_with() -> None:
+async def test_answer_completes_the_character_its_prompt_ends_with() -> None:
     first, second = await LOADED.tokenizer.encode("\u0378")  # in no text, so in no merge
     stream = LOADED.text_stream(q.Request(id="x", token_ids=pack_tokens([first])))
     assert stream.feed([second]).text == "\u0378"
@@ -260,7 +260,7 @@ class CountingPool(InlinePool):
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 1),
     ],
 )
-async def test_a_short_chat_of_text_is_rendered_without_a_thread(
+async def test_short_chat_of_text_is_rendered_without_a_thread(
     changes: dict[str, Any], jobs: int
 ) -> None:
     pool = CountingPool()

@@ -34,7 +34,7 @@ def folder(path: Path, **files: dict[str, Any] | str) -> Path:
     return path
 
 
-def test_the_demo_model_is_whole() -> None:
+def test_demo_model_is_whole() -> None:
     model = read_folder(DEMO_MODEL_FOLDER)
     library = Tokenizer.from_buffer(model.tokenizer)
     assert [library.id_to_token(i) for i in model.eos_token_ids] == ["<|end|>", "<|endoftext|>"]
@@ -43,12 +43,12 @@ def test_the_demo_model_is_whole() -> None:
     assert model.template is not None
 
 
-def test_a_folder_with_a_tokenizer_alone_is_enough(tmp_path: Path) -> None:
+def test_folder_with_a_tokenizer_alone_is_enough(tmp_path: Path) -> None:
     model = read_folder(folder(tmp_path))
     assert model == ModelFiles(model.tokenizer, None, {}, (), SamplingOptions(), None)
 
 
-def test_a_folder_without_a_tokenizer_is_a_bad_model(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_is_a_bad_model(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match=r"tokenizer\.json"):
         read_folder(tmp_path)
 
@@ -59,13 +59,13 @@ def test_malformed_file_is_an_invalid_model(tmp_path: Path, content: str) -> Non
         read_folder(folder(tmp_path, generation_config__json=content))
 
 
-def test_the_template_of_its_own_file_goes_first(tmp_path: Path) -> None:
+def test_template_of_its_own_file_goes_first(tmp_path: Path) -> None:
     config = {"chat_template": "old"}
     path = folder(tmp_path, chat_template__jinja="new", tokenizer_config__json=config)
     assert read_folder(path).template == "new"
 
 
-def test_the_template_may_be_in_the_tokenizers_config(tmp_path: Path) -> None:
+def test_template_may_be_in_the_tokenizers_config(tmp_path: Path) -> None:
     path = folder(tmp_path, tokenizer_config__json={"chat_template": "old"})
     assert read_folder(path).template == "old"
 
@@ -95,7 +95,7 @@ def test_model_config_gives_the_end_tokens(tmp_path: Path) -> None:
     assert read_folder(folder(tmp_path, config__json={"eos_token_id": 9})).eos_token_ids == (9,)
 
 
-def test_the_end_of_text_is_known_by_its_name(tmp_path: Path) -> None:
+def test_end_of_text_is_known_by_its_name(tmp_path: Path) -> None:
     path = folder(tmp_path, tokenizer_config__json={"eos_token": "<|end|>"})
     assert read_folder(path).eos_token_ids == (1,)
 
@@ -120,27 +120,27 @@ def test_multimodal_model_may_have_end_tokens_outside_its_text_config(tmp_path: 
 
 
 @pytest.mark.parametrize(("engine", "length"), [(None, 131_072), (4096, 4096), (200_000, 131_072)])
-def test_the_context_is_what_both_engine_and_model_take(engine: int | None, length: int) -> None:
+def test_context_is_the_smaller_of_engine_and_model(engine: int | None, length: int) -> None:
     card = card_of(
         "demo", read_folder(DEMO_MODEL_FOLDER), TOKENIZER, TEMPLATE, context_length=engine
     )
     assert card.context_length == length
 
 
-def test_a_card_has_its_checksum() -> None:
+def test_card_has_its_checksum() -> None:
     card = card_of("demo", read_folder(DEMO_MODEL_FOLDER), TOKENIZER, TEMPLATE, block_size=16)
     assert card.checksum == checksum_of(card)
     assert len(card.checksum) == 64
 
 
-def test_the_checksum_does_not_depend_on_the_name() -> None:
+def test_checksum_does_not_depend_on_the_name() -> None:
     one, other = (
         card_of(n, read_folder(DEMO_MODEL_FOLDER), TOKENIZER, TEMPLATE) for n in ("a", "b")
     )
     assert one.checksum == other.checksum
 
 
-def test_the_checksum_does_not_depend_on_the_order_of_names() -> None:
+def test_checksum_does_not_depend_on_the_order_of_names() -> None:
     cards = [
         ModelCard(name="m", special_tokens=dict(pairs))
         for pairs in ([("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")])
@@ -162,6 +162,6 @@ def test_the_checksum_does_not_depend_on_the_order_of_names() -> None:
         {"served_as": "x"},
     ],
 )
-def test_the_checksum_depends_on_everything_else(changes: dict[str, Any]) -> None:
+def test_checksum_depends_on_everything_else(changes: dict[str, Any]) -> None:
     card = ModelCard(name="m")
     assert checksum_of(msgspec.structs.replace(card, **changes)) != checksum_of(card)

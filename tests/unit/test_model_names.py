@@ -33,7 +33,7 @@ def test_only_the_models_own_workers_count() -> None:
     assert known.find("chat", "large").context_length == 90
 
 
-def test_a_model_of_bytes_goes_with_its_last_worker() -> None:
+def test_model_of_bytes_leaves_with_its_last_worker() -> None:
     known = models(worker("a", "m", 5), Tombstone(key="worker/a", epoch=0))
     assert not known.cards()
 
@@ -43,14 +43,14 @@ def test_tombstone_of_an_older_epoch_is_ignored() -> None:
     assert known.find("chat", "m").context_length == 5
 
 
-def test_a_model_with_files_stays_when_its_workers_leave() -> None:
+def test_model_with_files_stays_when_its_workers_leave() -> None:
     card = ModelCard(name="m", tokenizer=FILE, context_length=7)
     known = models(card, worker("a", "m", 5), Tombstone(key="worker/a", epoch=1))
     assert known.find("chat", "m") == card
     assert list(known.with_files()) == [card]
 
 
-def test_a_card_without_a_context_has_that_of_its_workers() -> None:
+def test_card_without_a_context_has_that_of_its_workers() -> None:
     known = models(ModelCard(name="m", tokenizer=FILE), worker("a", "m", 5))
     assert known.find("chat", "m").context_length == 5
 
@@ -66,17 +66,17 @@ def test_unknown_model_error_lists_the_known_ones() -> None:
         models(worker("a", "m")).find("chat", "n")
 
 
-def test_of_a_long_name_an_error_shows_the_beginning() -> None:
+def test_long_name_is_truncated_in_an_error() -> None:
     with pytest.raises(InvalidPrompt, match=f"the model '{'x' * 64}…' does not exist"):
         models(worker("a", "m")).find("chat", "x" * 9000)
 
 
-def test_a_model_of_another_kind_is_named() -> None:
+def test_model_of_another_kind_is_named() -> None:
     with pytest.raises(InvalidPrompt, match="model: 'm' is for chats and completions"):
         models(worker("a", "m")).find("embedding", "m")
 
 
-def test_a_long_list_of_names_is_cut() -> None:
+def test_long_list_of_names_is_cut() -> None:
     known = models(*(worker(f"w{n}", f"m{n}") for n in range(9)))
     with pytest.raises(InvalidPrompt, match=r"m0, m1, m2, m3, m4, …$"):
         known.find("chat", "x")
@@ -96,7 +96,7 @@ def test_model_serves_its_endpoints_only() -> None:
         known.find("chat", "m")
 
 
-def test_no_name_means_the_only_model_that_is_served_whatever_there_was_before() -> None:
+def test_no_name_means_the_only_served_model_whatever_the_history() -> None:
     gone = ModelCard(name="old", tokenizer=FILE)
     kept = ModelCard(name="new", kind="chat")
     known = models(gone, kept, worker("a", "new"))

@@ -11,7 +11,7 @@ from app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
 LINE = '{"timestamp": 5, "input_length": 513, "output_length": 2, "hash_ids": [7, 8]}'
 
 
-def test_the_shipped_slice_is_a_trace() -> None:
+def test_shipped_slice_is_a_trace() -> None:
     rows = read_trace(BUNDLED_TRACE)
     assert len(rows) == 300
     assert rows[0].timestamp == 0
@@ -42,13 +42,13 @@ def test_only_whole_chunks_can_be_shared(tmp_path: Path) -> None:
         (LINE.replace('p": 5', 'p": -5'), "line 1"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
+def test_invalid_trace_is_refused_with_its_line(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(text)
     with pytest.raises(InvalidTrace, match=why):
         read_trace(file)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidTrace, match=r"absent.jsonl: No such file"):
         read_trace(tmp_path / "absent.jsonl")

@@ -42,7 +42,7 @@ def test_request_without_hints_has_no_hints_on_the_wire() -> None:
 
 @pytest.mark.parametrize("field", ["backend_instance_id", "prefill_worker_id", "decode_worker_id"])
 @pytest.mark.parametrize(("given", "name"), [(7, "7"), ("w1", "w1"), (BIGGEST, str(BIGGEST))])
-def test_a_worker_is_named_or_numbered(field: str, given: Any, name: str) -> None:
+def test_worker_is_named_or_numbered(field: str, given: Any, name: str) -> None:
     assert hints(**{field: given}) == q.Hints(**{field: name})
 
 
@@ -114,7 +114,7 @@ def test_agent_hints_are_passed_on() -> None:
     assert agent_context_of(ext()) is None
 
 
-def test_the_interval_of_a_stream_is_one_token_unless_it_is_given() -> None:
+def test_interval_of_a_stream_is_one_token_unless_it_is_given() -> None:
     bodies = [CHAT, CHAT | {"nvext": {"stream_interval": 8}}]
     assert [read_openai("chat", body).stream_interval for body in bodies] == [1, 8]
 
@@ -142,7 +142,7 @@ def test_the_interval_of_a_stream_is_one_token_unless_it_is_given() -> None:
          "router_config_override.router_temperature"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
+def test_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidPrompt) as raised:
         ext(**fields)
     assert raised.value.field == f"nvext.{field}"
@@ -151,7 +151,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
 # --- headers --------------------------------------------------------------------------------------
 
 
-def test_a_header_pins_the_worker_for_every_phase_but_prefill() -> None:
+def test_header_pins_the_worker_for_every_phase_but_prefill() -> None:
     expected = q.Hints(backend_instance_id="w1", decode_worker_id="w1")
     assert hints({"x-worker-instance-id": "w1"}) == expected
 
@@ -167,7 +167,7 @@ def test_a_header_pins_the_worker_for_every_phase_but_prefill() -> None:
         ("x-queue-class", "batch", q.Hints(queue_class="batch")),
     ],
 )
-def test_a_header_is_a_hint(header: str, value: str, expected: q.Hints) -> None:
+def test_header_is_a_hint(header: str, value: str, expected: q.Hints) -> None:
     assert hints({header: value}) == expected
 
 
@@ -194,7 +194,7 @@ def test_session_header_keeps_the_options_of_the_body() -> None:
     assert given.session_control == q.SessionControl(session_id="s", action="open")
 
 
-def test_a_rank_for_prefill_may_be_unset() -> None:
+def test_rank_for_prefill_may_be_unset() -> None:
     assert hints({"x-prefill-dp-rank": str(2**32 - 1)}, prefill_dp_rank=4).prefill_dp_rank == 4
 
 
@@ -219,7 +219,7 @@ def test_other_headers_are_ignored() -> None:
         ("x-queue-class", "c" * 201),
     ],
 )
-def test_a_wrong_header_is_named(header: str, value: str) -> None:
+def test_wrong_header_is_named(header: str, value: str) -> None:
     with pytest.raises(InvalidPrompt) as raised:
         ext({header: value})
     assert raised.value.field == header

@@ -19,7 +19,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_wait_ends_when_its_offset_is_reached_not_before() -> None:
+async def test_wait_ends_when_its_offset_is_reached_not_before() -> None:
     barriers = OffsetWaiters()
     waiting = asyncio.ensure_future(barriers.wait(A, 10))
     await settle()
@@ -41,7 +41,7 @@ async def test_other_partition_wakes_no_waiter() -> None:
     waiting.cancel()
 
 
-async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
+async def test_cancelled_wait_leaves_nothing_behind() -> None:
     barriers = OffsetWaiters()
     waits = [asyncio.ensure_future(barriers.wait(A, 10)) for _ in range(3)]
     await settle()
@@ -63,7 +63,7 @@ async def test_ended_wait_leaves_no_state() -> None:
     assert barriers._heaps == {}
 
 
-async def test_a_failure_ends_all_waits_and_later_ones() -> None:
+async def test_failure_ends_all_waits_and_later_ones() -> None:
     barriers = OffsetWaiters()
     waits = [asyncio.ensure_future(barriers.wait(source, 1)) for source in (A, B, None)]
     await settle()

@@ -29,7 +29,7 @@ def problem(kind: TokenizedKind, **fields: Any) -> InvalidPrompt:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_enough(kind: TokenizedKind) -> None:
+def test_prompt_is_enough(kind: TokenizedKind) -> None:
     sent = read_openai(kind, MINIMAL[kind])
     assert (sent.model, sent.n, sent.stream, sent.include_usage) == ("", 1, False, False)
 
@@ -85,12 +85,12 @@ def test_null_is_as_good_as_nothing(kind: TokenizedKind) -> None:
         ("mm_processor_kwargs", [1]),
     ],
 )
-def test_a_wrong_field_is_named(kind: TokenizedKind, field: str, value: Any) -> None:
+def test_wrong_field_is_named(kind: TokenizedKind, field: str, value: Any) -> None:
     assert problem(kind, **{field: value}).field.split(".")[0] == field
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_field_inside_another_is_named_by_its_path(kind: TokenizedKind) -> None:
+def test_wrong_field_inside_another_is_named_by_its_path(kind: TokenizedKind) -> None:
     assert problem(kind, stop=["a", ""]).field == "stop.1"
     assert problem(kind, stream=True, stream_options={"include_usage": 1}).field == (
         "stream_options.include_usage"
@@ -102,7 +102,7 @@ def test_error_does_not_quote_the_input() -> None:
     assert "secret" not in str(problem("chat", temperature="secret"))
 
 
-def test_an_error_names_the_first_wrong_fields_and_counts_the_others() -> None:
+def test_error_names_the_first_wrong_fields_and_counts_the_others() -> None:
     wrong = problem("chat", model=7, top_p=7, seed="x", n="x", user=7)
     assert wrong.field == "model"
     assert "top_p" in wrong.message
@@ -110,11 +110,11 @@ def test_an_error_names_the_first_wrong_fields_and_counts_the_others() -> None:
 
 
 @pytest.mark.parametrize("stop", ["a", ["a"]])
-def test_a_stop_is_a_string_or_a_list(stop: Any) -> None:
+def test_stop_is_a_string_or_a_list(stop: Any) -> None:
     assert read_openai("chat", CHAT | {"stop": stop}).body.stop == ["a"]
 
 
-def test_numbers_without_a_point_are_fine_where_one_may_stand() -> None:
+def test_integral_floats_are_accepted_where_floats_are() -> None:
     assert read_openai("chat", CHAT | {"temperature": 1}).body.temperature == 1.0
 
 
@@ -133,7 +133,7 @@ def test_options_of_a_stream_need_a_stream() -> None:
 # --- several answers ------------------------------------------------------------------------------
 
 
-def test_the_best_of_more_answers_is_not_looked_for() -> None:
+def test_best_of_several_answers_is_not_supported() -> None:
     assert read_openai("completion", COMPLETION | {"n": 2, "best_of": 2}).n == 2
     assert problem("completion", n=1, best_of=2).field == "best_of"
 
@@ -168,11 +168,11 @@ def test_prompts_times_answers_are_bounded() -> None:
         ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0.function"),
     ],
 )
-def test_a_wrong_message_is_named(messages: Any, field: str) -> None:
+def test_wrong_message_is_named(messages: Any, field: str) -> None:
     assert problem("chat", messages=messages).field == field
 
 
-def test_a_chat_needs_messages() -> None:
+def test_chat_needs_messages() -> None:
     with pytest.raises(InvalidPrompt) as raised:
         read_openai("chat", {})
     assert raised.value.field == "messages"
@@ -191,7 +191,7 @@ def test_messages_have_many_forms(message: dict[str, Any]) -> None:
     assert read_openai("chat", {"messages": [message]}).messages == [message]
 
 
-def test_the_newer_name_of_the_limit_wins() -> None:
+def test_newer_name_of_the_limit_takes_precedence() -> None:
     body = read_openai("chat", CHAT | {"max_tokens": 5, "max_completion_tokens": 7}).body
     assert body.max_tokens_field() == ("max_completion_tokens", 7)
 
@@ -211,7 +211,7 @@ def test_probabilities_of_a_chat_have_a_switch_and_a_number(
     assert read_openai("chat", CHAT | fields).body.top_logprobs_count() == wanted
 
 
-def test_a_number_of_probabilities_needs_the_switch() -> None:
+def test_number_of_probabilities_needs_the_switch() -> None:
     assert problem("chat", top_logprobs=5).field == "top_logprobs"
 
 
@@ -236,18 +236,18 @@ def test_tools_come_as_they_are() -> None:
         ({"tools": [TOOL], "tool_choice": "required"}, "required"),
     ],
 )
-def test_the_choice_of_a_tool_has_a_default(fields: dict[str, Any], choice: str) -> None:
+def test_choice_of_a_tool_has_a_default(fields: dict[str, Any], choice: str) -> None:
     assert read_openai("chat", CHAT | fields).tool_choice == choice
 
 
-def test_a_tool_may_be_chosen_by_name() -> None:
+def test_tool_may_be_chosen_by_name() -> None:
     choice = {"type": "function", "function": {"name": "f"}}
     assert (
         read_openai("chat", CHAT | {"tools": [TOOL], "tool_choice": choice}).tool_choice == choice
     )
 
 
-def test_an_empty_list_of_tools_is_as_good_as_none() -> None:
+def test_empty_list_of_tools_is_as_good_as_none() -> None:
     assert read_openai("chat", CHAT | {"tools": []}).tools is None
 
 
@@ -273,7 +273,7 @@ def test_tool_choice_none_renders_no_tools() -> None:
         ),
     ],
 )
-def test_a_wrong_tool_is_named(fields: dict[str, Any], field: str) -> None:
+def test_wrong_tool_is_named(fields: dict[str, Any], field: str) -> None:
     assert problem("chat", **fields).field == field
 
 
@@ -290,7 +290,7 @@ def test_a_wrong_tool_is_named(fields: dict[str, Any], field: str) -> None:
         (["a", [1]], ["a", [1]]),
     ],
 )
-def test_a_prompt_is_text_tokens_or_a_list_of_either(prompt: Any, prompts: Any) -> None:
+def test_prompt_is_text_tokens_or_a_list_of_either(prompt: Any, prompts: Any) -> None:
     assert read_openai("completion", {"prompt": prompt}).prompts(None) == prompts
 
 

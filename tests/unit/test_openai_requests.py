@@ -55,11 +55,11 @@ def problem(tokens: int = 10, card: r.ModelCard = CARD, **fields: Any) -> Invali
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def test_a_chat_is_rendered() -> None:
+def test_chat_is_rendered() -> None:
     assert chat().prompts(TEMPLATE) == ["[hi]NoneNoneTrue"]
 
 
-def test_a_chat_is_rendered_with_what_it_brings() -> None:
+def test_chat_is_rendered_with_its_options() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     sent = chat(
         tools=[tool],
@@ -70,19 +70,19 @@ def test_a_chat_is_rendered_with_what_it_brings() -> None:
     assert sent.prompts(TEMPLATE) == [f"[hi]{[tool]}{[{'a': 1}]}False7"]
 
 
-def test_a_chat_needs_a_template() -> None:
+def test_chat_needs_a_template() -> None:
     with pytest.raises(InvalidPrompt, match="no chat template"):
         chat().prompts(None)
 
 
-def test_a_raw_prompt_goes_past_the_template() -> None:
+def test_raw_prompt_goes_past_the_template() -> None:
     messages = [USER, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
     sent = chat(messages=messages, nvext={"use_raw_prompt": True})
     assert sent.prompts(TEMPLATE) == ["hi\nyou"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_tokens_that_come_along_are_the_prompt(kind: TokenizedKind) -> None:
+def test_given_tokens_are_the_prompt(kind: TokenizedKind) -> None:
     fields: dict[str, Any] = {"chat": CHAT, "completion": COMPLETION}[kind]
     sent = read_openai(kind, fields | {"nvext": {"token_data": [1, 2]}})
     assert sent.prompts(None) == [[1, 2]]
@@ -101,7 +101,7 @@ def test_tokens_are_a_prompt() -> None:
         (read_openai("completion", COMPLETION | {"add_special_tokens": False}), False),
     ],
 )
-def test_only_plain_text_gets_the_models_own_tokens_around_it(
+def test_only_plain_text_gets_the_special_tokens_of_the_model(
     sent: OpenAIRequest, expected: bool
 ) -> None:
     assert sent.add_special_tokens is expected
@@ -118,11 +118,11 @@ def test_without_a_limit_and_a_context_there_is_none() -> None:
     assert request(30, PLAIN).stop.max_tokens is None
 
 
-def test_a_limit_stays() -> None:
+def test_limit_stays() -> None:
     assert request(max_tokens=5).stop.max_tokens == 5
 
 
-def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
+def test_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
     wrong = problem(100)
     assert wrong.field == "messages"
     assert isinstance(wrong, ContextExceeded)
@@ -133,12 +133,12 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
     )
 
 
-def test_a_prompt_one_token_shorter_than_the_context_is_fine() -> None:
+def test_prompt_one_token_shorter_than_the_context_is_fine() -> None:
     assert request(99).stop.max_tokens == 1
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_a_limit_beyond_the_context_is_refused_by_its_name(field: str) -> None:
+def test_limit_beyond_the_context_is_refused_by_its_name(field: str) -> None:
     wrong = problem(30, **{field: 71})
     assert wrong.field == field
     assert isinstance(wrong, ContextExceeded)
@@ -146,16 +146,16 @@ def test_a_limit_beyond_the_context_is_refused_by_its_name(field: str) -> None:
     assert request(30, **{field: 70}).stop.max_tokens == 70
 
 
-def test_an_answer_cannot_be_longer_than_its_limit() -> None:
+def test_answer_cannot_be_longer_than_its_limit() -> None:
     assert problem(max_tokens=5, min_tokens=6).field == "min_tokens"
     assert problem(30, min_tokens=71).field == "min_tokens"
 
 
-def test_a_prompt_of_no_tokens_is_refused() -> None:
+def test_prompt_of_no_tokens_is_refused() -> None:
     assert problem(0).field == "messages"
 
 
-def test_a_completions_prompt_is_named_so() -> None:
+def test_completions_prompt_is_named_so() -> None:
     with pytest.raises(InvalidPrompt) as raised:
         read_openai("completion", COMPLETION).requests([range(200)], CARD)
     assert raised.value.field == "prompt"
@@ -170,16 +170,16 @@ def test_there_is_a_request_for_each_prompt() -> None:
     assert [one.stop.max_tokens for one in made] == [99, 98]
 
 
-def test_a_request_has_no_id_yet() -> None:
+def test_request_has_no_id_yet() -> None:
     assert request().id == ""
 
 
-def test_a_request_names_model_and_card() -> None:
+def test_request_names_model_and_card() -> None:
     made = request(model="m")
     assert (made.model, made.mdc_sum, made.eos_token_ids) == ("m", "ab", (0, 1))
 
 
-def test_a_card_without_a_checksum_is_not_named() -> None:
+def test_card_without_a_checksum_is_not_named() -> None:
     assert request(card=PLAIN).mdc_sum is None
 
 
@@ -202,7 +202,7 @@ def test_stops_are_taken_over() -> None:
     )
 
 
-def test_a_model_has_defaults() -> None:
+def test_model_has_defaults() -> None:
     assert request().sampling == CARD.defaults
 
 
@@ -245,7 +245,7 @@ def test_temperature_zero_is_greedy_for_all_other_options() -> None:
 
 
 @pytest.mark.parametrize("bias", [{"a": 1}, {"-1": 1}, {"1.5": 1}, {"9" * 30: 1}])
-def test_a_bias_is_for_tokens(bias: dict[str, float]) -> None:
+def test_bias_is_for_tokens(bias: dict[str, float]) -> None:
     assert problem(logit_bias=bias).field == "logit_bias"
 
 
@@ -284,7 +284,7 @@ def test_extensions_are_taken_over() -> None:
     assert made.request_timestamp_ms == 5.0
 
 
-def test_the_salt_has_vllms_name_too() -> None:
+def test_salt_has_vllms_name_too() -> None:
     assert request(cache_salt="s").cache_salt == "s"
     assert request(cache_salt="s", nvext={"cache_salt": "t"}).cache_salt == "t"
 
@@ -302,11 +302,11 @@ def test_answers_to_one_request_draw_differently() -> None:
     assert [nth_request(made, number).sampling.seed for number in range(3)] == [7, 8, 9]
 
 
-def test_the_first_answer_draws_with_the_seed_as_it_is() -> None:
+def test_first_answer_draws_with_the_seed_as_it_is() -> None:
     assert nth_request(request(seed=-5), 0).sampling.seed == -5
 
 
-def test_the_largest_seed_has_a_next_one() -> None:
+def test_largest_seed_has_a_next_one() -> None:
     seed = nth_request(request(seed=2**63 - 1), 1).sampling.seed
     assert seed is not None
     assert 0 <= seed < 2**63

@@ -93,14 +93,14 @@ def half() -> Chunk:
     return Chunk(id="id-1", attempt=0, run="1", seq=0, index=0, token_ids=(195,))
 
 
-def test_the_last_chunk_may_have_no_text() -> None:
+def test_last_chunk_may_have_no_text() -> None:
     _, last = got(CHAT, piece(0, "he"), piece(2, "", "stop"))
     assert last is not None
     assert last["choices"][0]["delta"] == {}
     assert last["choices"][0]["finish_reason"] == "stop"
 
 
-def test_an_answer_of_nothing_still_has_a_role_and_an_end() -> None:
+def test_answer_of_nothing_still_has_a_role_and_an_end() -> None:
     (only,) = got(CHAT, piece(0, "", "stop"))
     assert only is not None
     assert only["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -108,7 +108,7 @@ def test_an_answer_of_nothing_still_has_a_role_and_an_end() -> None:
 
 
 @pytest.mark.parametrize("code", ["stop", "length"])
-def test_an_answer_whose_last_chunk_was_lost_ends_as_it_would_have(code: str) -> None:
+def test_answer_whose_last_chunk_was_lost_ends_as_it_would_have(code: str) -> None:
     _, last = got(CHAT, piece(0, "he"), End(id="id-1", code=code))
     assert last is not None
     assert last["choices"][0]["finish_reason"] == code
@@ -147,7 +147,7 @@ def test_usage_is_null_until_the_last_chunk() -> None:
     }
 
 
-def test_without_counts_of_the_writer_tokens_are_counted_here() -> None:
+def test_without_counts_of_the_writer_tokens_are_counted_by_the_reader() -> None:
     choice = ended(piece(0, "hey"), End(id="id-1", code="stop"), prompt_tokens=9)
     assert usage([choice])["total_tokens"] == 12
 
@@ -163,7 +163,7 @@ def test_several_answers_share_their_prompt() -> None:
     }
 
 
-def test_a_whole_chat() -> None:
+def test_whole_chat() -> None:
     choices = [ended(piece(0, "he"), piece(2, "y", "stop")), ended(piece(0, "ho", "length"))]
     body = full_response(CHAT, choices, n=2)
     assert body["object"] == "chat.completion"

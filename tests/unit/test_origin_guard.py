@@ -27,7 +27,7 @@ def code(
     return "" if wrong is None else wrong.code
 
 
-def test_a_page_without_origin_is_refused_also_without_a_host() -> None:
+def test_page_without_origin_is_refused_also_without_a_host() -> None:
     assert code("null", host=None) == code("null", host="") == "origin_not_allowed"
 
 
@@ -42,7 +42,7 @@ def test_pages_of_other_sites_are_refused(origin: str) -> None:
     assert code(origin, listens="0.0.0.0") == "origin_not_allowed"
 
 
-def test_a_page_of_the_gateways_own_is_answered() -> None:
+def test_page_of_the_gateways_own_is_answered() -> None:
     assert code("http://127.0.0.1:8000") == ""
     assert code("https://models.example", host="models.example", listens="::") == ""
 
@@ -74,7 +74,7 @@ def test_on_loopback_addresses_and_local_names_are_answered(host: str) -> None:
     assert code(host=host) == ""
 
 
-def test_the_name_of_a_proxy_is_answered_when_its_origin_is_allowed() -> None:
+def test_name_of_a_proxy_is_answered_when_its_origin_is_allowed() -> None:
     assert code(host="models.example") == "host_not_allowed"
     assert code(host="models.example", origins=("https://models.example",)) == ""
 
@@ -110,7 +110,7 @@ async def test_allowed_origins_are_in_cors_headers(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_gateway_refuses_before_it_reads_a_body(world: MemoryWorld) -> None:
+async def test_gateway_refuses_before_it_reads_a_body(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     for headers in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
         answer = await harness.chat(headers=headers).wait_done()
@@ -121,7 +121,7 @@ async def test_a_gateway_refuses_before_it_reads_a_body(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_gateway_allows_the_origins_of_its_setting(world: MemoryWorld) -> None:
+async def test_gateway_allows_the_origins_of_its_setting(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(
         world, http_allowed_origins="https://app.example, https://b.example"
     )

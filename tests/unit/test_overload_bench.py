@@ -37,7 +37,7 @@ def test_early_and_clear_refusals_meet_all_bars() -> None:
     assert missed(seen()) == []
 
 
-def test_a_refusal_without_a_time_to_come_back_is_found() -> None:
+def test_refusal_without_retry_after_is_found() -> None:
     silent = answers("overload", 12, 1, status=529, ttft_s=0.02)
     assert missed(seen(*silent)) == ["refused without a time to come back"]
 
@@ -59,7 +59,7 @@ def test_memory_growth_is_that_of_the_second_half() -> None:
     assert memory_growth(samples) == [(10 * MB, "router-1")]
 
 
-def test_normal_again_after_the_last_window_with_a_refusal_or_late_texts() -> None:
+def test_recovery_ends_with_the_last_window_with_a_refusal_or_late_texts() -> None:
     assert recovery_s(seen()) == 0.0
     refusal = answers("afterwards", 105, 1, status=529, ttft_s=0.01, retry_after=True)
     assert recovery_s(seen(*refusal)) == 6.0
@@ -67,7 +67,7 @@ def test_normal_again_after_the_last_window_with_a_refusal_or_late_texts() -> No
     assert recovery_s(seen(*late)) == 126.0 - 100.0
 
 
-def test_the_text_of_a_stream_is_that_of_its_events() -> None:
+def test_text_of_a_stream_is_that_of_its_events() -> None:
     got = (
         b'id: 1\ndata: {"choices":[{"delta":{"role":"assistant","content":"Hel"}}]}\n\n'
         b": alive\n\n"

@@ -37,7 +37,7 @@ def output(request: Request) -> Any:
     return msgspec.json.decode(request.body.json)
 
 
-def test_a_body_stays_as_it_came_but_for_what_others_do() -> None:
+def test_body_is_unchanged_except_for_fields_of_kvlane() -> None:
     theirs = CHAT | {"model": "m", "tools": [{"odd": 1}], "temperature": 9, "seed": 4, "top_k": "?"}
     ours = {"n": 2, "stream": True, "nvext": {"lora_name": "ada"}, "request_id": "r", "rid": "r"}
     ours |= {"priority": -9}
@@ -128,7 +128,7 @@ def test_tokenized_models_get_tokenized_requests() -> None:
     assert isinstance(tokens, OpenAIRequest), "there is no such body"
 
 
-def test_a_prompt_is_guessed_by_its_size_and_an_image_is_not_text() -> None:
+def test_prompt_is_estimated_by_its_size_and_an_image_is_not_text() -> None:
     text = json.dumps(CHAT | {"words": "word " * 400}).encode()
     assert estimate_tokens(text) == len(text) // 4
     image = base64.b64encode(bytes(range(256)) * 400).decode()
@@ -137,7 +137,7 @@ def test_a_prompt_is_guessed_by_its_size_and_an_image_is_not_text() -> None:
     assert 2 * MEDIA_ITEM_TOKENS <= estimate_tokens(both) < 2 * MEDIA_ITEM_TOKENS + 60
 
 
-def test_guessing_takes_time_in_proportion_to_a_body_whatever_is_in_it() -> None:
+def test_estimate_takes_linear_time_for_any_body() -> None:
     """With the square of it, this one would take more than a minute."""
     stretches = 40 * 1024
     assert estimate_tokens((b"a" * 1023 + b" ") * stretches) == stretches * 1024 // 4
@@ -150,10 +150,10 @@ def test_guessing_takes_time_in_proportion_to_a_body_whatever_is_in_it() -> None
         {"prompt": ["a", "b"] * 5, "suffix": "c" * (MAX_REQUESTS_BYTES // 10)},
     ],
 )
-def test_a_body_that_would_become_more_than_is_taken_at_a_time_is_refused(over: Any) -> None:
+def test_body_that_expands_beyond_the_bound_is_refused(over: Any) -> None:
     with pytest.raises(TooLarge, match="fewer at a time"):
         requests("completion", over)
 
 
-def test_many_long_prompts_are_taken_as_long_as_each_goes_out_once() -> None:
+def test_many_long_prompts_are_accepted_while_each_is_sent_once() -> None:
     assert len(requests("completion", {"prompt": ["a" * (MAX_REQUESTS_BYTES // 64)] * 32})) == 32

@@ -73,7 +73,7 @@ def test_tool_calls_are_put_together_by_their_index() -> None:
     assert (first["id"], second["id"]) == ("a", "b")
 
 
-def test_however_asides_are_put_together_the_whole_is_the_same() -> None:
+def test_other_fields_merge_to_the_same_whole_in_any_grouping() -> None:
     step_by_step: dict[str, Any] = {}
     for delta in CALLS:
         step_by_step = merge_fields(step_by_step, delta)
@@ -121,14 +121,14 @@ def test_other_fields_are_split_from_text_for_resuming_clients() -> None:
     assert parts == [("", 1), ("ab", 0)]
 
 
-def test_an_answer_may_begin_and_end_with_an_aside() -> None:
+def test_answer_may_begin_and_end_with_other_fields() -> None:
     events = got(CHAT, piece("", PassthroughDelta(delta=CALLS[0]), reason="tool_calls"))
     first, last = (event["choices"][0] for event in events)
     assert first["delta"] == {"role": "assistant", "content": ""} | CALLS[0]
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
 
 
-def test_a_whole_chat_has_all_of_it() -> None:
+def test_whole_chat_has_all_fields() -> None:
     asides = [PassthroughDelta(delta=delta) for delta in CALLS]
     choice = ended(
         piece("", *asides, PassthroughDelta(event={"system_fingerprint": "fp"}), reason="stop")
@@ -143,7 +143,7 @@ def test_a_whole_chat_has_all_of_it() -> None:
     assert answer.system_fingerprint == "fp"
 
 
-def test_a_whole_completion_has_its_log_probabilities() -> None:
+def test_whole_completion_has_its_log_probabilities() -> None:
     pieces = [
         piece("a",
             PassthroughDelta(choice={"logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]}})),
@@ -172,7 +172,7 @@ def test_additional_usage_counts_are_summed() -> None:
     assert two["prompt_tokens_details"] == {"cached_tokens": 2, "audio_tokens": 1}
 
 
-def test_the_end_by_a_router_repeats_nothing() -> None:
+def test_end_by_a_router_repeats_nothing() -> None:
     choice = Choice(keep=False)
     choice.add(piece("", PassthroughDelta(delta=CALLS[0])))
     end = End(id="id-1", code="stop")
@@ -183,7 +183,7 @@ def test_the_end_by_a_router_repeats_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.text("ab", max_size=4), st.integers(0, 3)), max_size=5), st.booleans())
-def test_however_pieces_are_joined_positions_and_words_are_the_same(
+def test_joined_pieces_have_the_same_positions_and_text(
     script: list[tuple[str, int]],
     at_once: bool,
 ) -> None:

@@ -64,7 +64,7 @@ def wanted(key: str, number: int = 0) -> PendingRequest[str]:
     return PendingRequest(key, number, PromptHashes(Request(id=key)), seed=0, since_ms=0)
 
 
-def test_the_shortest_goes_first() -> None:
+def test_shortest_goes_first() -> None:
     held = PendingRequests[str]()
     for number, (name, prefill_ms) in enumerate([("a", 90.0), ("b", 30.0), ("c", 30.0)]):
         held.add(name, number, 1000, planned(W1, prefill_ms))
@@ -78,7 +78,7 @@ def test_the_shortest_goes_first() -> None:
     )
 
 
-def test_who_has_waited_long_is_overtaken_no_more() -> None:
+def test_long_waiting_request_is_no_longer_overtaken() -> None:
     held = PendingRequests[str]()
     held.add("old", 0, 0, planned(W1, 90.0))
     held.add("new", 1, 800, planned(W1, 45.0))
@@ -96,7 +96,7 @@ def test_who_has_waited_long_is_overtaken_no_more() -> None:
         ("wspt", ["strict", "jumped", "short", "first", "long"]),
     ],
 )
-def test_the_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
+def test_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
     order: QueueOrder, went: list[str]
 ) -> None:
     held = PendingRequests[str](order)
@@ -111,7 +111,7 @@ def test_the_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
     assert held.in_dispatch_order() == went
 
 
-def test_the_class_that_was_given_least_goes_first() -> None:
+def test_least_served_class_goes_first() -> None:
     classes = FairQueue({"batch": ClassConfig(weight=0.5)})
     held, claims = PendingRequests[str]("fcfs", classes), dict[str, ShareCost]()
     for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
@@ -129,7 +129,7 @@ def test_the_class_that_was_given_least_goes_first() -> None:
     assert went == expected
 
 
-def test_one_sees_what_all_others_have_in_mind() -> None:
+def test_request_gets_the_reservations_of_all_others() -> None:
     held = PendingRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("b", 1, 0, planned(W2, 20.0))
@@ -141,7 +141,7 @@ def test_one_sees_what_all_others_have_in_mind() -> None:
     assert reserved(held.reservations_of_others("new")) == everything
 
 
-def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
+def test_new_plan_replaces_the_old_one() -> None:
     held = PendingRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("a", 0, 0, planned(W2, 5.0))
@@ -153,7 +153,7 @@ def test_a_new_plan_takes_the_place_of_the_old_one() -> None:
     assert held.reserved_rank("a") is None
 
 
-def test_who_has_another_turn_than_before_looks_again() -> None:
+def test_request_with_a_changed_position_is_woken() -> None:
     held = PendingRequests[str]()
     a, b, c = (wanted(key, number) for number, key in enumerate("abc"))
     assert held.reserve(a, planned(W1, 50.0)) == []
@@ -166,7 +166,7 @@ def test_who_has_another_turn_than_before_looks_again() -> None:
     assert held.reserve(b, None) == []
 
 
-def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_first() -> None:
+def test_simultaneous_requests_are_planned_by_arrival_and_dispatched_shortest_first() -> None:
     held, seen = PendingRequests[str](), dict[str, list[float]]()
     lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
 
@@ -183,7 +183,7 @@ def test_who_looks_at_one_moment_is_planned_by_arrival_and_goes_the_shortest_fir
     assert seen["middle"] == [90.0, 10.0]
 
 
-def test_those_who_do_not_look_are_woken_when_their_turn_changes() -> None:
+def test_requests_outside_the_batch_are_woken_when_their_position_changes() -> None:
     held = PendingRequests[str]()
     for number, (key, length) in enumerate([("first", 10.0), ("second", 20.0), ("third", 30.0)]):
         held.add(key, number, 0, planned(W1, length))
@@ -193,7 +193,7 @@ def test_those_who_do_not_look_are_woken_when_their_turn_changes() -> None:
     assert (batch.order, batch.to_wake) == (["first", "new"], ["second"])
 
 
-def test_those_for_whom_it_is_too_early_are_held_and_do_not_go() -> None:
+def test_early_requests_wait_with_a_reservation() -> None:
     held, busy = PendingRequests[str](), Wait("busy", 70, planned(W1, 40.0))
     full = Wait("no worker has room")
     plans = {"a": busy, "b": going(planned(W2, 50.0)), "c": REFUSED, "d": full}
@@ -207,7 +207,7 @@ def test_those_for_whom_it_is_too_early_are_held_and_do_not_go() -> None:
     )
 
 
-def test_a_line_has_those_who_join_where_they_came() -> None:
+def test_joined_requests_are_placed_by_arrival() -> None:
     held = PendingRequests[str]()
     for number, key in enumerate("abcd"):
         held.add(key, number, 0, planned(W1, float(number)))
@@ -219,7 +219,7 @@ def test_a_line_has_those_who_join_where_they_came() -> None:
     )
 
 
-def test_one_who_looks_alone_and_those_of_other_policies_are_not_planned_twice() -> None:
+def test_single_requests_and_other_policies_are_not_planned_twice() -> None:
     def alone(_: PendingRequest[str]) -> Decision:
         raise AssertionError("nobody is to be planned")
 
@@ -228,7 +228,7 @@ def test_one_who_looks_alone_and_those_of_other_policies_are_not_planned_twice()
     assert plan_batch([wanted("b", 1), wanted("a")], held, None, alone).order == ["a", "b"]
 
 
-def test_the_next_in_turn_looks_by_itself_and_others_when_they_are_held_no_longer() -> None:
+def test_next_request_retries_at_its_time_and_others_at_the_end_of_their_wait() -> None:
     held = PendingRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("b", 1, 0, planned(W1, 20.0))
@@ -237,7 +237,7 @@ def test_the_next_in_turn_looks_by_itself_and_others_when_they_are_held_no_longe
     assert held.next_retry_ms("c", Wait("full", 80)) == 80
 
 
-def test_news_of_a_worker_wake_those_planned_for_it_and_everybody_while_they_are_few() -> None:
+def test_worker_change_wakes_requests_planned_for_it_and_all_while_they_are_few() -> None:
     held = PendingRequests[int]()
     for n in range(MAX_WAKEUPS):
         held.add(n, n, 0, planned(W2, float(MAX_WAKEUPS - n)))
@@ -252,7 +252,7 @@ def test_news_of_a_worker_wake_those_planned_for_it_and_everybody_while_they_are
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from([W1, W2]), st.floats(0, 100))),
     st.integers(0, 6),
 )
-def test_what_others_have_in_mind_is_what_is_held_of_them_by_arrival(
+def test_reservations_of_others_are_the_queued_ones_by_arrival(
     plans: list[tuple[int, WorkerRank, float]], number: int
 ) -> None:
     held, last = PendingRequests[int](), dict[int, tuple[WorkerRank, float]]()

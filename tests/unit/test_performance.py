@@ -79,7 +79,7 @@ def test_invalid_ratio_is_not_learned(ratio: float) -> None:
 
 
 @given(st.floats(0.01, 100), st.lists(st.floats(0.001, 1e6), max_size=MAX_RATIOS // 2 - 1))
-def test_a_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
+def test_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
     assert observed(*[truth] * MAX_RATIOS, *wrong) == truth
 
 
@@ -121,7 +121,7 @@ def test_slowdown_is_learned_from_uncached_tokens() -> None:
 
 
 @pytest.mark.parametrize("believed", [0.5, 1.0, 3.0])
-def test_a_step_of_decode_beside_it_is_not_held_against_a_worker(believed: float) -> None:
+def test_concurrent_decode_step_does_not_slow_down_a_worker(believed: float) -> None:
     paces = PerformanceModel()
     took_ms = 2 * (PerfCurves().prefill_ms(1000) + 1.5 * PerfCurves().decode_ms(0))
     for n in range(MAX_RATIOS):
@@ -131,7 +131,7 @@ def test_a_step_of_decode_beside_it_is_not_held_against_a_worker(believed: float
     assert paces.slowdown == {"w1": pytest.approx(2.0)}
 
 
-def test_runs_that_waited_for_others_teach_nothing() -> None:
+def test_runs_that_waited_for_others_are_not_learned() -> None:
     paces = PerformanceModel()
     for n in range(MIN_RATIOS):
         a, b, c, d = (f"{name}{n}" for name in "abcd")

@@ -83,7 +83,7 @@ def test_each_term_of_the_cost_counts_as_documented(
     assert dynamo(ASK, options(row), DynamoWeights(**weights)) == [pytest.approx(cost)]
 
 
-def test_the_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
+def test_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
     send = replace(ASK, least_prefill_tokens=160)
     row = options({"overlap_blocks": 8, "prefill_tokens": 320})
     assert dynamo(send, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
@@ -111,7 +111,7 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
     assert all(150 < drawn[i] < 250 for i in range(5))
 
 
-def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back() -> None:
+def test_session_stays_when_another_worker_leaves_and_when_its_own_returns() -> None:
     five = options({}, {}, {}, {}, {})
     for n in range(100):
         send = replace(ASK, session=f"s{n}")
@@ -125,7 +125,7 @@ def test_a_session_stays_when_another_worker_leaves_and_when_its_own_comes_back(
         )
 
 
-def test_sessions_spread_over_all_places() -> None:
+def test_sessions_spread_over_all_ranks() -> None:
     five = options({}, {}, {}, {}, {})
     seen = Counter(
         choose(session_hash(replace(ASK, session=f"s{n}"), five, DEFAULTS), five.hashes, 0)
@@ -141,7 +141,7 @@ def test_ties_are_drawn_evenly_from_the_seed() -> None:
     assert all(240 < n < 360 for n in drawn.values())
 
 
-def test_a_tie_among_many_is_the_same_among_those_that_were_recorded() -> None:
+def test_tie_among_many_is_the_same_among_those_that_were_recorded() -> None:
     many = options(*[{}] * 40)
     for seed in range(50):
         chosen = choose(np.ones(40), many.hashes, seed)
@@ -176,7 +176,7 @@ def test_empty_candidates_give_no_choice() -> None:
     st.integers(0, 2**64 - 1),
     st.sampled_from([0.0, 1.0]),
 )
-def test_a_choice_is_a_function_of_its_inputs(
+def test_choice_is_a_function_of_its_inputs(
     name: str, loads: list[int], seed: int, noise: float
 ) -> None:
     many = options(*({"open_tokens": load} for load in loads))
@@ -206,7 +206,7 @@ def test_a_choice_is_a_function_of_its_inputs(
         host_weight=st.just(0.75), disk_weight=st.just(0.25), temperature=st.just(0.0),
     ),
 )  # fmt: skip
-def test_the_kernel_and_the_plain_formula_agree_to_the_bit(
+def test_kernel_and_the_plain_formula_agree_to_the_bit(
     rows: list[dict[str, Any]], weights: DynamoWeights
 ) -> None:
     send = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))

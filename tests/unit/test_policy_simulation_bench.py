@@ -59,7 +59,7 @@ def report_of(
     )
 
 
-def test_without_the_trace_its_bars_are_not_met_and_it_says_where_to_get_it(
+def test_without_the_trace_its_bars_are_not_met_and_its_source_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(policy_scenarios, "TRACE_KINDS", ("multi-turn",))
@@ -102,7 +102,7 @@ def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("shipped_is_published")
-def test_what_was_kept_is_not_done_again_until_the_code_changes(
+def test_cached_results_are_reused_until_the_code_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = tmp_path / "kept"
@@ -123,7 +123,7 @@ def test_what_was_kept_is_not_done_again_until_the_code_changes(
     assert len(done) == 2 * count
 
 
-def test_runs_in_processes_of_their_own_come_to_the_same() -> None:
+def test_runs_in_separate_processes_have_the_same_results() -> None:
     found = [
         {
             done.scenario_run: done.figures
@@ -135,7 +135,7 @@ def test_runs_in_processes_of_their_own_come_to_the_same() -> None:
     assert set(found[0]) == set(SHIPPED_PLAYS)
 
 
-def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
+def test_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("not a run\n")
     with pytest.raises(BenchFailed, match="notes holds something else"):
@@ -152,7 +152,7 @@ def bars_of(ran: list[ScenarioResult]) -> dict[str, Threshold]:
     return {bar.name: bar for bar in all_thresholds(QUICK._replace(spread_seeds=2), ran)}
 
 
-def test_ours_is_held_against_the_best_mean_of_the_other_settings() -> None:
+def test_default_is_compared_with_the_best_mean_of_the_other_settings() -> None:
     ran = [
         done("predictive", 90), done("dynamo", 120), done("dynamo:32", 80), done("least_loaded", 1),
         done("dynamo:32", 120, seed=1), done("dynamo:64", 1.0, jitter_s=ARRIVAL_JITTER_S),
@@ -163,13 +163,13 @@ def test_ours_is_held_against_the_best_mean_of_the_other_settings() -> None:
     assert math.isnan(bars["8x4: predictive, mean TTFT to dynamo's best setting"].value)
 
 
-def test_a_figure_that_is_a_little_worse_misses_its_bar() -> None:
+def test_figure_that_is_a_little_worse_misses_its_bar() -> None:
     bars = bars_of([done("predictive", 101), done("dynamo", 100)])
     assert not bars["8x1: predictive, mean TTFT to dynamo's best setting"].met
     assert not bars["8x1: predictive, reuse to dynamo's best setting"].met, "equal is not more"
 
 
-def test_the_distance_is_that_of_the_furthest_figure() -> None:
+def test_distance_is_that_of_the_furthest_figure() -> None:
     published = SETUPS[0].published
     assert max_deviation(published, published) == 0
     assert max_deviation(published._replace(itl_mean=published.itl_mean * 0.98), published) == (
@@ -177,7 +177,7 @@ def test_the_distance_is_that_of_the_furthest_figure() -> None:
     )
 
 
-def test_no_run_of_the_bench_is_done_twice_and_all_policies_are_known() -> None:
+def test_no_run_of_the_bench_is_repeated_and_all_policies_exist() -> None:
     found = scenario_runs(FULL)
     assert len(found) == len(set(found))
     assert set(scenario_runs(QUICK)) <= set(found)
@@ -185,7 +185,7 @@ def test_no_run_of_the_bench_is_done_twice_and_all_policies_are_known() -> None:
         assert parse_policy(policy).policy == policy.partition(":")[0]
 
 
-def test_what_is_compared_is_played_with_three_seeds() -> None:
+def test_compared_policies_run_with_three_seeds() -> None:
     ours = [play for play in scenario_runs(FULL) if play.run.policy == OWN_POLICY]
     seeds = Counter(play._replace(run=play.run._replace(seed=0)) for play in ours)
     assert set(seeds.values()) == {3}
@@ -199,7 +199,7 @@ def test_round_robin_has_one_seed_where_nothing_is_drawn() -> None:
     assert spread.run_of("round_robin", 2) != spread.run_of("round_robin", 0)
 
 
-def test_a_number_after_dynamo_is_its_prefill_load_scale() -> None:
+def test_number_after_dynamo_is_its_prefill_load_scale() -> None:
     assert parse_policy("dynamo:0.5").weights.prefill_load_scale == 0.5
     assert parse_policy("dynamo").weights.prefill_load_scale == 1.0
 

@@ -45,7 +45,7 @@ def output_of(code: str, **environment: str) -> tuple[list[str], str]:
     return done.stdout.split(), done.stderr
 
 
-def test_the_second_process_compiles_nothing() -> None:
+def test_second_process_compiles_nothing() -> None:
     output_of(STATS)
     (misses, hits, compiled, *_), output = output_of(STATS)
     assert int(misses) == 0
@@ -70,12 +70,12 @@ def test_kernels_run_with_a_warning_without_a_writable_folder(tmp_path: Path) ->
     assert "compiling the kernels" in output
 
 
-def test_a_process_leaves_no_folder_of_its_own_behind(tmp_path: Path) -> None:
+def test_process_leaves_no_folder_of_its_own_behind(tmp_path: Path) -> None:
     output_of(HASH, KVLANE_KERNEL_CACHE_DIR="/dev/null/below", TMPDIR=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kernels_work_where_nothing_can_be_written_at_all() -> None:
+def test_kernels_work_without_any_writable_folder() -> None:
     nowhere = "import tempfile; tempfile.mkdtemp = lambda **_: open('/dev/null/below');"
     (first,), _ = output_of(nowhere + HASH, KVLANE_KERNEL_CACHE_DIR="/dev/null/below")
     assert first == "9143094415614847814"
@@ -84,12 +84,12 @@ def test_kernels_work_where_nothing_can_be_written_at_all() -> None:
 # --- where the code is kept ----------------------------------------------------------------------
 
 
-def test_the_first_folder_that_can_be_written_is_taken(tmp_path: Path) -> None:
+def test_first_writable_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert kernels.choose_cache_folder([tmp_path / "file" / "a", tmp_path / "b"]) == tmp_path / "b"
 
 
-def test_a_complete_folder_that_is_read_only_is_copied(
+def test_complete_folder_that_is_read_only_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "is_writable", lambda _: False)
@@ -101,7 +101,7 @@ def test_a_complete_folder_that_is_read_only_is_copied(
     assert (copy / "code").read_bytes() == b"machine code"
 
 
-def test_the_setting_names_the_only_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_names_the_only_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.CACHE_VARIABLE, "/somewhere")
     assert kernels.cache_roots() == [Path("/somewhere")]
 
@@ -149,7 +149,7 @@ def test_files_that_kernels_take_from_are_sources() -> None:
     assert {"xxh3_kernels.py", "kernels.py", "simd.py", "xxh3.py"} <= names
 
 
-def test_every_file_with_kernels_is_known() -> None:
+def test_every_file_with_kernels_is_listed() -> None:
     known = set(kernels.kernel_sources())
     with_kernels = {
         path
@@ -177,7 +177,9 @@ def test_compilation_by_other_processes_is_not_logged(tmp_path: Path) -> None:
 # --- housekeeping --------------------------------------------------------------------------------
 
 
-def test_old_folders_go_and_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_folders_are_removed_and_the_current_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = [tmp_path / f"{age:016x}" for age in range(precompile.CACHES_KEPT + 2)]
     for age, folder in enumerate(folders):
         folder.mkdir()

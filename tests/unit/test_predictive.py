@@ -100,13 +100,13 @@ def cost(row: dict[str, Any]) -> float:
     return float(predicted(row).costs[0])
 
 
-def test_an_idle_place_costs_its_prefill_and_the_decode_to_come() -> None:
+def test_idle_rank_costs_its_prefill_and_the_future_decode() -> None:
     # 500 tokens: 10 + 5. Half of its answer on, 600 tokens are cached: a step takes 5.6.
     assert one({}) == pytest.approx(Terms(0, 15, 0, 0, 200 * 5.6, 0))
     assert cost({}) == pytest.approx(15 + 11.2)
 
 
-def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> None:
+def test_decoding_rank_costs_the_rest_of_a_step_and_slows_the_others() -> None:
     # 900 tokens of two prompts and half an answer of 100 each: 1000 tokens, a step takes 6.
     # Later it is 1000 + 500 + 100 tokens: 6.6.
     row = {"open_runs": 2, "prompt_tokens": 900}
@@ -115,7 +115,7 @@ def test_a_place_in_decode_costs_the_rest_of_a_step_and_slows_the_others() -> No
     assert cost(row) == pytest.approx(24 + 0.01 * (30 + 60 + 1320))
 
 
-def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
+def test_later_requests_find_a_rank_as_it_is_left() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900}
     send = replace(ASK, expected_followups=4.0, most_cached_tokens=200.0)
     found = float(predicted(row, send=send).costs[0])
@@ -132,7 +132,7 @@ def test_requests_that_come_after_find_a_place_as_it_is_left() -> None:
         (9000, 3),
     ],
 )
-def test_prefill_that_was_begun_before_is_waited_for(busy_ms: float, wait_ms: float) -> None:
+def test_started_prefill_is_awaited(busy_ms: float, wait_ms: float) -> None:
     row = {
         "open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 1500,
         "busy_ms": busy_ms,
@@ -140,7 +140,7 @@ def test_prefill_that_was_begun_before_is_waited_for(busy_ms: float, wait_ms: fl
     assert one(row).wait_ms == pytest.approx(wait_ms)
 
 
-def test_a_full_cache_is_waited_for() -> None:
+def test_full_cache_is_awaited() -> None:
     # 9500 tokens are cached, a step takes 14.5; 500 and an answer of 100 are 100 too many.
     wait_ms = 14.5 / 2 + 100 / 9500 * 100 * 1.5 * 14.5
     assert one({"open_runs": 2, "prompt_tokens": 9400}).wait_ms == pytest.approx(wait_ms)
@@ -151,7 +151,7 @@ def test_a_full_cache_is_waited_for() -> None:
     assert found.wait_ms == 2.5, "a place that does not say what it holds is never full"
 
 
-def test_others_that_are_planned_go_first_if_they_are_shorter_and_last_if_not() -> None:
+def test_planned_requests_go_first_if_they_are_shorter_and_last_if_not() -> None:
     # Own prefill is 15: behind 5, before 20, which then waits for ours at the weight of decode.
     assert one({"ahead_ms": (20.0, 5.0)}).wait_ms == pytest.approx(15 + 0.2 + 5 + 0.15)
 
@@ -171,11 +171,11 @@ def test_blocks_in_other_tiers_save_time_less_their_load() -> None:
     assert one(row).prefill_ms == pytest.approx(10 + 0.01 * (500 - 100 - 150 - 50))
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_a_token() -> None:
+def test_prompt_that_is_cached_whole_still_computes_a_token() -> None:
     assert one({"overlap_blocks": 80}).prefill_ms == pytest.approx(10.01)
 
 
-def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> None:
+def test_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> None:
     send = replace(ASK, prompt_tokens=2500)
     assert one({}, send).prefill_ms == pytest.approx(20 + 20 + 15)
     found = one({"open_runs": 2, "prompt_tokens": 900}, send)
@@ -183,7 +183,7 @@ def test_a_long_prompt_is_computed_in_chunks_with_a_step_of_decode_each() -> Non
     assert found.stall_ms == pytest.approx(2 * 55)
 
 
-def test_a_slower_place_takes_longer_for_everything() -> None:
+def test_slower_rank_takes_longer_for_everything() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900, "overlap_blocks": 10, "prefill_runs": 1,
            "prefill_tokens": 1500}  # fmt: skip
     send = replace(ASK, most_cached_tokens=300)
@@ -191,7 +191,7 @@ def test_a_slower_place_takes_longer_for_everything() -> None:
     assert slow == pytest.approx([3 * term for term in fast])
 
 
-def test_preferred_taints_make_a_place_cheaper() -> None:
+def test_preferred_taints_make_a_rank_cheaper() -> None:
     both = {}, {"taint_weight": 1.0}
     plain, liked = predicted(*both).costs
     assert liked == pytest.approx(plain * math.exp(-math.tanh(1.0)))
@@ -223,7 +223,7 @@ LONG = replace(ASK, prompt_tokens=2500)
         (replace(LONG, prompt_tokens=9900), {}, 0),  # it never fits better than alone
     ],
 )
-def test_a_request_is_held_until_its_place_is_free(
+def test_request_waits_until_its_rank_is_free(
     send: RequestFeatures, row: dict[str, Any], left_ms: float
 ) -> None:
     assert predicted(row, send=send).hold_ms == pytest.approx(left_ms)
@@ -249,7 +249,7 @@ SPOTS = st.fixed_dictionaries({
 
 
 @given(st.lists(SPOTS, min_size=1, max_size=9))
-def test_an_option_is_worth_the_same_to_the_bit_among_others_as_alone(
+def test_option_is_worth_the_same_to_the_bit_among_others_as_alone(
     rows: list[dict[str, Any]],
 ) -> None:
     together = predicted(*rows)
@@ -267,7 +267,7 @@ def test_an_option_is_worth_the_same_to_the_bit_among_others_as_alone(
     st.lists(SPOTS, min_size=1, max_size=9), st.integers(1, 9000), st.floats(1, 900),
     st.floats(0, 9000), st.floats(1, 10), st.sampled_from([math.inf, 100.0]),
 )  # fmt: skip
-def test_the_kernel_and_the_plain_formulas_agree_to_the_bit(
+def test_kernel_and_the_plain_formulas_agree_to_the_bit(
     rows: list[dict[str, Any]], prompt: int, output: float, held: float, leads_to: float,
     target_ms: float,
 ) -> None:  # fmt: skip
@@ -313,7 +313,7 @@ def held(routing: RoutingHarness, **over: Any) -> Wait:
     return planned
 
 
-def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(routing: RoutingHarness) -> None:
+def test_busy_worker_is_awaited_with_a_retry_time(routing: RoutingHarness) -> None:
     routing.worker("w1")
     routing.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
     hold = held(routing)
@@ -325,7 +325,9 @@ def test_a_busy_worker_is_waited_for_and_told_when_to_look_again(routing: Routin
     assert hold.retry_at_ms == math.ceil(NOW_MS + alone_ms + 5.74 - 10)
 
 
-def test_the_first_token_of_who_is_there_frees_the_worker_at_once(routing: RoutingHarness) -> None:
+def test_first_token_of_the_current_request_frees_the_worker_at_once(
+    routing: RoutingHarness,
+) -> None:
     routing.worker("w1")
     routing.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 10)
     held(routing)
@@ -335,7 +337,7 @@ def test_the_first_token_of_who_is_there_frees_the_worker_at_once(routing: Routi
     assert isinstance(routing.plan(PREDICTIVE, request=BIG), Placement)
 
 
-def test_the_wait_counts_from_the_last_first_token(routing: RoutingHarness) -> None:
+def test_wait_counts_from_the_last_first_token(routing: RoutingHarness) -> None:
     routing.worker("w1")
     for _ in range(2):
         routing.add_load("w1", 4000, prefill=4000, since_ms=NOW_MS - 500)
@@ -371,7 +373,7 @@ def test_deferral_is_bounded_by_its_limit_and_the_deadline(
     assert isinstance(soon, Placement), "there is no time to wait in"
 
 
-def test_a_worker_goes_by_its_own_curve_and_by_what_was_learned_of_it(
+def test_worker_is_predicted_by_its_own_curve_and_its_learned_slowdown(
     routing: RoutingHarness,
 ) -> None:
     routing.worker("w1", engine={"curve": CURVES.coefficients(speedup=2.0)})
@@ -414,9 +416,7 @@ def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(
 @pytest.mark.parametrize(
     "curve", [(1.0,), (math.nan,) * 7, (-1.0,) * 7, (math.inf,) * 7, (1e7,) * 7]
 )
-def test_a_curve_that_cannot_be_true_is_not_believed(
-    routing: RoutingHarness, curve: tuple[float, ...]
-) -> None:
+def test_implausible_curve_is_ignored(routing: RoutingHarness, curve: tuple[float, ...]) -> None:
     routing.worker("w1", engine={"curve": curve})
     assert routing.chosen(PREDICTIVE).candidates[0].curve == (), "the published one"
 
@@ -520,7 +520,7 @@ def test_many_reservations_are_recorded_as_their_sum_and_costs_recomputed_to_the
 
 
 @given(WORKERS, st.integers(0, 2**32 - 1))
-def test_a_decision_is_a_function_of_its_inputs_and_recomputed_from_its_record(
+def test_decision_is_a_function_of_its_inputs_and_recomputed_from_its_record(
     workers: list[dict[str, Any]], seed: int
 ) -> None:
     routing, known = got(workers)
@@ -532,7 +532,7 @@ def test_a_decision_is_a_function_of_its_inputs_and_recomputed_from_its_record(
 
 
 @given(WORKERS, st.floats(0, 20_000), st.floats(-500, 20_000))
-def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left_ms: float) -> None:
+def test_wait_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left_ms: float) -> None:
     routing, known = got(workers)
     since_ms, deadline_ms = NOW_MS - waited_ms, NOW_MS + left_ms
     planned = routing.plan(
@@ -549,7 +549,7 @@ def test_a_hold_has_an_end(workers: list[dict[str, Any]], waited_ms: float, left
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 900)), min_size=2, max_size=12),
     st.integers(0, 99),
 )
-def test_without_caches_it_is_the_least_load_in_predicted_milliseconds(
+def test_predictive_policy_without_caches_is_least_load_in_milliseconds(
     loads: list[tuple[int, int]], seed: int
 ) -> None:
     routing = RoutingHarness()

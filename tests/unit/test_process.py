@@ -70,7 +70,7 @@ async def test_stop_signal_aborts_a_start(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_error_in_the_background_ends_a_start_that_waits_for_it(
+async def test_error_in_the_background_ends_a_start_that_waits_for_it(
     world: MemoryWorld,
 ) -> None:
     part = Part(world)
@@ -82,7 +82,7 @@ async def test_an_error_in_the_background_ends_a_start_that_waits_for_it(
 
 
 @scenario_test
-async def test_a_start_that_fails_is_an_error(world: MemoryWorld) -> None:
+async def test_start_that_fails_is_an_error(world: MemoryWorld) -> None:
     part = Part(world)
     part.start = fails  # type: ignore[method-assign]
     part.living.cancel()
@@ -92,7 +92,7 @@ async def test_a_start_that_fails_is_an_error(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_error_later_ends_the_process_without_a_stop(world: MemoryWorld) -> None:
+async def test_error_later_ends_the_process_without_a_stop(world: MemoryWorld) -> None:
     part = Part(world)
     part.starts.set()
     await world.sleep(1)
@@ -103,7 +103,7 @@ async def test_an_error_later_ends_the_process_without_a_stop(world: MemoryWorld
 
 
 @scenario_test
-async def test_an_error_ends_a_stop_that_does_not_come_to_its_end(world: MemoryWorld) -> None:
+async def test_error_ends_a_stop_that_does_not_come_to_its_end(world: MemoryWorld) -> None:
     part = Part(world)
     part.starts.set()
     await world.sleep(1)
@@ -122,7 +122,7 @@ class Mendable(OperatorError):
 @pytest.mark.parametrize(
     "error", [Mendable("a thing"), AccessDenied("a thing"), SettingsError("a thing")]
 )
-def test_an_error_for_operators_is_logged_in_two_lines_without_a_traceback(
+def test_error_for_operators_is_logged_in_two_lines_without_a_traceback(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(world: MemoryWorld) -> None:
@@ -137,7 +137,7 @@ def test_an_error_for_operators_is_logged_in_two_lines_without_a_traceback(
 
 
 @scenario_test
-async def test_a_port_that_is_taken_is_named_with_its_variable(world: MemoryWorld) -> None:
+async def test_port_that_is_taken_is_named_with_its_variable(world: MemoryWorld) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = UvicornServer(

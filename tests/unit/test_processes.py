@@ -25,7 +25,7 @@ def wait_ended(process: ManagedProcess) -> None:
         time.sleep(0.01)
 
 
-def test_a_process_that_ended_fails_its_check_with_its_status_and_last_lines(
+def test_process_that_ended_fails_its_check_with_its_status_and_last_lines(
     guard: ProcessGuard,
 ) -> None:
     arguments = ["timeit", "-n", "x"]
@@ -35,7 +35,7 @@ def test_a_process_that_ended_fails_its_check_with_its_status_and_last_lines(
         process.check()
 
 
-def test_a_process_that_runs_passes_its_check_until_it_is_killed(guard: ProcessGuard) -> None:
+def test_process_that_runs_passes_its_check_until_it_is_killed(guard: ProcessGuard) -> None:
     process = launch(guard, "p", ["http.server", "0"], {}, guard.directory / "p.log")
     process.check()
     assert process.status is None
@@ -44,7 +44,7 @@ def test_a_process_that_runs_passes_its_check_until_it_is_killed(guard: ProcessG
     assert process.status == -9
 
 
-def test_a_paused_process_stops_in_order(guard: ProcessGuard) -> None:
+def test_paused_process_stops_in_order(guard: ProcessGuard) -> None:
     process = launch(guard, "p", ["http.server", "0"], {}, guard.directory / "p.log")
     process.pause()
     process.stop(WAIT_S)

@@ -57,7 +57,7 @@ class PublishedPrompts:
         return [sent for sent in taken if sent is not None]
 
 
-def test_no_more_than_the_reported_room_is_taken() -> None:
+def test_only_the_reported_room_is_used() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 5, {0: 10, 1: 20})
     assert len(credit_world.take(0, 3)) == 3
@@ -100,7 +100,7 @@ def test_credit_of_an_unpublished_prompt_is_released() -> None:
     assert len(credit_world.take(0, 5)) == 2
 
 
-def test_tokens_and_bytes_are_bounded_too_and_one_that_exceeds_them_may_go() -> None:
+def test_tokens_and_bytes_are_also_bounded_and_one_that_exceeds_them_may_go() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 50, {0: 0})
     assert len(credit_world.take(0, 5, tokens=60)) == 2
@@ -119,14 +119,14 @@ def test_lanes_of_several_routers_have_credits_of_their_own() -> None:
     assert len(credit_world.take(0, 10)) == 1
 
 
-def test_preprocessors_share_by_their_partitions_and_none_gets_nothing() -> None:
+def test_preprocessors_share_by_their_partitions_and_each_gets_some() -> None:
     desks = [PublishedPrompts(share) for share in (10 / 16, 5 / 16, 1 / 16)]
     for credit_world in desks:
         credit_world.report("r1", 8, {0: 0})
     assert [len(credit_world.take(0, 100)) for credit_world in desks] == [5, 3, 1]
 
 
-def test_a_router_that_is_not_heard_of_holds_nothing_back() -> None:
+def test_router_without_reports_blocks_nothing() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 0, {0: 0})
     credit_world.clock.at += REPORT_TTL_S - 0.1
@@ -138,7 +138,7 @@ def test_a_router_that_is_not_heard_of_holds_nothing_back() -> None:
     assert credit_world.credit.available_requests() == 0
 
 
-def test_reports_of_before_the_start_are_as_old_as_they_are() -> None:
+def test_reports_from_before_the_start_have_their_true_age() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 0, {0: 0}, age_ms=int(REPORT_TTL_S * 1000) + 1)
     assert len(credit_world.take(0, 1)) == 1
@@ -152,7 +152,7 @@ def test_append_to_a_lane_without_reports_leaves_no_state() -> None:
     assert not credit_world.credit._lanes[0].unread
 
 
-def test_a_report_from_a_clock_that_was_set_back_counts_no_longer_than_others() -> None:
+def test_report_from_a_clock_that_was_set_back_counts_no_longer_than_others() -> None:
     credit_world = PublishedPrompts()
     credit_world.report("r1", 0, {0: 10}, age_ms=-3_600_000)
     assert credit_world.take(0, 1) == []

@@ -37,7 +37,7 @@ def published(tokens: list[int], **over: Any) -> list[int]:
     return [key for event in batch.events for key in event.keys]
 
 
-def test_a_prompt_has_the_keys_that_its_worker_publishes() -> None:
+def test_prompt_has_the_keys_that_its_worker_publishes() -> None:
     assert keys() == published(TOKENS)
     assert len(keys()) == 10, "the tail is no block"
 

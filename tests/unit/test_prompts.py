@@ -67,7 +67,7 @@ def refusal_of(sent: object) -> str:
     return sent.message
 
 
-def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
+def test_chat_is_rendered_and_its_options_are_kept() -> None:
     body = CHAT | {
         "model": "m", "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9,
         "top_k": 3, "seed": 11, "ignore_eos": True, "stream": True, "user": "u", "n": 1,
@@ -82,7 +82,7 @@ def test_a_chat_is_rendered_and_its_options_are_kept() -> None:
     assert tokens_of(sent) == [USER, *b"hi", ASSISTANT]
 
 
-def test_a_prompt_without_a_deadline_gets_the_default() -> None:
+def test_prompt_without_a_deadline_gets_the_default() -> None:
     sent = send()
     assert isinstance(sent, Request)
     assert sent.deadline_s == 60.0
@@ -94,13 +94,13 @@ def test_content_parts_are_joined() -> None:
     assert tokens_of(sent) == render_chat([("user", "a\nb")])
 
 
-def test_the_newer_name_of_the_limit_wins() -> None:
+def test_newer_name_of_the_limit_takes_precedence() -> None:
     sent = send(body=CHAT | {"max_tokens": 5, "max_completion_tokens": 9})
     assert isinstance(sent, Request)
     assert sent.stop.max_tokens == 9
 
 
-def test_a_completion_is_its_text_and_the_marker() -> None:
+def test_completion_is_its_text_and_the_marker() -> None:
     assert tokens_of(send("completion", {"prompt": "hé"})) == [*"hé".encode(), ASSISTANT]
     assert tokens_of(send("completion", {"prompt": [5, 6]})) == [5, 6, ASSISTANT]
 
@@ -109,7 +109,7 @@ def test_tokens_are_taken_as_they_are() -> None:
     assert tokens_of(send("tokens", {"token_ids": [5, 2**32 - 1]})) == [5, 2**32 - 1]
 
 
-def test_a_cancel_needs_no_body() -> None:
+def test_cancel_needs_no_body() -> None:
     assert isinstance(send("cancel", {}), Cancel)
 
 
@@ -147,7 +147,7 @@ def test_a_cancel_needs_no_body() -> None:
         ("chat", [], "body: "),
     ],
 )
-def test_a_wrong_field_is_named(kind: str, body: Any, named: str) -> None:
+def test_wrong_field_is_named(kind: str, body: Any, named: str) -> None:
     assert refusal_of(send(kind, body)).startswith(named)
 
 
@@ -163,24 +163,24 @@ def test_many_problems_are_counted_not_listed() -> None:
     assert message.endswith("and 2 more")
 
 
-def test_a_deadline_beyond_the_longest_is_refused() -> None:
+def test_deadline_beyond_the_longest_is_refused() -> None:
     assert refusal_of(send(deadline_s=1e6)).startswith("deadline_s: ")
 
 
-def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
+def test_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     message = refusal_of(send("tokens", {"token_ids": [1] * 9}, served(9)))
     assert message.startswith("body.token_ids: ")
     assert "context length is 9 tokens; the prompt has 9 " in message
 
 
-def test_an_answer_beyond_the_context_is_refused() -> None:
+def test_answer_beyond_the_context_is_refused() -> None:
     message = refusal_of(send("tokens", {"token_ids": [1] * 5, "max_tokens": 5}, served(9)))
     assert message.startswith("body.max_tokens: This model's maximum context ")
     assert message.endswith("the prompt has 5 and the answer may have 5")
     assert tokens_of(send("tokens", {"token_ids": [1] * 5, "max_tokens": 4}, served(9)))
 
 
-def test_a_request_names_its_model_though_the_prompt_did_not() -> None:
+def test_request_names_its_model_though_the_prompt_did_not() -> None:
     sent = send(find=served(name="only"))
     assert isinstance(sent, Request)
     assert sent.model == "only"
@@ -193,7 +193,7 @@ def test_stop_strings_are_kept() -> None:
 
 
 @pytest.mark.parametrize("error", [BadModel("no tokenizer"), TimeoutError()])
-def test_a_model_that_cannot_be_used_is_no_fault_of_the_prompt(error: Exception) -> None:
+def test_unusable_model_is_no_fault_of_the_prompt(error: Exception) -> None:
     async def find(_: str) -> Model:
         raise error
 
@@ -227,7 +227,7 @@ def test_without_any_id_it_is_unreadable(key: bytes | None) -> None:
     assert isinstance(output(key, b'{"id": 5}', served()), UnreadablePrompt)
 
 
-def test_the_id_in_the_prompt_is_answered_before_the_key() -> None:
+def test_id_in_the_prompt_precedes_the_key() -> None:
     sent = output(b"key", b'{"id":"mine","kind":5}', served())
     assert isinstance(sent, Refused)
     assert sent.id == "mine"
@@ -369,7 +369,7 @@ def test_spring_names_topic_and_partition_of_the_reply_in_headers() -> None:
         ([("reply_to", b"replies-1")], REPLIES._replace(scope="batch"), "only batch jobs"),
     ],
 )
-def test_an_address_that_is_not_allowed_refuses_the_prompt(
+def test_disallowed_address_refuses_the_prompt(
     headers: list[tuple[str, bytes]], rules: ResultRules, wrong: str
 ) -> None:
     asked = asked_with(*headers, rules=rules)
@@ -389,7 +389,7 @@ def test_an_address_that_is_not_allowed_refuses_the_prompt(
         ("batch", {"batch_id": "b"}, True),
     ],
 )
-def test_the_scope_decides_which_prompts_get_a_result(
+def test_scope_decides_which_prompts_get_a_result(
     scope: Any, over: dict[str, Any], gets_one: bool
 ) -> None:
     asked = asked_with(rules=ResultRules(scope), **over)
@@ -403,7 +403,7 @@ def test_result_outside_the_configured_scope_is_refused() -> None:
     assert "KVLANE_RESULTS" in asked.message
 
 
-def test_a_prompt_gets_no_result_unless_it_asks() -> None:
+def test_prompt_gets_no_result_unless_requested() -> None:
     sent = send(metadata={"a": 1}, custom_id="line-7")
     assert isinstance(sent, Request)
     assert sent.result is None
@@ -430,13 +430,13 @@ def test_metadata_of_a_result_is_in_the_request(over: dict[str, Any]) -> None:
         ("chat", {"deadline_s": -1}),
     ],
 )
-def test_a_refusal_carries_the_options_of_the_result(kind: str, over: dict[str, Any]) -> None:
+def test_refusal_carries_the_options_of_the_result(kind: str, over: dict[str, Any]) -> None:
     sent = send(kind, result=True, metadata={"a": 1}, **over)
     assert isinstance(sent, Refused), sent
     assert sent.result == ResultOptions(kind=kind, metadata=b'{"a":1}')  # type: ignore[arg-type]
 
 
-def test_a_refusal_without_valid_options_of_a_result_gets_none() -> None:
+def test_refusal_without_valid_options_of_a_result_gets_none() -> None:
     sent = send(result=True, custom_id=7)
     assert isinstance(sent, Refused)
     assert (sent.message.split(":")[0], sent.result) == ("custom_id", None)
@@ -448,5 +448,5 @@ def test_metadata_are_bounded() -> None:
     assert "16384" in refusal_of(sent)
 
 
-def test_a_cancel_has_no_result() -> None:
+def test_cancel_has_no_result() -> None:
     assert send("cancel", result=True) == Cancel(id="a", reason="the client cancelled it")

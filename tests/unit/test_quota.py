@@ -20,7 +20,7 @@ def quota(now_s: float = 0.0, **limits: Any) -> TenantQuota:
     return TenantQuota(Tenant(**limits), now_s)
 
 
-def test_without_limits_all_is_taken() -> None:
+def test_without_limits_every_request_is_accepted() -> None:
     of = quota()
     leases = [QuotaLease(of) for _ in range(50)]
     for lease in leases:
@@ -101,7 +101,7 @@ def test_tokens_a_minute_are_prompts_at_the_start_and_answers_at_the_end() -> No
     assert QuotaLease(of).add_answers(1, 10, 10, 31.0) is None
 
 
-def test_a_prompt_above_a_minutes_tokens_waits_for_a_full_bucket() -> None:
+def test_prompt_above_a_minutes_tokens_waits_for_a_full_bucket() -> None:
     of = quota(tokens_per_minute=60)
     assert QuotaLease(of).add_answers(1, 1000, 1000, 0.0) is None
     refused = QuotaLease(of).add_answers(1, 1000, 1000, 0.0)
@@ -110,11 +110,11 @@ def test_a_prompt_above_a_minutes_tokens_waits_for_a_full_bucket() -> None:
 
 
 @pytest.mark.parametrize("name", ["requests", "requests_per_minute"])
-def test_a_limit_of_zero_takes_nothing(name: str) -> None:
+def test_limit_of_zero_accepts_nothing(name: str) -> None:
     assert QuotaLease(quota(**{name: 0})).add_request(1000.0) is not None
 
 
-def test_readers_of_streams_are_bounded_as_requests_are_and_apart_from_them() -> None:
+def test_readers_of_streams_are_bounded_like_requests_and_apart_from_them() -> None:
     of = quota(requests=1)
     reader, other = QuotaLease(of), QuotaLease(of)
     assert QuotaLease(of).add_request(0.0) is None
@@ -124,7 +124,7 @@ def test_readers_of_streams_are_bounded_as_requests_are_and_apart_from_them() ->
     assert other.add_reader(0.0) is None
 
 
-def test_new_limits_hold_at_once_and_forgive_nothing() -> None:
+def test_new_limits_apply_at_once_and_keep_the_usage() -> None:
     of = quota(requests=5, requests_per_minute=60)
     for _ in range(5):
         assert QuotaLease(of).add_request(0.0) is None
@@ -148,7 +148,7 @@ def test_remaining_quota_has_the_header_names_of_openai() -> None:
     }  # fmt: skip
 
 
-def test_a_clock_that_goes_back_gives_nothing_twice() -> None:
+def test_clock_set_back_refills_nothing_twice() -> None:
     bucket = TokenBucket(60, 100.0)
     bucket.take(60, 100.0)
     assert bucket.level(50.0) == 0

@@ -39,7 +39,7 @@ async def test_range_ends_at_its_given_offset(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_empty_stretch_is_read_without_waiting(world: MemoryWorld) -> None:
+async def test_empty_range_is_read_without_waiting(world: MemoryWorld) -> None:
     fill(world, 3)
     log = await world.connect()
     assert await offsets(world, log, 3, 3) == []
@@ -47,7 +47,7 @@ async def test_an_empty_stretch_is_read_without_waiting(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_an_outage_within_a_stretch_ends_by_the_time_that_was_given(
+async def test_outage_within_a_range_ends_by_the_given_time(
     world: MemoryWorld,
 ) -> None:
     fill(world, 3)
@@ -100,7 +100,7 @@ async def test_several_partitions_are_read_to_their_ends_with_progress(
 
 
 @scenario_test
-async def test_without_a_limit_only_silence_ends_a_stretch(world: MemoryWorld) -> None:
+async def test_without_a_limit_only_silence_ends_a_range(world: MemoryWorld) -> None:
     fill(world, 20)
     log = await world.connect()
     world.faults.slow["poll"] = 20.0

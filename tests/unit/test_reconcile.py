@@ -68,44 +68,44 @@ def owed(got: RequestState, view: Fleet | None = None, now_ms: int = 1500) -> Ac
     return next_action("a", got, view or fleet(), now_ms, PATIENCE)
 
 
-def test_an_ended_request_owes_nothing_whatever_else_is_true() -> None:
+def test_ended_request_has_no_next_action_whatever_its_state() -> None:
     assert owed(timeline({RUN: "broken"}, ended="cancelled"), fleet(lost=True), 99_999) is None
 
 
-def test_an_unknown_id_owes_nothing() -> None:
+def test_unknown_id_has_no_next_action() -> None:
     assert owed(timeline({RUN: "worker_full"}, origin=None)) is None
 
 
-def test_an_intended_attempt_without_a_run_is_resumed() -> None:
+def test_intended_attempt_without_a_run_is_resumed() -> None:
     assert owed(timeline({}, attempt=2)) == Restart(2, "resume")
 
 
 @pytest.mark.parametrize("state", ["assigned", "started", "prefilled"])
-def test_a_run_that_goes_well_owes_nothing(state: RunState) -> None:
+def test_healthy_run_has_no_next_action(state: RunState) -> None:
     assert owed(timeline({RUN: state})) is None
 
 
 @pytest.mark.parametrize("state", ["stop", "length", "cancelled", "error"])
-def test_a_run_with_a_last_chunk_owes_nothing_even_past_the_deadline(state: RunState) -> None:
+def test_run_with_a_last_chunk_has_no_next_action_even_past_the_deadline(state: RunState) -> None:
     assert owed(timeline({RUN: state}), fleet(lost=True), now_ms=99_999) is None
 
 
 @pytest.mark.parametrize("state", ["assigned", "started", "broken", "retryable", "worker_full"])
-def test_a_passed_deadline_ends_what_is_unfinished(state: RunState) -> None:
+def test_passed_deadline_ends_unfinished_requests(state: RunState) -> None:
     assert owed(timeline({RUN: state}), now_ms=60_001) == Finish("deadline")
 
 
-def test_an_expired_run_ends_the_request() -> None:
+def test_expired_run_ends_the_request() -> None:
     assert owed(timeline({RUN: "expired"})) == Finish("deadline")
 
 
 @pytest.mark.parametrize("state", ["broken", "retryable"])
-def test_a_failed_run_is_restarted(state: RunState) -> None:
+def test_failed_run_is_restarted(state: RunState) -> None:
     assert owed(timeline({RUN: state})) == Restart(1, state)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("state", ["assigned", "started", "prefilled"])
-def test_an_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
+def test_open_run_on_a_lost_epoch_is_restarted(state: RunState) -> None:
     assert owed(timeline({RUN: state}), fleet(lost=True)) == Restart(1, "lost")
 
 
@@ -140,21 +140,21 @@ def test_each_run_keeps_its_own_obligation() -> None:
     assert owed(timeline({RUN: "started", TWIN: "stop"}), fleet(lost=True)) == Restart(1, "lost")
 
 
-def test_a_full_worker_is_due_after_its_back_off_and_not_before() -> None:
+def test_full_worker_is_due_after_its_back_off_and_not_before() -> None:
     got = timeline({RUN: "worker_full"}, since_ms=1000)
     assert owed(got, now_ms=1020) is None
     assert owed(got, now_ms=1050) == Restart(1, "worker_full")
 
 
 @pytest.mark.parametrize("state", ["assigned", "started", "prefilled", "stop", "length"])
-def test_a_refused_twin_is_no_reason_to_fence_a_run_that_goes_well(state: RunState) -> None:
+def test_refused_twin_does_not_fence_a_healthy_run(state: RunState) -> None:
     for runs in ({RUN: state, TWIN: "worker_full"}, {TWIN: "worker_full", RUN: state}):
         got = timeline(runs)  # type: ignore[arg-type]
         assert owed(got, now_ms=3000) is None
         assert got.is_finished == (state in ("stop", "length"))
 
 
-def test_a_refused_twin_does_not_hide_what_became_of_the_other() -> None:
+def test_refused_twin_does_not_hide_the_outcome_of_the_other() -> None:
     assert owed(timeline({RUN: "broken", TWIN: "worker_full"})) == Restart(1, "broken")
     assert owed(timeline({RUN: "expired", TWIN: "worker_full"})) == Finish("deadline")
     assert owed(timeline({RUN: "started", TWIN: "worker_full"}), fleet(lost=True)) == Restart(
@@ -164,26 +164,26 @@ def test_a_refused_twin_does_not_hide_what_became_of_the_other() -> None:
     assert owed(refused, now_ms=3000) == Restart(1, "worker_full")
 
 
-def test_the_back_off_grows_with_the_refusals_up_to_its_limit() -> None:
+def test_back_off_grows_with_the_refusals_up_to_its_limit() -> None:
     got = timeline({RUN: "worker_full"}, since_ms=1000, full_rejections=20)
     assert owed(got, now_ms=1900) is None
     assert owed(got, now_ms=3001) == Restart(1, "worker_full")
 
 
-def test_an_assignment_that_does_not_start_is_verified_after_a_while() -> None:
+def test_assignment_that_does_not_start_is_verified_after_a_while() -> None:
     got = timeline({RUN: "assigned"}, since_ms=1000)
     assert owed(got, fleet(listed=False), now_ms=3900) is None
     assert owed(got, fleet(listed=False), now_ms=4001) == Verify(RUN)
 
 
-def test_a_started_run_that_its_worker_no_longer_lists_is_verified() -> None:
+def test_started_run_that_its_worker_no_longer_lists_is_verified() -> None:
     got = timeline({RUN: "started"}, since_ms=1000)
     assert owed(got, fleet(listed=False, beat_ms=2900)) is None
     assert owed(got, fleet(listed=False, beat_ms=3001)) == Verify(RUN)
     assert owed(got, fleet(listed=True, beat_ms=3001)) is None
 
 
-def test_a_heartbeat_of_another_epoch_says_nothing_of_a_run() -> None:
+def test_heartbeat_of_another_epoch_does_not_affect_a_run() -> None:
     """The worker has begun another life, and its card is still to be read: then the run is lost."""
     view = fleet(beat_ms=1000)
     beat = Heartbeat(worker="w1", epoch=30, slot_offset=5)
@@ -204,7 +204,7 @@ RUNS = st.dictionaries(
     RUNS, st.integers(0, 1), st.integers(0, 5), st.booleans(), st.booleans(),
     st.integers(1000, 70_000), st.integers(0, 70_000),
 )  # fmt: skip
-def test_nothing_becomes_due_by_time_alone_before_it_is_said_to(
+def test_nothing_becomes_due_before_its_announced_time(
     runs: dict[RunId, RunState],
     attempt: int,
     fulls: int,

@@ -67,7 +67,7 @@ def read(data: bytes, start: int = 10) -> tuple[list[Any], int]:
     return found, reading.next_fetch_offset
 
 
-def test_consumers_of_a_process_read_so_as_soon_as_there_is_a_log() -> None:
+def test_consumers_use_the_batch_reader_as_soon_as_there_is_a_log() -> None:
     code = (
         "import streams.kafka.kafka_log; from aiokafka.consumer import fetcher; "
         "print(fetcher.MemoryRecords.__module__, fetcher.FetchResult.getall.__module__)"
@@ -90,14 +90,14 @@ def test_records_are_read_as_they_were_written(codec: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("codec", [PLAIN, *COMPRESSED])
-def test_an_answer_of_several_batches_is_read_to_its_end(codec: int) -> None:
+def test_answer_of_several_batches_is_read_to_its_end(codec: int) -> None:
     data = b"".join(batch(b"a", b"b", codec=codec, base=10 + 2 * n) for n in range(5))
     found, after = read(data + data[:20], start=11)
     assert [r.offset for r in found] == list(range(11, 20))
     assert after == 20
 
 
-def test_a_name_of_a_header_that_is_not_utf8_is_escaped() -> None:
+def test_name_of_a_header_that_is_not_utf8_is_escaped() -> None:
     data = bytearray(batch(b"before", b"odd", b"after", headers=(("name", b"1"), ("t", b"x"))))
     at = data.index(b"name", data.index(b"odd"))
     data[at : at + 4] = b"\xff\xfe\xfd\xfc"
@@ -146,7 +146,7 @@ FORMS: list[tuple[int, Callable[[int], bytes]]] = [
 
 
 @pytest.mark.parametrize(("codec", "form"), FORMS)
-def test_a_size_at_the_bound_is_expanded_and_one_above_it_is_not(
+def test_size_at_the_bound_is_expanded_and_one_above_it_is_not(
     codec: int, form: Callable[[int], bytes]
 ) -> None:
     most = 4 * 1024 * 1024
@@ -156,9 +156,7 @@ def test_a_size_at_the_bound_is_expanded_and_one_above_it_is_not(
 
 
 @pytest.mark.parametrize(("codec", "form"), FORMS)
-def test_a_bomb_takes_no_more_memory_than_the_bound(
-    codec: int, form: Callable[[int], bytes]
-) -> None:
+def test_bomb_takes_no_more_memory_than_the_bound(codec: int, form: Callable[[int], bytes]) -> None:
     data = form(200 * 1024 * 1024)
     tracemalloc.start()
     with pytest.raises(DecompressionError):
@@ -189,7 +187,7 @@ def test_batch_that_cannot_be_decompressed_is_one_unreadable_record_at_its_last_
 
 
 @pytest.mark.parametrize("codec", COMPRESSED)
-def test_a_bomb_is_stepped_over_and_its_neighbours_are_read(codec: int) -> None:
+def test_bomb_is_skipped_and_its_neighbours_are_read(codec: int) -> None:
     bomb = batch(bytes(MAX_UNCOMPRESSED_BYTES + 1), codec=codec, base=11)
     found, after = read(batch(b"before") + bomb + batch(b"after", base=12))
     assert [r.offset for r in found] == [10, 11, 12]
@@ -199,7 +197,7 @@ def test_a_bomb_is_stepped_over_and_its_neighbours_are_read(codec: int) -> None:
     assert after == 13
 
 
-def test_a_record_that_no_broker_takes_uncompressed_is_unreadable_and_keeps_its_key() -> None:
+def test_record_too_large_uncompressed_is_unreadable_and_keeps_its_key() -> None:
     found, after = read(batch(b"a", bytes(MAX_RECORD_BYTES), b"c", codec=ZSTD))
     assert [r.value for r in found][::2] == [b"a", b"c"]
     assert isinstance(found[1].value, Unreadable)
@@ -207,7 +205,7 @@ def test_a_record_that_no_broker_takes_uncompressed_is_unreadable_and_keeps_its_
     assert after == 13
 
 
-def test_a_record_of_too_many_headers_is_unreadable() -> None:
+def test_record_of_too_many_headers_is_unreadable() -> None:
     filler = bytes(2_000_000)  # such a batch is parsed with care
     headers = (("", None),) * (MAX_HEADERS + 1)
     builder = DefaultRecordBatchBuilder(2, ZSTD, 0, -1, -1, -1, 1 << 30)
@@ -230,7 +228,7 @@ def test_no_byte_of_a_record_can_stop_a_reader(at: int) -> None:
         assert after == 13
 
 
-def test_a_batch_that_names_more_records_than_it_holds_ends_as_unreadable() -> None:
+def test_batch_that_names_more_records_than_it_holds_ends_as_unreadable() -> None:
     data = bytearray(batch(b"one", b"two"))
     data[57:61] = struct.pack(">i", 2_000_000_000)
     data[23:27] = struct.pack(">i", 4)
@@ -243,9 +241,7 @@ def test_a_batch_that_names_more_records_than_it_holds_ends_as_unreadable() -> N
 
 @pytest.mark.parametrize("filler", [b"", bytes(2_000_000)], ids=["compiled", "careful"])
 @pytest.mark.parametrize("delta", [1_000_000, -7, 0, 3])
-def test_a_record_of_an_offset_outside_its_batch_moves_no_position(
-    delta: int, filler: bytes
-) -> None:
+def test_record_of_an_offset_outside_its_batch_moves_no_position(delta: int, filler: bytes) -> None:
     """Brokers assign the offsets of a batch, and do not look at those in its records."""
     builder = DefaultRecordBatchBuilder(2, PLAIN, 0, -1, -1, -1, 1 << 30)
     for number, value in enumerate([filler, b"stray", b"last"]):
@@ -300,9 +296,7 @@ def test_one_poll_ends_after_a_batch_that_was_too_large(codec: int) -> None:
     [([bytes(1_000_000)], [18, 27]), ([bytes(2_000_000), *[b""] * 20_000], [5974, 14166])],
     ids=["batches", "records"],
 )
-def test_records_that_are_not_chosen_end_a_poll_as_well(
-    values: list[bytes], polled: list[int]
-) -> None:
+def test_unselected_records_also_end_a_poll(values: list[bytes], polled: list[int]) -> None:
     chosen = KeyFilter()
     chosen.keys = {b"awaited"}
     one = batch(*values, codec=ZSTD)
@@ -313,7 +307,7 @@ def test_records_that_are_not_chosen_end_a_poll_as_well(
         assert position.position == offset + 1
 
 
-def test_a_reader_passes_over_what_was_not_chosen() -> None:
+def test_reader_skips_unselected_records() -> None:
     kafka = SimpleNamespace(
         request_timeout_s=1.0, options={}, full_name=lambda name: TopicPartition(*name)
     )
@@ -366,7 +360,7 @@ def test_consumers_of_other_programs_keep_the_records_of_aiokafka() -> None:
     assert position.position == 13
 
 
-def test_the_number_of_records_of_a_poll_is_bounded_as_before() -> None:
+def test_number_of_records_of_a_poll_is_bounded_as_before() -> None:
     result, _ = fetched(batch(*[b"x"] * 5))
     assert [record.offset for record in result.getall(3)] == [10, 11, 12]
     assert [record.offset for record in result.getall(3)] == [13, 14]

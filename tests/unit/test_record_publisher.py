@@ -31,7 +31,7 @@ async def test_send_tries_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_record_goes_to_the_partition_of_its_key(world: MemoryWorld) -> None:
+async def test_record_goes_to_the_partition_of_its_key(world: MemoryWorld) -> None:
     publisher = RecordPublisher(await world.connect(), world.clock)
     appended = await publisher.publish_once(LEDGER, "a", FENCING)
     (record,) = world.records(LEDGER, key="a")
@@ -40,7 +40,7 @@ async def test_a_record_goes_to_the_partition_of_its_key(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_given_partition_wins_over_the_key(world: MemoryWorld) -> None:
+async def test_given_partition_wins_over_the_key(world: MemoryWorld) -> None:
     publisher = RecordPublisher(await world.connect(), world.clock)
     for partition in range(world.lanes):
         await publisher.publish_once(LEDGER, "a", FENCING, partition)
@@ -56,7 +56,7 @@ async def test_persist_repeats_until_acknowledged(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_persist_may_let_a_record_stand_twice(world: MemoryWorld) -> None:
+async def test_persist_may_store_a_record_twice(world: MemoryWorld) -> None:
     publisher = RecordPublisher(await world.connect(), world.clock)
     world.faults.next_fates(LEDGER, AppendFate.UNREPORTED)
     appended = await publisher.publish(LEDGER, "a", FENCING)
@@ -80,7 +80,7 @@ class Out:
 
 
 @scenario_test
-async def test_of_many_that_fail_at_one_place_one_is_repeated(world: MemoryWorld) -> None:
+async def test_one_of_many_failing_records_is_repeated_per_partition(world: MemoryWorld) -> None:
     publisher, out = RecordPublisher(await world.connect(), world.clock), Out()
     world.faults.fates[LEDGER] = out  # type: ignore[assignment]
     waiting = [
@@ -97,7 +97,7 @@ async def test_of_many_that_fail_at_one_place_one_is_repeated(world: MemoryWorld
 
 
 @scenario_test
-async def test_one_that_breaks_off_leaves_its_place_to_another(world: MemoryWorld) -> None:
+async def test_cancelled_repeat_is_taken_over_by_another(world: MemoryWorld) -> None:
     publisher, out = RecordPublisher(await world.connect(), world.clock), Out()
     world.faults.fates[LEDGER] = out  # type: ignore[assignment]
     first = world.spawn(publisher.publish(LEDGER, "a", FENCING, 0))
@@ -141,7 +141,7 @@ async def test_persist_ends_at_its_deadline(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_record_that_is_too_large_is_not_repeated(world: MemoryWorld) -> None:
+async def test_record_that_is_too_large_is_not_repeated(world: MemoryWorld) -> None:
     publisher = RecordPublisher(await world.connect(), world.clock)
     large = Request(id="a", token_ids=bytes(9 << 20))
     with pytest.raises(RecordTooLarge):
@@ -150,7 +150,7 @@ async def test_a_record_that_is_too_large_is_not_repeated(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_closed_log_is_not_tried_again(world: MemoryWorld) -> None:
+async def test_closed_log_is_not_tried_again(world: MemoryWorld) -> None:
     log = await world.connect()
     publisher = RecordPublisher(log, world.clock)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 1000)
@@ -189,7 +189,7 @@ async def test_records_published_together_are_each_repeated(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_records_published_together_are_under_way_at_the_same_time(
+async def test_records_published_together_are_in_flight_at_the_same_time(
     world: MemoryWorld,
 ) -> None:
     world.faults.slow["append"] = 1.0  # there, and back
@@ -217,7 +217,7 @@ async def test_of_records_published_together_one_may_be_too_large(
 
 
 @scenario_test
-async def test_a_batch_stands_in_order_in_one_partition(world: MemoryWorld) -> None:
+async def test_batch_is_in_order_in_one_partition(world: MemoryWorld) -> None:
     publisher = RecordPublisher(await world.connect(), world.clock)
     sent = [(f"k{i}", Cancel(id=f"k{i}")) for i in range(50)]
     appended = await publisher.publish_batch_once(REQUESTS, 1, sent)
@@ -226,7 +226,7 @@ async def test_a_batch_stands_in_order_in_one_partition(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_batches_of_many_partitions_end_by_themselves(world: MemoryWorld) -> None:
+async def test_batches_of_many_partitions_end_independently(world: MemoryWorld) -> None:
     publisher = RecordPublisher(await world.connect(), world.clock)
     world.faults.next_fates(LEDGER, AppendFate.LOST)
     appending = publisher.publish_many_once(LEDGER, {0: [("a", FENCING)], 1: [("b", FENCING)] * 2})
@@ -255,7 +255,7 @@ async def test_acknowledged_append_times_set_the_broker_clock(world: MemoryWorld
 
 
 @scenario_test
-async def test_slow_appends_are_known_while_they_last_and_afterwards(world: MemoryWorld) -> None:
+async def test_slow_appends_are_reported_while_they_last_and_afterwards(world: MemoryWorld) -> None:
     clock = BrokerClock(world.clock)
     publisher = RecordPublisher(await world.connect(), world.clock, clock)
     await publisher.publish_once(LEDGER, "a", FENCING)
@@ -278,7 +278,7 @@ async def test_slow_appends_are_known_while_they_last_and_afterwards(world: Memo
 
 
 @scenario_test
-async def test_a_slow_batch_of_many_is_known_while_it_lasts(world: MemoryWorld) -> None:
+async def test_slow_batch_of_many_is_reported_while_it_lasts(world: MemoryWorld) -> None:
     clock = BrokerClock(world.clock)
     publisher = RecordPublisher(await world.connect(), world.clock, clock)
     await publisher.publish_once(LEDGER, "a", FENCING)

@@ -34,10 +34,10 @@ OTHERS = replace(CARD, life="theirs")
         (20, replace(OTHERS, epoch=15), "yield"),
     ],
 )
-def test_a_registry_record_is_judged(offset: int, record: AnyRecord, verdict: CardAction) -> None:
+def test_registry_record_is_classified(offset: int, record: AnyRecord, verdict: CardAction) -> None:
     assert interpret(LogRecord(offset, 0, record), CARD, WRITTEN_AT) == verdict  # type: ignore[arg-type]
 
 
-def test_an_older_life_that_was_written_before_our_card_overwrites_nothing() -> None:
+def test_older_process_written_before_the_own_card_overwrites_nothing() -> None:
     before = LogRecord(8, 0, replace(OTHERS, epoch=5))
     assert interpret(before, CARD, WRITTEN_AT) == "fine"

@@ -45,7 +45,7 @@ async def test_pieces_come_in_order() -> None:
     assert [await reply.next_piece(1), await reply.next_piece(1)] == [chunk(0), chunk(1)]
 
 
-async def test_a_waiting_listener_is_woken() -> None:
+async def test_waiting_reader_is_woken() -> None:
     reply = Reply("job-17")
     waiting = asyncio.create_task(reply.next_piece(10))
     await asyncio.sleep(0)
@@ -58,7 +58,7 @@ async def test_waiting_has_a_deadline() -> None:
         await Reply("job-17").next_piece(0.01)
 
 
-async def test_a_later_wait_may_be_the_shorter_one_or_the_longer_one() -> None:
+async def test_later_wait_may_be_the_shorter_one_or_the_longer_one() -> None:
     reply = Reply("job-17")
     for seq, timeout_s in enumerate((30, 0.02, 30)):
         waiting = asyncio.create_task(reply.next_piece(timeout_s))
@@ -72,7 +72,7 @@ async def test_a_later_wait_may_be_the_shorter_one_or_the_longer_one() -> None:
         await waiting
 
 
-async def test_all_that_is_there_is_taken_together() -> None:
+async def test_all_queued_pieces_are_taken_together() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0), chunk(1))
     assert await reply.next_pieces(1) == [chunk(0), chunk(1)]
@@ -82,7 +82,7 @@ async def test_all_that_is_there_is_taken_together() -> None:
     assert await waiting == [chunk(2)]
 
 
-async def test_a_sink_gets_the_pieces_up_to_the_first_that_it_leaves() -> None:
+async def test_sink_gets_the_pieces_up_to_the_first_that_it_refuses() -> None:
     reply = Reply("job-17")
     taken: list[Chunk | End] = []
 
@@ -111,7 +111,7 @@ async def test_sink_is_not_called_after_its_task_is_cancelled() -> None:
     assert await reply.next_pieces(1) == [chunk(0)]
 
 
-async def test_a_wait_ends_in_time_whatever_the_sink_took() -> None:
+async def test_wait_ends_in_time_whatever_the_sink_took() -> None:
     reply = Reply("job-17")
     waiting = asyncio.create_task(reply.next_pieces(0.05, lambda _: True))
     await asyncio.sleep(0)
@@ -120,7 +120,7 @@ async def test_a_wait_ends_in_time_whatever_the_sink_took() -> None:
         await waiting
 
 
-async def test_an_error_of_a_sink_fails_its_reply() -> None:
+async def test_error_of_a_sink_fails_its_reply() -> None:
     reply = Reply("job-17")
     waiting = asyncio.create_task(reply.next_pieces(10, lambda _: bool(1 / 0)))
     await asyncio.sleep(0)
@@ -130,7 +130,7 @@ async def test_an_error_of_a_sink_fails_its_reply() -> None:
     assert reply.is_over
 
 
-async def test_a_reply_that_is_left_leaves_no_timer() -> None:
+async def test_abandoned_reply_leaves_no_timer() -> None:
     reply = Reply("job-17")
     waiting = asyncio.create_task(reply.next_piece(600))
     await asyncio.sleep(0)
@@ -142,13 +142,13 @@ async def test_a_reply_that_is_left_leaves_no_timer() -> None:
     assert reply._alarm is None
 
 
-def test_a_record_below_the_start_is_not_part_of_the_reply() -> None:
+def test_record_below_the_start_is_not_part_of_the_reply() -> None:
     reply = Reply("job-17", start=5)
     feed(reply, chunk(0, "old", "stop"), offset=4)
     assert not reply.is_over
 
 
-def test_a_record_that_is_fed_again_counts_once() -> None:
+def test_record_that_is_fed_again_counts_once() -> None:
     reply = Reply("job-17")
     for _ in range(2):
         reply.apply(at(0, Entry(b"job-17", b"{", (("t", b"Chunk"),))))
@@ -172,26 +172,26 @@ async def test_reply_takes_no_records_after_an_error() -> None:
         await reply.next_piece(1)
 
 
-async def test_a_whole_reply_does_not_fail() -> None:
+async def test_whole_reply_does_not_fail() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0, finish_reason="stop"))
     reply.fail(LogClosed("gone"))
     assert await reply.next_piece(1) == chunk(0, finish_reason="stop")
 
 
-def test_a_reply_without_its_beginning_is_headless() -> None:
+def test_reply_without_its_beginning_is_headless() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(3))
     assert reply.is_missing_start
 
 
-def test_a_hole_after_visible_text_is_not_headless() -> None:
+def test_hole_after_visible_text_is_not_headless() -> None:
     reply = Reply("job-17")
     feed(reply, chunk(0), chunk(3))
     assert not reply.is_missing_start
 
 
-def test_a_reply_whose_fence_was_not_read_is_headless() -> None:
+def test_reply_whose_fence_was_not_read_is_headless() -> None:
     reply = Reply("job-17")
     feed(reply, replace(chunk(0), attempt=1, index=2))
     assert reply.is_missing_start
@@ -205,7 +205,7 @@ def test_late_chunk_of_an_abandoned_run_does_not_mark_the_start_as_missing() -> 
     assert not reply.is_missing_start
 
 
-async def test_a_headless_reply_can_begin_again() -> None:
+async def test_headless_reply_can_begin_again() -> None:
     reply = Reply("job-17", start=7)
     feed(reply, chunk(3), offset=7)
     reply.restart(4)
@@ -218,7 +218,7 @@ async def test_a_headless_reply_can_begin_again() -> None:
     "pieces",
     [MAX_PENDING_PIECES - 1, MAX_PENDING_PIECES, MAX_PENDING_PIECES + 1, 5 * MAX_PENDING_PIECES],
 )
-async def test_at_most_so_many_pieces_wait(pieces: int) -> None:
+async def test_number_of_waiting_pieces_is_bounded(pieces: int) -> None:
     reply = Reply("job-17")
     feed(reply, *(chunk(seq, f"{seq} ") for seq in range(pieces)))
     feed(reply, End(id="job-17", code="deadline"), offset=pieces)

@@ -12,7 +12,7 @@ TIMES = st.integers(0, 40 * TIMER_RESOLUTION_MS)
 
 
 @given(st.lists(st.one_of(st.tuples(IDS, st.none() | TIMES), TIMES), max_size=40))
-def test_an_id_is_due_once_and_less_than_a_step_after_its_time(steps: list[object]) -> None:
+def test_id_is_due_once_and_less_than_a_step_after_its_time(steps: list[object]) -> None:
     timers, model = RequestTimers(), dict[str, int]()
     for step in steps:
         match step:
@@ -33,7 +33,7 @@ def test_an_id_is_due_once_and_less_than_a_step_after_its_time(steps: list[objec
                     del model[name]
 
 
-def test_times_come_in_their_order() -> None:
+def test_ids_become_due_in_order() -> None:
     timers = RequestTimers()
     for n in (3, 1, 2):
         timers.set(f"r{n}", n * 1000)

@@ -86,7 +86,7 @@ def test_columns_equal_a_plain_list_of_reservations(
         assert held.to_wake(worker) == every[:MAX_WAKEUPS]
 
 
-def test_rows_and_places_of_requests_that_are_gone_are_reclaimed() -> None:
+def test_rows_and_ranks_of_removed_requests_are_reclaimed() -> None:
     columns = ReservationColumns()
     for n in range(20 * MIN_ROWS):
         columns.set(n, Reservation(WorkerRank("w", n), float(n), 0))
@@ -99,14 +99,14 @@ def test_rows_and_places_of_requests_that_are_gone_are_reclaimed() -> None:
     assert max(len(left.numbers), len(left.worker_ranks)) <= 3 * MIN_ROWS
 
 
-def test_a_request_that_came_earlier_and_reserves_later_has_its_row_where_it_came() -> None:
+def test_late_reservation_has_its_row_by_arrival() -> None:
     columns = ReservationColumns()
     for n in (3, 1, 2, 0):
         columns.set(n, Reservation(PLACES[n], float(n), 0))
     assert reserved(columns.others(2)) == [(PLACES[n], float(n)) for n in (0, 1, 3)]
 
 
-def test_a_table_follows_the_places_of_reservations() -> None:
+def test_table_follows_the_ranks_of_reservations() -> None:
     table, columns = CandidateTable([]), ReservationColumns()
     table._row_of = {place: n for n, place in enumerate(PLACES)}
     elsewhere = [WorkerRank(f"x{n}", 0, 0) for n in range(2 * MIN_ROWS)]

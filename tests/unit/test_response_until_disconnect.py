@@ -39,7 +39,7 @@ class Work:
             raise
 
 
-async def test_work_that_ends_ends_the_wait_for_the_client() -> None:
+async def test_finished_work_ends_the_wait_for_the_client() -> None:
     client, work = Client(), Work()
     work.done.set()
     await run_until_disconnect(client.receive, work.run(), 30.0)
@@ -49,7 +49,7 @@ async def test_work_that_ends_ends_the_wait_for_the_client() -> None:
 
 
 @pytest.mark.parametrize("message", [{"type": "http.disconnect"}, ConnectionResetError("reset")])
-async def test_a_client_that_leaves_ends_the_work(message: Message | Exception) -> None:
+async def test_disconnected_client_ends_the_work(message: Message | Exception) -> None:
     client, work = Client(), Work()
     running = asyncio.create_task(run_until_disconnect(client.receive, work.run(), 30.0))
     await work.begun.wait()
@@ -59,14 +59,14 @@ async def test_a_client_that_leaves_ends_the_work(message: Message | Exception) 
     assert work.was_cancelled
 
 
-async def test_the_time_limit_ends_the_work() -> None:
+async def test_time_limit_ends_the_work() -> None:
     client, work = Client(), Work()
     await run_until_disconnect(client.receive, work.run(), 0.01)
     assert work.was_cancelled
 
 
 @pytest.mark.parametrize("error", [TimeoutError("of its own"), ValueError("wrong")])
-async def test_an_error_of_the_work_is_raised(error: Exception) -> None:
+async def test_error_of_the_work_is_raised(error: Exception) -> None:
     async def fail() -> None:
         raise error
 
@@ -74,7 +74,7 @@ async def test_an_error_of_the_work_is_raised(error: Exception) -> None:
         await run_until_disconnect(Client().receive, fail(), 30.0)
 
 
-async def test_a_cancelled_response_cancels_the_work() -> None:
+async def test_cancelled_response_cancels_the_work() -> None:
     client, work = Client(), Work()
     running = asyncio.create_task(run_until_disconnect(client.receive, work.run(), 30.0))
     await work.begun.wait()

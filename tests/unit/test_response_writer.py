@@ -193,7 +193,7 @@ async def begun(**changes: Any) -> Connection:
     return connection
 
 
-async def test_an_event_is_written_while_its_record_is_applied() -> None:
+async def test_event_is_written_while_its_record_is_applied() -> None:
     one = await begun()
     one.feed(*chunks("b", end=None, seq=1))
     assert b'"content":"b"' in one.transport.written
@@ -203,7 +203,7 @@ async def test_an_event_is_written_while_its_record_is_applied() -> None:
     assert (got.ids, got.finish, got.last) == ([1, 2, 3], ["stop"], "[DONE]")
 
 
-async def test_a_full_socket_gets_nothing_and_later_all_in_one_write() -> None:
+async def test_full_socket_gets_nothing_and_later_all_in_one_write() -> None:
     one = await begun()
     one.flow.pause_writing()
     one.feed(*chunks("b", "c", end=None, seq=1))
@@ -237,7 +237,7 @@ async def test_response_to_a_disconnected_client_is_not_written() -> None:
     assert one.transport.writes == 2
 
 
-async def test_a_sink_that_fails_is_a_failure_of_its_own_stream(
+async def test_sink_that_fails_is_a_failure_of_its_own_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = await begun()
@@ -249,7 +249,7 @@ async def test_a_sink_that_fails_is_a_failure_of_its_own_stream(
     assert got.last == "[DONE]"
 
 
-async def test_a_comment_comes_after_a_silence_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comment_comes_after_a_silence_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_writer, "KEEP_ALIVE_S", 0.2)
     one = await begun()
     for seq in range(1, 9):
@@ -262,7 +262,7 @@ async def test_a_comment_comes_after_a_silence_only(monkeypatch: pytest.MonkeyPa
     assert len((await one.finish()).ids) == 10
 
 
-async def test_an_interval_joins_tokens_after_the_first_event() -> None:
+async def test_interval_joins_tokens_after_the_first_event() -> None:
     one = await begun(interval=3)
     one.feed(*chunks("b", "c", "d", "e", end=None, seq=1))
     assert one.transport.writes == 3
@@ -281,7 +281,7 @@ async def test_text_of_an_interval_comes_before_a_failure() -> None:
     assert b"from=3" in one.transport.written, "a client that goes on there misses nothing"
 
 
-def test_a_server_without_a_writer_offers_none() -> None:
+def test_server_without_a_writer_offers_none() -> None:
     assert body_writer_of({"type": "http", "extensions": {}}) is None
     assert body_writer_of({"type": "http"}) is None
 
@@ -443,7 +443,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served,
 
 
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-async def test_a_client_that_reads_late_gets_every_token(
+async def test_client_that_reads_late_gets_every_token(
     served: tuple[Served, int], version: bytes
 ) -> None:
     streams, port = served

@@ -36,14 +36,14 @@ async def test_pauses_grow_and_end_with_the_time_that_is_given(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_wrong_question_is_not_repeated(world: MemoryWorld) -> None:
+async def test_invalid_call_is_not_repeated(world: MemoryWorld) -> None:
     log = await world.connect()
     with pytest.raises(TopicMismatch):
         await retry_while_unavailable(world.clock, lambda: log.end_offsets("ledger", [99]))
 
 
 @scenario_test
-async def test_the_caller_has_the_deadline(world: MemoryWorld) -> None:
+async def test_caller_has_the_deadline(world: MemoryWorld) -> None:
     async def send() -> None:
         raise BrokerUnavailable("gone")
 

@@ -9,6 +9,6 @@ from app.settings import Settings
 
 
 @pytest.mark.parametrize(("max_queued_requests", "max_hold_ms"), [(100, 3000.0), (0, 0.0)])
-def test_nobody_is_held_where_nobody_may_wait(max_queued_requests: int, max_hold_ms: float) -> None:
+def test_maximum_wait_is_zero_without_a_queue(max_queued_requests: int, max_hold_ms: float) -> None:
     settings = Settings(max_queue_wait_s=3, max_queued_requests=max_queued_requests)
     assert routing_config(settings).predictive_weights.max_hold_ms == max_hold_ms

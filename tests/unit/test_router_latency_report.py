@@ -40,12 +40,12 @@ def test_each_figure_of_the_router_has_a_limit(change: dict[str, float], name: s
     assert failed(FULL._replace(rounds=[ECHO, ROUTER._replace(**change)])) == [name]
 
 
-def test_a_router_that_answers_less_when_more_is_sent_fails() -> None:
+def test_router_that_answers_less_when_more_is_sent_fails() -> None:
     over = ROUTER._replace(answered_per_s=1300)
     assert failed(FULL._replace(overload=[over])) == ["answered at 1.5 x capacity, to the capacity"]
 
 
-def test_a_second_router_is_compared_with_one() -> None:
+def test_second_router_is_compared_with_one() -> None:
     two = [*FULL.capacity, ROUTER._replace(answered_per_s=2000)]
     assert failed(FULL._replace(capacity=two)) == ["two routers carry, to one"]
 
@@ -55,7 +55,7 @@ def test_parts_of_the_cpu_time_are_shown_in_microseconds() -> None:
     assert shown["CPU at 100/s: client"] == 950
 
 
-def test_a_scan_may_grow_with_what_it_scans_and_nothing_else() -> None:
+def test_scan_may_grow_with_its_input_only() -> None:
     costs = {6: 1.0, 64: 4.0, 640: 40.0}
     scan, other = (
         GrowthFigure("workers", "scan", costs, is_scan=True),

@@ -75,7 +75,7 @@ def cache_of(*records: InternalRecord) -> dict[Partition, int]:
 EMPTY, FILLED = cache_of(), cache_of(stored("w1", 17, 18))
 
 
-def test_what_is_true_is_what_the_log_says_up_to_the_positions_of_the_view() -> None:
+def test_truth_is_the_log_up_to_the_positions_of_the_view() -> None:
     true = truth()
     assert true.at(at(0, 0, 0)) == RouterFigures({}, EMPTY)
     assert true.at(at(1, 0, 0)) == RouterFigures({"w1": LoadFigures(1, 100, 99)}, EMPTY)
@@ -89,7 +89,7 @@ def view(router: str, positions: dict[Partition, int], known: RouterFigures) -> 
     return RouterView(router, positions, known)
 
 
-def test_a_view_that_is_right_at_its_own_positions_is_no_difference_however_old() -> None:
+def test_view_correct_at_its_own_positions_is_no_difference_however_old() -> None:
     right = [
         view("r1", at(1, 0, 0), RouterFigures({"w1": LoadFigures(1, 100, 99)}, EMPTY)),
         view("r1", at(2, 0, 1), RouterFigures({}, FILLED)),
@@ -97,7 +97,7 @@ def test_a_view_that_is_right_at_its_own_positions_is_no_difference_however_old(
     assert list(differences(right, truth())) == []
 
 
-def test_a_run_that_was_forgotten_or_kept_is_a_difference() -> None:
+def test_missing_or_extra_run_is_a_difference() -> None:
     forgotten = view("r1", at(1, 0, 0), RouterFigures({}, EMPTY))
     assert list(differences([forgotten], truth())) == [
         StateDifference("r1", "w1", None, LoadFigures(1, 100, 99))
@@ -114,7 +114,7 @@ def test_other_blocks_in_a_cache_are_a_difference() -> None:
     assert (found.router, found.key) == ("r1", str(EVENTS))
 
 
-def test_views_agree_when_they_know_the_same_at_the_same_positions() -> None:
+def test_views_agree_when_they_are_equal_at_the_same_positions() -> None:
     known, other = RouterFigures({}, FILLED), RouterFigures({"w2": LoadFigures(1, 7, 6)}, FILLED)
     same = [view("r1", at(2, 0, 1), known), view("r2", at(2, 0, 1), known)]
     assert list(disagreements(same)) == []
@@ -124,7 +124,7 @@ def test_views_agree_when_they_know_the_same_at_the_same_positions() -> None:
     assert (found.router, found.key) == ("r3", "positions")
 
 
-def test_a_router_is_idle_when_nothing_is_open_nor_waits_nor_is_unread() -> None:
+def test_router_is_idle_when_nothing_is_open_nor_waits_nor_is_unread() -> None:
     idle = view("r1", at(0, 0, 0), RouterFigures({}, EMPTY))
     assert idle.is_idle
     assert not idle._replace(queued=1).is_idle

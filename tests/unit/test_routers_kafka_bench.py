@@ -41,7 +41,7 @@ def test_routers_that_are_right_meet_all_bars_whatever_their_times() -> None:
     assert (ratio.value, ratio.name) == (2.5, "1 -> 3 routers, one by one: mean TTFT")
 
 
-def test_each_way_of_being_wrong_is_told_by_its_bar() -> None:
+def test_each_kind_of_error_misses_its_bar() -> None:
     wrong = phase(log_differences=[StateDifference("r2", "w1", None, LoadFigures(1, 5, 4))])
     assert missed(wrong) == ["what routers know unlike the log, at the same positions"]
     late = [IDLE, IDLE._replace(router="r2", positions={Partition("ledger", 0): 6})]
@@ -52,7 +52,7 @@ def test_each_way_of_being_wrong_is_told_by_its_bar() -> None:
     assert missed(phase(deciders=frozenset(["r1"]))) == ["routers that decided nothing"]
 
 
-def test_a_burst_is_one_request_on_each_lane_at_once() -> None:
+def test_burst_is_one_request_on_each_lane_at_once() -> None:
     sent = BurstyWorkload(SystemClock(), "demo", LANES, RATE).requests_for(BURST_ARRIVALS, 2.0)
     assert [each.after_s for each in sent] == [
         n * LANES / RATE for n in range(4) for _ in range(LANES)
@@ -62,7 +62,7 @@ def test_a_burst_is_one_request_on_each_lane_at_once() -> None:
         assert {lane_of(name, LANES) for name in ids} == set(range(LANES))
 
 
-def test_each_time_they_come_alike_and_share_nothing_with_the_last_time() -> None:
+def test_bursts_have_the_same_shape_and_different_prompts() -> None:
     requests = BurstyWorkload(SystemClock(), "demo", LANES, RATE)
     first, second = (requests.requests_for(SINGLE_ARRIVALS, 5.0) for _ in range(2))
     assert [each.after_s for each in first] == [each.after_s for each in second]

@@ -38,9 +38,7 @@ def sent(at_ms: float, router: int, worker: str = "w") -> SimulatedRequest:
         ([sent(0, 0), sent(4, 1), sent(50, 0), sent(99, 1)], 0.5),
     ],
 )
-def test_decisions_collide_that_could_not_know_of_each_other(
-    requests: list[SimulatedRequest], share: float
-) -> None:
+def test_mutually_unread_decisions_collide(requests: list[SimulatedRequest], share: float) -> None:
     assert collision_share(requests, 5.0) == share
 
 
@@ -48,7 +46,7 @@ def found(ttft_ms: float, reuse: float = 0.3) -> RouterResult:
     return RouterResult(RunMetrics(1, reuse, ttft_ms, 1.0, 1.0, 1.0, 1.0, 1.0), 0.0)
 
 
-def test_bars_are_met_by_as_little_as_they_say() -> None:
+def test_bars_are_met_at_their_exact_limits() -> None:
     ran = {
         RouterDeployment(1): found(100.0, 0.31), RouterDeployment(MAX_ROUTERS): found(105.0, 0.301),
         RouterDeployment(MAX_ROUTERS, 0.0): found(300.0),
@@ -71,7 +69,7 @@ def test_without_a_trace_no_bar_is_met() -> None:
     assert all(math.isnan(bar.value) for bar in report.bars)
 
 
-def test_a_row_is_of_every_deployment() -> None:
+def test_row_is_of_every_deployment() -> None:
     report = asyncio.run(
         bench_simulated_routers(QUICK, BUNDLED_TRACE, lambda _: None, lambda _: None)
     )

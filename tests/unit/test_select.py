@@ -22,7 +22,7 @@ from tests.harness.routing_harness import NOW_MS, TOKENS, RoutingHarness, to_ass
 # What is booked
 
 
-def test_a_pinned_request_is_booked_with_its_overlap(routing: RoutingHarness) -> None:
+def test_pinned_request_is_booked_with_its_overlap(routing: RoutingHarness) -> None:
     routing.add_blocks(routing.worker("w1"), 4)
     routing.worker("w2")
     pinned = routing.plan_hints(backend_instance_id="w1")
@@ -48,7 +48,7 @@ def test_no_reuse_books_the_whole_prompt(routing: RoutingHarness) -> None:
 @pytest.mark.parametrize(
     ("tokens", "overlap", "rate"), [(160, 5, 0.5), (161, 5, 5 / 11), (15, 0, 0.0), (0, 0, None)]
 )
-def test_a_hit_rate_counts_a_block_that_is_not_full_as_one(
+def test_hit_rate_counts_a_block_that_is_not_full_as_one(
     tokens: int, overlap: int, rate: float | None
 ) -> None:
     prompt = PromptHashes(Request(id="a", token_ids=pack_tokens([1] * tokens)))
@@ -60,7 +60,7 @@ def test_a_hit_rate_counts_a_block_that_is_not_full_as_one(
 
 @pytest.mark.parametrize("policy", ["dynamo", "least_loaded", "round_robin", "random",
                                     "power_of_two", "predictive"])  # fmt: skip
-def test_a_session_stays_where_it_is_bound(routing: RoutingHarness, policy: str) -> None:
+def test_session_stays_where_it_is_bound(routing: RoutingHarness, policy: str) -> None:
     for n in range(6):
         routing.worker(f"w{n}")
     for seed in range(8):
@@ -71,7 +71,7 @@ def test_a_session_stays_where_it_is_bound(routing: RoutingHarness, policy: str)
 
 
 @pytest.mark.parametrize("policy", ["dynamo", "least_loaded", "predictive"])
-def test_a_session_breaks_when_its_worker_costs_too_much_more(
+def test_session_breaks_when_its_worker_costs_too_much_more(
     routing: RoutingHarness, policy: str
 ) -> None:
     routing.worker("w0")
@@ -84,7 +84,7 @@ def test_a_session_breaks_when_its_worker_costs_too_much_more(
     ) == WorkerRank("w1", 1)
 
 
-def test_a_session_is_free_when_the_life_of_its_worker_is_over(routing: RoutingHarness) -> None:
+def test_session_is_free_when_the_epoch_of_its_worker_has_ended(routing: RoutingHarness) -> None:
     routing.worker("w0")
     routing.add_blocks(routing.worker("w1"), 10)
     assert routing.chosen(session_rank=WorkerRank("w0", 0)).worker_rank.worker == "w0"
@@ -93,7 +93,7 @@ def test_a_session_is_free_when_the_life_of_its_worker_is_over(routing: RoutingH
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two", "predictive"])
-def test_a_tolerance_of_zero_is_zero_for_every_policy(routing: RoutingHarness, policy: str) -> None:
+def test_tolerance_of_zero_is_zero_for_every_policy(routing: RoutingHarness, policy: str) -> None:
     routing.worker("w0")
     routing.worker("w1")
     tuning = RoutingConfig(policy, session_affinity_tolerance=0.0)
@@ -104,7 +104,7 @@ def test_a_tolerance_of_zero_is_zero_for_every_policy(routing: RoutingHarness, p
 # Which place it is
 
 
-def test_the_documented_example_is_decided_as_documented(routing: RoutingHarness) -> None:
+def test_documented_example_is_decided_as_documented(routing: RoutingHarness) -> None:
     for blocks, tokens in ((2, 160), (5, 80), (8, 144)):
         routing.add_blocks(routing.worker(f"w{blocks}"), blocks)
         routing.add_load(f"w{blocks}", tokens)
@@ -115,7 +115,7 @@ def test_the_documented_example_is_decided_as_documented(routing: RoutingHarness
     assert decision.load == WorkerLoad(1, 160, 80, 1, NOW_MS)
 
 
-def test_a_holder_that_is_overloaded_is_passed_by(routing: RoutingHarness) -> None:
+def test_overloaded_holder_is_avoided(routing: RoutingHarness) -> None:
     routing.add_blocks(routing.worker("holder"), 10)
     routing.worker("idle")
     assert routing.chosen().worker_rank.worker == "holder"
@@ -149,7 +149,7 @@ def test_tokens_of_answers_count_only_under_the_switch(routing: RoutingHarness) 
     assert [c.open_tokens for c in (*counted.candidates, *uncounted.candidates)] == [500, 0]
 
 
-def test_a_rank_is_chosen_by_its_own_cache_and_load(routing: RoutingHarness) -> None:
+def test_rank_is_chosen_by_its_own_cache_and_load(routing: RoutingHarness) -> None:
     routing.worker("w1", ranks=3)
     routing.add_blocks("w1", 10, rank=2)
     assert routing.chosen().worker_rank == WorkerRank("w1", 0, 2)
@@ -174,7 +174,7 @@ def test_caches_in_blocks_of_another_size_are_unknown(routing: RoutingHarness) -
     assert {c.overlap_blocks for c in decision.candidates} == {0}
 
 
-def test_without_a_card_of_the_model_most_workers_say_the_block_size(
+def test_without_a_model_card_the_block_size_of_most_workers_is_used(
     routing: RoutingHarness,
 ) -> None:
     for n, size in enumerate((8, 32, 32)):
@@ -192,7 +192,7 @@ def test_preferred_taints_attract(routing: RoutingHarness) -> None:
     assert [c.taint_weight for c in planned.candidates] == [1.5, 0]
 
 
-def test_a_request_overrides_the_weights_for_itself_and_they_are_recorded(
+def test_request_overrides_the_weights_for_itself_and_they_are_recorded(
     routing: RoutingHarness,
 ) -> None:
     routing.add_blocks(routing.worker("holder"), 10)
@@ -217,7 +217,7 @@ def test_a_request_overrides_the_weights_for_itself_and_they_are_recorded(
 @pytest.mark.parametrize(
     "name", ["overlap_score_credit", "prefill_load_scale", "router_temperature"]
 )
-def test_overrides_that_no_cost_can_be_made_of_are_refused(
+def test_overrides_without_a_valid_cost_are_refused(
     routing: RoutingHarness, name: str, value: float
 ) -> None:
     routing.worker("w1")
@@ -228,7 +228,7 @@ def test_overrides_that_no_cost_can_be_made_of_are_refused(
     assert name in refused.message
 
 
-def test_weights_of_taints_that_no_cost_can_be_made_of_are_refused(routing: RoutingHarness) -> None:
+def test_taint_weights_without_a_valid_cost_are_refused(routing: RoutingHarness) -> None:
     routing.worker("w1")
     wanted = RoutingConstraints(preferred_taints={"fast": float("nan")})
     assert isinstance(routing.plan_hints(routing_constraints=wanted), Rejection)
@@ -242,7 +242,7 @@ def test_temperature_spreads_the_choice_by_cost(routing: RoutingHarness) -> None
     assert {routing.chosen(hot, seed=n).worker_rank.worker for n in range(40)} == {"w1", "w2"}
 
 
-def test_a_salt_separates_tenants(routing: RoutingHarness) -> None:
+def test_salt_separates_tenants(routing: RoutingHarness) -> None:
     routing.add_blocks(routing.worker("w1"), 10, cache_salt="one")
     routing.worker("w2")
     one, two = (Request(id="a", model="m", token_ids=TOKENS, cache_salt=s) for s in ("one", "two"))
@@ -250,7 +250,7 @@ def test_a_salt_separates_tenants(routing: RoutingHarness) -> None:
     assert routing.chosen(request=two).cached_tokens == 0
 
 
-def test_the_best_candidates_are_recorded_and_the_chosen_one(routing: RoutingHarness) -> None:
+def test_best_candidates_are_recorded_and_the_chosen_one(routing: RoutingHarness) -> None:
     for n in range(MAX_RECORDED_CANDIDATES + 10):
         routing.worker(f"w{n:02}")
         routing.add_load(f"w{n:02}", 16 * n)
@@ -312,6 +312,6 @@ def test_every_decision_is_recomputed_from_its_record(
     assert recompute_choice(to_assigned(decision), session="s") == decision.worker_rank
 
 
-def test_a_decision_without_candidates_cannot_be_recomputed(routing: RoutingHarness) -> None:
+def test_decision_without_candidates_cannot_be_recomputed(routing: RoutingHarness) -> None:
     routing.worker("w1")
     assert recompute_choice(to_assigned(routing.chosen(), candidates=())) is None

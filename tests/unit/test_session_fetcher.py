@@ -97,7 +97,7 @@ async def test_records_of_one_partition_list_that_one_alone(consumer: Consumer) 
     assert consumer.state(LANES[2]).highwater == 8
 
 
-async def test_consumer_that_gathers_waits_longer_for_the_first_record_than_for_more() -> None:
+async def test_batching_consumer_waits_longer_for_the_first_record_than_for_more() -> None:
     consumer = Consumer(FetchCluster(LANES), fetch_min_bytes=1000, fetch_max_wait_ms=20)
     node = consumer.node
     consumer.assign(dict.fromkeys(LANES, 5))
@@ -119,7 +119,7 @@ async def test_consumer_that_gathers_waits_longer_for_the_first_record_than_for_
     await consumer.fetcher.close()
 
 
-async def test_consumer_that_gathers_does_not_wait_longer_behind_many_records() -> None:
+async def test_batching_consumer_does_not_wait_longer_after_many_records() -> None:
     consumer = Consumer(FetchCluster(LANES), fetch_min_bytes=1000, fetch_max_wait_ms=20)
     node = consumer.node
     consumer.assign(dict.fromkeys(LANES, 5))
@@ -248,7 +248,7 @@ async def test_position_outside_the_log_is_an_error_of_the_poll(consumer: Consum
         await consumer.until(lambda: False)
 
 
-async def test_response_of_one_broker_is_none_about_anothers_partitions(
+async def test_response_of_one_broker_does_not_affect_partitions_of_another(
     consumer: Consumer,
 ) -> None:
     consumer.cluster.lead(dict.fromkeys(LANES, 1) | {LANES[3]: 2})
@@ -261,7 +261,7 @@ async def test_response_of_one_broker_is_none_about_anothers_partitions(
     assert later == LANES[:3]
 
 
-async def test_throttled_response_is_about_no_partition(consumer: Consumer) -> None:
+async def test_throttled_response_affects_no_partition(consumer: Consumer) -> None:
     await consumer.assign_steady()
     consumer.node.throttle_ms = 100
     await asyncio.sleep(4 * ANSWER_S)

@@ -39,7 +39,7 @@ def got(*decisions: tuple[int, int, Assigned]) -> SessionAffinities:
     return sessions
 
 
-def test_a_session_is_bound_by_its_first_decision() -> None:
+def test_session_is_bound_by_its_first_decision() -> None:
     sessions = got((0, 1000, decided(W1)))
     assert sessions.preferred_rank("s", "aggregated", 1000) == W1
     assert sessions.preferred_rank("other", "aggregated", 1000) is None
@@ -54,21 +54,21 @@ def test_decisions_without_a_session_bind_nothing() -> None:
 
 
 @pytest.mark.parametrize("lanes", [(7, 1), (1, 7)])
-def test_it_moves_with_the_last_decision_of_any_lane(lanes: tuple[int, int]) -> None:
+def test_session_moves_with_the_last_decision_of_any_lane(lanes: tuple[int, int]) -> None:
     later, earlier = (lanes[0], 3000, decided(W2)), (lanes[1], 2000, decided(W1))
     for order in itertools.permutations((later, earlier)):
         assert got(*order).preferred_rank("s", "aggregated", 3000) == W2
 
 
 @pytest.mark.parametrize("phase", ["aggregated", "decode"])
-def test_prefill_is_bound_apart(phase: Phase) -> None:
+def test_prefill_is_bound_separately(phase: Phase) -> None:
     sessions = got((0, 1000, decided(W1, phase="prefill")), (0, 1001, decided(W2, phase=phase)))
     assert sessions.preferred_rank("s", "prefill", 1001) == W1
     assert sessions.preferred_rank("s", "aggregated", 1001) == W2
     assert sessions.preferred_rank("s", "decode", 1001) == W2
 
 
-def test_it_ends_when_it_was_idle_for_its_time_and_use_begins_that_anew() -> None:
+def test_idle_session_ends_after_its_time_and_use_extends_it() -> None:
     sessions = got((0, 1000, decided(timeout_s=10)))
     assert sessions.preferred_rank("s", "aggregated", 11_000) == W1
     assert sessions.preferred_rank("s", "aggregated", 11_001) is None
@@ -76,7 +76,7 @@ def test_it_ends_when_it_was_idle_for_its_time_and_use_begins_that_anew() -> Non
     assert sessions.preferred_rank("s", "aggregated", 21_000) == W1
 
 
-def test_no_idle_time_is_longer_than_what_a_router_reads_when_it_starts() -> None:
+def test_idle_time_is_limited_to_the_start_window_of_a_router() -> None:
     sessions = got((0, 0, decided(timeout_s=10**6)))
     assert sessions.preferred_rank("s", "aggregated", WINDOW_MS) == W1
     assert sessions.preferred_rank("s", "aggregated", WINDOW_MS + 1) is None
@@ -94,7 +94,7 @@ def test_expired_sessions_are_dropped() -> None:
     assert len(sessions) == 1
 
 
-def test_a_lane_that_is_forgotten_takes_only_its_own_words_along() -> None:
+def test_forgotten_lane_removes_only_its_own_sessions() -> None:
     sessions = got((0, 1000, decided(W1)), (1, 2000, decided(W2)))
     sessions.forget(1)
     assert sessions.preferred_rank("s", "aggregated", 2000) == W1
@@ -134,7 +134,7 @@ def _read(lanes: dict[int, list[LogRecord]], rng: random.Random) -> LedgerState:
 
 
 @given(STEPS, st.integers(0, 2**32), st.integers(0, 2**32))
-def test_all_routers_that_have_read_the_same_agree(
+def test_all_routers_with_the_same_records_agree(
     steps: list[tuple[int, int, Assigned]], one: int, other: int
 ) -> None:
     lanes = _lanes(steps)
@@ -150,7 +150,7 @@ def test_all_routers_that_have_read_the_same_agree(
 
 
 @given(STEPS, st.integers(0, 30))
-def test_a_snapshot_holds_the_sessions(steps: list[tuple[int, int, Assigned]], at: int) -> None:
+def test_snapshot_holds_the_sessions(steps: list[tuple[int, int, Assigned]], at: int) -> None:
     rng = random.Random(1)
     straight, before = _read(_lanes(steps), rng), _read(_lanes(steps[:at]), rng)
     restored = LedgerState(WINDOW_MS)

@@ -95,7 +95,7 @@ def test_partitions_of_prompts_and_workers_are_settings(monkeypatch: pytest.Monk
     assert Settings().partitions == {PROMPTS: 3, BATCH: 4, ASSIGNMENTS: 5, KV_EVENTS: 6}
 
 
-def test_the_retention_of_batch_prompts_is_a_setting() -> None:
+def test_retention_of_batch_prompts_is_a_setting() -> None:
     options = Settings(batch_retention_s=30 * 86_400).topic_options()
     assert options["retention_ms"][BATCH] == 30 * 86_400_000
 

@@ -43,7 +43,7 @@ def count_assigns(scanner: SharedScanner) -> list[Mapping[Partition, int]]:
 
 
 @scenario_test
-async def test_what_was_shown_before_a_fence_is_found(world: MemoryWorld) -> None:
+async def test_tokens_shown_before_a_fence_are_found(world: MemoryWorld) -> None:
     for record in (chunk("a", 0, 7), Fence(id="a", attempt=1), chunk("a", 1, 8)):
         stop = world.append(RESPONSES, 0, record, key="a") + 1
     scanner = await scanning(world)
@@ -52,7 +52,7 @@ async def test_what_was_shown_before_a_fence_is_found(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_questions_that_wait_together_share_a_pass(world: MemoryWorld) -> None:
+async def test_concurrent_queries_share_a_pass(world: MemoryWorld) -> None:
     requests = [Request(id=f"r{n}") for n in range(50)]
     for n, request in enumerate(requests):
         world.append(REQUESTS, 0, request, key=request.id)
@@ -71,7 +71,7 @@ async def test_questions_that_wait_together_share_a_pass(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_partition_that_cannot_be_read_keeps_no_others_from_their_answers(
+async def test_unreadable_partition_does_not_block_other_queries(
     world: MemoryWorld,
 ) -> None:
     world.append(REQUESTS, 1, Request(id="a"), key="a")
@@ -84,7 +84,7 @@ async def test_a_partition_that_cannot_be_read_keeps_no_others_from_their_answer
 
 
 @scenario_test
-async def test_a_question_that_was_given_up_is_dropped(world: MemoryWorld) -> None:
+async def test_cancelled_query_is_dropped(world: MemoryWorld) -> None:
     scanner = await scanning(world)
     endless = [world.spawn(scanner.visible_before(0, "b", 1, 0, 100)) for _ in range(2)]
     await world.sleep(1)
@@ -98,7 +98,7 @@ async def test_a_question_that_was_given_up_is_dropped(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_questions_that_come_during_a_pass_are_answered_after_it(world: MemoryWorld) -> None:
+async def test_queries_during_a_pass_are_answered_after_it(world: MemoryWorld) -> None:
     scanner = await scanning(world)
     first = world.spawn(scanner.visible_before(0, "a", 1, 0, 2))
     await world.sleep(1)
@@ -112,7 +112,7 @@ async def test_questions_that_come_during_a_pass_are_answered_after_it(world: Me
 
 
 @scenario_test
-async def test_only_those_who_asked_for_what_is_gone_get_no_answer(world: MemoryWorld) -> None:
+async def test_only_queries_for_deleted_records_fail(world: MemoryWorld) -> None:
     for n in range(10):
         world.append(REQUESTS, 0, Request(id=f"r{n}"), key=f"r{n}")
     world.broker.delete_records(REQUESTS, 0, 5)
@@ -125,7 +125,7 @@ async def test_only_those_who_asked_for_what_is_gone_get_no_answer(world: Memory
 
 
 @scenario_test
-async def test_an_origin_that_holds_no_request_is_malformed(world: MemoryWorld) -> None:
+async def test_origin_without_a_request_is_malformed(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, Cancel(id="a"), key="a")
     scanner = await scanning(world)
     with pytest.raises(Malformed):

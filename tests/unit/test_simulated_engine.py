@@ -124,7 +124,7 @@ def with_engine(
 
 
 @with_engine()
-async def test_it_says_what_its_continuation_says(bench: Bench) -> None:
+async def test_answer_is_that_of_the_text_generator(bench: Bench) -> None:
     prompt = render_chat([("user", "héllo")])
     (answer,) = await bench.answers(request(prompt))
     assert bytes(answer.tokens).decode() == "héllo"
@@ -132,7 +132,7 @@ async def test_it_says_what_its_continuation_says(bench: Bench) -> None:
 
 
 @with_engine()
-async def test_it_stops_at_the_limit(bench: Bench) -> None:
+async def test_answer_stops_at_the_limit(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 12))
     assert answer.tokens == echo_answer(PROMPT, 12)
     assert (answer.reason, answer.usage) == (
@@ -142,38 +142,38 @@ async def test_it_stops_at_the_limit(bench: Bench) -> None:
 
 
 @with_engine()
-async def test_a_resumed_request_continues_the_same_text(bench: Bench) -> None:
+async def test_resumed_request_continues_the_same_text(bench: Bench) -> None:
     (whole,) = await bench.answers(request(PROMPT, 12))
     (rest,) = await bench.answers(request([*PROMPT, *whole.tokens[:5]], 7))
     assert whole.tokens[:5] + rest.tokens == whole.tokens
 
 
 @with_engine()
-async def test_what_it_says_depends_on_the_prompt_as_it_was(bench: Bench) -> None:
+async def test_answer_of_a_resumed_request_depends_on_the_original_prompt(bench: Bench) -> None:
     (answer,) = await bench.answers(request([1, 2, 3]))
     assert (answer.tokens, answer.reason) == ([1, 2, 3], "stop")
 
 
 @with_engine(context_length=20)
-async def test_the_context_bounds_the_answer(bench: Bench) -> None:
+async def test_context_bounds_the_answer(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 50))
     assert (len(answer.tokens), answer.reason) == (10, "length")
 
 
 @with_engine(context_length=10)
-async def test_a_prompt_that_fills_the_context_gets_no_answer(bench: Bench) -> None:
+async def test_prompt_that_fills_the_context_gets_no_answer(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 5))
     assert (answer.tokens, answer.reason) == ([], "length")
 
 
 @with_engine()
-async def test_a_limit_of_nothing_is_an_answer_of_nothing(bench: Bench) -> None:
+async def test_limit_of_zero_gives_an_empty_answer(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 0))
     assert (answer.tokens, answer.reason) == ([], "length")
 
 
 @with_engine()
-async def test_an_empty_prompt_is_an_error(bench: Bench) -> None:
+async def test_empty_prompt_is_an_error(bench: Bench) -> None:
     (answer,) = await bench.answers(request([], 5))
     assert answer.error is not None
     assert not answer.error.retryable
@@ -184,27 +184,27 @@ def spoken(*tokens: int) -> Callable[[Sequence[int], int | None], Iterator[int]]
 
 
 @with_engine(continuation=spoken(5, END_OF_TEXT, 6, END_OF_TEXT, 7))
-async def test_the_end_of_text_ends_the_answer_and_is_its_last_token(bench: Bench) -> None:
+async def test_end_of_text_ends_the_answer_and_is_its_last_token(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 5, eos_token_ids=(END_OF_TEXT,)))
     assert (answer.tokens, answer.reason) == ([5, END_OF_TEXT], "stop")
 
 
 @with_engine(continuation=spoken(5, END_OF_TEXT, 6, END_OF_TEXT, 7))
-async def test_it_does_not_end_the_answer_before_min_tokens(bench: Bench) -> None:
+async def test_end_of_text_does_not_end_the_answer_before_min_tokens(bench: Bench) -> None:
     stop = StopConditions(min_tokens=3)
     (answer,) = await bench.answers(request(PROMPT, 5, stop=stop, eos_token_ids=(END_OF_TEXT,)))
     assert answer.tokens == [5, END_OF_TEXT, 6, END_OF_TEXT]
 
 
 @with_engine(continuation=spoken(5, END_OF_TEXT, 6, 7))
-async def test_it_may_be_ignored_but_stop_tokens_are_not(bench: Bench) -> None:
+async def test_end_of_text_may_be_ignored_but_stop_tokens_are_not(bench: Bench) -> None:
     stop = StopConditions(ignore_eos=True, stop_token_ids=(6,))
     (answer,) = await bench.answers(request(PROMPT, 9, stop=stop, eos_token_ids=(END_OF_TEXT,)))
     assert (answer.tokens, answer.reason) == ([5, END_OF_TEXT, 6], "stop")
 
 
 @with_engine(continuation=TextGenerator(["a b"], lambda _: [1000, 2000], None))
-async def test_tokens_of_other_vocabularies_may_be_said(bench: Bench) -> None:
+async def test_tokens_of_other_vocabularies_may_be_generated(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 9))
     assert answer.tokens[:2] == [1000, 2000]
     assert set(answer.tokens) == {1000, 2000}
@@ -214,7 +214,7 @@ async def test_tokens_of_other_vocabularies_may_be_said(bench: Bench) -> None:
 
 
 @with_engine()
-async def test_tokens_come_when_the_model_says(bench: Bench) -> None:
+async def test_tokens_come_at_the_modelled_times(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 3))
     prefill = CURVES.prefill_ms(10)
     first, second = CURVES.decode_ms(11 / 128), CURVES.decode_ms(12 / 128)
@@ -223,13 +223,13 @@ async def test_tokens_come_when_the_model_says(bench: Bench) -> None:
 
 
 @with_engine(speedup=10.0)
-async def test_a_faster_engine_takes_as_much_less_time(bench: Bench) -> None:
+async def test_faster_engine_takes_as_much_less_time(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 1))
     assert answer.at[0] * 1000 == pytest.approx(CURVES.prefill_ms(10) / 10)
 
 
 @with_engine(speedup=inf)
-async def test_an_infinitely_fast_engine_takes_none(bench: Bench) -> None:
+async def test_infinitely_fast_engine_takes_none(bench: Bench) -> None:
     (answer,) = await bench.answers(request(PROMPT, 50))
     assert (len(answer.tokens), bench.clock.now()) == (50, 0.0)
 
@@ -257,7 +257,7 @@ def ending_early(sequence: Sequence[int], _max_tokens: int | None) -> Iterator[i
 
 
 @with_engine(continuation=ending_early)
-async def test_who_has_ended_takes_no_part_in_the_next_step(bench: Bench) -> None:
+async def test_ended_request_takes_no_part_in_the_next_step(bench: Bench) -> None:
     ended, other = await bench.answers(
         request(PROMPT, 9, "a", eos_token_ids=(END_OF_TEXT,)),
         request([2, 2, 2], 3, "b", eos_token_ids=(END_OF_TEXT,)),
@@ -268,7 +268,7 @@ async def test_who_has_ended_takes_no_part_in_the_next_step(bench: Bench) -> Non
 
 
 @with_engine()
-async def test_who_was_cancelled_takes_no_part_in_the_next_step(bench: Bench) -> None:
+async def test_cancelled_request_takes_no_part_in_the_next_step(bench: Bench) -> None:
     cancelled, task = bench.send(request(PROMPT, 9, "a"))
     other, others_task = bench.send(request([2, 2, 2], 3, "b"))
     await bench.clock.sleep(CURVES.prefill_ms(13) / 1000 + 0.001)
@@ -287,7 +287,7 @@ class OversleepingClock(VirtualClock):
         await super().sleep(seconds + self.late_s if seconds else 0.0)
 
 
-def test_late_wake_ups_do_not_add_up() -> None:
+def test_late_wake_ups_do_not_accumulate() -> None:
     async def main(loop: VirtualLoop) -> None:
         bench = Bench(loop)
         bench.simulated._clock = OversleepingClock(loop)
@@ -316,7 +316,7 @@ async def test_no_more_requests_run_than_allowed_and_all_are_answered(bench: Ben
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=8, max_batched_tokens=64, max_sequences=4))
-async def test_a_full_cache_loses_no_token(bench: Bench) -> None:
+async def test_full_cache_loses_no_token(bench: Bench) -> None:
     prompts = [[n] * 7 + [ASSISTANT] for n in range(1, 5)]
     answers = await bench.answers(*(request(p, 20, f"r{p[0]}") for p in prompts))
     assert [a.tokens for a in answers] == [echo_answer(p, 20) for p in prompts]
@@ -324,7 +324,7 @@ async def test_a_full_cache_loses_no_token(bench: Bench) -> None:
 
 
 @with_engine(max_waiting=2)
-async def test_beyond_the_bound_requests_are_refused_at_once(bench: Bench) -> None:
+async def test_requests_beyond_the_bound_are_refused_at_once(bench: Bench) -> None:
     prompts = [[n, n, n, n, ASSISTANT] for n in range(1, 4)]
     answers = await bench.answers(*(request(p, 3, f"r{p[0]}") for p in prompts))
     refused = answers[2].error
@@ -334,7 +334,7 @@ async def test_beyond_the_bound_requests_are_refused_at_once(bench: Bench) -> No
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=1))
-async def test_the_more_urgent_request_goes_first(bench: Bench) -> None:
+async def test_more_urgent_request_goes_first(bench: Bench) -> None:
     busy, _ = bench.send(request(PROMPT, 5, "busy"))
     await bench.clock.sleep(0.001)
     late = request([1, 1, ASSISTANT], 3, "late", hints=Hints(priority=1))
@@ -344,7 +344,7 @@ async def test_the_more_urgent_request_goes_first(bench: Bench) -> None:
 
 
 @with_engine()
-async def test_what_the_cache_has_counts_as_cached(bench: Bench) -> None:
+async def test_cached_blocks_are_reported_as_cached(bench: Bench) -> None:
     await bench.answers(request(PROMPT, 6))
     (again,) = await bench.answers(request([*PROMPT, *echo_answer(PROMPT, 6), 7, ASSISTANT], 1))
     assert again.usage == Usage(prompt_tokens=18, completion_tokens=1, cached_tokens=12)
@@ -366,7 +366,7 @@ def test_salts_and_adapters_share_nothing(more: dict[str, Any]) -> None:
 
 
 @with_engine()
-async def test_a_cancel_ends_it_between_two_steps(bench: Bench) -> None:
+async def test_cancel_ends_a_request_between_two_steps(bench: Bench) -> None:
     answer, task = bench.send(request(PROMPT, 100))
     while len(answer.tokens) < 3:
         await bench.clock.sleep(0.001)
@@ -379,7 +379,7 @@ async def test_a_cancel_ends_it_between_two_steps(bench: Bench) -> None:
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=1))
-async def test_a_cancel_while_it_waits_ends_it_too(bench: Bench) -> None:
+async def test_cancel_ends_a_waiting_request(bench: Bench) -> None:
     _, busy = bench.send(request(PROMPT, 50, "busy"))
     await bench.clock.sleep(0.001)
     answer, task = bench.send(request([1, 2, ASSISTANT], 5))
@@ -392,7 +392,7 @@ async def test_a_cancel_while_it_waits_ends_it_too(bench: Bench) -> None:
 
 
 @with_engine()
-async def test_a_reader_that_leaves_frees_its_place(bench: Bench) -> None:
+async def test_reader_that_leaves_frees_its_slot(bench: Bench) -> None:
     stream = bench.engine.generate(request(PROMPT, 100), GenerateContext("r"))
     await anext(stream)
     await stream.aclose()
@@ -407,13 +407,13 @@ def broken(_sequence: Sequence[int], _max_tokens: int | None) -> Iterator[int]:
 
 
 @with_engine(continuation=broken)
-async def test_when_its_steps_fail_every_request_hears_that_it_is_dead(bench: Bench) -> None:
+async def test_failed_step_ends_every_request_as_engine_dead(bench: Bench) -> None:
     running = await bench.answers(request(PROMPT, 5, "a"), request(PROMPT, 5, "b"))
     (later,) = await bench.answers(request(PROMPT, 5, "c"))
     assert [type(a.error) for a in (*running, later)] == [EngineDead] * 3
 
 
-def test_cleanup_ends_what_is_open() -> None:
+def test_cleanup_ends_open_streams() -> None:
     async def main(loop: VirtualLoop) -> None:
         bench = Bench(loop)
         await bench.engine.start("w")
@@ -428,12 +428,12 @@ def test_cleanup_ends_what_is_open() -> None:
 
 
 @pytest.mark.parametrize("more", [{"context_length": 129}, {"speedup": 0.0}])
-def test_what_cannot_work_is_refused_at_once(more: dict[str, Any]) -> None:
+def test_impossible_shape_is_refused_at_once(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"context|speedup"):
         SimulatedEngine(SystemClock(), SMALL, **{"context_length": 128, **more})
 
 
-def test_it_says_what_it_is() -> None:
+def test_engine_config_has_the_shape_of_the_engine() -> None:
     async def main(loop: VirtualLoop) -> None:
         engine = Bench(loop, context_length=100, model="m").engine
         assert await engine.start("w") == EngineConfig(
@@ -456,7 +456,7 @@ def test_it_says_what_it_is() -> None:
 
 
 @with_engine()
-async def test_blocks_are_told_with_their_tokens_and_parents(bench: Bench) -> None:
+async def test_stored_blocks_are_reported_with_their_tokens_and_parents(bench: Bench) -> None:
     await bench.answers(request(PROMPT, 4, cache_salt="s", hints=Hints(lora_name="l")))
     first, second = bench.events
     assert isinstance(first, BlocksStored)
@@ -468,7 +468,7 @@ async def test_blocks_are_told_with_their_tokens_and_parents(bench: Bench) -> No
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=4, max_batched_tokens=64, max_sequences=4))
-async def test_evicted_blocks_are_told(bench: Bench) -> None:
+async def test_evicted_blocks_are_reported(bench: Bench) -> None:
     await bench.answers(request([1] * 11 + [ASSISTANT], 1))
     await bench.answers(request([2] * 11 + [ASSISTANT], 1))
     stored, removed, _ = bench.events
@@ -478,7 +478,7 @@ async def test_evicted_blocks_are_told(bench: Bench) -> None:
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=12, max_batched_tokens=64, max_sequences=4))
-async def test_an_index_behind_the_bridge_knows_what_the_next_request_will_find(
+async def test_index_behind_the_bridge_predicts_the_hits_of_the_next_request(
     bench: Bench,
 ) -> None:
     secret, index, holder = derive_secret(b"s"), ReferenceIndex(), CacheId("w", 0)
@@ -503,7 +503,7 @@ async def test_an_index_behind_the_bridge_knows_what_the_next_request_will_find(
     assert counters.orphans == counters.unknown_removed == counters.malformed == 0
 
 
-def test_the_same_requests_give_the_same_times_and_events() -> None:
+def test_same_requests_give_the_same_times_and_events() -> None:
     def played() -> list[Any]:
         seen: list[Any] = []
 

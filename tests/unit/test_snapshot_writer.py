@@ -80,7 +80,7 @@ async def from_snapshots(world: MemoryWorld) -> RecordingView:
 
 
 @scenario_test
-async def test_a_partition_without_a_snapshot_gets_one_at_once(world: MemoryWorld) -> None:
+async def test_partition_without_a_snapshot_gets_one_at_once(world: MemoryWorld) -> None:
     write(world, 3)
     await a_replica(world)
     await world.sleep(15)
@@ -88,7 +88,9 @@ async def test_a_partition_without_a_snapshot_gets_one_at_once(world: MemoryWorl
 
 
 @scenario_test
-async def test_one_that_moves_gets_the_next_after_the_period(world: MemoryWorld) -> None:
+async def test_changed_partition_gets_the_next_snapshot_after_the_period(
+    world: MemoryWorld,
+) -> None:
     write(world, 3)
     await a_replica(world)
     await world.sleep(15)
@@ -102,7 +104,7 @@ async def test_one_that_moves_gets_the_next_after_the_period(world: MemoryWorld)
 
 
 @scenario_test
-async def test_one_that_stands_still_gets_no_other(world: MemoryWorld) -> None:
+async def test_unchanged_partition_gets_no_other_snapshot(world: MemoryWorld) -> None:
     write(world, 3)
     await a_replica(world)
     await world.sleep(10 * EVERY_S)
@@ -110,7 +112,7 @@ async def test_one_that_stands_still_gets_no_other(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_that_moves_fast_gets_it_sooner(world: MemoryWorld) -> None:
+async def test_fast_partition_gets_a_snapshot_sooner(world: MemoryWorld) -> None:
     write(world)
     await a_replica(world)
     await world.sleep(20)
@@ -136,7 +138,7 @@ async def test_new_writer_waits_by_the_age_of_the_last_snapshot(world: MemoryWor
 
 
 @scenario_test
-async def test_a_pointer_of_a_topic_that_was_made_anew_is_replaced(world: MemoryWorld) -> None:
+async def test_pointer_of_a_recreated_topic_is_replaced(world: MemoryWorld) -> None:
     pointer = SnapshotPointer(
         view="tally", partition=0, position=900, first_part=0, parts=1, checksum="", state_hash=""
     )
@@ -250,7 +252,7 @@ async def test_writer_unaware_of_its_removal_does_no_harm(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_state_and_position_are_of_one_moment_though_it_is_read_elsewhere(
+async def test_state_and_position_are_consistent_although_it_is_read_elsewhere(
     world: MemoryWorld,
 ) -> None:
     async def slowly(work: Callable[[], CapturedState]) -> CapturedState:
@@ -268,7 +270,7 @@ async def test_state_and_position_are_of_one_moment_though_it_is_read_elsewhere(
 
 
 @scenario_test
-async def test_an_outage_ends_nothing(world: MemoryWorld) -> None:
+async def test_outage_ends_nothing(world: MemoryWorld) -> None:
     write(world, 3)
     replica = await a_replica(world)
     world.broker.available = False

@@ -100,7 +100,7 @@ async def test_pointer_has_view_partition_position_and_hash(world: MemoryWorld) 
 
 @pytest.mark.parametrize("size", [0, 1, SLICE_BYTES, SLICE_BYTES + 1, 3_500_000])
 @scenario_test
-async def test_a_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(
+async def test_snapshot_of_any_size_comes_back_in_parts_of_at_most_a_megabyte(
     world: MemoryWorld, size: int
 ) -> None:
     data, loaded = noise(size), Blob()
@@ -118,7 +118,7 @@ async def test_compressible_snapshot_is_compressed(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_each_partition_has_its_own(world: MemoryWorld) -> None:
+async def test_each_partition_has_its_own_snapshot(world: MemoryWorld) -> None:
     view, loaded = a_tally(3, LANE_0), RecordingView()
     view.shares[LANE_1] = a_tally(5, LANE_1).shares[LANE_1]
     store = await snapshots(world)
@@ -130,7 +130,7 @@ async def test_each_partition_has_its_own(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_the_newest_one_is_used(world: MemoryWorld) -> None:
+async def test_newest_snapshot_is_used(world: MemoryWorld) -> None:
     store, loaded = await snapshots(world), RecordingView()
     for count in (3, 9, 6):
         await store.save(a_tally(count), LANE_0)
@@ -139,7 +139,7 @@ async def test_the_newest_one_is_used(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_that_was_saved_since_the_last_load_is_found(world: MemoryWorld) -> None:
+async def test_snapshot_saved_since_the_last_load_is_found(world: MemoryWorld) -> None:
     store, other = await snapshots(world), await snapshots(world, "other")
     await store.save(a_tally(3), LANE_0)
     for count in (3, 5):
@@ -150,7 +150,7 @@ async def test_one_that_was_saved_since_the_last_load_is_found(world: MemoryWorl
 
 
 @scenario_test
-async def test_state_and_position_are_of_one_moment(world: MemoryWorld) -> None:
+async def test_state_and_position_are_consistent(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
     view, loaded = Blob(noise(2_500_000), 10), Blob()
     saving = world.spawn((await snapshots(world)).save(view, LANE_0))
@@ -163,7 +163,7 @@ async def test_state_and_position_are_of_one_moment(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_writing_and_reading_a_large_one_lets_others_run(world: MemoryWorld) -> None:
+async def test_writing_and_reading_a_large_snapshot_lets_others_run(world: MemoryWorld) -> None:
     turns = 0
 
     async def bystander() -> None:
@@ -195,7 +195,7 @@ async def test_refresh_continues_with_the_same_reader(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_one_that_is_not_wanted_any_more_is_broken_off(world: MemoryWorld) -> None:
+async def test_unwanted_snapshot_is_aborted(world: MemoryWorld) -> None:
     store, left = await snapshots(world), [True, True, False]
     taken = capture(Blob(noise(2_500_000), 1), LANE_0)
     assert await store.write(taken, lambda: left.pop(0)) is None
@@ -204,7 +204,7 @@ async def test_one_that_is_not_wanted_any_more_is_broken_off(world: MemoryWorld)
 
 
 @scenario_test
-async def test_several_are_loaded_together(world: MemoryWorld) -> None:
+async def test_several_snapshots_are_loaded_together(world: MemoryWorld) -> None:
     store, loaded = await snapshots(world), RecordingView()
     await store.save(a_tally(3, LANE_0), LANE_0)
     await store.save(a_tally(5, LANE_1), LANE_1)
@@ -213,7 +213,7 @@ async def test_several_are_loaded_together(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_fold_without_a_position_cannot_be_saved(world: MemoryWorld) -> None:
+async def test_view_without_a_position_cannot_be_saved(world: MemoryWorld) -> None:
     with pytest.raises(ValueError, match="no state"):
         await (await snapshots(world)).save(RecordingView(), LANE_0)
 
@@ -226,7 +226,7 @@ async def test_without_a_snapshot_nothing_is_loaded(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_parts_that_stand_twice_count_once(world: MemoryWorld) -> None:
+async def test_repeated_parts_count_once(world: MemoryWorld) -> None:
     world.faults.next_fates(
         SNAPSHOTS, AppendFate.UNREPORTED, AppendFate.TWICE, AppendFate.UNREPORTED, AppendFate.KEPT
     )
@@ -256,7 +256,7 @@ async def test_other_records_among_the_parts_do_not_matter(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_two_that_are_written_at_once_do_not_mix(world: MemoryWorld) -> None:
+async def test_concurrent_snapshots_do_not_mix(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.5
     one, other = Blob(noise(3_500_000, 1), 1), Blob(noise(3_500_000, 2), 2)
     await asyncio.gather(
@@ -272,7 +272,7 @@ async def test_two_that_are_written_at_once_do_not_mix(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_follower_starts_from_it(world: MemoryWorld) -> None:
+async def test_follower_starts_from_a_snapshot(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(10)])
     await (await snapshots(world)).save(a_tally(8), LANE_0)
     log, view = await world.connect(), RecordingView()
@@ -284,7 +284,7 @@ async def test_a_follower_starts_from_it(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_below_the_start_of_its_log_is_dropped(world: MemoryWorld) -> None:
+async def test_snapshot_below_the_start_of_its_log_is_dropped(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *[Ended(id=str(i), code="seen") for i in range(20)])
     world.broker.delete_records(LEDGER, 0, 15)
     await (await snapshots(world)).save(a_tally(8), LANE_0)
@@ -364,7 +364,7 @@ SPOILED: dict[str, Callable[[MemoryWorld], None]] = {
 @pytest.mark.parametrize("has_older", [False, True], ids=["alone", "with an older one"])
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 @scenario_test
-async def test_a_snapshot_that_is_not_whole_is_not_used(
+async def test_incomplete_snapshot_is_not_used(
     world: MemoryWorld, spoil: Callable[[MemoryWorld], None], has_older: bool
 ) -> None:
     if has_older:
@@ -377,7 +377,7 @@ async def test_a_snapshot_that_is_not_whole_is_not_used(
 
 
 @scenario_test
-async def test_a_flipped_part_never_reaches_the_fold(world: MemoryWorld) -> None:
+async def test_corrupted_part_never_reaches_the_view(world: MemoryWorld) -> None:
     class Trusting(Blob):
         def state_hash(self, source: Partition) -> str:
             return "always the same"
@@ -391,7 +391,7 @@ async def test_a_flipped_part_never_reaches_the_fold(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_bomb_takes_no_memory(world: MemoryWorld) -> None:
+async def test_bomb_takes_no_memory(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
     rewrite(world, lambda number, value: BOMB if number == 1 else value)
     tracemalloc.start()
@@ -404,14 +404,14 @@ async def test_a_bomb_takes_no_memory(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_whose_parts_are_partly_deleted_is_not_used(world: MemoryWorld) -> None:
+async def test_snapshot_with_partly_deleted_parts_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(noise(2_500_000), 5), LANE_0)
     world.broker.delete_records(SNAPSHOTS, 0, 1)
     assert not await (await snapshots(world)).load(Blob(), LANE_0)
 
 
 @scenario_test
-async def test_one_that_is_deleted_while_it_is_read_is_not_used(world: MemoryWorld) -> None:
+async def test_snapshot_deleted_while_it_is_read_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(noise(12_000_000), 5), LANE_0)
     world.faults.slow["poll"] = 0.5
     loading = world.spawn((await snapshots(world)).load(loaded := Blob(), LANE_0))
@@ -422,7 +422,7 @@ async def test_one_that_is_deleted_while_it_is_read_is_not_used(world: MemoryWor
 
 
 @scenario_test
-async def test_one_whose_writer_died_is_not_seen(world: MemoryWorld) -> None:
+async def test_snapshot_of_a_dead_writer_is_not_visible(world: MemoryWorld) -> None:
     world.faults.slow["append"] = 0.1
     log = await world.connect()
     saving = world.spawn(SnapshotStore(log, world.clock).save(Blob(noise(2_500_000), 5), LANE_0))
@@ -435,7 +435,7 @@ async def test_one_whose_writer_died_is_not_seen(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_of_another_fold_is_not_used(world: MemoryWorld) -> None:
+async def test_snapshot_of_another_view_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
     pointer = msgspec.structs.replace(newest(world), view="tally")
     world.append(REGISTRY, 0, pointer, key=pointer_key("tally", LANE_0))
@@ -443,14 +443,14 @@ async def test_one_of_another_fold_is_not_used(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_one_of_another_topic_is_not_used(world: MemoryWorld) -> None:
+async def test_snapshot_of_another_topic_is_not_used(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
     assert not await (await snapshots(world)).load(Blob(), Partition(REGISTRY, 0))
 
 
 @pytest.mark.parametrize("error", [ValueError("another version"), KeyError("a field")])
 @scenario_test
-async def test_one_that_the_fold_cannot_read_leaves_nothing_behind(
+async def test_snapshot_unreadable_by_the_view_leaves_nothing_behind(
     world: MemoryWorld, error: Exception
 ) -> None:
     class Refusing(Blob):
@@ -465,7 +465,9 @@ async def test_one_that_the_fold_cannot_read_leaves_nothing_behind(
 
 
 @scenario_test
-async def test_one_that_restores_to_other_state_leaves_nothing_behind(world: MemoryWorld) -> None:
+async def test_snapshot_that_restores_to_other_state_leaves_nothing_behind(
+    world: MemoryWorld,
+) -> None:
     class Forgetful(Blob):
         def restore(self, source: Partition, data: bytes, position: int) -> None:
             super().restore(source, data[:1], position)
@@ -477,7 +479,7 @@ async def test_one_that_restores_to_other_state_leaves_nothing_behind(world: Mem
 
 
 @scenario_test
-async def test_a_withdrawn_pointer_points_no_more(world: MemoryWorld) -> None:
+async def test_withdrawn_pointer_has_no_snapshot(world: MemoryWorld) -> None:
     store = await snapshots(world)
     await store.save(Blob(b"x", 1), LANE_0)
     assert await store.load(Blob(), LANE_0)
@@ -500,7 +502,7 @@ async def test_other_registry_records_are_ignored(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_log_that_gives_nothing_is_not_waited_for_for_ever(world: MemoryWorld) -> None:
+async def test_silent_log_is_not_awaited_forever(world: MemoryWorld) -> None:
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
     store = SnapshotStore(await world.connect(), world.clock, load_timeout_s=20)
     world.faults.slow["poll"] = 3.0

@@ -32,7 +32,7 @@ def missed(found: SoakResult) -> list[str]:
     return [bar.name for bar in soak_report(found).bars if not bar.met]
 
 
-def test_a_steady_deployment_meets_all_bars() -> None:
+def test_steady_deployment_meets_all_bars() -> None:
     assert missed(result()) == []
 
 
@@ -48,7 +48,7 @@ def test_growth_in_the_warm_up_is_allowed() -> None:
     assert missed(result()._replace(samples=samples)) == []
 
 
-def test_requests_that_cost_more_and_more_are_found() -> None:
+def test_requests_with_growing_cost_are_found() -> None:
     assert missed(result(cpu_s_per_s=0.12)) == ["CPU time of a request, last part to second"]
 
 

@@ -28,6 +28,6 @@ def test_keep_alives_between_events_are_no_events() -> None:
     assert read(*written) == ['{"n":1}', '{"n":2}', "[DONE]"]
 
 
-def test_an_error_after_a_silence_is_read_as_one() -> None:
+def test_error_after_a_silence_is_read_as_an_error() -> None:
     got = read(encode_event(b"{}", 1), KEEP_ALIVE, encode_error(b'{"error":{"code":"x"}}'), DONE)
     assert json.loads(got[1])["error"]["code"] == "x"

@@ -11,7 +11,7 @@ from app.percentiles import percentile
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
-def test_a_percentile_is_one_of_the_values(share: float, expected: int) -> None:
+def test_percentile_is_one_of_the_values(share: float, expected: int) -> None:
     assert percentile([4, 2, 3, 1], share) == expected
 
 
@@ -21,19 +21,19 @@ def test_statistics_of_no_samples_are_not_a_number() -> None:
     assert math.isnan(histogram_quantile([(1, 0), (math.inf, 0)], 0.5))
 
 
-def test_a_spread_has_the_median_and_both_ends() -> None:
+def test_spread_has_the_median_and_both_ends() -> None:
     assert spread([5, 1, 2]) == (2, 1, 5)
     assert str(spread([5, 1, 2])) == "2 (1-5)"
 
 
-def test_a_quantile_of_a_histogram_is_the_bound_that_holds_it() -> None:
+def test_quantile_of_a_histogram_is_the_bound_that_holds_it() -> None:
     buckets = [(0.01, 90), (0.02, 98), (0.05, 100), (math.inf, 100)]
     assert histogram_quantile(buckets, 0.9) == 0.01
     assert histogram_quantile(buckets, 0.99) == 0.05
     assert histogram_quantile([(0.01, 1), (math.inf, 2)], 0.99) == math.inf
 
 
-def test_the_event_loops_delays_are_read_off_a_page_of_metrics() -> None:
+def test_event_loops_delays_are_read_off_a_page_of_metrics() -> None:
     page = (
         "# TYPE kvlane_event_loop_delay_seconds histogram\n"
         'kvlane_event_loop_delay_seconds_bucket{le="0.001"} 3.0\n'

@@ -72,7 +72,7 @@ def test_decode_takes_its_floor_at_least() -> None:
     assert PerfCurves(decode=(0.0, 0.0, 0.2)).decode_ms(0.5) == 1.0
 
 
-def test_a_step_takes_the_time_of_all_its_new_prompt_tokens_together() -> None:
+def test_step_takes_the_time_of_all_its_new_prompt_tokens_together() -> None:
     state = state_with(BatchSequence("a", 5, 2), BatchSequence("b", 7, 2))
     assert stepped(state).duration_ms == CURVES.prefill_ms(12)
 
@@ -84,7 +84,7 @@ def test_decode_time_follows_the_tokens_of_the_sequences_in_decode() -> None:
     assert stepped(state).duration_ms == CURVES.decode_ms((7 + 9) / 40)
 
 
-def test_a_mixed_step_takes_both_times() -> None:
+def test_mixed_step_takes_both_times() -> None:
     state = state_with(BatchSequence("a", 5, 3))
     stepped(state)
     add_sequence(state, BatchSequence("b", 9, 2))
@@ -100,7 +100,7 @@ def test_shared_blocks_count_as_often_as_they_are_used() -> None:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def test_a_sequence_makes_exactly_its_tokens() -> None:
+def test_sequence_makes_exactly_its_tokens() -> None:
     sequence = BatchSequence("a", 5, 3)
     steps = run_out(state_with(sequence))
     assert [len(s.decoded) for s in steps] == [0, 1, 1]
@@ -115,19 +115,19 @@ def test_one_token_ends_with_the_prefill() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "limit"), [(0, 1), (1, 0), (41, 1), (20, 22)])
-def test_what_could_never_run_is_refused(prompt: int, limit: int) -> None:
+def test_impossible_sequence_is_refused(prompt: int, limit: int) -> None:
     with pytest.raises(ValueError, match="token"):
         add_sequence(BatchState(SMALL), BatchSequence("a", prompt, limit))
 
 
-def test_what_fills_the_cache_to_the_last_block_runs() -> None:
+def test_sequence_that_fills_the_whole_cache_runs() -> None:
     assert run_out(state_with(BatchSequence("a", 20, 21)))[-1].finished
 
 
 # --- the batch -----------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_computed_in_chunks() -> None:
+def test_long_prompt_is_computed_in_chunks() -> None:
     sequence = BatchSequence("a", 20, 1)
     steps = run_out(
         state_with(sequence, shape=EngineLimits(4, 10, max_batched_tokens=8, max_sequences=2))
@@ -163,7 +163,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
     assert (state.running_count, state.waiting_count) == (2, 1)
 
 
-def test_the_first_that_does_not_fit_keeps_those_behind_it_waiting() -> None:
+def test_first_sequence_that_does_not_fit_blocks_those_behind_it() -> None:
     running, big, small = (
         BatchSequence("a", 20, 3),
         BatchSequence("b", 24, 1),
@@ -175,13 +175,13 @@ def test_the_first_that_does_not_fit_keeps_those_behind_it_waiting() -> None:
     assert big.phase == small.phase == running.phase
 
 
-def test_a_lower_priority_number_goes_first() -> None:
+def test_lower_priority_number_goes_first() -> None:
     low, high = BatchSequence("low", 4, 1, priority=1), BatchSequence("high", 4, 1, priority=0)
     state = state_with(low, high, shape=EngineLimits(4, 10, max_sequences=1))
     assert stepped(state).finished == (high,)
 
 
-def test_a_batch_must_have_room_for_every_sequence() -> None:
+def test_batch_must_have_room_for_every_sequence() -> None:
     with pytest.raises(ValueError, match="below"):
         BatchState(EngineLimits(4, 10, max_batched_tokens=8, max_sequences=9))
 
@@ -189,7 +189,7 @@ def test_a_batch_must_have_room_for_every_sequence() -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def test_a_cached_prefix_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_computed_again() -> None:
     state = state_with(BatchSequence("a", 9, 1, [1, 2]))
     stepped(state)
     again = BatchSequence("b", 11, 1, [1, 2])
@@ -208,7 +208,7 @@ def test_of_a_whole_hit_the_last_block_is_computed_again() -> None:
     assert done.stored == ()
 
 
-def test_a_prompt_is_shared_from_the_step_that_admits_it() -> None:
+def test_prompt_is_shared_from_the_step_that_admits_it() -> None:
     first, second = BatchSequence("a", 9, 2, [1, 2]), BatchSequence("b", 9, 2, [1, 2])
     state = state_with(first, second)
     done = stepped(state)
@@ -217,7 +217,7 @@ def test_a_prompt_is_shared_from_the_step_that_admits_it() -> None:
     assert (names(first, done), names(second, done)) == ([1, 2], [])
 
 
-def test_blocks_are_told_stored_with_the_chunk_that_computed_them() -> None:
+def test_blocks_are_reported_stored_with_the_chunk_that_computed_them() -> None:
     sequence = BatchSequence("a", 13, 1, [1, 2, 3])
     state = state_with(sequence, shape=EngineLimits(4, 10, max_batched_tokens=6, max_sequences=2))
     assert [names(sequence, done) for done in run_out(state)] == [[1], [2, 3], []]
@@ -232,7 +232,7 @@ def test_output_blocks_with_a_name_are_shared_when_they_are_full() -> None:
     assert got == [[1], [], [2]]
 
 
-def test_output_blocks_without_a_name_match_nothing_nor_does_what_follows() -> None:
+def test_output_blocks_without_a_name_and_their_successors_match_nothing() -> None:
     sequence = BatchSequence("a", 6, 8, [1], caches_output=True)
     state = state_with(sequence)
     for _ in range(5):
@@ -241,7 +241,7 @@ def test_output_blocks_without_a_name_match_nothing_nor_does_what_follows() -> N
     assert [done.stored for done in run_out(state)] == [(), (), ()]
 
 
-def test_the_leaf_that_was_used_longest_ago_is_evicted_first() -> None:
+def test_leaf_that_was_used_longest_ago_is_evicted_first() -> None:
     state = state_with(BatchSequence("a", 12, 1, [1, 2, 3]), BatchSequence("b", 12, 1, [1, 2, 4]))
     run_out(state)
     add_sequence(state, BatchSequence("c", 28, 1, [10, 11, 12, 13, 14, 15, 16]))
@@ -257,7 +257,7 @@ def test_free_blocks_are_used_before_cached_ones() -> None:
     assert stepped(state).removed == ()
 
 
-def test_an_evicted_block_may_be_stored_again_in_the_same_step() -> None:
+def test_evicted_block_may_be_stored_again_in_the_same_step() -> None:
     state = state_with(BatchSequence("a", 20, 1, [1, 2, 3, 4, 5]))
     run_out(state)
     wide = BatchSequence("b", 24, 1, [10, 11, 12, 13, 14, 15])
@@ -269,7 +269,7 @@ def test_an_evicted_block_may_be_stored_again_in_the_same_step() -> None:
     assert names(again, done) == [5]
 
 
-def test_a_block_another_sequence_computed_outlives_a_cancelled_prefill() -> None:
+def test_block_another_sequence_computed_outlives_a_cancelled_prefill() -> None:
     shape = EngineLimits(4, 10, max_batched_tokens=3, max_sequences=3)
     state = state_with(BatchSequence("a", 8, 1, [1, 2]), shape=shape)
     run_out(state)
@@ -286,7 +286,7 @@ def test_a_block_another_sequence_computed_outlives_a_cancelled_prefill() -> Non
 # --- cancel --------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_sequence_leaves_its_blocks_in_the_cache_and_makes_no_more_tokens() -> None:
+def test_cancelled_sequence_leaves_its_blocks_in_the_cache_and_makes_no_more_tokens() -> None:
     sequence = BatchSequence("a", 9, 20, [1, 2])
     state = state_with(sequence)
     stepped(state)
@@ -296,7 +296,7 @@ def test_a_cancelled_sequence_leaves_its_blocks_in_the_cache_and_makes_no_more_t
     assert state.cache.match([1, 2], 2).blocks == 2
 
 
-def test_cancelling_while_it_waits_or_is_over_changes_nothing_else() -> None:
+def test_cancelling_a_waiting_or_finished_sequence_changes_nothing_else() -> None:
     running, waiting = BatchSequence("a", 4, 2), BatchSequence("b", 4, 2)
     state = state_with(running, waiting, shape=EngineLimits(4, 10, max_sequences=1))
     stepped(state)
@@ -305,7 +305,7 @@ def test_cancelling_while_it_waits_or_is_over_changes_nothing_else() -> None:
     assert [done.finished for done in run_out(state)] == [(running,)]
 
 
-def test_cancelled_sequences_do_not_pile_up_behind_one_that_waits() -> None:
+def test_cancelled_sequences_do_not_accumulate_behind_a_waiting_one() -> None:
     state = state_with(BatchSequence("run", 20, 20), BatchSequence("head", 40, 1))
     stepped(state)
     for key in range(1000):
@@ -315,7 +315,7 @@ def test_cancelled_sequences_do_not_pile_up_behind_one_that_waits() -> None:
     assert len(state.waiting) < 100
 
 
-def test_many_cancels_leave_the_order_of_those_who_wait() -> None:
+def test_many_cancels_leave_the_order_of_waiting_sequences() -> None:
     state = state_with(BatchSequence("run", 20, 20), shape=EngineLimits(4, 10, max_sequences=1))
     stepped(state)
     waiting = [BatchSequence(key, 4, 1, priority=key * 37 % 101) for key in range(600)]
@@ -339,34 +339,34 @@ def full(first: BatchSequence, second: BatchSequence) -> BatchState:
     return state
 
 
-def test_the_last_one_goes_when_no_block_is_left() -> None:
+def test_last_sequence_is_preempted_when_no_block_is_left() -> None:
     first, second = BatchSequence("a", 20, 3), BatchSequence("b", 18, 3)
     state = full(first, second)
     done = stepped(state)
     assert (done.preempted, done.decoded) == ((second,), (first,))
 
 
-def test_the_one_with_the_higher_priority_number_goes_even_if_it_came_first() -> None:
+def test_sequence_with_the_higher_priority_number_is_preempted_even_if_it_came_first() -> None:
     first, second = BatchSequence("a", 18, 3, priority=1), BatchSequence("b", 20, 3)
     state = full(first, second)
     done = stepped(state)
     assert (done.preempted, done.decoded) == ((first,), (second,))
 
 
-def test_the_last_one_gives_way_itself_when_it_is_the_one_in_need() -> None:
+def test_last_sequence_preempts_itself_when_it_needs_a_block() -> None:
     first, second = BatchSequence("a", 18, 3), BatchSequence("b", 20, 3)
     state = full(first, second)
     assert stepped(state).preempted == (second,)
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_no_sequence_is_admitted_in_a_step_that_preempts() -> None:
     first, second = BatchSequence("a", 20, 3), BatchSequence("b", 18, 3)
     state = full(first, second)
     add_sequence(state, BatchSequence("c", 4, 1))
     assert stepped(state).chunks == ()
 
 
-def test_who_was_preempted_computes_its_tokens_anew_and_goes_on() -> None:
+def test_preempted_sequence_recomputes_its_tokens_and_continues() -> None:
     first, second = BatchSequence("a", 20, 3), BatchSequence("b", 18, 3)
     state = full(first, second)
     steps = run_out(state)
@@ -375,7 +375,7 @@ def test_who_was_preempted_computes_its_tokens_anew_and_goes_on() -> None:
     assert second.preemptions == 1
 
 
-def test_who_was_preempted_finds_what_is_still_cached() -> None:
+def test_preempted_sequence_finds_its_cached_blocks() -> None:
     first = BatchSequence("a", 20, 2)
     second = BatchSequence("b", 18, 3, [1, 2, 3, 4])
     state = full(first, second)
@@ -384,7 +384,7 @@ def test_who_was_preempted_finds_what_is_still_cached() -> None:
     assert second.cached_tokens == 0
 
 
-def test_a_prompt_that_was_preempted_half_way_keeps_what_was_computed() -> None:
+def test_prompt_preempted_half_way_keeps_its_computed_part() -> None:
     first, second = BatchSequence("a", 4, 8), BatchSequence("b", 36, 1, list(range(9)))
     state = state_with(
         first, second, shape=EngineLimits(4, 10, max_batched_tokens=16, max_sequences=4)

@@ -169,7 +169,7 @@ def one_step(both: Both, cancels: dict[int, int]) -> StepResult | None:
 
 @settings(max_examples=300, deadline=None)
 @given(shape=shapes, sent=requests, shares_output=st.booleans())
-def test_it_does_what_its_plain_twin_does(
+def test_scheduler_equals_its_reference(
     shape: EngineLimits, sent: list[Ask], shares_output: bool
 ) -> None:
     both = played(shape, sent, shares_output=shares_output)
@@ -189,7 +189,7 @@ def test_no_token_is_lost_or_made_twice_however_often_a_sequence_is_preempted(
 
 @settings(deadline=None)
 @given(shape=shapes, sent=requests)
-def test_at_rest_nobody_holds_a_block_or_a_place(shape: EngineLimits, sent: list[Ask]) -> None:
+def test_idle_scheduler_holds_no_block_and_no_slot(shape: EngineLimits, sent: list[Ask]) -> None:
     both = played(shape, sent)
     state = both.state
     assert all(s.phase == FINISHED and not s.blocks for s in both.sequences)
@@ -205,7 +205,7 @@ def test_at_rest_nobody_holds_a_block_or_a_place(shape: EngineLimits, sent: list
 
 @settings(deadline=None)
 @given(shape=shapes, sent=requests)
-def test_what_is_cached_has_its_whole_prefix_cached(shape: EngineLimits, sent: list[Ask]) -> None:
+def test_cached_block_has_its_whole_prefix_cached(shape: EngineLimits, sent: list[Ask]) -> None:
     both = played(shape, sent)
     got = both.names.prefixes(both.got)
     assert all(len(prefix) == SIZE or prefix[:-SIZE] in got for prefix in got)
@@ -214,7 +214,7 @@ def test_what_is_cached_has_its_whole_prefix_cached(shape: EngineLimits, sent: l
 
 @settings(deadline=None)
 @given(shape=shapes, sent=requests)
-def test_the_same_asks_give_the_same_steps(shape: EngineLimits, sent: list[Ask]) -> None:
+def test_same_requests_give_the_same_steps(shape: EngineLimits, sent: list[Ask]) -> None:
     def steps() -> list[ReferenceStep | None]:
         both = Both(shape, shares_output=True)
         for send in sent:

@@ -71,7 +71,7 @@ def whole(text_stream: TextStream, steps: Sequence[Sequence[int]]) -> Answer:
 # --- without stops --------------------------------------------------------------------------------
 
 
-def test_text_comes_as_it_is_made() -> None:
+def test_text_is_delivered_as_it_is_generated() -> None:
     assert fed(stream(), bytewise("abc")) == ["a", "b", "c"]
 
 
@@ -79,19 +79,19 @@ def test_half_a_character_waits_for_the_rest() -> None:
     assert fed(stream(), bytewise("é!")) == ["", "é", "!"]
 
 
-def test_no_text_is_held_back_without_stop_strings() -> None:
+def test_no_text_is_withheld_without_stop_strings() -> None:
     text_stream = stream()
     text_stream.feed(bytewise("abc"))
     assert text_stream.end() == ""
 
 
-def test_the_end_of_an_answer_shows_its_half_character() -> None:
+def test_end_of_an_answer_shows_its_half_character() -> None:
     text_stream = stream()
     text_stream.feed(bytewise("é")[:1])
     assert text_stream.end() == "\ufffd"
 
 
-def test_an_empty_step_brings_nothing() -> None:
+def test_empty_step_has_no_output() -> None:
     assert stream().feed([]) == TextPiece("", 0)
 
 
@@ -99,11 +99,11 @@ def test_an_empty_step_brings_nothing() -> None:
 
 
 @pytest.mark.parametrize("eos", EOS)
-def test_an_end_of_text_ends_without_text_and_without_a_reason(eos: int) -> None:
+def test_end_of_text_ends_without_text_and_without_a_reason(eos: int) -> None:
     assert stream().feed([*bytewise("ab"), eos]) == TextPiece("ab", 3, "stop", None)
 
 
-def test_a_requests_own_hidden_stop_token_ends_as_an_end_of_text_does() -> None:
+def test_requests_own_hidden_stop_token_ends_as_an_end_of_text_does() -> None:
     x = BYTES[b"x"]
     piece = stream(stop_token_ids_hidden=(x,)).feed(bytewise("abxc"))
     assert piece == TextPiece("ab", 3, "stop", None)
@@ -115,15 +115,15 @@ def test_text_after_the_end_is_dropped() -> None:
     assert text_stream.feed(bytewise("c")) == TextPiece("", 0, "stop", None)
 
 
-def test_end_of_text_releases_text_held_for_a_stop_string() -> None:
+def test_end_of_text_releases_text_withheld_for_a_stop_string() -> None:
     assert stream(stop=("xyz",)).feed([*bytewise("axy"), END]).text == "axy"
 
 
-def test_an_end_of_text_shows_half_a_character() -> None:
+def test_end_of_text_shows_half_a_character() -> None:
     assert stream().feed([*bytewise("é")[:1], END]).text == "\ufffd"
 
 
-def test_an_ignored_end_of_text_ends_nothing() -> None:
+def test_ignored_end_of_text_ends_nothing() -> None:
     piece = stream(ignore_eos=True).feed([BYTES[b"a"], END, BYTES[b"b"]])
     assert piece == TextPiece("ab", 3)
 
@@ -136,111 +136,111 @@ def test_stop_strings_count_although_the_end_of_text_is_ignored() -> None:
 # --- named stop tokens ----------------------------------------------------------------------------
 
 
-def test_a_named_stop_token_ends_without_its_text_and_is_the_reason() -> None:
+def test_named_stop_token_ends_without_its_text_and_is_the_reason() -> None:
     x = BYTES[b"x"]
     piece = stream(stop_token_ids=(x,)).feed(bytewise("axb"))
     assert piece == TextPiece("a", 2, "stop", x)
 
 
-def test_a_named_stop_token_is_shown_on_request() -> None:
+def test_named_stop_token_is_shown_on_request() -> None:
     x = BYTES[b"x"]
     assert stream(stop_token_ids=(x,), include_stop=True).feed(bytewise("axb")).text == "ax"
 
 
-def test_a_token_that_is_named_and_an_end_of_text_has_no_reason() -> None:
+def test_stop_token_that_is_an_end_of_text_has_no_reason() -> None:
     assert stream(stop_token_ids=(END,)).feed([END]).stop_reason is None
 
 
 # --- stop strings ---------------------------------------------------------------------------------
 
 
-def test_a_stop_string_ends_before_its_first_character() -> None:
+def test_stop_string_ends_before_its_first_character() -> None:
     assert stream(stop=("xyz",)).feed(bytewise("abxyzc")) == TextPiece("ab", 5, "stop", "xyz")
 
 
-def test_a_stop_string_is_shown_on_request_and_nothing_after_it() -> None:
+def test_stop_string_is_shown_on_request_and_nothing_after_it() -> None:
     text_stream = stream(stop=("th",), include_stop=True)
     token = ids(" the")
     assert len(token) == 1
     assert text_stream.feed(token) == TextPiece(" th", 1, "stop", "th")
 
 
-def test_a_stop_string_is_found_across_tokens() -> None:
+def test_stop_string_is_found_across_tokens() -> None:
     text_stream = stream(stop=("xyz",))
     assert fed(text_stream, bytewise("axyzb")) == ["a", "", "", "", ""]
     assert text_stream.ended == TextPiece("", 0, "stop", "xyz")
 
 
-def test_possible_start_of_a_stop_string_is_held_back() -> None:
+def test_possible_start_of_a_stop_string_is_withheld() -> None:
     assert fed(stream(stop=("xyz",)), bytewise("axyb")) == ["a", "", "", "xyb"]
 
 
-def test_no_more_is_held_than_may_begin_a_stop_string() -> None:
+def test_only_a_possible_start_of_a_stop_string_is_withheld() -> None:
     assert fed(stream(stop=("aab",)), bytewise("aaaa")) == ["", "", "a", "a"]
 
 
-def test_end_of_an_answer_releases_held_text() -> None:
+def test_end_of_an_answer_releases_withheld_text() -> None:
     text_stream = stream(stop=("xyz",))
     assert text_stream.feed(bytewise("axy")).text + text_stream.end() == "axy"
 
 
 @pytest.mark.parametrize("cut", [ids, bytewise])
-def test_the_stop_string_that_is_complete_first_counts(cut: Any) -> None:
+def test_stop_string_completed_first_counts(cut: Any) -> None:
     piece = stream(stop=("bcd", "c")).feed(cut("abcd"))
     assert (piece.text, piece.stop_reason) == ("ab", "c")
 
 
-def test_of_two_that_are_complete_together_the_longer_counts() -> None:
+def test_longer_of_two_stop_strings_completed_together_counts() -> None:
     assert stream(stop=("b", "ab")).feed(bytewise("xab")) == TextPiece("x", 3, "stop", "ab")
 
 
-def test_a_stop_string_may_overlap_itself() -> None:
+def test_stop_string_may_overlap_itself() -> None:
     assert stream(stop=("abab",)).feed(bytewise("aababab")).text == "a"
 
 
-def test_a_stop_string_ends_in_the_middle_of_a_character_of_bytes() -> None:
+def test_stop_string_ends_in_the_middle_of_a_character_of_bytes() -> None:
     assert stream(stop=("é",)).feed(bytewise("aéb")) == TextPiece("a", 3, "stop", "é")
 
 
-def test_an_empty_stop_string_stops_nothing() -> None:
+def test_empty_stop_string_stops_nothing() -> None:
     assert stream(stop=("",)).feed(bytewise("ab")) == TextPiece("ab", 2)
 
 
 # --- min_tokens -----------------------------------------------------------------------------------
 
 
-def test_an_end_of_text_before_min_tokens_ends_nothing() -> None:
+def test_end_of_text_before_min_tokens_ends_nothing() -> None:
     assert stream(min_tokens=3).feed([BYTES[b"a"], END, BYTES[b"b"]]) == TextPiece("ab", 3)
 
 
-def test_an_answer_may_end_with_its_min_tokens_token() -> None:
+def test_answer_may_end_with_its_min_tokens_token() -> None:
     assert stream(min_tokens=2).feed([BYTES[b"a"], END]) == TextPiece("a", 2, "stop", None)
 
 
-def test_a_stop_string_before_min_tokens_is_shown_and_ends_nothing() -> None:
+def test_stop_string_before_min_tokens_is_shown_and_ends_nothing() -> None:
     text_stream = stream(min_tokens=4, stop=("ab",))
     assert "".join(fed(text_stream, bytewise("xabc"))) == "xabc"
     assert text_stream.ended is None
 
 
-def test_a_stop_string_may_begin_before_min_tokens() -> None:
+def test_stop_string_may_begin_before_min_tokens() -> None:
     assert stream(min_tokens=3, stop=("abc",)).feed(bytewise("abc")) == TextPiece(
         "", 3, "stop", "abc"
     )
 
 
-def test_a_stop_string_may_begin_within_one_that_did_not_count() -> None:
+def test_stop_string_may_begin_within_an_ignored_one() -> None:
     piece = stream(min_tokens=3, stop=("aa",)).feed(bytewise("aaa"))
     assert piece == TextPiece("a", 3, "stop", "aa")
 
 
-def test_a_stop_string_is_not_found_late() -> None:
+def test_stop_string_is_not_found_late() -> None:
     """It was complete while stops did not count, inside what was held for a longer one."""
     text_stream = stream(min_tokens=4, stop=("abcd", "bc"))
     assert text_stream.feed(bytewise("abcx")) == TextPiece("abcx", 4)
 
 
-def test_a_named_stop_token_before_min_tokens_ends_nothing() -> None:
+def test_named_stop_token_before_min_tokens_ends_nothing() -> None:
     x = BYTES[b"x"]
     assert stream(min_tokens=2, stop_token_ids=(x,)).feed([x]) == TextPiece("x", 1)
 
@@ -248,22 +248,22 @@ def test_a_named_stop_token_before_min_tokens_ends_nothing() -> None:
 # --- max_tokens -----------------------------------------------------------------------------------
 
 
-def test_the_last_allowed_token_ends_for_length() -> None:
+def test_last_allowed_token_ends_for_length() -> None:
     assert stream(max_tokens=2).feed(bytewise("abc")) == TextPiece("ab", 2, "length", None)
 
 
-def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
+def test_stop_at_the_last_allowed_token_is_a_stop() -> None:
     assert stream(max_tokens=2, stop=("b",)).feed(bytewise("ab")).finish_reason == "stop"
 
 
-def test_length_limit_releases_held_text() -> None:
+def test_length_limit_releases_withheld_text() -> None:
     assert stream(max_tokens=2, stop=("abc",)).feed(bytewise("ab")).text == "ab"
 
 
 # --- across a fence -------------------------------------------------------------------------------
 
 
-def test_a_run_that_continues_shows_only_what_is_new() -> None:
+def test_continued_run_shows_only_new_text() -> None:
     assert stream(bytewise("ab")).feed(bytewise("c")) == TextPiece("c", 1)
 
 
@@ -274,22 +274,22 @@ def test_half_a_character_across_a_fence_is_shown_once() -> None:
     assert stream([first]).feed([second]).text == "é"
 
 
-def test_a_stop_string_across_a_fence_is_found() -> None:
+def test_stop_string_across_a_fence_is_found() -> None:
     assert stream(bytewise("ax"), stop=("xy",)).feed(bytewise("y")) == TextPiece(
         "", 1, "stop", "xy"
     )
 
 
-def test_text_held_before_a_fence_is_shown_after_it() -> None:
+def test_text_withheld_before_a_fence_is_shown_after_it() -> None:
     assert stream(bytewise("ax"), stop=("xy",)).feed(bytewise("b")).text == "xb"
 
 
-def test_taken_tokens_count_for_min_and_max() -> None:
+def test_resumed_tokens_count_for_min_and_max() -> None:
     assert stream(bytewise("ab"), min_tokens=3).feed([END]).finish_reason == "stop"
     assert stream(bytewise("ab"), max_tokens=3).feed(bytewise("c")).finish_reason == "length"
 
 
-def test_a_run_may_find_that_its_answer_is_over() -> None:
+def test_resumed_answer_may_already_be_complete() -> None:
     over = stream(bytewise("axy"), stop=("xy",))
     assert over.ended == TextPiece("", 0, "stop", "xy")
     assert (over.chars, over.end()) == (1, "")

@@ -43,7 +43,7 @@ def shared(names: dict[str, list[str]], reasons: dict[str, str]) -> dict[str, li
     return {name: files for name, files in names.items() if len(files) > 1 and name not in reasons}
 
 
-def test_imports_form_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     known = {module_of(file) for file in FILES}
     graph = {
         module_of(file): {name for name in imported(file) if name in known}
@@ -99,7 +99,7 @@ def test_class_names_are_unique() -> None:
     assert shared(names, SHARED_CLASS_NAMES) == {}
 
 
-def test_every_exception_is_still_one() -> None:
+def test_every_exception_to_the_rules_is_in_use() -> None:
     modules, classes = defaultdict(int), defaultdict(int)
     for file, tree in TREES.items():
         modules[file.name] += 1

@@ -108,7 +108,7 @@ async def test_responsive_broker_is_kept_without_queries(cluster: Cluster) -> No
     assert (first.closed, second.sent, third.sent) == (None, 0, 0)
 
 
-async def test_stuck_broker_is_left_when_the_cluster_removed_it(cluster: Cluster) -> None:
+async def test_stuck_broker_is_abandoned_when_the_cluster_removed_it(cluster: Cluster) -> None:
     first = cluster.lines[1]
     cluster.members.remove(1)
     first.send_request()
@@ -116,7 +116,7 @@ async def test_stuck_broker_is_left_when_the_cluster_removed_it(cluster: Cluster
     assert first.closed_after_s > LATE_FRACTION * TIMEOUT_S
 
 
-async def test_its_other_connection_is_left_by_what_is_known_then(cluster: Cluster) -> None:
+async def test_other_connection_to_a_stuck_broker_is_abandoned_with_it(cluster: Cluster) -> None:
     first = cluster.lines[1]
     other = Line(cluster.client, first.host, cluster)
     cluster.members.remove(1)
@@ -160,7 +160,7 @@ async def test_suspended_client_does_not_count_its_own_pause(cluster: Cluster) -
     assert first.closed is None
 
 
-async def test_a_server_that_need_not_be_a_broker_is_left_by_the_clock_only(
+async def test_server_that_need_not_be_a_broker_is_abandoned_by_the_clock_only(
     cluster: Cluster,
 ) -> None:
     """The address of a bootstrap server may be that of a balancer in front of the brokers."""
@@ -179,7 +179,7 @@ async def test_later_requests_are_watched_again(cluster: Cluster) -> None:
     assert await first.left() is CloseReason.CONNECTION_BROKEN
 
 
-async def test_an_answer_about_other_topics_than_those_of_now_is_not_taken(
+async def test_answer_about_earlier_topics_is_ignored(
     cluster: Cluster,
 ) -> None:
     """The client would take the topics that came meanwhile for unknown ones."""
@@ -193,7 +193,7 @@ async def test_an_answer_about_other_topics_than_those_of_now_is_not_taken(
     assert cluster.lines[2].sent + cluster.lines[3].sent == 3
 
 
-async def test_an_answer_that_was_overtaken_is_not_taken(cluster: Cluster) -> None:
+async def test_overtaken_answer_is_ignored(cluster: Cluster) -> None:
     """Another one, to the client itself, came while this one was under way."""
     first, known = cluster.lines[1], cluster.client.cluster
 

@@ -87,7 +87,7 @@ async def test_views_near_the_ends_need_one_reader(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_record_is_decoded_once_for_all_views(
+async def test_record_is_decoded_once_for_all_views(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = await a_process(world)
@@ -105,7 +105,7 @@ async def test_a_record_is_decoded_once_for_all_views(
 
 
 @scenario_test
-async def test_a_view_far_from_the_end_reads_alone_until_it_is_near(world: MemoryWorld) -> None:
+async def test_view_far_from_the_end_reads_alone_until_it_is_near(world: MemoryWorld) -> None:
     process = await a_process(world)
     early = process.follow()
     await asyncio.wait_for(early.wait_caught_up(), 5)
@@ -124,7 +124,7 @@ async def test_a_view_far_from_the_end_reads_alone_until_it_is_near(world: Memor
 
 
 @scenario_test
-async def test_a_view_that_joins_behind_the_others_misses_nothing(world: MemoryWorld) -> None:
+async def test_view_that_joins_behind_the_others_misses_nothing(world: MemoryWorld) -> None:
     world.faults.gathers = True
     process = await a_process(world)
     early = process.follow()
@@ -141,7 +141,7 @@ async def test_a_view_that_joins_behind_the_others_misses_nothing(world: MemoryW
 
 
 @scenario_test
-async def test_records_come_together(world: MemoryWorld) -> None:
+async def test_records_arrive_together(world: MemoryWorld) -> None:
     polls = 0
 
     def count(*_: Any) -> None:
@@ -176,7 +176,7 @@ async def test_reader_without_subscribers_reads_nothing(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_view_that_is_paused_holds_up_no_other(world: MemoryWorld) -> None:
+async def test_paused_view_blocks_no_other(world: MemoryWorld) -> None:
     process = await a_process(world)
     slow, quick = process.follow(), process.follow()
     await asyncio.wait_for(slow.wait_caught_up(), 5)
@@ -222,7 +222,7 @@ async def test_only_the_views_that_missed_records_are_rebuilt(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_loss_of_one_view_is_no_loss_of_one_that_is_ahead(world: MemoryWorld) -> None:
+async def test_loss_of_one_view_does_not_affect_one_that_is_ahead(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     tail = TailReader(await world.connect(), world.clock)
     with (
@@ -239,7 +239,7 @@ async def test_a_loss_of_one_view_is_no_loss_of_one_that_is_ahead(world: MemoryW
 
 
 @scenario_test
-async def test_a_record_for_newer_readers_ends_every_follower(world: MemoryWorld) -> None:
+async def test_record_for_newer_readers_ends_every_follower(world: MemoryWorld) -> None:
     process = await a_process(world)
     follower = process.follow()
     await asyncio.wait_for(follower.wait_caught_up(), 5)
@@ -254,7 +254,7 @@ async def test_a_record_for_newer_readers_ends_every_follower(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_follower_of_a_reader_that_was_stopped_ends(world: MemoryWorld) -> None:
+async def test_follower_of_a_stopped_reader_ends(world: MemoryWorld) -> None:
     process = await a_process(world)
     follower = process.follow()
     await asyncio.wait_for(follower.wait_caught_up(), 5)
@@ -265,7 +265,7 @@ async def test_a_follower_of_a_reader_that_was_stopped_ends(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_view_that_joins_while_records_are_decoded_gets_them(world: MemoryWorld) -> None:
+async def test_view_that_joins_while_records_are_decoded_gets_them(world: MemoryWorld) -> None:
     """A lookup in the registry may suspend the decoding of a poll."""
     process = await a_process(world)
     first = process.follow(LANE_0)

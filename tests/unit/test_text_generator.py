@@ -49,7 +49,7 @@ def first(output: Iterator[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("name", CONTINUATIONS)
 @given(prompt=tokens, limit=st.none() | st.integers(1, 20), cut=st.integers(0, 20))
-def test_a_resumed_answer_continues_identically(
+def test_resumed_answer_continues_identically(
     name: str, prompt: list[int], limit: int | None, cut: int
 ) -> None:
     continuation = CONTINUATIONS[name]
@@ -63,7 +63,7 @@ def test_a_resumed_answer_continues_identically(
 
 
 @given(prompt=tokens, limit=st.none() | st.integers(1, 20))
-def test_echo_says_what_the_echo_engine_says(prompt: list[int], limit: int | None) -> None:
+def test_echo_equals_the_answer_of_the_echo_engine(prompt: list[int], limit: int | None) -> None:
     prompt = [*prompt, ASSISTANT]
     assert first(echo_continuation(prompt, limit), limit or 100) == echo_answer(prompt, limit)
 
@@ -74,7 +74,7 @@ def test_generator_writes_sentences_in_sequence() -> None:
     assert got == {tuple(words_of(f + s)) for s in SENTENCES for f in ("", " ")}
 
 
-def test_an_answer_of_a_speaker_ends_after_a_sentence() -> None:
+def test_answer_of_a_speaker_ends_after_a_sentence() -> None:
     lengths = set()
     for prompt in range(100, 200):
         output = first(SPEAKER([prompt], None), 500)
@@ -84,7 +84,7 @@ def test_an_answer_of_a_speaker_ends_after_a_sentence() -> None:
     assert len(lengths) > 3
 
 
-def test_a_speaker_without_an_end_ends_by_itself() -> None:
+def test_speaker_without_an_end_ends_by_itself() -> None:
     assert list(TextGenerator(SENTENCES, words_of, None)([5], None))
 
 
@@ -93,7 +93,7 @@ def test_one_other_token_in_a_prompt_makes_another_answer() -> None:
     assert len(output) == 20
 
 
-def test_a_speaker_needs_sentences() -> None:
+def test_speaker_needs_sentences() -> None:
     with pytest.raises(ValueError, match="no sample sentences"):
         TextGenerator([], words_of, None)
 
@@ -106,7 +106,7 @@ def test_demo_model_writes_readable_text(prompt: list[int]) -> None:
     assert text.isascii()
 
 
-def test_the_demo_model_answers_a_chat_in_whole_sentences() -> None:
+def test_demo_model_answers_a_chat_in_whole_sentences() -> None:
     chat = [3, *DEMO_TOKENIZER.encode_now("hello"), 1, 4]
     output = list(islice(DEMO_SPEAKER(chat, None), 2000))
     text = DEMO_TOKENIZER.decode(output[: output.index(1)])
@@ -134,19 +134,19 @@ def test_text_without_limits_is_the_whole_model_output() -> None:
     assert due_of(HELLO) == ExpectedAnswer(tuple(b"hello"), "hello", "stop")
 
 
-def test_it_ends_at_the_limit() -> None:
+def test_answer_ends_at_the_limit() -> None:
     assert due_of(HELLO, max_tokens=7) == ExpectedAnswer(tuple(b"hellohe"), "hellohe", "length")
 
 
-def test_it_ends_at_the_end_of_the_context() -> None:
+def test_answer_ends_at_the_end_of_the_context() -> None:
     assert due_of(HELLO, len(HELLO) + 3) == ExpectedAnswer(tuple(b"hel"), "hel", "length")
 
 
-def test_it_ends_at_a_stop_string() -> None:
+def test_answer_ends_at_a_stop_string() -> None:
     assert due_of(HELLO, max_tokens=50, stop=("lo",)) == ExpectedAnswer(
         tuple(b"hello"), "hel", "stop", "lo"
     )
 
 
-def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+def test_half_a_character_at_the_end_is_shown_as_a_replacement() -> None:
     assert due_of([USER, *"é".encode(), ASSISTANT], max_tokens=1).text == "\ufffd"

@@ -23,7 +23,7 @@ async def test_work_runs_on_another_thread(pool: ThreadPool) -> None:
     assert await pool.run(threading.get_ident) != threading.get_ident()
 
 
-async def test_an_error_of_the_work_comes_back(pool: ThreadPool) -> None:
+async def test_error_of_the_work_comes_back(pool: ThreadPool) -> None:
     def fail() -> None:
         raise KeyError("x")
 
@@ -41,12 +41,12 @@ async def test_task_beyond_the_queue_is_refused(pool: ThreadPool) -> None:
     assert await asyncio.gather(*taken) == [True, True]
 
 
-async def test_a_place_is_free_again_when_the_work_is_done(pool: ThreadPool) -> None:
+async def test_slot_is_free_again_when_the_work_is_done(pool: ThreadPool) -> None:
     for number in range(5):
         assert await pool.run(lambda n=number: n) == number
 
 
-async def test_a_cancelled_caller_leaves_its_place_taken_until_the_thread_is_done(
+async def test_cancelled_caller_keeps_its_slot_until_the_thread_is_done(
     pool: ThreadPool,
 ) -> None:
     gate = threading.Event()

@@ -24,7 +24,7 @@ NOW_MS = 1_763_707_200_000
         ("kv-events/0:7, ledger/3=9", {Partition("kv-events", 0): 7, Partition("ledger", 3): 9}),
     ],
 )
-def test_a_moment_is_a_time_or_offsets(text: str, expected: object) -> None:
+def test_moment_is_a_time_or_offsets(text: str, expected: object) -> None:
     assert parse_moment(text, NOW_MS) == expected
 
 
@@ -34,7 +34,7 @@ def test_anything_else_is_refused_with_an_example(text: str) -> None:
         parse_moment(text, NOW_MS)
 
 
-def test_a_time_is_shown_in_utc() -> None:
+def test_time_is_shown_in_utc() -> None:
     assert format_time(NOW_MS + 7) == "2025-11-21 06:40:00.007"
 
 
@@ -47,9 +47,7 @@ def test_a_time_is_shown_in_utc() -> None:
         ("-1m..2030-01-01", (NOW_MS - 60_000, NOW_MS)),
     ],
 )
-def test_a_period_goes_from_a_time_to_another_or_to_now(
-    text: str, expected: tuple[int, int]
-) -> None:
+def test_period_goes_from_a_time_to_another_or_to_now(text: str, expected: tuple[int, int]) -> None:
     assert parse_range(text, NOW_MS) == expected
 
 

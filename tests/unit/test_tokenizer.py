@@ -57,7 +57,7 @@ async def test_tokens_are_those_of_the_whole_text_cached_or_not(some: list[str])
         assert list(await tokenizer.encode(text)) == expected
 
 
-async def test_a_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(SPEC, InlinePool())
     turn = "<|user|>" + "once upon a time " * 50 + "<|end|>"
     await tokenizer.encode(turn)
@@ -73,7 +73,7 @@ async def test_a_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -
     assert done == ["<|user|>", "<|end|><|assistant|>"]
 
 
-async def test_the_cache_keeps_to_its_bound() -> None:
+async def test_cache_size_is_bounded() -> None:
     tokenizer = Tokenizer(SPEC, InlinePool(), cache_bytes=20_000)
     for number in range(50):
         await tokenizer.encode(f"{number} words " * 100)
@@ -97,14 +97,14 @@ def test_borders_are_the_longest_tokens_from_left_to_right(
     assert found == [match.span() for match in whole.finditer(text)]
 
 
-def test_added_tokens_that_begin_alike_are_tried_together() -> None:
+def test_added_tokens_with_a_common_start_are_tried_together() -> None:
     """Side by side, each place of such a text would be tried for all of them."""
     borders = AddedTokens([f"<unused{number}>" for number in range(6242)])
     assert borders._pattern.pattern.count("unused") == 1
 
 
 @pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01"])
-async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
+async def test_text_that_is_far_too_long_is_not_read_to_its_end(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = Tokenizer(SPEC, InlinePool())
@@ -123,7 +123,7 @@ async def test_a_text_that_is_far_too_long_is_not_read_to_its_end(
 
 
 @pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01", "ß"])
-async def test_a_long_text_that_fits_is_never_refused(text: str) -> None:
+async def test_long_text_that_fits_is_never_refused(text: str) -> None:
     long = text * (3 * SLICE_CHARS // len(text))
     tokens = WHOLE.encode(long, add_special_tokens=False).ids
     assert list(await Tokenizer(SPEC, InlinePool()).encode(long, most=len(tokens))) == tokens
@@ -240,6 +240,6 @@ async def test_lone_surrogates_are_no_text() -> None:
 
 
 @pytest.mark.parametrize("spec", [b"", b"{}", b"[]", b"\xff", SPEC[:-1]])
-def test_a_file_that_is_no_tokenizer_is_a_bad_model(spec: bytes) -> None:
+def test_file_that_is_no_tokenizer_is_a_bad_model(spec: bytes) -> None:
     with pytest.raises(BadModel, match=r"tokenizer\.json"):
         Tokenizer(spec, InlinePool())

@@ -36,7 +36,7 @@ def test_names_are_unique_and_short() -> None:
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz-"), name
 
 
-def test_a_lane_is_the_same_partition_of_four_topics() -> None:
+def test_lane_is_the_same_partition_of_four_topics() -> None:
     lanes = {topic.name for topic in TOPICS if topic.partitions == PER_LANE}
     assert lanes == {topics.REQUESTS, topics.LEDGER, topics.RESPONSES, topics.RESULTS}
     assert {TOPICS_BY_NAME[name].key for name in lanes} == {"request id"}
@@ -69,17 +69,17 @@ def test_partitions_are_a_positive_number_or_the_lanes(topic: Topic) -> None:
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
-def test_the_broker_sets_the_time_of_every_record(topic: Topic) -> None:
+def test_broker_sets_the_time_of_every_record(topic: Topic) -> None:
     assert topic.config(1)["message.timestamp.type"] == "LogAppendTime"
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
-def test_replicas_that_must_acknowledge_are_the_deployments_choice(topic: Topic) -> None:
+def test_required_replicas_are_a_setting_of_the_deployment(topic: Topic) -> None:
     assert topic.config(2)["min.insync.replicas"] == "2"
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
-def test_the_defaults_of_a_cluster_lose_nothing_that_was_acknowledged(topic: Topic) -> None:
+def test_defaults_of_a_cluster_lose_nothing_that_was_acknowledged(topic: Topic) -> None:
     config = topic.config(1)
     assert config["unclean.leader.election.enable"] == "false"
     assert config.get("retention.bytes", "-1") == "-1"
@@ -87,7 +87,7 @@ def test_the_defaults_of_a_cluster_lose_nothing_that_was_acknowledged(topic: Top
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda t: t.name)
-def test_a_topic_deletes_by_age_or_compacts(topic: Topic) -> None:
+def test_topic_deletes_by_age_or_compacts(topic: Topic) -> None:
     config = topic.config(1)
     compacts, deletes = topic.compacts or topic.retention_ms is None, topic.retention_ms is not None
     policies = ["compact"] * compacts + ["delete"] * deletes
@@ -103,7 +103,7 @@ def test_segment_is_at_most_a_quarter_of_the_retention(topic: Topic) -> None:
         assert int(config["segment.ms"]) * 4 <= int(config[kept])
 
 
-def test_brokers_compress_what_is_kept_for_a_day_and_read_by_every_router() -> None:
+def test_brokers_compress_topics_kept_for_a_day_and_read_by_every_router() -> None:
     compressed = {topic.name for topic in TOPICS if "compression.type" in topic.config(1)}
     assert compressed == {topics.LEDGER}
 
@@ -115,7 +115,7 @@ def test_tombstone_is_kept_as_long_as_the_compaction_lag() -> None:
             assert int(config["delete.retention.ms"]) >= int(config["min.compaction.lag.ms"])
 
 
-def test_a_stream_can_be_read_again_until_long_after_its_request_is_over() -> None:
+def test_stream_can_be_read_again_until_long_after_its_request_is_over() -> None:
     retention_ms = TOPICS_BY_NAME[topics.RESPONSES].retention_ms
     assert retention_ms is not None
     assert retention_ms / 2 > MAX_LIFETIME_MS
@@ -130,7 +130,7 @@ def test_ledger_is_kept_longer_than_its_requests() -> None:
         assert ledger.retention_ms > other.retention_ms + MAX_LIFETIME_MS
 
 
-def test_every_record_type_lies_on_a_topic_and_every_topic_holds_known_types() -> None:
+def test_every_record_type_is_on_a_topic_and_every_topic_has_known_types() -> None:
     on_topics = {name for topic in TOPICS for name in topic.records}
     in_codecs = {t.__name__ for t in (*codecs._INNER, *codecs._PUBLIC)}
     assert on_topics - NOT_IN_CODECS == in_codecs
@@ -165,17 +165,17 @@ JAVA_MURMUR2 = {
 
 
 @pytest.mark.parametrize(("key", "java_hash"), JAVA_MURMUR2.items())
-def test_the_hash_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
+def test_hash_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
     assert murmur2(key) == java_hash % 2**32
 
 
 @given(st.binary(max_size=100))
-def test_the_hash_is_that_of_aiokafka(key: bytes) -> None:
+def test_hash_is_that_of_aiokafka(key: bytes) -> None:
     assert murmur2(key) == partitioner.murmur2(key)
 
 
 @pytest.mark.parametrize(("key", "java_hash"), JAVA_MURMUR2.items())
-def test_the_partition_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
+def test_partition_is_that_of_the_java_client(key: bytes, java_hash: int) -> None:
     assert partition_of(key, 32) == (java_hash & 0x7FFFFFFF) % 32
 
 
@@ -224,7 +224,7 @@ def test_groups_are_those_that_processes_join() -> None:
     ]
 
 
-def test_a_collector_may_write_in_transactions_and_to_topics_of_replies() -> None:
+def test_collector_may_write_in_transactions_and_to_topics_of_replies() -> None:
     own = [r for r in required_acls(["replies-"]) if r.role == "collector" and r.is_prefix]
     assert own == [
         AclRule("collector", "Describe", "transactional-id", "collector-", is_prefix=True),

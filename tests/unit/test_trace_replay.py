@@ -66,7 +66,7 @@ def got(requests: list[SimulatedRequest]) -> list[tuple[Any, ...]]:
 # --- by hand -------------------------------------------------------------------------------------
 
 
-def test_a_lone_request_takes_its_prefill_and_a_step_a_token() -> None:
+def test_lone_request_takes_its_prefill_and_a_step_a_token() -> None:
     (each,) = played([row(100, 1000, 3)])
     assert each.first_token_ms == pytest.approx(100 + 20)
     assert each.last_token_ms == pytest.approx(100 + 20 + 2 * 4)
@@ -88,18 +88,18 @@ def test_two_requests_share_steps_and_the_cached_beginning() -> None:
     assert found.e2e_mean == pytest.approx((42.88 + 41.88) / 2)
 
 
-def test_round_robin_goes_in_turn_and_same_moments_share_a_step() -> None:
+def test_round_robin_takes_turns_and_simultaneous_requests_share_a_step() -> None:
     requests = played([row(0, 100, 1, 10 * i) for i in range(5)], workers=2, policy="round_robin")
     assert [x.worker for x in requests] == [f"worker-{i}" for i in (0, 1, 0, 1, 0)]
     assert [x.first_token_ms for x in requests] == pytest.approx([13, 12, 13, 12, 13])
 
 
-def test_workers_stand_in_the_order_of_their_numbers() -> None:
+def test_workers_are_in_the_order_of_their_numbers() -> None:
     requests = played([row(0, 100, 1, i) for i in range(11)], workers=11, policy="round_robin")
     assert [int(x.worker.removeprefix("worker-")) for x in requests] == list(range(11))
 
 
-def test_a_request_goes_where_its_beginning_is_cached() -> None:
+def test_request_goes_where_its_beginning_is_cached() -> None:
     rows = [row(0, 5000, 1), row(0, 5000, 1, 100), row(5000, 5100, 1, 100), row(9000, 5200, 1)]
     one, two, again_two, again_one = played(rows, workers=2)
     assert one.worker != two.worker
@@ -107,20 +107,20 @@ def test_a_request_goes_where_its_beginning_is_cached() -> None:
     assert (again_two.cached_tokens, again_one.cached_tokens) == (9 * 512, 9 * 512)
 
 
-def test_what_was_evicted_is_not_counted_on() -> None:
+def test_evicted_blocks_are_not_expected() -> None:
     small = SIMPLE._replace(cache_blocks=10)
     rows = [row(0, 5000, 1), row(5000, 5000, 1, 100), row(9000, 5000, 1)]
     assert [x.cached_tokens for x in played(rows, shape=small)] == [0, 0, 0]
 
 
-def test_a_session_stays_where_it_is() -> None:
+def test_session_stays_where_it_is() -> None:
     rows = [TraceRow(1000.0 * i, 1024, 1, [0, 1 + i % 3]) for i in range(30)]  # three conversations
     requests = played(rows, workers=8, policy="session_hash")
     assert [x.worker for x in requests[3:]] == [x.worker for x in requests[:-3]]
 
 
 @given(st.lists(st.builds(row, st.just(0), st.integers(1, 9000), st.just(9)), min_size=2))
-def test_requests_planned_at_once_go_where_they_would_one_by_one(rows: list[TraceRow]) -> None:
+def test_simultaneous_requests_are_placed_as_they_would_be_one_by_one(rows: list[TraceRow]) -> None:
     at_once, one_by_one = (
         got(new_simulator(coming, 3, SIMPLE, RoutingConfig("predictive"), 0).run())
         for coming in (
@@ -131,12 +131,12 @@ def test_requests_planned_at_once_go_where_they_would_one_by_one(rows: list[Trac
     assert at_once == one_by_one
 
 
-def test_speed_brings_arrivals_together_and_leaves_engines_as_they_are() -> None:
+def test_speed_brings_arrivals_together_and_leaves_engines_unchanged() -> None:
     (each,) = played([row(1000, 1000, 3)], pace=ArrivalRate(speed=4))
     assert (each.arrived_ms, each.last_token_ms) == (250, pytest.approx(278))
 
 
-def test_jitter_puts_off_arrivals_by_less_than_it_says_and_by_the_seed() -> None:
+def test_jitter_delays_arrivals_by_less_than_its_bound_and_by_the_seed() -> None:
     rows = [row(0, 100, 1, i) for i in range(50)]
     requests = played(rows, pace=ArrivalRate(speed=2, jitter_s=3))
     times = [x.arrived_ms for x in requests]
@@ -167,7 +167,7 @@ ROWS = st.lists(
     st.integers(0, 3),
     st.sampled_from([0, 2]),
 )
-def test_every_request_comes_to_its_end_the_same_way_every_time(
+def test_every_request_ends_the_same_way_every_time(
     rows: list[TraceRow], policy: str, workers: int, seed: int, jitter_s: float
 ) -> None:
     shape = SIMPLE._replace(cache_blocks=20, max_sequences=4)
@@ -186,7 +186,7 @@ def test_every_request_comes_to_its_end_the_same_way_every_time(
 
 
 @given(ROWS, st.sampled_from(POLICY_NAMES))
-def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], policy: str) -> None:
+def test_batching_of_quiet_steps_changes_nothing(rows: list[TraceRow], policy: str) -> None:
     together = got(played(rows, 2, policy))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated_worker, "MIN_BATCHED_STEPS", 10**9)
@@ -194,9 +194,7 @@ def test_taking_quiet_steps_together_changes_nothing(rows: list[TraceRow], polic
 
 
 @given(ROWS, st.sampled_from(POLICY_NAMES))
-def test_in_the_end_the_router_knows_what_the_caches_hold(
-    rows: list[TraceRow], policy: str
-) -> None:
+def test_final_router_state_equals_the_caches(rows: list[TraceRow], policy: str) -> None:
     requests = trace_requests(rows)
     played_out = new_simulator(
         schedule_arrivals(rows, requests, RECORDED, 0),
@@ -215,7 +213,7 @@ def test_in_the_end_the_router_knows_what_the_caches_hold(
 
 
 @given(ROWS, st.sampled_from(POLICY_NAMES))
-def test_its_books_weigh_runs_as_the_ledger_does(rows: list[TraceRow], policy: str) -> None:
+def test_simulated_ledger_has_the_loads_of_the_ledger(rows: list[TraceRow], policy: str) -> None:
     coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
     replay = new_simulator(coming, 2, SIMPLE, RoutingConfig(policy), 0)
     books, load, read = replay.router_slots[0].state.ledger, LedgerState(60_000), count()
@@ -250,7 +248,9 @@ def decoding(output: int) -> SimulatedWorker:
 
 
 @pytest.mark.parametrize(("at_ms", "joins_ms"), [(11.5, 15), (14.9, 15), (15, 19), (18, 19)])
-def test_who_comes_in_quiet_steps_waits_for_the_end_of_one(at_ms: float, joins_ms: float) -> None:
+def test_request_that_arrives_in_quiet_steps_waits_for_the_end_of_one(
+    at_ms: float, joins_ms: float
+) -> None:
     alone = decoding(100)
     assert alone.ends_at_ms > 100
     alone.admit(BatchSequence("second", 100, 1), at_ms)
@@ -262,13 +262,13 @@ def test_who_comes_in_quiet_steps_waits_for_the_end_of_one(at_ms: float, joins_m
 
 @pytest.mark.parametrize("output", [3, 100])
 @pytest.mark.parametrize(("at_ms", "tokens"), [(11, 1), (14.9, 1)])
-def test_tokens_of_the_step_under_way_are_not_there_yet(
+def test_tokens_of_the_current_step_do_not_count_yet(
     output: int, at_ms: float, tokens: int
 ) -> None:
     assert decoding(output).output_tokens(at_ms) == tokens
 
 
-def test_tokens_are_there_when_their_quiet_step_is_over() -> None:
+def test_tokens_count_when_their_quiet_step_has_ended() -> None:
     alone = decoding(100)
     assert [alone.output_tokens(at_ms) for at_ms in (15.1, 18.9, 19.1)] == [2, 2, 3]
 
@@ -293,13 +293,13 @@ def second_until_prefilled(name: str, view: Any) -> Wait | None:
     return Wait("busy") if name == "000001" and busy else None
 
 
-def test_a_held_request_is_looked_at_again_when_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_request_is_retried_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda _, view: Wait("later", 70) if view.now_ms < 70 else None)
     (each,) = played([row(0, 1000, 1)])
     assert (each.sent_ms, each.first_token_ms) == (70, pytest.approx(90))
 
 
-def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_next_step(
+def test_waiting_request_is_retried_when_another_gets_a_token_and_joins_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holding(monkeypatch, second_until_prefilled)
@@ -308,7 +308,7 @@ def test_a_held_request_is_looked_at_when_another_gets_a_token_and_joins_the_nex
     assert held.first_token_ms == pytest.approx(20 + 20 + 4)
 
 
-def test_a_time_that_has_come_already_does_not_stop_the_clock(
+def test_retry_time_in_the_past_does_not_stop_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holding(monkeypatch, lambda _, view: Wait("now", 0) if view.now_ms < 5 else None)
@@ -316,13 +316,13 @@ def test_a_time_that_has_come_already_does_not_stop_the_clock(
     assert each.sent_ms == 5
 
 
-def test_requests_that_are_held_for_ever_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_forever_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda *_: Wait("never"))
     with pytest.raises(SimulationFailed, match="2 requests are never scheduled"):
         played([row(0, 100, 1), row(1, 100, 1)])
 
 
-def test_policy_predictive_holds_the_longer_of_two_and_none_for_ever() -> None:
+def test_policy_predictive_delays_the_longer_of_two_and_none_forever() -> None:
     rows = [row(0, 8000, 1), row(1, 8000, 1, 100), row(2, 3000, 1, 200)]
     requests = played(rows, policy="predictive")
     first, long, short = requests
@@ -331,20 +331,20 @@ def test_policy_predictive_holds_the_longer_of_two_and_none_for_ever() -> None:
     assert short.sent_ms == pytest.approx(first.first_token_ms, abs=1)
 
 
-def test_under_policy_predictive_the_shortest_of_those_that_come_together_goes_first() -> None:
+def test_under_policy_predictive_the_shortest_of_simultaneous_requests_goes_first() -> None:
     rows = [row(0, 8000, 1), row(0, 3000, 1, 100), row(0, 5000, 1, 200)]
     long, short, middle = played(rows, policy="predictive")
     assert short.sent_ms == 0
     assert short.sent_ms < middle.sent_ms < long.sent_ms
 
 
-def test_a_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda *_: Rejection("invalid", "because"))
     with pytest.raises(SimulationFailed, match="000000 was rejected: because"):
         played([row(0, 100, 1)])
 
 
-def test_a_request_that_no_cache_can_hold_is_reported() -> None:
+def test_request_that_no_cache_can_hold_is_reported() -> None:
     with pytest.raises(InvalidTrace, match="000000 fits no worker"):
         played([row(0, 64 * 512, 2)])
 
@@ -361,7 +361,7 @@ def under(
     ).run()  # fmt: skip
 
 
-def test_a_hop_comes_before_the_prefill_and_is_no_part_of_what_a_worker_measures() -> None:
+def test_hop_comes_before_the_prefill_and_is_no_part_of_measured_times() -> None:
     rows = [row(0, 1000, 1), row(100, 1000, 1, 100)]
     one, two = under(NetworkConditions(dispatch_delay_ms=3), rows)
     assert (one.sent_ms, one.first_token_ms) == (0, pytest.approx(23))
@@ -375,7 +375,7 @@ def test_requests_that_hop_together_share_a_step() -> None:
     assert [x.first_token_ms for x in requests] == pytest.approx([33, 33])
 
 
-def test_a_request_that_is_held_for_news_goes_when_they_are_read(
+def test_waiting_request_is_retried_when_new_records_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holding(monkeypatch, second_until_prefilled)
@@ -384,7 +384,7 @@ def test_a_request_that_is_held_for_news_goes_when_they_are_read(
     assert held.sent_ms == pytest.approx(27)
 
 
-def test_what_a_late_record_says_happened_when_it_happened() -> None:
+def test_late_record_counts_from_its_event_time() -> None:
     rows = [row(0, 1000, 1), row(500, 1000, 1)]
     coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
     late = new_simulator(
@@ -409,13 +409,13 @@ def workers_of(conditions: NetworkConditions, gap_ms: float) -> list[str]:
     return [x.worker for x in under(conditions, rows, 2, "least_loaded")]
 
 
-def test_a_router_counts_its_own_decisions_at_once() -> None:
+def test_router_counts_its_own_decisions_at_once() -> None:
     late = workers_of(NetworkConditions(ledger_lag_ms=50), 1.0)
     assert late == workers_of(NetworkConditions(), 1.0)
     assert len(set(late[:2])) == 2
 
 
-def test_it_counts_those_of_others_when_it_reads_them() -> None:
+def test_router_counts_decisions_of_others_when_it_reads_them() -> None:
     rows = [row(i, 5000, 1, 100 * i) for i in range(30)]
     late = under(NetworkConditions(routers=2, ledger_lag_ms=1000), rows, 2, "least_loaded")
     assert {x.router for x in late} == {0, 1}
@@ -429,7 +429,7 @@ def test_it_counts_those_of_others_when_it_reads_them() -> None:
     ]
 
 
-def test_routers_that_read_nothing_of_each_other_know_of_their_own_requests_alone() -> None:
+def test_routers_without_a_shared_ledger_count_their_own_requests_only() -> None:
     apart = NetworkConditions(routers=2, shares_ledger=False)
     coming = schedule_arrivals(
         rows := [row(i, 100, 1) for i in range(20)], trace_requests(rows), RECORDED, 0
@@ -443,7 +443,7 @@ def test_routers_that_read_nothing_of_each_other_know_of_their_own_requests_alon
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_where_engines_are_faster_than_anybody_said_none_of_them_is_left_out(seed: int) -> None:
+def test_engines_faster_than_their_profile_all_get_requests(seed: int) -> None:
     trace = PreparedTrace(generate_trace("shared-prefixes", TraceSize(1000)))
     twice_as_fast = PerfCurves((2.1e-7, 7.592e-3, 8.251), (-12.87, 27.0, 2.87), 0.5)
     run = SimulationRun("predictive", 6, seed=seed, curves=twice_as_fast, warmup_requests=400)
@@ -467,7 +467,7 @@ CONDITIONS = st.builds(
 
 
 @given(ROWS, st.sampled_from(POLICY_NAMES), CONDITIONS)
-def test_late_or_not_every_request_ends_and_no_load_remains(
+def test_every_request_ends_and_no_load_remains_despite_delays(
     rows: list[TraceRow], policy: str, conditions: NetworkConditions
 ) -> None:
     shape = SIMPLE._replace(cache_blocks=20, max_sequences=4)

@@ -149,7 +149,7 @@ def nearly_whole_logs(draw: st.DrawFn) -> list[Line]:
 
 @given(st.one_of(any_log, nearly_whole_logs()))
 @settings(max_examples=1500, deadline=None)
-def test_the_fold_and_the_reference_agree_on_any_log(log: list[Line]) -> None:
+def test_transcript_and_the_reference_agree_on_any_log(log: list[Line]) -> None:
     assert seen(read(log)) == reference(log)
 
 
@@ -181,7 +181,7 @@ def test_no_text_is_shown_after_the_end(log: list[Line]) -> None:
 
 @given(st.one_of(any_log, nearly_whole_logs()))
 @settings(max_examples=300, deadline=None)
-def test_the_pieces_are_the_answer(log: list[Line]) -> None:
+def test_pieces_equal_the_answer(log: list[Line]) -> None:
     transcript = Transcript(keep=False)
     pieces = [piece for line in log if isinstance(piece := transcript.apply(line), Chunk)]
     kept = read(log)
@@ -208,7 +208,7 @@ def test_start_before_the_first_record_does_not_change_the_text(
 
 @given(st.one_of(any_log, nearly_whole_logs()), st.integers(1, 4))
 @settings(max_examples=500, deadline=None)
-def test_gather_is_what_was_shown_at_the_first_fence_of_the_attempt(
+def test_gathered_text_is_that_before_the_first_fence_of_the_attempt(
     log: list[Line], attempt: int
 ) -> None:
     fences = [i for i, r in enumerate(log) if isinstance(r, Fence) and r.attempt >= attempt]
@@ -287,7 +287,7 @@ def honest_logs(draw: st.DrawFn, *, losses: bool) -> list[Line]:
 
 @given(honest_logs(losses=True))
 @settings(max_examples=300, deadline=None)
-def test_only_the_answer_shows_whatever_happens_to_its_writers(log: list[Line]) -> None:
+def test_only_the_answer_is_shown_for_any_writer_faults(log: list[Line]) -> None:
     transcript = read(log)
     assert tuple(transcript.tokens) == ANSWER[: transcript.shown_tokens]
     assert transcript.text == "".join(map(chr, transcript.tokens))
@@ -296,7 +296,7 @@ def test_only_the_answer_shows_whatever_happens_to_its_writers(log: list[Line]) 
 
 @given(honest_logs(losses=False))
 @settings(max_examples=300, deadline=None)
-def test_there_is_no_hole_where_no_chunk_is_lost(log: list[Line]) -> None:
+def test_no_lost_chunk_means_no_hole(log: list[Line]) -> None:
     assert read(log).gaps == 0
 
 
@@ -312,7 +312,7 @@ def test_two_readers_agree_wherever_the_slower_one_is(log: list[Line], data: st.
 # --- single facts ---------------------------------------------------------------------------------
 
 
-def test_the_usage_is_that_of_the_last_record_that_has_one() -> None:
+def test_usage_is_that_of_the_last_record_that_has_one() -> None:
     first, last = Usage(prompt_tokens=3), Usage(prompt_tokens=3, completion_tokens=2)
     log = (
         Chunk(id="r", attempt=0, run="1", seq=0, index=0, token_ids=(1,), usage=first),
@@ -323,7 +323,7 @@ def test_the_usage_is_that_of_the_last_record_that_has_one() -> None:
     assert read(log).usage == last
 
 
-def test_every_chunk_that_does_not_show_is_counted() -> None:
+def test_every_skipped_chunk_is_counted() -> None:
     def chunk(seq: int, run: str = "1", attempt: int = 0, fin: str | None = None) -> Chunk:
         return Chunk(id="r", attempt=attempt, run=run, seq=seq, index=seq, finish_reason=fin)
 

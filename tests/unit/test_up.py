@@ -66,7 +66,7 @@ def supervised(
 
 
 @scenario_test
-async def test_a_killed_process_is_started_again_and_both_is_reported(world: MemoryWorld) -> None:
+async def test_killed_process_is_restarted_and_both_are_reported(world: MemoryWorld) -> None:
     children, lines = supervised(world)
     await world.sleep(1)
     children.dead["worker-1"] = -9
@@ -167,7 +167,7 @@ async def test_dead_broker_is_restarted_until_it_answers() -> None:
     ]
 
 
-def test_a_folder_that_is_in_use_is_refused_with_the_process(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused_with_the_process(tmp_path: Path) -> None:
     first, second = DataFolder(tmp_path), DataFolder(tmp_path)
     first.open()
     with pytest.raises(CannotStart, match=f"process {os.getpid()}.* uses {tmp_path}"):
@@ -177,13 +177,13 @@ def test_a_folder_that_is_in_use_is_refused_with_the_process(tmp_path: Path) -> 
     second.close()
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CannotStart, match="--data"):
         DataFolder(tmp_path / "file" / "data").open()
 
 
-def test_processes_that_a_killed_up_left_are_ended_before_the_next_start(tmp_path: Path) -> None:
+def test_processes_left_by_a_killed_up_are_ended_before_the_next_start(tmp_path: Path) -> None:
     left = tmp_path / f"{NAME}0123"
     left.mkdir()
     with subprocess.Popen(
@@ -206,7 +206,7 @@ def test_log_files_of_the_previous_run_are_kept_once(tmp_path: Path) -> None:
     assert (logs / "router-1.log.1").read_text() == "second"
 
 
-def test_a_log_file_is_bounded_while_its_process_appends(tmp_path: Path) -> None:
+def test_log_file_is_bounded_while_its_process_appends(tmp_path: Path) -> None:
     log = tmp_path / "router-1.log"
     with log.open("ab") as writer:
         writer.truncate(MAX_LOG_BYTES + 1)
@@ -238,7 +238,7 @@ def test_command_line_precedes_the_variable(more: dict[str, Any]) -> None:
     assert f"ignoring KVLANE_BOOTSTRAP_SERVERS={GIVEN}" in line
 
 
-def test_a_port_for_given_servers_is_refused() -> None:
+def test_port_for_given_servers_is_refused() -> None:
     with pytest.raises(CannotStart, match="--port"):
         decided(ASKED._replace(kind="env", port=9092), bootstrap_servers=GIVEN)
 
@@ -285,7 +285,7 @@ def test_role_of_a_worker_is_a_setting_of_its_process_alone() -> None:
     assert not any("worker_role" in settings for settings in others)
 
 
-def test_a_container_gets_the_port_and_a_volume_that_outlives_it(
+def test_container_gets_the_port_and_a_volume_that_outlives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []

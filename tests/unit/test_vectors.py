@@ -44,7 +44,7 @@ def read(line: dict[str, Any]) -> Line:
 
 
 @each_vector
-def test_the_reader_passes_a_vector(vector: Vector) -> None:
+def test_reader_passes_a_vector(vector: Vector) -> None:
     seen = Transcript()
     for line in vector["log"]:
         seen.apply(read(line))
@@ -62,7 +62,7 @@ def test_lane_vectors_hold() -> None:
 
 
 @each_vector
-def test_records_of_a_vector_stand_as_on_the_wire(vector: Vector) -> None:
+def test_records_of_a_vector_are_in_wire_format(vector: Vector) -> None:
     for line in vector["log"]:
         value = encode(read(line), line["id"]).value
         assert value is not None
@@ -145,10 +145,10 @@ def expected(vector: Vector) -> Shown:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_reader_that_lacks_a_part_of_the_rule_fails_a_vector(part: str) -> None:
+def test_reader_without_a_part_of_the_rule_fails_a_vector(part: str) -> None:
     assert [v["name"] for v in WRITTEN if Careless(part).read(v["log"]) != expected(v)]
 
 
 @each_vector
-def test_a_reader_that_lacks_nothing_passes(vector: Vector) -> None:
+def test_complete_reader_passes(vector: Vector) -> None:
     assert Careless("").read(vector["log"]) == expected(vector)

@@ -35,14 +35,14 @@ def test_additional_arguments_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize("handed", [HANDLE, b'{"remote_host": "a"}'])
-def test_what_a_prefill_handed_over_is_passed_on_beside_the_arguments(handed: bytes) -> None:
+def test_transfer_of_a_prefill_is_passed_on_beside_the_arguments(handed: bytes) -> None:
     result = PrefillResult(disaggregated_params=handed)
     request = Request(id="a", extra_args=b'{"x": 1}', prefill_result=result)
     assert extra_args(request) == {"kv_transfer_params": {"remote_host": "a"}, "x": 1}
 
 
 @pytest.mark.parametrize("handed", [None, PrefillResult(disaggregated_params=HANDLE)])
-def test_the_arguments_name_no_engine_to_fetch_a_cache_from(handed: PrefillResult | None) -> None:
+def test_arguments_name_no_engine_to_fetch_a_cache_from(handed: PrefillResult | None) -> None:
     with pytest.raises(InvalidRequest, match="kv_transfer_params: reserved"):
         extra_args(Request(id="a", extra_args=HANDLE, prefill_result=handed))
 
@@ -54,7 +54,7 @@ def came(**answer: Any) -> Any:
     return SimpleNamespace(**step)
 
 
-def test_what_prefill_gives_decode_takes() -> None:
+def test_transfer_of_prefill_is_accepted_by_decode() -> None:
     step = came(finish_reason="length")
     step.kv_transfer_params = {"remote_host": "a"}
     output = _output(step, None, stopped=False)
@@ -77,7 +77,7 @@ def test_ends(theirs: str | None, ours: str | None, *, stopped: bool) -> None:
     assert _output(came(finish_reason=theirs), None, stopped=stopped).finish_reason == ours
 
 
-def test_probabilities_are_its_own_and_then_those_that_were_asked_for() -> None:
+def test_own_probability_is_first_and_then_the_requested_ones() -> None:
     entries = {
         5: SimpleNamespace(logprob=-3.0, rank=9),
         7: SimpleNamespace(logprob=-0.5, rank=1),
@@ -93,7 +93,7 @@ def test_probes_transfer_nothing() -> None:
     assert extra_args(Request(id="a", is_probe=True), "prefill") == {}
 
 
-def test_a_prefill_asks_for_a_transfer() -> None:
+def test_prefill_requests_a_transfer() -> None:
     assert extra_args(Request(id="a", extra_args=b'{"x": 1}'), "prefill") == {
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}, "x": 1,
     }  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_prefill_asks_for_a_transfer() -> None:
         ("OtherConnector", {"kv_lease_duration": 5}, 5.0),
     ],
 )
-def test_the_lease_is_that_of_the_connector(
+def test_lease_is_that_of_the_connector(
     connector: str, extra: dict[str, int], lease_s: float | None
 ) -> None:
     config = SimpleNamespace(kv_connector=connector, get_from_extra_config=extra.get)
@@ -143,7 +143,7 @@ async def test_media_are_fetched_within_the_bounds_of_the_model(
 
 
 @pytest.mark.parametrize("args", [b"[]", b"{", b'{"kv_transfer_params": 1}', b"[" * 5000])
-def test_what_is_no_object_is_refused(args: bytes) -> None:
+def test_value_that_is_no_object_is_refused(args: bytes) -> None:
     with pytest.raises(InvalidRequest, match="extra_args"):
         extra_args(Request(id="a", extra_args=args))
 
@@ -153,7 +153,7 @@ def test_higher_priorities_go_first_where_lower_numbers_do() -> None:
     assert vllm_priority(Request(id="a", hints=Hints(priority=3))) == -3
 
 
-def test_figures_add_up_over_ranks_and_end_with_the_last_request() -> None:
+def test_metrics_add_up_over_ranks_and_end_with_the_last_request() -> None:
     figures = VllmStats()
     figures.blocks_per_rank = 100
 
@@ -175,14 +175,16 @@ def test_figures_add_up_over_ranks_and_end_with_the_last_request() -> None:
     assert figures.snapshot(idle=True) == EngineStats(kv_total_blocks=200, steps=3)
 
 
-def test_without_vllm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_reported_with_the_way_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(versions, "PACKAGE_NAMES", ())
     with pytest.raises(EngineError, match="pip install 'kvlane"):
         versions.installed_version()
 
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.31.0", "0.28.0+cpu"])
-def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(versions, "version", lambda package: version)
     with pytest.raises(EngineError, match=r"too old, 0\.32 is required"):
         versions.installed_version()
@@ -191,7 +193,7 @@ def test_an_old_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -
 @pytest.mark.parametrize(
     ("version", "warns"), [("0.32.0", False), ("0.32.4+cpu", False), ("0.40.0", True)]
 )
-def test_a_new_vllm_is_tried(
+def test_new_vllm_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warns: bool
 ) -> None:
     monkeypatch.setattr(versions, "version", lambda package: version)
@@ -199,7 +201,7 @@ def test_a_new_vllm_is_tried(
     assert bool(caplog.records) == warns
 
 
-def test_an_installation_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installation_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "entry_points", lambda group: [])
     with pytest.raises(EngineError, match="reinstall it"):
         versions.check_plugin()
@@ -224,7 +226,7 @@ time.sleep(600)
 """
 
 
-def test_a_core_ends_with_a_worker_that_was_killed() -> None:
+def test_core_ends_with_a_worker_that_was_killed() -> None:
     worker = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     core = int(worker.stdout.readline())
@@ -244,7 +246,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-async def test_events_come_in_by_rank_and_gaps_and_restarts_are_told() -> None:
+async def test_events_arrive_by_rank_with_gaps_and_restarts() -> None:
     got: list[tuple[int, EngineEvent]] = []
     inbox = KvEventReceiver(lambda events, rank=0: got.extend((rank, event) for event in events))
     endpoint = inbox.open()
@@ -272,7 +274,7 @@ async def test_events_come_in_by_rank_and_gaps_and_restarts_are_told() -> None:
     assert {rank for rank, _ in got} == {1}
 
 
-async def test_a_listener_that_fails_ends_the_engine_instead_of_going_unheard() -> None:
+async def test_failing_listener_ends_the_engine() -> None:
     def fail(*_: object) -> None:
         raise IndexError("rank 7")
 

@@ -21,7 +21,7 @@ async def _waiting(
 
 
 @scenario_test
-async def test_one_is_woken_by_rank_and_then_by_coming(world: MemoryWorld) -> None:
+async def test_waiters_are_woken_by_rank_and_then_by_arrival(world: MemoryWorld) -> None:
     queue, received = WaitQueue(), list[str]()
     await _waiting(
         world, queue, received, ("a", "m", (0, 5)), ("b", "m", (0, 4)), ("c", "n", (-1, 9)),

@@ -103,7 +103,7 @@ def decode_request(tokens: Sequence[int], transfer: bytes, max_tokens: int = 8) 
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-async def test_two_engines_answer_as_one_does(pair: Pair, engine: RealEngine, tokens: int) -> None:
+async def test_two_engines_answer_like_one(pair: Pair, engine: RealEngine, tokens: int) -> None:
     prompt = prompt_of(random.Random(tokens), tokens)
     due = await direct(engine, prompt)
     request = decode_request(prompt, await transfer_of(pair, prompt))
