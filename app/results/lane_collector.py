@@ -43,6 +43,10 @@ MAX_READY = 2000
 """Requests that are over and wait for their transaction; with so many, replies wait in the log."""
 SILENT_AFTER_MS = 15_000
 """Age of a request without a reply at which the ledger is searched for the reason."""
+REPLIES_WAIT_S = 5.0
+"""Time to read the replies that are there when the ledger was searched: those of a lane in use are
+never all read at that moment."""
+REPLIES_POLL_S = 0.1
 OVERDUE_MS = 60_000
 """Time after its deadline at which a request with deleted records counts as lost."""
 
@@ -119,8 +123,7 @@ class LaneCollector:
             await self._writer.find_results(first_ms - self._context.remembered_ms)
         if not (repetitions or ended):
             return
-        end = await self._end_of(RESPONSES)
-        if self.claim.is_lost or self.position is None or self.position < end:
+        if not await self._wait_for_replies():
             return  # it is checked again
         for pending in repetitions:
             if pending.is_silent:
@@ -133,6 +136,16 @@ class LaneCollector:
             else:
                 self._results.lose(pending, now_ms)
         self._writer.notify()
+
+    async def _wait_for_replies(self) -> bool:
+        """Wait until `responses` is read to where it ends now; False if that takes too long."""
+        clock, end = self._context.ctx.clock, await self._end_of(RESPONSES)
+        until = clock.now() + REPLIES_WAIT_S
+        while not self.claim.is_lost and clock.now() < until:
+            if self.position is not None and self.position >= end:
+                return True
+            await clock.sleep(REPLIES_POLL_S)
+        return False
 
     def _drop(self, pending: PendingResult) -> None:
         log.info("%s was published before; it gets no other result", pending.id)

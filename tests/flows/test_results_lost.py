@@ -1,4 +1,4 @@
-"""Results of requests whose replies were deleted before a collector read them."""
+"""Results of requests whose replies were deleted before a collector read them, or never come."""
 
 from __future__ import annotations
 
@@ -133,3 +133,18 @@ async def test_a_request_that_goes_on_beside_deleted_replies_is_waited_for(
     assert results.results() == []
     results.answer("a", "ce", seq=1, index=1)
     await only_is_lost(results)
+
+
+@scenario_test
+async def test_a_repetition_is_found_in_a_lane_that_is_never_quiet(world: MemoryWorld) -> None:
+    results = ResultsHarness(world)
+    await results.start()
+    lane = results.lane("a")
+    offset = results.ask("a")
+    run(results, "a", offset=offset + 7, is_over=True)
+    world.faults.slow["poll"] = 0.1
+    until = world.clock.now() + 60
+    while world.clock.now() < until:
+        world.append(RESPONSES, lane, End(id="other", code="stop"), key="other")
+        await world.sleep(0.05)
+    assert committed(results, lane) == 1
