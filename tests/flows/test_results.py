@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from app.preprocessor import Preprocessor
+from app.results import lane_collector
+from app.results.unanswered_requests import LedgerFindings
 from app.runtime.process import ProcessContext
 from streams.memory.broker_faults import AppendFate
 from streams.records import (
@@ -441,3 +443,21 @@ async def test_a_result_that_no_record_holds_is_an_error(world: MemoryWorld) -> 
     assert (result.status, result.status_code) == ("failed", 500)
     assert result.error is not None
     assert result.error.code == "too_large"
+
+
+@scenario_test
+async def test_searches_of_a_long_ledger_take_a_tenth_of_the_time(world: MemoryWorld) -> None:
+    results = await collector(world)
+    searches = 0
+
+    async def search(*_: object) -> LedgerFindings:
+        nonlocal searches
+        searches += 1
+        await world.sleep(4.0)
+        return LedgerFindings([], [])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_collector, "search_ledger", search)
+        results.ask("a")
+        await world.sleep(2000)
+    assert 30 <= searches <= 50
