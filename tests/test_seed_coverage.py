@@ -48,11 +48,11 @@ MODELS = "flows/test_gateway_models.py::test_"
 
 PREPROCESSED_REQUEST: Row = {
     "a request that says nothing: every field's default, and what is left out": (
-        f"{FORM}a_request_that_sets_no_option_is_as_one_of_tokens_alone",
+        f"{FORM}request_without_options_equals_one_of_tokens_alone",
         f"{FORM}unsupported_fields_are_refused_by_name",
     ),
     "mdc_sum and router_config_override are null when there are none": (
-        f"{FORM}a_request_that_sets_no_option_is_as_one_of_tokens_alone",
+        f"{FORM}request_without_options_equals_one_of_tokens_alone",
     ),
     "every field is read from its name, and carried to the worker": (
         f"{FORM}every_option_reaches_the_request",
@@ -66,7 +66,7 @@ PREPROCESSED_REQUEST: Row = {
     ),
     "RoutingHints appear with the first one that is written": (
         "unit/test_nvext.py::test_request_without_hints_has_no_hints_on_the_wire",
-        f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
+        f"{HINTS}chosen_rank_is_in_the_request_of_the_worker",
     ),
     "RouterParams: ttft and itl targets": (
         "unit/test_nvext.py::test_targets_are_taken_over",
@@ -79,13 +79,13 @@ PREPROCESSED_REQUEST: Row = {
     ),
     "MmRoutingInfo: other tokens for overlap; empty or missing means the prompt": (
         f"{FORM}every_option_reaches_the_request",
-        f"{HINTS}routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone",
+        f"{HINTS}routing_tokens_replace_the_prompt_in_the_overlap_only",
         f"{KEYS}routing_tokens_and_their_block_contents_replace_the_prompt",
     ),
     "MultimodalData: a url, a raw url, a descriptor of decoded data": (
         f"{FORM}every_option_reaches_the_request",
         f"{FORM}unsupported_fields_are_refused_by_name",
-        f"{FORM}a_model_of_bytes_takes_text_only",
+        f"{FORM}model_of_bytes_takes_text_only",
     ),
     "prompt_embeds override the tokens": (
         f"{FORM}every_option_reaches_the_request",
@@ -93,11 +93,11 @@ PREPROCESSED_REQUEST: Row = {
     ),
     "annotations with a value and without": (
         f"{FORM}every_option_reaches_the_request",
-        f"{DRY}an_annotation_without_a_value_is_no_dry_run",
+        f"{DRY}annotation_without_a_value_is_no_dry_run",
     ),
     "the mark of a probe: its own name, left out when false, a minimal probe is valid": (
         f"{FORM}every_option_reaches_the_request",
-        f"{FORM}a_probe_needs_its_tokens_and_its_mark_only",
+        f"{FORM}probe_needs_only_its_tokens_and_its_marker",
     ),
     "a request for embeddings with model, checksum and annotations": (
         "unit/test_passthrough.py::test_embeddings_keep_their_model_checksum_and_annotations",
@@ -113,53 +113,53 @@ KV_PUSH_ROUTER: Row = {
     "selection by overlap": (
         "flows/test_router_caches.py::test_requests_with_a_prefix_go_where_it_is",
         f"{PLAN}documented_example_is_decided_as_documented",
-        f"{HINTS}a_request_sets_the_credit_of_its_overlap",
+        f"{HINTS}request_sets_the_credit_of_its_overlap",
     ),
     "selection by a pin of the phase; the phase is aggregated unless said": (
         f"{WHO}each_phase_has_its_own_pin_and_falls_back",
-        f"{HINTS}a_pin_decides_by_name_by_number_and_by_header",
+        f"{HINTS}pin_decides_by_name_by_number_and_by_header",
         f"{HINTS}pins_of_the_phases_do_not_bind_a_whole_request",
     ),
     "a pin of a phase falls back to backend_instance_id": (
         f"{WHO}each_phase_has_its_own_pin_and_falls_back",
     ),
     "rank 0 for a pin without dp_rank": (
-        f"{HINTS}a_rank_decides_and_a_pin_without_one_means_rank_0",
+        f"{HINTS}rank_decides_and_a_pin_without_one_means_rank_0",
     ),
     "a pinned request is booked, with its overlap": (
         f"{PLAN}pinned_request_is_booked_with_its_overlap",
         f"{HINTS}pinned_request_is_booked_with_its_overlap",
     ),
     "a dry run by query_instance_id with any value, and by nothing else": (
-        f"{DRY}a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing",
-        f"{DRY}an_annotation_without_a_value_is_no_dry_run",
+        f"{DRY}dry_run_returns_the_worker_and_the_tokens_and_books_nothing",
+        f"{DRY}annotation_without_a_value_is_no_dry_run",
     ),
     "a dry run returns worker and tokens and books nothing": (
-        f"{DRY}a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing",
-        f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
-        f"{DRY}dry_run_is_answered_in_a_stream_too",
+        f"{DRY}dry_run_returns_the_worker_and_the_tokens_and_books_nothing",
+        f"{DRY}dry_run_sees_pins_and_opens_no_session",
+        f"{DRY}dry_run_is_also_answered_as_a_stream",
     ),
     "a dry run counts in prompt lengths and hit rates": (
-        f"{ROUTER}a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision",
+        f"{ROUTER}dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision",
     ),
     "the hit rate is of ceil(length / block) blocks": (
         f"{PLAN}hit_rate_counts_a_block_that_is_not_full_as_one",
-        f"{ROUTER}a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait",
+        f"{ROUTER}decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait",
     ),
     "approximate mode: what was routed counts as cached, pinned or not": (
         f"{HINTS}prompts_served_by_an_engine_without_events_count_as_cached",
     ),
     "failed marks, additions, releases and guesses are warnings only": (
-        f"{BOOKS}news_that_get_lost_on_their_way_cost_no_request",
-        f"{WORKER}a_beat_that_was_lost_is_not_made_up_for",
-        f"{WORKER}finished_is_repeated_until_it_stands_and_listed_until_then",
+        f"{BOOKS}lost_worker_reports_fail_no_request",
+        f"{WORKER}lost_heartbeat_is_not_repeated",
+        f"{WORKER}finished_is_repeated_and_listed_until_it_is_acknowledged",
     ),
     "metrics are there as zeros before the first request": (
-        f"{ROUTER}all_figures_are_there_as_zeros_before_the_first_request",
+        f"{ROUTER}all_metrics_are_zero_before_the_first_request",
         "flows/test_gateway_streams.py::test_metrics_are_there_before_the_first_request",
     ),
     "the start of the prefill is recorded once: the first call wins": (
-        f"{ROUTER}a_second_attempt_is_a_decision_but_its_wait_began_with_the_first",
+        f"{ROUTER}second_attempt_is_a_decision_but_its_wait_began_with_the_first",
     ),
     "the first token is recorded once": (
         "unit/test_http_metrics.py::test_first_token_is_counted_once_whatever_follows",
@@ -186,11 +186,11 @@ KV_PUSH_ROUTER: Row = {
         f"{ENDS}finished_requests_leave_no_state_and_no_duties",
     ),
     "a cancel wins over an item that is ready": (
-        f"{BOOKS}a_cancel_wins_over_tokens_that_are_ready",
-        f"{CANCELS}a_cancel_is_taken_before_what_came_earlier_and_waits_as_well",
+        f"{BOOKS}cancel_wins_over_tokens_that_are_ready",
+        f"{CANCELS}cancel_precedes_earlier_records_and_waits_as_well",
     ),
     "the rank that was chosen is written into the request": (
-        f"{HINTS}the_rank_that_was_chosen_stands_in_the_request_of_the_worker",
+        f"{HINTS}chosen_rank_is_in_the_request_of_the_worker",
     ),
     "direct: the decode worker, else the backend; without either an error that names both": (
         f"{WHO}direct_policy_uses_the_pinned_worker",
@@ -201,7 +201,7 @@ KV_PUSH_ROUTER: Row = {
         f"{LOAD}run_of_policy_direct_has_no_load",
     ),
     "spans with their fields": (
-        "flows/test_router_spans.py::test_selecting_and_routing_are_spans_with_what_was_decided",
+        "flows/test_router_spans.py::test_selecting_and_routing_are_spans_with_the_decision",
     ),
 }
 
@@ -226,8 +226,8 @@ PREFILL_ROUTER: Row = {
         "prefill ends before decode begins, as engines without a bootstrap endpoint need it"
     ),
     "round robin's turn goes on with what is dispatched only": (
-        f"{DRY}a_dry_run_sees_pins_and_opens_no_session",
-        f"{SPLIT}round_robin_goes_on_per_phase_and_not_for_pinned_requests",
+        f"{DRY}dry_run_sees_pins_and_opens_no_session",
+        f"{SPLIT}round_robin_continues_per_phase_and_not_for_pinned_requests",
     ),
     "the prefill's worker and rank are on its copy, its id on decode": (
         f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
@@ -266,7 +266,7 @@ PREFILL_ROUTER: Row = {
 
 LLM_ENGINE: Row = {
     "cleanup after a failed start": (
-        f"{WORKER}an_engine_that_fails_to_start_is_cleaned_up",
+        f"{WORKER}engine_that_fails_to_start_is_cleaned_up",
         f"{ENGINE}an_engine_that_was_cancelled_while_it_started_is_cleaned_up",
     ),
     "cleanup exactly once, and idempotent": (
@@ -278,7 +278,7 @@ LLM_ENGINE: Row = {
     ),
     "the worker's id is opaque, unique and stable": (
         f"{ENGINE}the_worker_id_is_that_of_the_card_in_all_its_lives",
-        f"{WORKER}a_newer_process_of_the_same_name_ends_this_one",
+        f"{WORKER}newer_process_of_the_same_name_ends_this_one",
     ),
     "the served name defaults to the model": (
         f"{ENGINE}without_a_served_name_the_model_is_served_as_itself",
@@ -287,18 +287,18 @@ LLM_ENGINE: Row = {
     "one terminal output, and nothing after it": (
         f"{CONTRACT}stream_without_an_end_is_named",
         f"{CONTRACT}output_after_the_end_is_named",
-        f"{WORKER}an_answer_without_an_end_is_a_retryable_error",
+        f"{WORKER}answer_without_an_end_is_a_retryable_error",
     ),
     "an error inside the stream is typed and terminal, and not the finish reason error": (
         f"{CONTRACT}typed_error_is_an_end_of_its_own",
         f"{CONTRACT}error_after_the_end_is_named",
-        f"{WORKER}a_retryable_engine_error_leaves_the_end_to_the_owner",
-        f"{WORKER}a_final_engine_error_has_a_last_chunk",
+        f"{WORKER}retryable_engine_error_leaves_the_end_to_the_owner",
+        f"{WORKER}final_engine_error_has_a_last_chunk",
     ),
     "a cancel between two outputs ends with cancelled": (
         f"{CONTRACT}output_after_a_cancel_is_named",
         f"{CONTRACT}ending_with_cancelled_after_a_cancel_is_right",
-        f"{WORKER}a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine",
+        f"{WORKER}cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine",
     ),
     "the first token is signalled once": (f"{CONTRACT}first_token_is_reported_once",),
     "the signal does nothing outside decode": Missing(
@@ -309,8 +309,8 @@ LLM_ENGINE: Row = {
         f"{CONTRACT}abort_without_a_cancel_is_named",
     ),
     "drain when nothing new comes any more; its failure is swallowed": (
-        f"{WORKER}a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye",
-        f"{WORKER}a_failing_drain_does_not_keep_it_from_leaving",
+        f"{WORKER}stopping_worker_drains_finishes_its_runs_and_leaves",
+        f"{WORKER}failing_drain_does_not_keep_the_worker_from_leaving",
         f"{ENGINE}a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye",
         f"{CONTRACT}second_drain_is_named",
     ),
@@ -332,11 +332,11 @@ LLM_ENGINE: Row = {
 
 MODEL_WATCHER: Row = {
     "a new model gets its pipelines: template, detokeniser, router": (
-        f"{MODELS}a_model_is_loaded_before_its_first_request",
-        f"{MODELS}a_chat_is_rendered_by_the_template_of_its_model",
+        f"{MODELS}model_is_loaded_before_its_first_request",
+        f"{MODELS}chat_is_rendered_by_the_template_of_its_model",
     ),
     "a pass-through pipeline for backends that take chats or texts themselves": (
-        "flows/test_passthrough_models.py::test_a_body_comes_to_the_server_as_it_was_sent",
+        "flows/test_passthrough_models.py::test_server_receives_the_body_unchanged",
         "flows/test_passthrough_models.py::test_stream_has_all_fields_of_the_server",
         "flows/test_passthrough_models.py::test_each_prompt_of_a_completion_is_a_request",
         "unit/test_passthrough.py::test_body_is_unchanged_except_for_fields_of_kvlane",
@@ -350,24 +350,22 @@ MODEL_WATCHER: Row = {
     ),
     "a missing card is an error for token backends": (
         "unit/test_model.py::test_card_without_a_tokenizer_cannot_be_loaded",
-        f"{MODELS}a_model_whose_files_are_missing_is_unavailable_until_they_come",
+        f"{MODELS}model_whose_files_are_missing_is_unavailable_until_they_come",
     ),
     "artifacts are fetched and checked": (
         "unit/test_artifacts.py::test_file_is_found_by_its_checksum",
         "unit/test_artifacts.py::test_file_with_a_damaged_part_is_unavailable",
         "unit/test_artifacts.py::test_file_of_another_size_than_on_its_card_is_unavailable",
     ),
-    "a failed put is told and tried again": (
-        f"{MODELS}a_model_that_could_not_be_loaded_is_tried_again",
-    ),
+    "a failed put is told and tried again": (f"{MODELS}failed_load_of_a_model_is_repeated",),
     "a model that left is gone for chats and texts alike, whichever of them there were": (
-        f"{MODELS}models_that_are_not_served_any_more_are_let_go",
+        f"{MODELS}unserved_models_are_released",
         "flows/test_gateway.py::test_only_models_with_a_live_worker_are_listed",
     ),
     "names by slug": Missing("a difference: names are keys of the registry as they are"),
     "the watcher never dies of one bad entry": (
         "unit/test_follower.py::test_malformed_records_are_counted_and_skipped",
-        "flows/test_preprocessor.py::test_a_model_without_its_files_is_refused_and_others_go_on",
+        "flows/test_preprocessor.py::test_model_without_its_files_is_refused_and_others_continue",
     ),
 }
 

@@ -84,7 +84,7 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
 
 
 @scenario_test
-async def test_a_request_without_a_key_is_refused_before_its_body_is_sent(
+async def test_request_without_a_key_is_refused_before_its_body_is_sent(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     harness = await GatewayHarness.open(world, **keys.settings)
@@ -94,7 +94,7 @@ async def test_a_request_without_a_key_is_refused_before_its_body_is_sent(
 
 
 @scenario_test
-async def test_a_changed_file_counts_within_two_seconds(
+async def test_changed_file_is_applied_within_two_seconds(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     first = keys.add("acme")
@@ -119,7 +119,7 @@ async def test_a_changed_file_counts_within_two_seconds(
 
 @pytest.mark.parametrize("damage", ["{", "{}{}", None])
 @scenario_test
-async def test_a_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
+async def test_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
     world: MemoryWorld, keys: KeyFileHarness, damage: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = keys.add("acme")
@@ -141,7 +141,7 @@ async def test_a_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
 
 
 @scenario_test
-async def test_a_running_stream_of_a_revoked_key_goes_on(
+async def test_running_stream_of_a_revoked_key_continues(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -219,7 +219,7 @@ async def test_each_role_has_its_rights(world: MemoryWorld, keys: KeyFileHarness
 
 
 @scenario_test
-async def test_figures_can_be_open(world: MemoryWorld, keys: KeyFileHarness) -> None:
+async def test_metrics_can_be_public(world: MemoryWorld, keys: KeyFileHarness) -> None:
     harness = await GatewayHarness.open(world, **keys.settings, metrics_allow_anonymous=True)
     assert (await harness.send("GET", "/metrics").wait_done()).status == 200
     assert (await harness.send("GET", "/v1/models").wait_done()).status == 401
@@ -354,7 +354,7 @@ async def test_streams_of_another_tenant_are_not_found(
 
 
 @scenario_test
-async def test_ids_of_kafka_clients_are_no_ones_over_http(
+async def test_ids_of_kafka_clients_belong_to_no_tenant_over_http(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -414,7 +414,7 @@ async def test_requests_in_flight_are_limited_by_tenant(
 
 
 @scenario_test
-async def test_a_client_that_never_sends_its_body_gives_its_place_back(
+async def test_client_that_never_sends_its_body_releases_its_place(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -455,7 +455,7 @@ async def test_tokens_in_flight_are_limited(world: MemoryWorld, keys: KeyFileHar
 
 
 @scenario_test
-async def test_an_answer_without_a_limit_counts_as_the_rest_of_the_context(
+async def test_answer_without_a_limit_counts_as_the_rest_of_the_context(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -531,7 +531,7 @@ async def detached_answer(harness: GatewayHarness, text: str, token: str) -> Htt
 
 
 @scenario_test
-async def test_a_detached_request_counts_until_it_ends_without_its_client(
+async def test_detached_request_counts_until_it_ends_without_its_client(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -549,7 +549,7 @@ async def test_a_detached_request_counts_until_it_ends_without_its_client(
 
 
 @scenario_test
-async def test_a_detached_request_counts_towards_the_rate_without_its_client(
+async def test_detached_request_counts_towards_the_rate_without_its_client(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -580,7 +580,7 @@ async def test_readers_of_streams_are_limited(world: MemoryWorld, keys: KeyFileH
 
 
 @scenario_test
-async def test_other_limits_hold_as_soon_as_they_are_read(
+async def test_new_limits_apply_as_soon_as_they_are_read(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")
@@ -637,7 +637,7 @@ async def test_without_keys_only_loopback_is_served(
 
 
 @scenario_test
-async def test_a_router_that_other_machines_reach_needs_keys_for_its_port(
+async def test_router_that_other_machines_reach_needs_keys_for_its_port(
     world: MemoryWorld,
 ) -> None:
     for over in ({"status_port": 0}, {}):
@@ -675,7 +675,7 @@ async def test_gateway_without_keys_requires_no_authentication(
 
 
 @scenario_test
-async def test_a_key_expires_while_a_gateway_runs(world: MemoryWorld, keys: KeyFileHarness) -> None:
+async def test_key_expires_while_a_gateway_runs(world: MemoryWorld, keys: KeyFileHarness) -> None:
     now = datetime.fromtimestamp(world.clock.wall_ms() / 1000, UTC)
     token = keys.add("acme", expires=now + timedelta(seconds=10))
     harness = await GatewayHarness.open(world, **keys.settings)

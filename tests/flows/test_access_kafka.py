@@ -139,7 +139,7 @@ async def _bytes_of(settings: Settings) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["gateway", "indexer"])
-def test_a_process_that_others_reach_does_not_start_without_keys(kind: str) -> None:
+def test_process_that_others_reach_does_not_start_without_keys(kind: str) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")}
     more = {"KVLANE_BOOTSTRAP_SERVERS": "127.0.0.1:1", "KVLANE_HTTP_HOST": "0.0.0.0"}
     done = subprocess.run(

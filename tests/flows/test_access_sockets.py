@@ -101,7 +101,7 @@ def cached(answer: Any) -> int:
     return tokens
 
 
-async def test_two_tenants_share_nothing_that_openais_client_can_see(keys: KeyFileHarness) -> None:
+async def test_openai_client_sees_nothing_of_another_tenant(keys: KeyFileHarness) -> None:
     ours, theirs = keys.add("acme"), keys.add("globex")
     async with deployed(keys) as deployment:
         mine, other = deployment.client(ours), deployment.client(theirs)
@@ -188,7 +188,7 @@ async def test_no_key_is_in_a_log_line_or_on_a_topic(
             assert not [line for line in lines if part in line]
 
 
-async def test_without_a_key_a_body_is_not_waited_for(keys: KeyFileHarness) -> None:
+async def test_without_a_key_the_body_is_not_awaited(keys: KeyFileHarness) -> None:
     async with deployed(keys) as deployment:
         port = int(deployment.gateway.url.rpartition(":")[2])
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

@@ -107,7 +107,7 @@ async def test_two_ends_of_one_request_release_its_load_once(
 
 
 @scenario_test
-async def test_news_that_get_lost_on_their_way_cost_no_request(world: MemoryWorld) -> None:
+async def test_lost_worker_reports_fail_no_request(world: MemoryWorld) -> None:
     """Of the prefill's end, of the cache, and of the run's end, which is said until it stands."""
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1", engine=caching_engine(world))
@@ -125,7 +125,7 @@ async def test_news_that_get_lost_on_their_way_cost_no_request(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_cancel_wins_over_tokens_that_are_ready(world: MemoryWorld) -> None:
+async def test_cancel_wins_over_tokens_that_are_ready(world: MemoryWorld) -> None:
     """Tokens that an engine makes after its run was cancelled are not in the answer."""
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1")

@@ -81,7 +81,7 @@ def request(max_tokens: int = 20, **stop: Any) -> Request:
         ("words", "text", "text"),
     ],
 )
-async def test_the_best_way_to_speak_is_found(
+async def test_best_api_of_a_server_is_detected(
     behind: SimulatedEngine, kind: str, prompts: str, answers: str
 ) -> None:
     async with ModelServer(behind, kind) as server:
@@ -93,7 +93,7 @@ async def test_the_best_way_to_speak_is_found(
 
 
 @pytest.mark.parametrize(("kind", "versions"), [("vllm", {"vllm": "0.32.1"}), ("text", {})])
-async def test_the_version_of_a_server_that_tells_it_is_known(
+async def test_version_of_a_server_is_detected(
     behind: SimulatedEngine, kind: str, versions: dict[str, str]
 ) -> None:
     async with ModelServer(behind, kind) as server:
@@ -104,7 +104,7 @@ async def test_the_version_of_a_server_that_tells_it_is_known(
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "text", "words"])
-async def test_the_text_is_the_servers_whatever_it_gives(
+async def test_text_is_always_the_servers(
     behind: SimulatedEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.worker.ByteModel", Words)
@@ -145,7 +145,7 @@ class Words:
         )
 
 
-async def test_a_stop_string_is_found_in_text_that_was_tokenised_again(
+async def test_stop_string_is_found_in_text_that_was_tokenised_again(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.worker.ByteModel", Words)
@@ -164,7 +164,7 @@ async def test_a_stop_string_is_found_in_text_that_was_tokenised_again(
         await harness.ctx.cancel_tasks()
 
 
-async def test_a_key_is_sent_and_no_other_words_are(behind: SimulatedEngine) -> None:
+async def test_api_key_is_the_only_authorization_sent(behind: SimulatedEngine) -> None:
     async with ModelServer(behind) as server:
         engine = beside(server, api_key="secret")
         await engine.start("w")
@@ -199,7 +199,7 @@ def cleared(subject: Subject) -> Callable[[], bool]:
     return lambda: any(isinstance(event, AllCleared) for event in subject.got)
 
 
-async def test_what_is_thought_to_be_cached_is_told_with_the_first_token(
+async def test_estimated_cached_tokens_are_reported_with_the_first_token(
     behind: SimulatedEngine,
 ) -> None:
     async with ModelServer(behind) as server:
@@ -216,7 +216,7 @@ async def test_what_is_thought_to_be_cached_is_told_with_the_first_token(
         await subject.engine.cleanup()
 
 
-async def test_a_server_that_says_when_it_began_is_known_to_have_begun_anew(
+async def test_restart_is_detected_by_the_start_time_of_a_server(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ModelServer(behind) as server:
@@ -226,7 +226,7 @@ async def test_a_server_that_says_when_it_began_is_known_to_have_begun_anew(
         await subject.engine.cleanup()
 
 
-async def test_a_server_that_was_gone_is_taken_for_another_life(
+async def test_server_that_was_unreachable_is_treated_as_restarted(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ModelServer(behind, "llamacpp") as server:
@@ -238,7 +238,7 @@ async def test_a_server_that_was_gone_is_taken_for_another_life(
         await subject.engine.cleanup()
 
 
-async def test_metrics_are_figures_of_heartbeats_and_a_server_without_them_has_none(
+async def test_heartbeats_have_the_metrics_of_a_server_or_none(
     behind: SimulatedEngine,
 ) -> None:
     for kind, has_some in (("vllm", True), ("text", False)):
@@ -336,7 +336,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("fault", [breaks_off, stalls, fails])
-async def test_an_answer_whose_server_fails_goes_on_at_another_one(
+async def test_answer_whose_server_fails_continues_on_another_one(
     behind: SimulatedEngine, fault: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.worker.ByteModel", Words)

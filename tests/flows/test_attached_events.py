@@ -78,7 +78,7 @@ async def follower(publisher: EventPublisher) -> AsyncIterator[Follower]:
     await follower.end()
 
 
-async def test_what_was_cached_before_it_came_is_known(publisher: EventPublisher) -> None:
+async def test_blocks_cached_before_the_start_are_replayed(publisher: EventPublisher) -> None:
     publisher.publish([block(1)])
     publisher.publish([block(2, 1)])
     follower = await Follower(publisher).begin()
@@ -89,7 +89,7 @@ async def test_what_was_cached_before_it_came_is_known(publisher: EventPublisher
     await follower.end()
 
 
-async def test_without_replays_only_what_it_sees_is_known(publisher: EventPublisher) -> None:
+async def test_without_replays_only_received_events_are_applied(publisher: EventPublisher) -> None:
     publisher.publish([block(1)])
     follower = await Follower(publisher, replay=False).begin()
     publisher.publish([block(2, 1)])
@@ -99,7 +99,9 @@ async def test_without_replays_only_what_it_sees_is_known(publisher: EventPublis
     await follower.end()
 
 
-async def test_a_lost_message_is_asked_for(publisher: EventPublisher, follower: Follower) -> None:
+async def test_lost_message_is_requested_again(
+    publisher: EventPublisher, follower: Follower
+) -> None:
     publisher.dropped = {1, 2}
     for number in range(4):
         publisher.publish([block(number + 1, number or None)])
@@ -108,7 +110,7 @@ async def test_a_lost_message_is_asked_for(publisher: EventPublisher, follower: 
     assert follower.bridge.counters == NormalizerCounters()
 
 
-async def test_the_last_message_is_missed_too(
+async def test_loss_of_the_last_message_is_detected(
     publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "IDLE_CHECK_S", 0.05)
@@ -120,7 +122,7 @@ async def test_the_last_message_is_missed_too(
     await follower.end()
 
 
-async def test_what_cannot_be_replayed_leaves_nothing_that_may_be_gone(
+async def test_failed_replay_drops_all_blocks_in_doubt(
     publisher: EventPublisher, follower: Follower
 ) -> None:
     publisher.publish([block(1), block(2, 1), block(9)])
@@ -132,7 +134,7 @@ async def test_what_cannot_be_replayed_leaves_nothing_that_may_be_gone(
     await follower.holds(3)  # 3, and 1 and 2, which it continues
 
 
-async def test_without_replays_a_gap_leaves_nothing_that_may_be_gone(
+async def test_gap_without_replays_drops_all_blocks_in_doubt(
     publisher: EventPublisher,
 ) -> None:
     follower = await Follower(publisher, replay=False).begin()
@@ -146,7 +148,7 @@ async def test_without_replays_a_gap_leaves_nothing_that_may_be_gone(
     await follower.end()
 
 
-async def test_a_replay_that_never_ends_is_left(
+async def test_replay_that_never_ends_is_abandoned(
     publisher: EventPublisher, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "REPLAY_TIMEOUT_S", 0.05)
@@ -159,7 +161,7 @@ async def test_a_replay_that_never_ends_is_left(
     await follower.holds(1)
 
 
-async def test_what_comes_both_by_a_replay_and_by_itself_counts_once(
+async def test_event_received_twice_by_a_replay_is_applied_once(
     publisher: EventPublisher, follower: Follower
 ) -> None:
     publisher.dropped = {0}
@@ -169,7 +171,7 @@ async def test_what_comes_both_by_a_replay_and_by_itself_counts_once(
     assert not follower.bridge._copies
 
 
-async def test_another_life_of_the_server_begins_with_nothing(publisher: EventPublisher) -> None:
+async def test_restarted_server_has_an_empty_cache(publisher: EventPublisher) -> None:
     follower = await Follower(publisher).begin()
     publisher.publish([block(1), block(2, 1)])
     await follower.holds(2)
@@ -194,7 +196,7 @@ async def rebound(port: int, replay_port: int) -> EventPublisher:
             await asyncio.sleep(0.05)
 
 
-async def test_messages_that_cannot_be_read_are_passed_over(
+async def test_unreadable_messages_are_skipped(
     publisher: EventPublisher, follower: Follower
 ) -> None:
     await publisher._pub.send_multipart([b"kv", b"short", b"\xc1"])
@@ -204,7 +206,7 @@ async def test_messages_that_cannot_be_read_are_passed_over(
 
 
 @pytest.mark.parametrize("missing", ["publisher", "replay"])
-async def test_an_address_where_nobody_publishes_is_told_with_the_remedy(
+async def test_address_without_a_publisher_is_reported_with_a_remedy(
     publisher: EventPublisher, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "CONNECT_TIMEOUT_S", 0.2)

@@ -262,13 +262,13 @@ async def make_request(
         return await collect(engine.generate(request(), context or GenerateContext("r")))
 
 
-def test_an_engine_beside_a_server_says_how_long_that_may_be_silent() -> None:
+def test_engine_beside_a_server_gives_its_longest_silence() -> None:
     where = ServerAddress("http://127.0.0.1:1", read_timeout_s=7.0)
     assert ValidatingEngine(PassthroughEngine(SystemClock(), where, "chat")).output_timeout_s == 7.0
 
 
 @pytest.mark.parametrize("fault", OTHERS_MAY_SUCCEED)
-async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
+async def test_server_fault_is_retryable_on_another_worker(
     server: ModelServer, engine: ValidatingEngine, fault: str
 ) -> None:
     good = server.handlers["/v1/completions"]
@@ -281,7 +281,7 @@ async def test_what_a_server_does_wrong_may_well_succeed_elsewhere(
     assert (await make_request(engine))[-1].finish_reason == "length"
 
 
-async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words_the_answers(
+async def test_event_without_an_end_is_a_fault_of_the_server_for_both_apis(
     server: ModelServer, engine: ValidatingEngine, request: pytest.FixtureRequest
 ) -> None:
     server.handlers["/v1/completions"] = one_event_without_an_end
@@ -294,7 +294,7 @@ async def test_an_event_without_an_end_is_the_servers_fault_and_in_its_own_words
 
 
 @pytest.mark.parametrize("path", BESIDE)
-async def test_an_answer_without_an_end_is_broken_off(server: ModelServer, path: str) -> None:
+async def test_endless_answer_is_aborted(server: ModelServer, path: str) -> None:
     async def goes_on(x: ServerExchange) -> None:
         await x.head()
         piece = {"choices": [{"index": 0, "text": "a" * 1000, "token_ids": []}]}
@@ -311,7 +311,7 @@ async def test_an_answer_without_an_end_is_broken_off(server: ModelServer, path:
     await engine.cleanup()
 
 
-async def test_a_server_is_tried_out_as_it_will_be_asked(server: ModelServer) -> None:
+async def test_probe_has_the_options_of_later_requests(server: ModelServer) -> None:
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
     await make_request(engine)
@@ -321,7 +321,7 @@ async def test_a_server_is_tried_out_as_it_will_be_asked(server: ModelServer) ->
     await engine.cleanup()
 
 
-async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer) -> None:
+async def test_passed_through_event_may_be_large(server: ModelServer) -> None:
     drawn = "a" * 3 * 1024 * 1024
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
@@ -333,7 +333,7 @@ async def test_in_a_servers_own_words_an_event_may_be_large(server: ModelServer)
     await engine.cleanup()
 
 
-async def test_what_comes_behind_an_answers_end_stands_behind_its_text(server: ModelServer) -> None:
+async def test_fields_after_the_end_are_placed_after_the_text(server: ModelServer) -> None:
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
     last = {"index": 0, "text": "ab", "logprobs": {"tokens": ["ab"]}, "finish_reason": "length"}
@@ -347,7 +347,7 @@ async def test_what_comes_behind_an_answers_end_stands_behind_its_text(server: M
     await engine.cleanup()
 
 
-async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
+async def test_empty_finish_reason_is_no_end(server: ModelServer) -> None:
     engine = ValidatingEngine(passing(server))
     await engine.start("w")
     going_on = {"choices": [{"index": 0, "text": "a", "finish_reason": ""}]}
@@ -357,7 +357,7 @@ async def test_a_reason_without_a_letter_is_no_end(server: ModelServer) -> None:
     await engine.cleanup()
 
 
-async def test_what_cannot_be_read_is_not_quoted(
+async def test_unreadable_input_is_not_quoted(
     server: ModelServer, engine: ValidatingEngine
 ) -> None:
     server.handlers["/v1/completions"] = sends(b"mellon")
@@ -367,7 +367,7 @@ async def test_what_cannot_be_read_is_not_quoted(
 
 
 @pytest.mark.parametrize("fault", NOBODY_WILL)
-async def test_what_a_server_refuses_is_refused(
+async def test_refusal_by_the_server_is_a_refusal(
     server: ModelServer, engine: ValidatingEngine, fault: str
 ) -> None:
     server.handlers["/v1/completions"] = NOBODY_WILL[fault]
@@ -376,7 +376,7 @@ async def test_what_a_server_refuses_is_refused(
     assert not failed.value.retryable
 
 
-async def test_a_server_that_is_gone_is_an_error_and_one_that_is_back_is_none(
+async def test_unreachable_server_is_an_error_until_it_returns(
     server: ModelServer, engine: ValidatingEngine
 ) -> None:
     await server.__aexit__()
@@ -388,7 +388,7 @@ async def test_a_server_that_is_gone_is_an_error_and_one_that_is_back_is_none(
 
 
 @pytest.mark.parametrize("path", BESIDE)
-async def test_a_slow_first_byte_is_waited_for(server: ModelServer, path: str) -> None:
+async def test_slow_first_byte_is_awaited(server: ModelServer, path: str) -> None:
     engine = ValidatingEngine(BESIDE[path](server, read_timeout_s=30.0))
     await engine.start("w")
     good = server.handlers["/v1/completions"]
@@ -404,7 +404,7 @@ async def test_a_slow_first_byte_is_waited_for(server: ModelServer, path: str) -
 
 @pytest.mark.parametrize("path", BESIDE)
 @pytest.mark.parametrize("fault", ["sends_nothing", "stalls_in_the_middle", "only_pings"])
-async def test_a_cancel_ends_the_wait_for_a_server_that_stalls(
+async def test_cancel_ends_the_wait_for_a_server_that_stalls(
     server: ModelServer, fault: str, path: str
 ) -> None:
     engine = ValidatingEngine(BESIDE[path](server, read_timeout_s=1000.0))
@@ -419,7 +419,7 @@ async def test_a_cancel_ends_the_wait_for_a_server_that_stalls(
     await engine.cleanup()
 
 
-async def test_an_answer_is_whole_without_what_comes_behind_it(
+async def test_answer_without_trailing_usage_is_complete(
     server: ModelServer, engine: ValidatingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stalls_behind_the_end(x: ServerExchange) -> None:
@@ -434,7 +434,7 @@ async def test_an_answer_is_whole_without_what_comes_behind_it(
     assert (first.token_ids or first.text, last.finish_reason) in (((64,), "stop"), ("a", "stop"))
 
 
-async def test_a_server_that_never_ends_has_failed_when_more_came_than_was_asked(
+async def test_server_that_exceeds_the_token_limit_fails(
     server: ModelServer,
 ) -> None:
     engine = ValidatingEngine(beside(server))
@@ -472,7 +472,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("path", BESIDE)
-async def test_a_worker_reports_every_fault_and_goes_on(server: ModelServer, path: str) -> None:
+async def test_worker_reports_every_fault_and_continues(server: ModelServer, path: str) -> None:
     world = RealWorld()
     engine = ValidatingEngine(BESIDE[path](server))
     harness = await WorkerHarness.started(world, engine, model="tiny", worker_timeout_s=60)
@@ -501,7 +501,7 @@ def lists(*models: object) -> Handler:
 
 
 @pytest.mark.parametrize("handler", [answers(404), answers(400), answers(500), sends_nothing])
-async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with_the_remedy(
+async def test_server_that_fails_its_probe_is_reported_with_a_remedy(
     server: ModelServer, handler: Handler
 ) -> None:
     server.handlers["/v1/completions"] = handler
@@ -530,7 +530,7 @@ async def test_a_server_that_does_not_answer_what_it_is_to_be_asked_is_told_with
         ("/v1/models", sends_nothing, {}, "KVLANE_ATTACH_URL"),
     ],
 )
-async def test_what_is_wrong_with_an_attachment_is_told_with_the_remedy(
+async def test_invalid_attachment_is_reported_with_a_remedy(
     server: ModelServer, path: str, handler: Handler, over: dict[str, object], words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -543,7 +543,7 @@ async def test_what_is_wrong_with_an_attachment_is_told_with_the_remedy(
     await engine.cleanup()
 
 
-async def test_a_worker_waits_for_its_server(server: ModelServer) -> None:
+async def test_worker_waits_for_its_server(server: ModelServer) -> None:
     sent = 0
     good = server.handlers["/health"]
 
@@ -558,7 +558,7 @@ async def test_a_worker_waits_for_its_server(server: ModelServer) -> None:
     await engine.cleanup()
 
 
-async def test_nobody_listening_is_told_with_the_url() -> None:
+async def test_url_without_a_listener_is_reported() -> None:
     where = ServerAddress("http://127.0.0.1:1", start_timeout_s=0.0)
     engine = AttachedEngine(SystemClock(), where, TOKENIZER, AssumedLimits(512, 16, 40))
     with pytest.raises(EngineError, match=r"KVLANE_ATTACH_URL=http://127\.0\.0\.1:1: no server"):
@@ -566,7 +566,7 @@ async def test_nobody_listening_is_told_with_the_url() -> None:
     await engine.cleanup()
 
 
-async def test_the_ranks_of_one_server_are_refused(server: ModelServer) -> None:
+async def test_ranks_of_one_server_are_refused(server: ModelServer) -> None:
     lines = [f'vllm:num_requests_running{{engine="{rank}"}} 0.0' for rank in (0, 1)]
     server.handlers["/metrics"] = answers(200, "\n".join(lines).encode())
     engine = beside(server)

@@ -85,7 +85,7 @@ async def test_one_server_continues_from_the_prompt_of_another(pair: Pair) -> No
     assert (sent["max_tokens"], "stream" in sent) == (1, False)
 
 
-async def test_blocks_that_a_server_cannot_fetch_can_be_tried_again(pair: Pair) -> None:
+async def test_blocks_that_a_server_cannot_fetch_are_retryable(pair: Pair) -> None:
     (last,) = await outputs(pair.prefill, "prefill", make_request(1))
     assert last.transfer is not None
     request = make_request(12, prefill_result=PrefillResult(disaggregated_params=last.transfer))
@@ -96,9 +96,7 @@ async def test_blocks_that_a_server_cannot_fetch_can_be_tried_again(pair: Pair) 
 
 
 @pytest.mark.parametrize("response", [b"", b"[1]", b'{"kv_transfer_params": 1}'])
-async def test_an_invalid_response_to_a_prefill_can_be_tried_again(
-    pair: Pair, response: bytes
-) -> None:
+async def test_invalid_response_to_a_prefill_is_retryable(pair: Pair, response: bytes) -> None:
     async def answer(exchange: ServerExchange) -> None:
         await exchange.answer(response)
 
@@ -107,7 +105,7 @@ async def test_an_invalid_response_to_a_prefill_can_be_tried_again(
         await outputs(pair.prefill, "prefill", make_request(1))
 
 
-async def test_a_server_without_a_connector_gives_no_transfer(pair: Pair) -> None:
+async def test_server_without_a_connector_gives_no_transfer(pair: Pair) -> None:
     async def answer(exchange: ServerExchange) -> None:
         await exchange.answer({"choices": [], "kv_transfer_params": None})
 
@@ -116,7 +114,7 @@ async def test_a_server_without_a_connector_gives_no_transfer(pair: Pair) -> Non
     assert (last.finish_reason, last.transfer) == ("length", None)
 
 
-async def test_only_vllm_hands_prompts_over(pair: Pair) -> None:
+async def test_only_vllm_hands_over_prompts(pair: Pair) -> None:
     async with ModelServer(pair.servers[0].engine, "llamacpp") as server:
         engine = attached(server)
         with pytest.raises(EngineError, match="KVLANE_ATTACH_TRANSFER_LEASE_S is set, but"):

@@ -62,7 +62,7 @@ async def with_a_death(world: MemoryWorld) -> GatewayHarness:
 
 
 @scenario_test
-async def test_a_fold_that_is_built_again_is_the_routers(world: MemoryWorld) -> None:
+async def test_rebuilt_view_equals_the_routers(world: MemoryWorld) -> None:
     await with_a_death(world)
     ctx = ProcessContext("r2", world.clock, random.Random("r2"))
     router = Router(await world.connect("r2"), memory_settings(), ctx)
@@ -140,14 +140,14 @@ async def test_progress_reaches_the_end_and_broken_records_are_counted(world: Me
 
 
 @scenario_test
-async def test_a_record_for_newer_readers_is_not_left_out(world: MemoryWorld) -> None:
+async def test_record_for_newer_readers_is_not_skipped(world: MemoryWorld) -> None:
     world.broker.append(LEDGER, 0, [Entry(b"a", b"\x80", (("t", b"Poem"), ("r", b"7")))])
     with pytest.raises(NewerRecord, match="ledger:0:0"):
         await rebuild_view(await world.connect("audit"), memory_settings(), world.clock, "load")
 
 
 @scenario_test
-async def test_the_story_of_a_request_has_its_move_to_another_worker(world: MemoryWorld) -> None:
+async def test_timeline_of_a_request_has_its_move_to_another_worker(world: MemoryWorld) -> None:
     harness = await with_a_death(world)
     (request,) = harness.requests()
     timeline = await explain_request(await world.connect("audit"), world.clock, request.id)
@@ -293,7 +293,7 @@ def test_explain_writes_json(memory: MemoryBroker, tmp_path: Path) -> None:
     assert timeline["ending"] == "length"
 
 
-def test_a_decision_that_comes_out_otherwise_is_pointed_at(memory: MemoryBroker) -> None:
+def test_decision_that_recomputes_differently_is_reported(memory: MemoryBroker) -> None:
     write(memory)
     assert "differs" not in kvlane("explain", "job-17").stdout
     other_write = Assigned(
@@ -343,7 +343,7 @@ def test_recent_id_that_is_not_in_the_log_is_reported_as_wrong(memory: MemoryBro
     assert "Is the id right" in shown.stdout
 
 
-def test_a_request_that_waited_long_before_it_came_is_found(memory: MemoryBroker) -> None:
+def test_request_queued_long_before_its_decision_is_found(memory: MemoryBroker) -> None:
     drawn = new_request_id(SystemClock(), random.Random(1))
     later = int(drawn[:8] + drawn[9:13], 16) - 5 * 3_600_000
     request_id = f"{later >> 16:08x}-{later & 0xFFFF:04x}{drawn[13:]}"
@@ -354,7 +354,7 @@ def test_a_request_that_waited_long_before_it_came_is_found(memory: MemoryBroker
     assert "1 prompt tokens" in shown.stdout
 
 
-def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> None:
+def test_view_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> None:
     write(memory)
     file = tmp_path / "load.json"
     shown = kvlane("replay", "--view", "load", "--json", str(file))
@@ -371,7 +371,7 @@ def test_a_fold_is_shown_and_written(memory: MemoryBroker, tmp_path: Path) -> No
         assert kvlane("replay", "--view", view).exit_code == 0
 
 
-def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Path) -> None:
+def test_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Path) -> None:
     card = WorkerCard(
         id="w1", slot=0, model="demo", config=EngineConfig(model="demo"), epoch=0,
         versions={"kvlane": "0.1.0", "vllm": "0.32.1"},
@@ -386,7 +386,7 @@ def test_the_fleet_is_shown_with_its_versions(memory: MemoryBroker, tmp_path: Pa
 @pytest.mark.parametrize(
     "at", ["yesterday", "ledger/3", "ledger/99:5", "registry/0:1", "-5 apples"]
 )
-def test_a_moment_that_is_none_is_explained(memory: MemoryBroker, at: str) -> None:
+def test_invalid_moment_is_explained(memory: MemoryBroker, at: str) -> None:
     shown = kvlane("replay", "--view", "load", "--at", at)
     assert shown.exit_code == 1
     assert "error:" in shown.output
@@ -396,7 +396,7 @@ def test_a_moment_that_is_none_is_explained(memory: MemoryBroker, at: str) -> No
 # --- captures -------------------------------------------------------------------------------------
 
 
-def test_a_period_is_captured_and_its_decisions_taken_again(
+def test_period_is_captured_and_its_decisions_recomputed(
     memory: MemoryBroker, tmp_path: Path
 ) -> None:
     write(memory)
@@ -411,7 +411,7 @@ def test_a_period_is_captured_and_its_decisions_taken_again(
         assert "1 could not be recomputed" in shown.stdout
 
 
-def test_a_decision_that_comes_out_otherwise_fails_the_replay(
+def test_decision_that_recomputes_differently_fails_the_replay(
     memory: MemoryBroker, tmp_path: Path
 ) -> None:
     write(memory)
@@ -448,7 +448,7 @@ def test_error_of_capture_or_replay_has_its_reason(
     assert "Traceback" not in shown.output
 
 
-def test_an_empty_period_is_warned_of(memory: MemoryBroker, tmp_path: Path) -> None:
+def test_empty_period_gives_a_warning(memory: MemoryBroker, tmp_path: Path) -> None:
     shown = kvlane("capture", "--from", "-1h", "--out", str(tmp_path / "x"))
     assert shown.exit_code == 0
     assert "no decision in this period" in shown.stdout

@@ -86,7 +86,7 @@ async def test_prompts_wait_while_routers_are_full(world: MemoryWorld) -> None:
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_cancel_passes_the_prompts_of_others_that_wait(world: MemoryWorld) -> None:
+async def test_cancel_overtakes_waiting_prompts(world: MemoryWorld) -> None:
     FakeWorker(world, model="m", max_runs=1)
     await start_router(world, max_queued_requests=4)
     await world.sleep(5)
@@ -125,7 +125,7 @@ async def test_several_preprocessors_share_the_room_of_several_routers(
 
 
 @scenario_test
-async def test_a_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) -> None:
+async def test_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) -> None:
     world.broker.max_poll_interval_s = 3.0
     FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=2)
@@ -142,7 +142,7 @@ async def test_a_preprocessor_that_waits_stays_in_its_group(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_what_waits_goes_to_the_next_owner_of_its_partition(world: MemoryWorld) -> None:
+async def test_waiting_prompts_move_with_their_partition(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=4)
     await world.sleep(5)
@@ -162,7 +162,7 @@ async def test_what_waits_goes_to_the_next_owner_of_its_partition(world: MemoryW
 
 
 @scenario_test
-async def test_a_prompt_ends_at_its_deadline_where_ever_it_waits(world: MemoryWorld) -> None:
+async def test_prompt_ends_at_its_deadline_wherever_it_waits(world: MemoryWorld) -> None:
     FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=4)
     await begin(world)
@@ -181,7 +181,7 @@ async def test_a_prompt_ends_at_its_deadline_where_ever_it_waits(world: MemoryWo
 
 
 @scenario_test
-async def test_the_deadline_of_a_prompt_counts_from_its_append(world: MemoryWorld) -> None:
+async def test_deadline_of_a_prompt_counts_from_its_append(world: MemoryWorld) -> None:
     for n in range(3):
         send(world, f"job-{n}", deadline_s=100)
     asked_ms = world.all_records(PROMPTS)[0].timestamp
@@ -195,7 +195,7 @@ async def test_the_deadline_of_a_prompt_counts_from_its_append(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_router_that_died_holds_nothing_back(world: MemoryWorld) -> None:
+async def test_dead_router_blocks_no_prompts(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, "r1", max_queued_requests=4)
     await world.sleep(5)
@@ -214,7 +214,7 @@ async def test_a_router_that_died_holds_nothing_back(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_without_reports_prompts_go_on_at_a_bounded_rate(world: MemoryWorld) -> None:
+async def test_without_reports_prompts_are_published_at_a_bounded_rate(world: MemoryWorld) -> None:
     await begin(world)
     await world.sleep(5)
     for n in range(2000):
@@ -225,7 +225,7 @@ async def test_without_reports_prompts_go_on_at_a_bounded_rate(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_router_reports_its_room_and_how_far_it_has_read(world: MemoryWorld) -> None:
+async def test_router_reports_its_room_and_how_far_it_has_read(world: MemoryWorld) -> None:
     FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=10, max_queued_tokens=1000)
     await world.sleep(5)
@@ -292,7 +292,7 @@ async def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies(
 
 
 @scenario_test
-async def test_deferred_prompts_go_in_the_order_in_which_they_came(world: MemoryWorld) -> None:
+async def test_deferred_prompts_are_admitted_in_order_of_arrival(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", max_runs=1)
     await start_router(world, max_queued_requests=2)
     names = [name for n in range(60) if lane_of(name := f"o{n}", world.lanes) == 0]
@@ -321,7 +321,7 @@ async def test_prompts_leave_room_for_requests_over_http(world: MemoryWorld) -> 
     "bounds", [{"max_queued_requests": 0}, {"max_queued_tokens": 0}, {"max_queued_bytes": 0}]
 )
 @partial(scenario_test, lanes=1)
-async def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other(
+async def test_router_without_a_queue_takes_one_prompt_after_the_other(
     world: MemoryWorld, bounds: dict[str, int]
 ) -> None:
     worker = FakeWorker(world, model="m", max_runs=1)
@@ -335,7 +335,7 @@ async def test_a_router_without_a_place_to_wait_takes_one_prompt_after_the_other
 
 
 @scenario_test
-async def test_a_cancel_reaches_a_deferred_prompt(world: MemoryWorld) -> None:
+async def test_cancel_reaches_a_deferred_prompt(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, max_queued_requests=2)
     names = overrun(world, 50)
@@ -355,7 +355,7 @@ async def test_a_cancel_reaches_a_deferred_prompt(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> None:
+async def test_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> None:
     FakeWorker(world, model="m", state="draining")
     router = await start_router(world, max_queued_requests=2)
     names = overrun(world, 50, deadline_s=10)
@@ -369,7 +369,7 @@ async def test_a_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_deferred_prompts_change_hands_with_their_lane(world: MemoryWorld) -> None:
+async def test_deferred_prompts_move_with_their_lane(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", state="draining")
     first = await start_router(world, "r1", max_queued_requests=2)
     names = overrun(world, 60)
@@ -390,7 +390,7 @@ async def test_deferred_prompts_change_hands_with_their_lane(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_deferred_prompt_whose_record_is_gone_ends_as_lost(world: MemoryWorld) -> None:
+async def test_deferred_prompt_whose_record_is_gone_ends_as_lost(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", state="draining")
     await start_router(world, max_queued_requests=2)
     names = [name for n in range(60) if lane_of(name := f"o{n}", world.lanes) == 0]
@@ -405,7 +405,7 @@ async def test_a_deferred_prompt_whose_record_is_gone_ends_as_lost(world: Memory
 
 
 @scenario_test
-async def test_one_class_that_is_full_does_not_keep_the_others_from_going(
+async def test_full_class_does_not_block_the_others(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world, model="m", state="draining")
@@ -426,7 +426,7 @@ async def test_one_class_that_is_full_does_not_keep_the_others_from_going(
 
 
 @scenario_test
-async def test_an_outage_while_prompts_are_published_is_waited_out(world: MemoryWorld) -> None:
+async def test_outage_while_prompts_are_published_is_waited_out(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m")
     await start_router(world)
     preprocessor, ctx = await begin(world)
@@ -456,7 +456,7 @@ async def backlog(world: MemoryWorld, preprocessors: list[Preprocessor], topic: 
 
 @pytest.mark.parametrize("topic", [PROMPTS, BATCH])
 @partial(scenario_test, lanes=1)
-async def test_the_metrics_of_all_preprocessors_add_up_to_the_backlog(
+async def test_metrics_of_all_preprocessors_add_up_to_the_backlog(
     world: MemoryWorld, topic: str
 ) -> None:
     worker = FakeWorker(world, model="m", max_runs=2)

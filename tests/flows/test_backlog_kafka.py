@@ -26,7 +26,7 @@ WAIT_S = 90.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 
-async def test_three_hundred_prompts_wait_for_a_router_that_holds_ten(
+async def test_three_hundred_prompts_wait_for_a_router_with_room_for_ten(
     kafka: Broker, topic_prefix: str, tmp_path: Path
 ) -> None:
     settings = Settings(

@@ -36,7 +36,7 @@ def published(world: MemoryWorld, service_class: str) -> list[str]:
 
 
 @partial(scenario_test, lanes=1)
-async def test_the_topic_of_a_prompt_decides_its_class(world: MemoryWorld) -> None:
+async def test_topic_of_a_prompt_decides_its_class(world: MemoryWorld) -> None:
     await begin(world)
     report(world, batch_requests=10, read=0)
     send(world, "now")
@@ -48,7 +48,7 @@ async def test_the_topic_of_a_prompt_decides_its_class(world: MemoryWorld) -> No
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_batch_prompt_in_prompts_is_moved(world: MemoryWorld) -> None:
+async def test_batch_prompt_in_prompts_is_moved(world: MemoryWorld) -> None:
     preprocessor, _ = await begin(world)
     report(world, batch_requests=10, read=0)
     send(world, "later", service_class="batch")
@@ -61,7 +61,7 @@ async def test_a_batch_prompt_in_prompts_is_moved(world: MemoryWorld) -> None:
 
 
 @partial(scenario_test, lanes=1)
-async def test_batch_prompts_wait_for_credit_of_their_own_and_nobody_behind_them(
+async def test_batch_prompts_wait_for_their_own_credit_and_block_no_others(
     world: MemoryWorld,
 ) -> None:
     await begin(world)
@@ -79,7 +79,7 @@ async def test_batch_prompts_wait_for_credit_of_their_own_and_nobody_behind_them
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_batch_prompt_waits_while_no_router_reports(world: MemoryWorld) -> None:
+async def test_batch_prompt_waits_while_no_router_reports(world: MemoryWorld) -> None:
     await begin(world)
     ask_batch(world, "later")
     await world.sleep(30)
@@ -89,7 +89,7 @@ async def test_a_batch_prompt_waits_while_no_router_reports(world: MemoryWorld) 
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_batch_prompt_may_wait_for_longer_than_an_interactive_one(
+async def test_batch_prompt_may_wait_longer_than_an_interactive_one(
     world: MemoryWorld,
 ) -> None:
     await begin(world)
@@ -103,7 +103,7 @@ async def test_a_batch_prompt_may_wait_for_longer_than_an_interactive_one(
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_cancel_in_batch_takes_effect_in_its_turn(world: MemoryWorld) -> None:
+async def test_cancel_in_batch_follows_its_prompt(world: MemoryWorld) -> None:
     await begin(world)
     ask_batch(world, "a")
     ask_batch(world, "b")

@@ -95,7 +95,7 @@ async def test_prompts_name_their_batch_and_have_its_deadline(world: MemoryWorld
 
 
 @scenario_test
-async def test_blank_lines_and_line_ends_of_any_kind_are_taken(world: MemoryWorld) -> None:
+async def test_blank_lines_and_any_line_ends_are_accepted(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     first, last = (json.dumps(chat_line(name)).encode() for name in names(2))
     content = b"\xef\xbb\xbf\r\n\n" + first + b"\r\n \n\n" + last
@@ -105,7 +105,7 @@ async def test_blank_lines_and_line_ends_of_any_kind_are_taken(world: MemoryWorl
 
 
 @scenario_test
-async def test_counts_rise_while_it_runs_once_a_second(world: MemoryWorld) -> None:
+async def test_progress_counts_are_updated_once_a_second(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     allowed = 0
     harness.fleet.answers = lambda name: int(name.partition("-")[2]) < allowed
@@ -141,7 +141,7 @@ async def test_prompts_under_way_are_bounded(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_invalid_input_fails_with_the_numbers_of_its_lines(world: MemoryWorld) -> None:
+async def test_invalid_input_fails_with_the_numbers_of_its_lines(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     good = jsonl(chat_line("a"))
     content = b"".join([
@@ -175,14 +175,14 @@ async def test_an_invalid_input_fails_with_the_numbers_of_its_lines(world: Memor
 
 @pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \r\n", "empty_file")])
 @scenario_test
-async def test_an_input_without_lines_fails(world: MemoryWorld, content: bytes, code: str) -> None:
+async def test_input_without_lines_fails(world: MemoryWorld, content: bytes, code: str) -> None:
     harness = await BatchHarness.open(world, "r1")
     batch = await harness.ended(await harness.submit(content))
     assert [e["code"] for e in batch["errors"]["data"]] == [code]
 
 
 @scenario_test
-async def test_an_input_with_too_many_lines_fails(world: MemoryWorld) -> None:
+async def test_input_with_too_many_lines_fails(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1", batch_max_lines=10)
     batch = await harness.ended(await harness.submit(input_of(11)))
     assert [e["code"] for e in batch["errors"]["data"]] == ["too_many_requests"]
@@ -204,9 +204,7 @@ async def test_an_input_with_too_many_lines_fails(world: MemoryWorld) -> None:
     ],
 )
 @scenario_test
-async def test_a_wrong_batch_is_refused(
-    world: MemoryWorld, over: dict[str, Any], param: str
-) -> None:
+async def test_wrong_batch_is_refused(world: MemoryWorld, over: dict[str, Any], param: str) -> None:
     harness = await BatchHarness.open(world)
     body = {"input_file_id": await harness.upload(input_of(1)), "endpoint": CHATS} | over
     answer = await harness.send("POST", "/v1/batches", body)
@@ -220,7 +218,7 @@ async def test_a_wrong_batch_is_refused(
 
 
 @scenario_test
-async def test_a_cancelled_batch_keeps_what_is_done(world: MemoryWorld) -> None:
+async def test_cancelled_batch_keeps_its_finished_lines(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     harness.fleet.answers = lambda name: int(name.partition("-")[2]) < 300
     count = WINDOW + 800
@@ -244,7 +242,7 @@ async def test_a_cancelled_batch_keeps_what_is_done(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_cancelled_batch_whose_prompts_are_all_published_is_cancelled(
+async def test_cancelled_batch_whose_prompts_are_all_published_is_cancelled(
     world: MemoryWorld,
 ) -> None:
     harness = await BatchHarness.open(world, "r1")
@@ -262,7 +260,7 @@ async def test_a_cancelled_batch_whose_prompts_are_all_published_is_cancelled(
 @pytest.mark.parametrize("ending", ["cancelled", "expired"])
 @pytest.mark.parametrize("step", ["_finish", "_add_file"])
 @scenario_test
-async def test_an_interrupted_end_is_the_same_in_the_next_run(
+async def test_interrupted_end_is_repeated_identically(
     world: MemoryWorld, ending: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before and after the lines of the requests that were not run are written."""
@@ -289,7 +287,7 @@ async def test_an_interrupted_end_is_the_same_in_the_next_run(
 
 
 @scenario_test
-async def test_a_completed_batch_cannot_be_cancelled(world: MemoryWorld) -> None:
+async def test_completed_batch_cannot_be_cancelled(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     batch_id = await harness.submit(input_of(1))
     await harness.ended(batch_id)
@@ -298,7 +296,7 @@ async def test_a_completed_batch_cannot_be_cancelled(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_batch_expires_with_a_line_for_each_request(world: MemoryWorld) -> None:
+async def test_batch_expires_with_a_line_for_each_request(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     harness.fleet.answers = lambda name: name == "line-1"
     batch_id = await harness.submit(input_of(5), completion_window="1m")
@@ -312,7 +310,7 @@ async def test_a_batch_expires_with_a_line_for_each_request(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_batch_that_expired_without_a_runner_ends_with_the_next_one(
+async def test_batch_that_expired_without_a_runner_ends_with_the_next_one(
     world: MemoryWorld,
 ) -> None:
     harness = await BatchHarness.open(world)
@@ -355,7 +353,7 @@ async def test_killed_runners_leave_one_line_for_each_request(
 
 
 @scenario_test
-async def test_a_former_owner_that_still_writes_does_no_harm(world: MemoryWorld) -> None:
+async def test_former_owner_that_still_writes_has_no_effect(world: MemoryWorld) -> None:
     """A runner whose group has given its jobs away, and that has not noticed."""
     harness = await BatchHarness.open(world, "r1")
     allowed = 200
@@ -394,7 +392,7 @@ async def test_runners_share_the_jobs(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_deleted_input_fails_the_batch(world: MemoryWorld) -> None:
+async def test_deleted_input_fails_the_batch(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world)
     batch_id = await harness.submit(input_of(2))
     file_id = (await harness.batch(batch_id))["input_file_id"]
@@ -409,7 +407,7 @@ async def test_a_deleted_input_fails_the_batch(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_error_of_the_program_fails_the_job_and_not_the_process(
+async def test_error_of_the_program_fails_the_job_and_not_the_process(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = await BatchHarness.open(world, "r1")
@@ -425,7 +423,7 @@ async def test_an_error_of_the_program_fails_the_job_and_not_the_process(
 
 
 @scenario_test
-async def test_a_job_fails_later_where_its_failure_cannot_be_written(
+async def test_job_fails_later_where_its_failure_cannot_be_written(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = await BatchHarness.open(world, "r1")
@@ -452,7 +450,7 @@ async def test_a_job_fails_later_where_its_failure_cannot_be_written(
 
 
 @scenario_test
-async def test_a_run_that_an_error_ends_leaves_no_reader(
+async def test_run_that_an_error_ends_leaves_no_reader(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = await BatchHarness.open(world, "r1")
@@ -468,7 +466,7 @@ async def test_a_run_that_an_error_ends_leaves_no_reader(
 
 
 @scenario_test
-async def test_a_revoked_job_ends_in_its_own_time(
+async def test_revoked_job_ends_in_time(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the runner looks after it again and again."""
@@ -538,7 +536,7 @@ async def test_batches_of_another_tenant_do_not_exist(
 
 
 @scenario_test
-async def test_the_prompts_of_a_tenant_have_its_name_and_its_salt(
+async def test_prompts_of_a_tenant_have_its_name_and_its_salt(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     tokens = {name: keys.add(name) for name in ("acme", "globex", "shared")}
@@ -560,7 +558,7 @@ async def test_the_prompts_of_a_tenant_have_its_name_and_its_salt(
 
 
 @scenario_test
-async def test_the_open_batches_of_a_tenant_are_limited(
+async def test_open_batches_of_a_tenant_are_limited(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:
     token = keys.add("acme")

@@ -129,7 +129,7 @@ def lines_of(names: list[str]) -> bytes:
     return jsonl(*lines)
 
 
-async def test_a_batch_outlives_killed_gateways_and_collectors(processes: Processes) -> None:
+async def test_batch_survives_killed_gateways_and_collectors(processes: Processes) -> None:
     names = [f"line-{n}" for n in range(LINES)]
     clock = SystemClock()
     async with openai.AsyncOpenAI(
@@ -168,7 +168,7 @@ async def test_a_batch_outlives_killed_gateways_and_collectors(processes: Proces
         assert [b.id async for b in client.batches.list(limit=1)] == [batch.id]
 
 
-async def test_the_command_line_runs_a_batch(processes: Processes, tmp_path: Path) -> None:
+async def test_command_line_runs_a_batch(processes: Processes, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(lines_of(["a", "b"]))
 

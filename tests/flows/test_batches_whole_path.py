@@ -24,7 +24,7 @@ def answer(name: str) -> str:
 
 
 @scenario_test
-async def test_a_batch_is_answered_as_http_would_answer(world: MemoryWorld) -> None:
+async def test_batch_answers_equal_http_answers(world: MemoryWorld) -> None:
     gateway = await GatewayHarness.with_backend(world)
     ctx = ProcessContext("p1", world.clock, random.Random("p1"))
     log = await world.connect("p1")

@@ -78,7 +78,7 @@ async def test_every_decision_of_a_captured_run_is_recomputed_bit_for_bit(
 
 
 @scenario_test
-async def test_an_id_that_was_published_again_counts_by_its_first_publish(
+async def test_id_that_was_published_again_counts_by_its_first_publish(
     world: MemoryWorld,
 ) -> None:
     await start_deployment(world)
@@ -101,7 +101,7 @@ async def test_an_id_that_was_published_again_counts_by_its_first_publish(
 
 
 @scenario_test
-async def test_an_id_whose_first_publish_is_not_of_the_period_does_not_count(
+async def test_id_whose_first_publish_is_not_of_the_period_does_not_count(
     world: MemoryWorld,
 ) -> None:
     await start_deployment(world)
@@ -139,7 +139,7 @@ def assert_varied(lines: list[AnyCaptureLine], policy: str) -> None:
 
 
 @scenario_test
-async def test_a_changed_decision_is_found_and_named(world: MemoryWorld) -> None:
+async def test_changed_decision_is_found_and_named(world: MemoryWorld) -> None:
     await start_deployment(world)
     await serve_requests(world, make_requests(world, 30))
     lines = await capture_lines(world)
@@ -155,7 +155,7 @@ async def test_a_changed_decision_is_found_and_named(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_capture_holds_no_prompt_answer_tenant_salt_or_message(world: MemoryWorld) -> None:
+async def test_capture_holds_no_prompt_answer_tenant_salt_or_message(world: MemoryWorld) -> None:
     await start_deployment(world)
     secret = replace(
         make_requests(world, 1)[0], tenant="acme", cache_salt="pepper", agent_context=b'"whisper"',
@@ -182,7 +182,7 @@ async def test_a_capture_holds_no_prompt_answer_tenant_salt_or_message(world: Me
 
 
 @scenario_test
-async def test_equal_prefixes_have_equal_names_in_one_file_and_others_in_the_next(
+async def test_prefixes_are_renamed_consistently_in_one_file_and_differently_in_the_next(
     world: MemoryWorld,
 ) -> None:
     await start_deployment(world)
@@ -208,7 +208,7 @@ async def test_equal_prefixes_have_equal_names_in_one_file_and_others_in_the_nex
 
 
 @scenario_test
-async def test_a_period_has_its_own_decisions_and_all_that_follows_from_them(
+async def test_period_has_its_own_decisions_and_their_outcomes(
     world: MemoryWorld,
 ) -> None:
     await start_deployment(world)
@@ -233,7 +233,7 @@ async def test_a_period_has_its_own_decisions_and_all_that_follows_from_them(
 
 
 @scenario_test
-async def test_workers_are_those_there_were_in_the_period(world: MemoryWorld) -> None:
+async def test_workers_are_those_of_the_period(world: MemoryWorld) -> None:
     def write(record: Any, worker: str) -> int:
         world.append(REGISTRY, 0, record, key=f"worker/{worker}")
         return world.clock.wall_ms()
@@ -278,7 +278,7 @@ async def test_decisions_whose_requests_are_gone_are_captured_and_counted(
 
 
 @scenario_test
-async def test_records_that_cannot_be_read_are_counted(world: MemoryWorld) -> None:
+async def test_unreadable_records_are_counted(world: MemoryWorld) -> None:
     await start_deployment(world)
     await serve_requests(world, make_requests(world, 3))
     world.broker.append(LEDGER, 0, [Entry(b"a", b"\xff", (("t", b"Ended"),))])

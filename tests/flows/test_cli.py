@@ -84,7 +84,7 @@ def test_every_command_explains_itself(command: list[str]) -> None:
     assert "Usage" in result.stdout
 
 
-def test_a_prompt_is_published_and_its_id_printed(memory: MemoryBroker) -> None:
+def test_prompt_is_published_and_its_id_printed(memory: MemoryBroker) -> None:
     result = kvlane("publish", "hello", "--system", "be brief", "--max-tokens", "5")
     assert result.exit_code == 0, result.output
     (prompt,) = prompts(memory)
@@ -98,13 +98,13 @@ def test_a_prompt_is_published_and_its_id_printed(memory: MemoryBroker) -> None:
     }
 
 
-def test_the_prompt_may_come_from_standard_input(memory: MemoryBroker) -> None:
+def test_prompt_may_come_from_standard_input(memory: MemoryBroker) -> None:
     assert kvlane("publish", "--id", "mine", given="hello\nthere").stdout == "mine\n"
     (prompt,) = prompts(memory)
     assert prompt["body"]["messages"][0]["content"] == "hello\nthere"
 
 
-def test_an_empty_prompt_is_refused_in_one_line(memory: MemoryBroker) -> None:
+def test_empty_prompt_is_refused_in_one_line(memory: MemoryBroker) -> None:
     result = kvlane("publish", given=" \n")
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
@@ -114,16 +114,14 @@ def test_an_empty_prompt_is_refused_in_one_line(memory: MemoryBroker) -> None:
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "2147483648"])
-def test_a_limit_that_no_answer_can_have_is_refused(memory: MemoryBroker, limit: str) -> None:
+def test_limit_that_no_answer_can_have_is_refused(memory: MemoryBroker, limit: str) -> None:
     result = kvlane("publish", "--max-tokens", limit, "hello")
     assert result.exit_code == 2
     assert "--max-tokens" in result.stderr
     assert prompts(memory) == []
 
 
-def test_a_file_brings_many_prompts_with_ids_or_without(
-    memory: MemoryBroker, tmp_path: Path
-) -> None:
+def test_file_brings_many_prompts_with_ids_or_without(memory: MemoryBroker, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id":"a","body":{}}\n\n{"kind":"completion","body":{"prompt":"x"}}\n')
     result = kvlane("publish", "--file", str(file))
@@ -141,7 +139,7 @@ def test_a_file_brings_many_prompts_with_ids_or_without(
         ('{"kind":"sing"}', "line 2, kind: "),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_published(
+def test_bad_line_is_named_and_nothing_is_published(
     memory: MemoryBroker, line: str, named: str
 ) -> None:
     result = kvlane("publish", "--file", "-", given=f'{{"id":"a"}}\n{line}\n')
@@ -161,14 +159,14 @@ def test_follow_skips_the_text_before_an_offset(memory: MemoryBroker) -> None:
     assert kvlane("follow", "a", "--from", "3").stdout == "lo wörld\n"
 
 
-def test_a_request_that_a_router_ended_is_an_error_with_its_reason(memory: MemoryBroker) -> None:
+def test_request_that_a_router_ended_is_an_error_with_its_reason(memory: MemoryBroker) -> None:
     answer(memory, "a", "Hel", end=End(id="a", code="deadline", message="too slow"))
     result = kvlane("follow", "a")
     assert (result.exit_code, result.stdout) == (1, "Hel\n")
     assert result.stderr == "a ended: deadline: too slow\n"
 
 
-def test_an_answer_that_a_router_completed_is_no_error(memory: MemoryBroker) -> None:
+def test_completed_answer_is_no_error(memory: MemoryBroker) -> None:
     answer(memory, "a", "Hello", end=End(id="a", code="stop"))
     assert kvlane("follow", "a").exit_code == 0
 
@@ -179,7 +177,7 @@ def test_waiting_ends_with_the_time_out(memory: MemoryBroker) -> None:
     assert result.stderr.startswith("error: a: no end within 0.3 s")
 
 
-def test_an_id_that_nothing_was_published_under_is_an_error_at_once(
+def test_unpublished_id_is_an_error_at_once(
     memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.commands.request_commands.CHECK_AFTER_S", 0.1)
@@ -206,16 +204,14 @@ def test_truncated_stream_is_reported(memory: MemoryBroker) -> None:
     assert "a: the beginning of its stream is no longer retained" in result.stderr
 
 
-def test_a_prompt_that_waits_is_waited_for(
-    memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_prompt_is_awaited(memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.commands.request_commands.CHECK_AFTER_S", 0.1)
     kvlane("publish", "hello", "--id", "a")
     result = kvlane("follow", "a", "--timeout", "0.5")
     assert result.stderr.startswith("error: a: no end within 0.5 s")
 
 
-def test_an_id_cannot_act_on_the_terminal(memory: MemoryBroker) -> None:
+def test_id_is_escaped_for_the_terminal(memory: MemoryBroker) -> None:
     answer(memory, "a\nb\x1b[2J", "hello")
     result = kvlane("publish", "hello", "--id", "a\nb\x1b[2J", "--follow")
     assert (result.stdout, result.stderr) == ("hello\n", "a\\nb\\x1b[2J\n")
@@ -235,7 +231,7 @@ def test_several_choices_are_labelled(memory: MemoryBroker) -> None:
     assert kvlane("publish", "-f", "-", "--follow", given=lines).stdout == "a\tone\nb\ttwo\n"
 
 
-def test_a_cancel_is_published_behind_its_prompt(memory: MemoryBroker) -> None:
+def test_cancel_is_published_behind_its_prompt(memory: MemoryBroker) -> None:
     kvlane("publish", "hello", "--id", "a")
     assert kvlane("cancel", "a").exit_code == 0
     assert [p.get("kind", "chat") for p in prompts(memory)] == ["chat", "cancel"]
@@ -251,7 +247,7 @@ def test_missing_servers_error_names_the_variable(command: list[str]) -> None:
     assert "Traceback" not in result.output
 
 
-def test_an_unreachable_kafka_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_kafka_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", "127.0.0.1:1")
     result = kvlane("follow", "a")
     assert result.exit_code == 1
@@ -259,7 +255,7 @@ def test_an_unreachable_kafka_is_an_error_with_advice(monkeypatch: pytest.Monkey
     assert "Check KVLANE_BOOTSTRAP_SERVERS" in result.stderr
 
 
-def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLANE_LANES", "many")
     result = kvlane("follow", "a")
     assert result.exit_code == 1
@@ -299,7 +295,7 @@ def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) ->
     assert "77" in result.stdout
 
 
-def test_the_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.demo.demo_run.run_demo", lambda *_, **__: False)
     assert kvlane("demo", "hello", "--broker", "memory").exit_code == 1
 
@@ -351,7 +347,7 @@ def test_simulate_shows_a_row_for_each_policy_and_seed(tmp_path: Path) -> None:
     assert rows[2]["e2e_ms"] == rows[3]["e2e_ms"]
 
 
-def test_simulate_names_what_it_cannot_play(tmp_path: Path) -> None:
+def test_simulate_names_unplayable_requests(tmp_path: Path) -> None:
     unknown = kvlane("simulate", "--policy", "best")
     assert unknown.exit_code == 2
     assert "round_robin" in unknown.stderr

@@ -36,7 +36,7 @@ async def test_prompt_is_in_the_log_when_publish_returns(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_an_unacknowledged_prompt_is_published_again(world: MemoryWorld) -> None:
+async def test_unacknowledged_prompt_is_published_again(world: MemoryWorld) -> None:
     client = await connect(world)
     world.faults.next_fates(PROMPTS, AppendFate.LOST, AppendFate.UNREPORTED)
     await publish(client, "job-17")
@@ -44,7 +44,7 @@ async def test_an_unacknowledged_prompt_is_published_again(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_publishing_gives_up_at_its_deadline(world: MemoryWorld) -> None:
+async def test_publishing_fails_at_its_deadline(world: MemoryWorld) -> None:
     client = await connect(world)
     await publish(client, "warm")
     world.faults.next_fates(PROMPTS, *[AppendFate.LOST] * 1000)
@@ -55,14 +55,14 @@ async def test_publishing_gives_up_at_its_deadline(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_prompt_that_is_too_large_is_refused_at_once(world: MemoryWorld) -> None:
+async def test_prompt_that_is_too_large_is_refused_at_once(world: MemoryWorld) -> None:
     client = await connect(world)
     with pytest.raises(RecordTooLarge):
         await client.publish(Prompt(id="a", body={"prompt": "x" * 9_000_000}))
 
 
 @scenario_test
-async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: MemoryWorld) -> None:
+async def test_cancel_follows_its_prompt_on_the_same_partition(world: MemoryWorld) -> None:
     client = await connect(world)
     await publish(client, "job-17")
     await client.cancel("job-17")
@@ -72,7 +72,7 @@ async def test_a_cancel_follows_its_prompt_on_the_same_partition(world: MemoryWo
 
 
 @scenario_test
-async def test_a_cancel_of_a_batch_prompt_is_behind_it_and_in_prompts(world: MemoryWorld) -> None:
+async def test_cancel_of_a_batch_prompt_is_behind_it_and_in_prompts(world: MemoryWorld) -> None:
     client = await connect(world)
     await client.publish(Prompt(id="job-17", service_class="batch"), subscribe=False)
     await client.cancel("job-17", service_class="batch")
@@ -96,7 +96,7 @@ async def test_ids_rise(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_stream_gives_every_piece_to_the_end(world: MemoryWorld) -> None:
+async def test_stream_gives_every_piece_to_the_end(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     reading = world.spawn(read(client, worker.id))
     written = []
@@ -107,7 +107,7 @@ async def test_a_stream_gives_every_piece_to_the_end(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_piece_is_there_as_soon_as_it_is_written(world: MemoryWorld) -> None:
+async def test_piece_is_delivered_as_soon_as_it_is_written(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     async with aclosing(client.stream(worker.id)) as stream:
         before = world.clock.now()
@@ -126,7 +126,7 @@ async def test_stream_after_publish_misses_no_records(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_reply_that_starts_before_publish_returns_is_whole(world: MemoryWorld) -> None:
+async def test_reply_that_starts_before_publish_returns_is_whole(world: MemoryWorld) -> None:
     """The broker is slow to acknowledge; the worker is not slow to answer."""
     client = await connect(world)
     world.faults.slow["append"] = 2.0
@@ -157,7 +157,7 @@ async def test_many_streams_at_once_do_not_mix(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_fail_over_shows_each_token_once(world: MemoryWorld) -> None:
+async def test_fail_over_shows_each_token_once(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = await publish(client)
     first = Worker(world, request_id)
@@ -169,7 +169,7 @@ async def test_a_fail_over_shows_each_token_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_end_is_the_last_piece(world: MemoryWorld) -> None:
+async def test_end_is_the_last_piece(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     end = End(id=worker.id, code="deadline", message="too slow")
@@ -187,7 +187,7 @@ async def test_only_lanes_in_use_are_read(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_lane_is_left_some_time_after_its_last_stream(world: MemoryWorld) -> None:
+async def test_lane_is_left_some_time_after_its_last_stream(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("hello", "stop")
     await client.result(worker.id)
@@ -212,7 +212,7 @@ async def test_closed_stream_releases_its_state(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_stream_that_was_left_can_be_taken_up_again(world: MemoryWorld) -> None:
+async def test_abandoned_stream_can_be_resumed(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     async with aclosing(client.stream(worker.id)) as stream:
@@ -226,7 +226,7 @@ async def test_a_stream_that_was_left_can_be_taken_up_again(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_result_is_the_whole_answer(world: MemoryWorld) -> None:
+async def test_result_is_the_whole_answer(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = await publish(client)
     usage = Usage(prompt_tokens=3, completion_tokens=2)
@@ -248,7 +248,7 @@ async def test_a_result_is_the_whole_answer(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_result_says_why_a_router_ended_it(world: MemoryWorld) -> None:
+async def test_result_has_the_code_of_an_end_by_a_router(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     worker.append(End(id=worker.id, code="queue_full", message="32 wait", retry_after_s=1.5))
@@ -258,7 +258,7 @@ async def test_a_result_says_why_a_router_ended_it(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_dry_run_tells_where_a_request_would_go(world: MemoryWorld) -> None:
+async def test_dry_run_returns_the_selected_worker(world: MemoryWorld) -> None:
     client = await connect(world)
     placed = DryRunResult(worker_id="w1", dp_rank=1, token_ids=(104, 258))
     for name in ("a", "b"):
@@ -271,7 +271,7 @@ async def test_a_dry_run_tells_where_a_request_would_go(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWorld) -> None:
+async def test_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     worker.append(End(id=worker.id, code="stop", usage=Usage(completion_tokens=2)))
@@ -281,7 +281,7 @@ async def test_an_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWo
 
 
 @scenario_test
-async def test_waiting_ends_at_its_deadline_and_can_go_on(world: MemoryWorld) -> None:
+async def test_waiting_ends_at_its_deadline_and_can_be_resumed(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     with pytest.raises(TimeoutError, match=r"no end within 30 s, 2 tokens"):
@@ -294,7 +294,7 @@ async def test_waiting_ends_at_its_deadline_and_can_go_on(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_slow_consumer_gets_all_the_text_in_fewer_pieces(world: MemoryWorld) -> None:
+async def test_slow_consumer_gets_all_the_text_in_fewer_pieces(world: MemoryWorld) -> None:
     client = await connect(world)
     slow, quick = Worker(world, await publish(client)), Worker(world, await publish(client))
     async with aclosing(client.stream(slow.id)) as stream:

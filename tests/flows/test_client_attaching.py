@@ -27,7 +27,7 @@ from tests.reply_harness import Worker, begin_reply, connect, in_lane, publish, 
 
 
 @scenario_test
-async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: MemoryWorld) -> None:
+async def test_stream_published_elsewhere_is_read_from_its_beginning(world: MemoryWorld) -> None:
     publisher, client = await connect(world, "one"), await connect(world, "two")
     worker = Worker(world, await publish(publisher))
     worker.write("he")
@@ -40,9 +40,7 @@ async def test_a_stream_published_elsewhere_is_read_from_its_beginning(world: Me
 
 @pytest.mark.parametrize("request_id", ["job-17", "0190a8c4-0000-7000-8000-000000000001"])
 @scenario_test
-async def test_a_finished_stream_is_read_whatever_its_id(
-    world: MemoryWorld, request_id: str
-) -> None:
+async def test_finished_stream_is_read_whatever_its_id(world: MemoryWorld, request_id: str) -> None:
     Worker(world, request_id).write("hello", "stop")
     await world.sleep(1800)
     client = await connect(world)
@@ -50,7 +48,7 @@ async def test_a_finished_stream_is_read_whatever_its_id(
 
 
 @scenario_test
-async def test_a_stream_may_be_awaited_before_it_begins(world: MemoryWorld) -> None:
+async def test_stream_may_be_awaited_before_it_begins(world: MemoryWorld) -> None:
     client = await connect(world)
     reading = world.spawn(client.result("job-17"))
     await world.sleep(5)
@@ -59,7 +57,7 @@ async def test_a_stream_may_be_awaited_before_it_begins(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_two_listeners_get_the_same(world: MemoryWorld) -> None:
+async def test_two_readers_get_the_same_text(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
     first = world.spawn(read(client, worker.id))
@@ -72,7 +70,7 @@ async def test_two_listeners_get_the_same(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_attached_stream_goes_on_with_the_live_reader(world: MemoryWorld) -> None:
+async def test_attached_stream_continues_with_the_live_reader(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     worker.write("he")
@@ -97,7 +95,7 @@ async def id_of_a_clock_that_is_ahead(world: MemoryWorld) -> str:
 
 
 @scenario_test
-async def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane_meanwhile(
+async def test_attached_stream_continues_after_the_live_reader_left_its_lane(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streams.responses.reply_reader.IDLE_LANE_TTL_S", 0.0)
@@ -115,7 +113,7 @@ async def test_an_attached_stream_goes_on_when_the_live_reader_has_left_its_lane
 
 
 @scenario_test
-async def test_a_stream_that_is_left_before_it_was_read_leaves_nothing_behind(
+async def test_stream_abandoned_before_its_first_read_leaves_nothing_behind(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -149,7 +147,7 @@ async def test_attaching_in_a_busy_lane_misses_and_repeats_nothing(world: Memory
 
 
 @scenario_test
-async def test_a_client_that_was_restarted_publishes_again_and_reads_it_all(
+async def test_restarted_client_publishes_again_and_reads_the_whole_answer(
     world: MemoryWorld,
 ) -> None:
     first = await connect(world, "one")
@@ -163,7 +161,7 @@ async def test_a_client_that_was_restarted_publishes_again_and_reads_it_all(
 
 
 @scenario_test
-async def test_a_failed_publish_that_was_answered_all_the_same_loses_nothing(
+async def test_failed_publish_that_was_answered_all_the_same_loses_nothing(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -180,7 +178,7 @@ async def test_a_failed_publish_that_was_answered_all_the_same_loses_nothing(
 
 
 @scenario_test
-async def test_reading_starts_where_the_listener_had_come_to(world: MemoryWorld) -> None:
+async def test_reading_starts_at_the_received_position(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, "job-17")
     pieces = [worker.write("he"), worker.write("ll"), worker.write("o", "stop")]
@@ -201,7 +199,7 @@ async def test_client_with_the_whole_text_gets_the_end_only(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: MemoryWorld) -> None:
+async def test_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: MemoryWorld) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     worker = Worker(world, request_id)
     worker.write("he")
@@ -216,7 +214,7 @@ async def test_an_id_from_a_clock_that_is_ahead_is_found_all_the_same(world: Mem
 
 
 @scenario_test
-async def test_a_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_lane(
+async def test_finished_stream_of_a_clock_that_is_ahead_is_found_in_a_quiet_lane(
     world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
@@ -249,7 +247,7 @@ async def test_stream_without_its_last_fence_raises_its_error(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_stream_that_went_on_elsewhere_is_found_though_its_clock_is_ahead(
+async def test_stream_that_moved_is_found_although_its_clock_is_ahead(
     world: MemoryWorld,
 ) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
@@ -340,7 +338,7 @@ async def test_resuming_client_gets_position_lost_for_an_id_from_a_fast_clock(
 
 
 @scenario_test
-async def test_the_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(
+async def test_oldest_of_too_many_unclaimed_replies_are_read_from_the_log(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -375,7 +373,7 @@ async def test_end_with_deleted_text_raises_position_lost(
 
 
 @scenario_test
-async def test_an_end_whose_text_and_fence_were_deleted_is_not_either(world: MemoryWorld) -> None:
+async def test_end_whose_text_and_fence_were_deleted_is_not_either(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("hello")
     worker.append(Fence(id="job-17", attempt=1))
@@ -466,9 +464,7 @@ async def test_unresponsive_broker_fails_only_streams_that_need_offsets(
 
 @pytest.mark.parametrize("others", [1, 7000])
 @scenario_test
-async def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(
-    world: MemoryWorld, others: int
-) -> None:
+async def test_deleted_stream_is_not_awaited(world: MemoryWorld, others: int) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     worker.write("hello", "stop")
@@ -482,7 +478,7 @@ async def test_a_stream_that_is_gone_and_too_old_to_begin_is_not_awaited(
 
 
 @scenario_test
-async def test_a_gateways_stream_that_is_gone_is_not_awaited_as_long_as_prompts_may_wait(
+async def test_deleted_stream_of_a_gateway_is_not_awaited_as_long_as_prompts_may_wait(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -495,7 +491,7 @@ async def test_a_gateways_stream_that_is_gone_is_not_awaited_as_long_as_prompts_
 
 
 @scenario_test
-async def test_a_prompt_that_waits_for_a_day_is_answered_all_the_same(world: MemoryWorld) -> None:
+async def test_prompt_that_waits_for_a_day_is_answered(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     backlog(world, lane_of(worker.id, world.lanes), 2)

@@ -45,7 +45,7 @@ async def first_text_s(world: MemoryWorld, replies: ReplyReader, request_id: str
 
 
 @partial(scenario_test, lanes=1)
-async def test_attaching_does_not_keep_others_from_their_text(world: MemoryWorld) -> None:
+async def test_attaching_does_not_delay_other_streams(world: MemoryWorld) -> None:
     client = await connect(world)
     fill(world)
     Worker(world, "a").write("hello")
@@ -57,7 +57,7 @@ async def test_attaching_does_not_keep_others_from_their_text(world: MemoryWorld
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_stream_of_the_last_minutes_does_not_wait_for_one_far_back(
+async def test_recent_stream_does_not_wait_for_an_old_one(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
@@ -74,7 +74,7 @@ async def test_a_stream_of_the_last_minutes_does_not_wait_for_one_far_back(
 
 
 @partial(scenario_test, lanes=5)
-async def test_passes_far_back_are_few_and_all_lanes_have_theirs(
+async def test_passes_over_old_records_are_bounded_and_cover_all_lanes(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
@@ -90,7 +90,7 @@ async def test_passes_far_back_are_few_and_all_lanes_have_theirs(
 
 
 @scenario_test
-async def test_a_lane_that_cannot_be_read_makes_room_for_others(
+async def test_unreadable_lane_does_not_block_others(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catch_up_reader, "MAX_PASSES", 1)
@@ -117,7 +117,7 @@ async def test_a_lane_that_cannot_be_read_makes_room_for_others(
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_stream_that_is_attached_to_while_its_lane_is_read_is_found(
+async def test_stream_that_is_attached_to_while_its_lane_is_read_is_found(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader passes over records of other keys long before its poll comes back."""
@@ -142,7 +142,7 @@ async def test_a_stream_that_is_attached_to_while_its_lane_is_read_is_found(
 
 
 @scenario_test
-async def test_a_stream_is_found_though_the_log_was_cut_while_it_waited(world: MemoryWorld) -> None:
+async def test_stream_is_found_though_the_log_was_cut_while_it_waited(world: MemoryWorld) -> None:
     client = await connect(world)
     fill(world)
     Worker(world, in_lane(0, "a")).write("hello", "stop")
@@ -167,7 +167,7 @@ async def test_stream_truncated_during_a_read_raises_its_error(world: MemoryWorl
 
 
 @scenario_test
-async def test_an_id_too_old_to_begin_is_unknown_to_a_whole_log(world: MemoryWorld) -> None:
+async def test_id_too_old_to_begin_is_unknown_to_a_whole_log(world: MemoryWorld) -> None:
     client = await connect(world)
     request_id = client.new_request_id()
     await world.sleep(8 * DAY_S)

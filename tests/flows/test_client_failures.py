@@ -37,7 +37,7 @@ async def test_outage_is_waited_out(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_publishing_into_an_outage_fails_at_its_deadline(world: MemoryWorld) -> None:
+async def test_publishing_during_an_outage_fails_at_its_deadline(world: MemoryWorld) -> None:
     client = await connect(world)
     world.broker.available = False
     with pytest.raises(BrokerUnavailable):
@@ -46,7 +46,7 @@ async def test_publishing_into_an_outage_fails_at_its_deadline(world: MemoryWorl
 
 
 @scenario_test
-async def test_listening_into_an_outage_fails_at_its_deadline(world: MemoryWorld) -> None:
+async def test_reading_during_an_outage_fails_at_its_deadline(world: MemoryWorld) -> None:
     client = await connect(world)
     world.broker.available = False
     with pytest.raises(BrokerUnavailable):
@@ -55,7 +55,7 @@ async def test_listening_into_an_outage_fails_at_its_deadline(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_lane_that_lost_records_fails_its_streams_and_no_others(world: MemoryWorld) -> None:
+async def test_lane_that_lost_records_fails_its_streams_and_no_others(world: MemoryWorld) -> None:
     client = await connect(world)
     lost, other, again = (
         Worker(world, in_lane(*where)) for where in ((0, "lost"), (1, "other"), (0, "again"))
@@ -79,7 +79,7 @@ async def test_a_lane_that_lost_records_fails_its_streams_and_no_others(world: M
 
 
 @scenario_test
-async def test_a_record_for_newer_readers_ends_its_stream_with_a_clear_error(
+async def test_record_for_newer_readers_ends_its_stream_with_a_clear_error(
     world: MemoryWorld,
 ) -> None:
     client = await connect(world)
@@ -129,7 +129,7 @@ async def test_closing_ends_open_streams(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_log_that_is_closed_by_its_owner_ends_open_streams(world: MemoryWorld) -> None:
+async def test_log_that_is_closed_by_its_owner_ends_open_streams(world: MemoryWorld) -> None:
     log = await world.connect()
     client = Client(log, world.clock)
     await client.start()

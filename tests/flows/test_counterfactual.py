@@ -70,7 +70,7 @@ def assert_close(one: RunMetrics, other: RunMetrics) -> None:
 
 
 @pytest.mark.parametrize("policy", ["predictive", "random"])
-def test_the_decisions_that_were_taken_come_out_as_they_did(policy: str) -> None:
+def test_recomputed_decisions_equal_the_recorded_ones(policy: str) -> None:
     """The engines are simulated ones too, and nothing else takes time; answers' blocks differ."""
     period = period_of(lines_under(policy))
     assert period.workers == 3
@@ -88,7 +88,7 @@ def test_other_policies_are_compared_request_by_request(at_random: list[AnyCaptu
     assert lost.ttft_ms > lost.ttft_error > 0, "at random is worse, and not by chance"
 
 
-def test_decisions_have_no_regret_of_themselves(at_random: list[AnyCaptureLine]) -> None:
+def test_recorded_decisions_have_no_regret(at_random: list[AnyCaptureLine]) -> None:
     period = period_of(at_random)
     assert policy_regret(simulate_recorded(period), simulate_recorded(period)) == (0, 0, 0, 0)
 
@@ -104,7 +104,7 @@ def test_requests_that_cannot_be_replayed_are_counted(at_random: list[AnyCapture
     assert len(period.requests) == COUNT - 2
 
 
-def test_a_capture_without_requests_or_workers_says_so(at_random: list[AnyCaptureLine]) -> None:
+def test_capture_without_requests_or_workers_is_reported(at_random: list[AnyCaptureLine]) -> None:
     with pytest.raises(InvalidTrace, match="requests are kept for an hour"):
         period_of([line for line in at_random if not isinstance(line, CapturedRequest)])
     with pytest.raises(InvalidTrace, match="no worker of demo"):

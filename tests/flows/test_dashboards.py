@@ -179,12 +179,12 @@ def test_every_query_reads_exported_metrics(exported: Exported) -> None:
         ("max(kvlane_router_queued_tokens) / max(kvlane_worker_steps)", "", "kvlane_worker_steps"),
     ],
 )
-def test_a_query_of_something_else_is_found(
+def test_query_of_an_unknown_metric_is_found(
     query: str, legend: str, named: str, exported: Exported
 ) -> None:
     assert faults(query, exported, legend) == [named]
 
 
-def test_a_query_that_is_no_promql_is_found() -> None:
+def test_invalid_promql_is_found() -> None:
     with pytest.raises(ValueError, match="unclosed"):
         faults("sum(kvlane_router_queued_tokens", {})

@@ -105,7 +105,7 @@ def test_empty_list_of_letters_exits_with_success(memory: MemoryBroker) -> None:
     assert (shown.exit_code, shown.stdout) == (0, "0 dead letters\n")
 
 
-def test_a_letter_that_can_be_read_is_shown_as_a_record(memory: MemoryBroker) -> None:
+def test_letter_that_can_be_read_is_shown_as_a_record(memory: MemoryBroker) -> None:
     shown = kvlane("show", put_aside(memory, request(tenant="acme"), kept=True))
     assert "kept in the dead letter, decoded" in shown.stdout
     assert '"tenant": "acme"' in shown.stdout
@@ -116,7 +116,7 @@ def test_redacted_letter_is_read_again_from_its_original_offset(memory: MemoryBr
     assert "read from requests/0:0, decoded" in shown.stdout
 
 
-def test_a_letter_that_cannot_be_read_is_shown_in_hex(memory: MemoryBroker) -> None:
+def test_letter_that_cannot_be_read_is_shown_in_hex(memory: MemoryBroker) -> None:
     bad = Entry(b"job-7", b"\xc1 not msgpack" * 100, (("t", b"Request"),))
     shown = kvlane("show", put_aside(memory, bad))
     assert "still malformed" in shown.stdout
@@ -144,12 +144,12 @@ def test_other_record_at_the_offset_of_a_letter_is_refused(memory: MemoryBroker)
 
 
 @pytest.mark.parametrize("name", ["7", "a:b", "1:", "99:0", "1:5"])
-def test_a_name_that_is_no_letter_is_explained(memory: MemoryBroker, name: str) -> None:
+def test_invalid_letter_name_is_explained(memory: MemoryBroker, name: str) -> None:
     assert kvlane("show", name).exit_code == 1
     assert "letter" in kvlane("retry", name).stderr
 
 
-def test_a_record_is_published_again_with_its_key_and_headers(memory: MemoryBroker) -> None:
+def test_record_is_published_again_with_its_key_and_headers(memory: MemoryBroker) -> None:
     key, value, headers = request()
     entry = Entry(key, value, (*headers, ("traceparent", b"00-1-2-01")))
     for kept in (True, False):
@@ -162,7 +162,7 @@ def test_a_record_is_published_again_with_its_key_and_headers(memory: MemoryBrok
         assert (last.key, last.value, last.headers) == entry
 
 
-def test_a_prompt_is_published_again_to_prompts(memory: MemoryBroker) -> None:
+def test_prompt_is_published_again_to_prompts(memory: MemoryBroker) -> None:
     body = b'{"id":"job-7","body":{"messages":[{"role":"user","content":"hi"}]}}'
     name = put_aside(memory, Entry(b"job-7", body), PROMPTS)
     before = published(memory, topic=PROMPTS)
@@ -240,7 +240,7 @@ async def the_letter(world: MemoryWorld) -> DeadLetter:
 
 
 @scenario_test
-async def test_a_request_in_a_wrong_lane_is_answered_after_a_retry(world: MemoryWorld) -> None:
+async def test_request_in_a_wrong_lane_is_answered_after_a_retry(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     wrong = 1 - lane_of("a", world.lanes)
@@ -254,7 +254,7 @@ async def test_a_request_in_a_wrong_lane_is_answered_after_a_retry(world: Memory
 
 
 @scenario_test
-async def test_a_letter_that_is_retried_over_and_over_is_run_once(world: MemoryWorld) -> None:
+async def test_repeatedly_retried_letter_is_run_once(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     world.append(REQUESTS, 1 - lane_of("a", world.lanes), PROMPT, key="a")
@@ -287,7 +287,7 @@ async def test_malformed_request_ends_with_an_error(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_letter_is_found_by_its_name(world: MemoryWorld) -> None:
+async def test_letter_is_found_by_its_name(world: MemoryWorld) -> None:
     log = await world.connect("people")
     record = MemoryRecord(REQUESTS, 3, 41, 0, b"job-7", b"tell me", (("t", b"Request"),))
     stands = await DeadLetterWriter(RecordPublisher(log, world.clock)).write(

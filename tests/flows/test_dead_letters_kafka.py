@@ -53,7 +53,7 @@ async def ends(log: KafkaLog, topic: str) -> Mapping[int, int]:
 
 
 @pytest.mark.timeout(120)
-async def test_a_stray_record_is_put_aside_listed_and_taken_in_again(
+async def test_stray_record_is_dead_lettered_listed_and_published_again(
     kafka: Broker, topic_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", kafka.bootstrap_servers)

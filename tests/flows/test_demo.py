@@ -109,13 +109,13 @@ def on_kafka(kafka: Broker, topic_prefix: str) -> Iterator[dict[str, str]]:
     asyncio.run(delete_topics(kafka.bootstrap_servers, topic_prefix))
 
 
-def test_the_demo_in_memory_loses_nothing() -> None:
+def test_demo_in_memory_loses_nothing() -> None:
     shown = kvlane("demo", "What is a lane?", "--broker", "memory")
     check_story(shown)
     assert "What is a lane?" in shown
 
 
-def test_the_disaggregated_demo_loses_nothing_and_hands_requests_over() -> None:
+def test_disaggregated_demo_loses_nothing_and_hands_requests_over() -> None:
     shown = kvlane("demo", "Hello", "--broker", "memory", "--disaggregated")
     check_story(shown, r"worker-1 \(prefill\), then worker-[234] \(decode\), then worker-[234]")
     assert "4 workers (1 prefill, 3 decode) are up" in shown
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_the_demo_in_memory_at_once() -> None:
         assert process.wait(30) == 130
 
 
-def test_the_demo_on_kafka_loses_nothing_and_leaves_no_process(
+def test_demo_on_kafka_loses_nothing_and_leaves_no_process(
     on_kafka: dict[str, str], topic_prefix: str
 ) -> None:
     check_story(kvlane("demo", "Hello", **on_kafka))
@@ -155,7 +155,7 @@ def test_up_starts_prefill_and_decode_workers(on_kafka: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_however_the_demo_ends_its_processes_end_with_it(
+def test_processes_end_with_the_demo_however_it_ends(
     how: signal.Signals, on_kafka: dict[str, str], topic_prefix: str
 ) -> None:
     with running("demo", **on_kafka) as process:

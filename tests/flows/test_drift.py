@@ -79,7 +79,7 @@ async def test_cache_that_differs_from_the_index_raises_one_alert(
     assert len(alarms()) == 2
 
 
-def test_alerts_are_about_metrics_that_there_are() -> None:
+def test_alerts_use_existing_metrics() -> None:
     text = ALERTS.read_text()
     rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
     assert all({"alert", "expr", "labels", "annotations"} <= rule.keys() for rule in rules)

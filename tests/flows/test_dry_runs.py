@@ -20,7 +20,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 @pytest.mark.parametrize("value", ["", "yes", "w2", "a:b"])
 @scenario_test
-async def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(
+async def test_dry_run_returns_the_worker_and_the_tokens_and_books_nothing(
     world: MemoryWorld, value: str
 ) -> None:
     cluster = await two_caches(world)
@@ -40,7 +40,7 @@ async def test_a_dry_run_tells_the_worker_and_the_tokens_and_books_nothing(
 
 
 @scenario_test
-async def test_dry_run_is_answered_in_a_stream_too(world: MemoryWorld) -> None:
+async def test_dry_run_is_also_answered_as_a_stream(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1",))
     send = {"annotations": ["query_instance_id:x"]}
     answer = await cluster.chat("hello", stream=True, nvext=send).wait_done()
@@ -50,7 +50,7 @@ async def test_dry_run_is_answered_in_a_stream_too(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_annotation_without_a_value_is_no_dry_run(world: MemoryWorld) -> None:
+async def test_annotation_without_a_value_is_no_dry_run(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world)
     for annotation in ("query_instance_id", "my_query_instance_id:x"):
         await cluster.wait_decision(annotations=[annotation])
@@ -58,7 +58,7 @@ async def test_an_annotation_without_a_value_is_no_dry_run(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_dry_run_sees_pins_and_opens_no_session(world: MemoryWorld) -> None:
+async def test_dry_run_sees_pins_and_opens_no_session(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2"), policy="round_robin")
     send: dict[str, Any] = {"annotations": ["query_instance_id:x"]}
     for _ in range(3):
@@ -77,7 +77,7 @@ async def test_a_dry_run_sees_pins_and_opens_no_session(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_dry_run_waits_for_no_busy_worker(world: MemoryWorld) -> None:
+async def test_dry_run_waits_for_no_busy_worker(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, (), policy="predictive")
     await cluster.start_worker("w1", engine=slow_engine(world))
     await cluster.occupy("w1")
@@ -86,7 +86,7 @@ async def test_a_dry_run_waits_for_no_busy_worker(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_dry_run_is_about_one_answer(world: MemoryWorld) -> None:
+async def test_dry_run_is_about_one_answer(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world)
     answer = await cluster.complete_with(
         body={"n": 2}, annotations=["query_instance_id:x"]

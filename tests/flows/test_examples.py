@@ -82,7 +82,7 @@ async def output_of(*command: str, **environment: str) -> str:
     return out.decode()
 
 
-async def test_the_index_is_used_alone() -> None:
+async def test_index_is_used_alone() -> None:
     lines = (await output_of(sys.executable, "examples/index_alone.py")).splitlines()
     assert sorted(lines) == [
         "worker-1 holds 96 of 100 tokens",
@@ -93,7 +93,7 @@ async def test_the_index_is_used_alone() -> None:
 
 
 @pytest.mark.kafka
-async def test_the_openai_package_streams_a_chat(deployment: Deployment) -> None:
+async def test_openai_package_streams_a_chat(deployment: Deployment) -> None:
     shown = await output_of(sys.executable, "examples/openai_client.py", deployment.url)
     text, counted = shown.rstrip().rsplit("\n", 1)
     assert text
@@ -101,7 +101,7 @@ async def test_the_openai_package_streams_a_chat(deployment: Deployment) -> None
 
 
 @pytest.mark.kafka
-async def test_a_prompt_is_published_and_followed(deployment: Deployment) -> None:
+async def test_prompt_is_published_and_followed(deployment: Deployment) -> None:
     shown = await output_of(
         sys.executable, "examples/publish_and_follow.py", deployment.servers, deployment.prefix
     )
@@ -126,7 +126,7 @@ async def test_console_tools_publish_and_read(deployment: Deployment, tmp_path: 
 
 
 @pytest.mark.kafka
-async def test_an_engine_of_ones_own_serves_a_model(deployment: Deployment) -> None:
+async def test_custom_engine_serves_a_model(deployment: Deployment) -> None:
     worker = await start(
         sys.executable, "-m", "faststream", "run", "examples.custom_engine:app",
         KVLANE_BOOTSTRAP_SERVERS=deployment.servers, KVLANE_TOPIC_PREFIX=deployment.prefix,
@@ -162,7 +162,7 @@ async def topics(servers: str, *names: str) -> AsyncIterator[None]:
         await admin.close()
 
 
-async def test_the_faststream_service_publishes_prompts_and_handles_results() -> None:
+async def test_faststream_service_publishes_prompts_and_handles_results() -> None:
     service = faststream_service
 
     @service.broker.subscriber(service.prompts.topic)
@@ -186,7 +186,7 @@ async def test_the_faststream_service_publishes_prompts_and_handles_results() ->
 
 
 @pytest.mark.kafka
-async def test_the_faststream_service_answers_questions(deployment: Deployment) -> None:
+async def test_faststream_service_answers_requests(deployment: Deployment) -> None:
     servers, own = deployment.servers, f"replies-{deployment.prefix}"
     questions, replies, answers = (own + name for name in ("questions", "replies", "answers"))
     async with topics(servers, questions, replies, answers):
@@ -237,7 +237,7 @@ async def build(project: Path) -> tuple[str, ...]:
 @needs_maven
 @pytest.mark.slow
 @pytest.mark.kafka
-async def test_a_java_program_gets_replies_by_spring_kafka(
+async def test_java_program_gets_replies_by_spring_kafka(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     project = shutil.copytree(ROOT / "examples" / "spring-kafka", tmp_path / "spring-kafka")

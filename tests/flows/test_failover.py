@@ -76,7 +76,7 @@ def spoken(world: MemoryWorld, tokens: int) -> Callable[[], bool]:
 
 
 @scenario_test
-async def test_a_request_that_is_held_when_a_worker_dies_goes_to_the_next_one(
+async def test_queued_request_is_assigned_elsewhere_when_a_worker_dies(
     world: MemoryWorld,
 ) -> None:
     processes = SimulatedProcesses(world)
@@ -93,7 +93,7 @@ async def test_a_request_that_is_held_when_a_worker_dies_goes_to_the_next_one(
 
 
 @scenario_test
-async def test_a_request_that_waits_in_its_worker_goes_on_elsewhere(world: MemoryWorld) -> None:
+async def test_run_that_waits_in_its_worker_is_moved(world: MemoryWorld) -> None:
     processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1", max_num_seqs=1, worker_max_waiting=4)
@@ -110,7 +110,7 @@ async def test_a_request_that_waits_in_its_worker_goes_on_elsewhere(world: Memor
 
 
 @scenario_test
-async def test_a_prefill_that_dies_is_done_again(world: MemoryWorld) -> None:
+async def test_prefill_of_a_dead_worker_is_repeated(world: MemoryWorld) -> None:
     processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1", Prefilling(world.clock, STEP_S, model=MODEL))
@@ -124,7 +124,7 @@ async def test_a_prefill_that_dies_is_done_again(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_answer_goes_on_where_its_worker_died(world: MemoryWorld) -> None:
+async def test_answer_continues_where_its_worker_died(world: MemoryWorld) -> None:
     processes = await SimulatedProcesses.started(world)
     publish_request(world)
     await world.wait_until(spoken(world, 8))
@@ -136,7 +136,7 @@ async def test_an_answer_goes_on_where_its_worker_died(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
+async def test_answer_with_its_last_chunk_ends_without_a_finished_record(
     world: MemoryWorld,
 ) -> None:
     processes = await SimulatedProcesses.started(world)
@@ -153,7 +153,7 @@ async def test_an_answer_whose_last_chunk_stood_is_over_though_nobody_said_so(
 
 @pytest.mark.parametrize("kind", [Started, PrefillDone, Chunk, Finished, Heartbeat])
 @scenario_test
-async def test_a_worker_may_die_at_any_of_its_records(world: MemoryWorld, kind: type) -> None:
+async def test_worker_may_die_at_any_of_its_records(world: MemoryWorld, kind: type) -> None:
     processes = await SimulatedProcesses.started(world)
     processes.on_append("w1", kind, processes.kill)
     publish_request(world)
@@ -179,7 +179,7 @@ async def test_half_a_character_is_completed_by_the_next_worker(
 
 @pytest.mark.parametrize("tokens", [*range(1, 12)])
 @scenario_test
-async def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(
+async def test_stop_string_split_by_a_failover_is_found_and_never_shown(
     world: MemoryWorld, tokens: int
 ) -> None:
     prompt = [USER, *b"one two END three", ASSISTANT]
@@ -199,7 +199,7 @@ async def test_a_stop_string_that_a_death_cuts_in_two_is_found_and_never_shown(
 
 
 @scenario_test
-async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: MemoryWorld) -> None:
+async def test_two_failovers_leave_the_answer_unchanged(world: MemoryWorld) -> None:
     processes = await SimulatedProcesses.started(world)
     publish_request(world, 40)
     await world.wait_until(spoken(world, 7))
@@ -213,7 +213,7 @@ async def test_two_deaths_in_one_answer_leave_no_mark_on_it(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_stopped_worker_that_goes_on_is_not_heard_any_more(world: MemoryWorld) -> None:
+async def test_records_of_a_resumed_zombie_are_skipped(world: MemoryWorld) -> None:
     processes = await SimulatedProcesses.started(world)
     publish_request(world, 60)
     await world.wait_until(spoken(world, 7))
@@ -227,7 +227,7 @@ async def test_a_stopped_worker_that_goes_on_is_not_heard_any_more(world: Memory
 
 
 @scenario_test
-async def test_a_seed_goes_on_as_a_function_of_what_was_said(world: MemoryWorld) -> None:
+async def test_resumed_seed_is_a_function_of_the_generated_tokens(world: MemoryWorld) -> None:
     """Drawn again as it is, it would repeat the draws of the beginning."""
     request = Request(
         id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=7),
@@ -242,7 +242,7 @@ async def test_a_seed_goes_on_as_a_function_of_what_was_said(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_worker_that_failed_a_request_does_not_get_it_again(world: MemoryWorld) -> None:
+async def test_worker_that_failed_a_request_does_not_get_it_again(world: MemoryWorld) -> None:
     failed: dict[str, str] = {}
     names = [f"r{n}" for n in range(10)]
 
@@ -271,7 +271,7 @@ async def test_a_worker_that_failed_a_request_does_not_get_it_again(world: Memor
 
 
 @scenario_test
-async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their_lane(
+async def test_requests_of_a_dead_worker_are_collected_in_one_pass_over_their_lane(
     world: MemoryWorld,
 ) -> None:
     passes: list[int] = []
@@ -301,7 +301,7 @@ async def test_all_requests_of_a_dead_worker_are_gathered_in_one_pass_over_their
 
 
 @scenario_test
-async def test_a_cancel_of_a_request_whose_worker_died_ends_it_once(world: MemoryWorld) -> None:
+async def test_cancel_of_a_request_whose_worker_died_ends_it_once(world: MemoryWorld) -> None:
     processes = await SimulatedProcesses.started(world)
     publish_request(world, 500)
     await world.wait_until(spoken(world, 5))
@@ -335,7 +335,7 @@ async def failing_over(world: MemoryWorld) -> SimulatedProcesses:
 
 @pytest.mark.parametrize("kind", STEPS)
 @scenario_test
-async def test_a_router_may_die_at_any_step_of_a_failover(world: MemoryWorld, kind: type) -> None:
+async def test_router_may_die_at_any_step_of_a_failover(world: MemoryWorld, kind: type) -> None:
     processes = await failing_over(world)
     processes.on_append("r1", kind, processes.kill)
     await world.wait_until(lambda: not processes.has_pending_faults, 30.0)
@@ -345,7 +345,7 @@ async def test_a_router_may_die_at_any_step_of_a_failover(world: MemoryWorld, ki
 
 @pytest.mark.parametrize("kind", STEPS)
 @scenario_test
-async def test_a_router_that_is_stopped_in_a_failover_and_goes_on_does_no_harm(
+async def test_router_suspended_during_a_failover_resumes_without_effects(
     world: MemoryWorld, kind: type
 ) -> None:
     processes = await failing_over(world)
@@ -377,7 +377,7 @@ async def test_two_routers_may_die_one_after_the_other_in_the_same_failover(
 @pytest.mark.parametrize("kind", [Fencing, Fence, CancelRun, Assigned, Assignment])
 @pytest.mark.parametrize("struck", ["killed", "stopped"])
 @scenario_test
-async def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
+async def test_router_may_die_when_it_moves_a_run_that_lost_a_chunk(
     world: MemoryWorld, kind: type, struck: str
 ) -> None:
     """Its worker lives, and is told to stop."""
@@ -400,7 +400,7 @@ async def test_a_router_may_be_struck_when_it_moves_a_run_that_lost_a_chunk(
 
 @pytest.mark.parametrize("kind", [Assigned, Assignment])
 @scenario_test
-async def test_a_router_may_die_at_any_step_of_an_admission(world: MemoryWorld, kind: type) -> None:
+async def test_router_may_die_at_any_step_of_an_admission(world: MemoryWorld, kind: type) -> None:
     processes = await SimulatedProcesses.started(world)
     processes.on_append("r1", kind, processes.kill)
     publish_request(world)
@@ -410,7 +410,7 @@ async def test_a_router_may_die_at_any_step_of_an_admission(world: MemoryWorld, 
 
 
 @scenario_test
-async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(
+async def test_queued_request_of_a_dead_router_is_queued_by_the_next_one(
     world: MemoryWorld,
 ) -> None:
     processes = SimulatedProcesses(world)
@@ -426,7 +426,7 @@ async def test_a_request_that_a_dead_router_held_is_held_by_the_next_one(
 
 @pytest.mark.parametrize("kind", [End, CancelRun, Ended])
 @scenario_test
-async def test_a_router_may_die_at_any_step_of_an_end(world: MemoryWorld, kind: type) -> None:
+async def test_router_may_die_at_any_step_of_an_end(world: MemoryWorld, kind: type) -> None:
     processes = await SimulatedProcesses.started(world)
     publish_request(world, 500)
     await world.wait_until(spoken(world, 5))

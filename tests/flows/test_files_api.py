@@ -64,7 +64,7 @@ def big(seed: int, size: int) -> bytes:
 
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES - 1, PART_BYTES, 2 * PART_BYTES + 7])
 @scenario_test
-async def test_a_file_comes_back_as_it_was_uploaded(world: MemoryWorld, size: int) -> None:
+async def test_file_comes_back_as_it_was_uploaded(world: MemoryWorld, size: int) -> None:
     harness = await GatewayHarness.open(world)
     content = big(size, size)
     file = await uploaded(harness, content)
@@ -93,7 +93,7 @@ async def test_files_in_one_partition_do_not_mix(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_repeated_append_shows_once(world: MemoryWorld) -> None:
+async def test_repeated_append_is_visible_once(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     content = big(1, 3 * PART_BYTES)
     world.faults.next_fates(FILE_PARTS, AppendFate.KEPT, AppendFate.UNREPORTED)
@@ -103,7 +103,7 @@ async def test_a_repeated_append_shows_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_body_arrives_in_pieces_of_any_size(world: MemoryWorld) -> None:
+async def test_body_arrives_in_pieces_of_any_size(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     content = big(2, 300_000).replace(b"a", b"\r\n--a")
     body = form(content)
@@ -168,7 +168,7 @@ async def test_files_are_listed_in_pages(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_deleted_file_is_gone_with_its_content(world: MemoryWorld) -> None:
+async def test_deleted_file_is_gone_with_its_content(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     other = await GatewayHarness.open(world, "g2")
     file = await uploaded(harness, big(3, 2 * PART_BYTES))
@@ -208,7 +208,7 @@ async def test_files_of_another_tenant_do_not_exist(
 
 
 @scenario_test
-async def test_the_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFileHarness) -> None:
+async def test_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFileHarness) -> None:
     token = keys.add("acme")
     keys.limit("acme", file_bytes=100)
     harness = await GatewayHarness.open(world, **keys.settings)
@@ -239,7 +239,7 @@ async def test_the_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFi
     ],
 )
 @scenario_test
-async def test_a_bad_body_is_refused_and_leaves_nothing(
+async def test_bad_body_is_refused_and_leaves_nothing(
     world: MemoryWorld, body: bytes, param: str | None
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -252,7 +252,7 @@ async def test_a_bad_body_is_refused_and_leaves_nothing(
 
 
 @scenario_test
-async def test_a_file_above_the_limit_is_refused(world: MemoryWorld) -> None:
+async def test_file_above_the_limit_is_refused(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world, http_max_file_bytes=2 * PART_BYTES)
     await uploaded(harness, bytes(2 * PART_BYTES))
     parts = kept_parts(world)
@@ -267,14 +267,14 @@ async def test_a_file_above_the_limit_is_refused(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_file_is_sent_as_multipart(world: MemoryWorld) -> None:
+async def test_file_is_sent_as_multipart(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     answer = await harness.send("POST", "/v1/files", {"file": "x"}).wait_done()
     assert (answer.status, answer.error["code"]) == (415, "unsupported_content_type")
 
 
 @scenario_test
-async def test_a_client_that_leaves_or_stops_leaves_nothing(world: MemoryWorld) -> None:
+async def test_client_that_leaves_or_stops_leaves_nothing(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     body = form(bytes(2 * PART_BYTES))
     left, stuck = (

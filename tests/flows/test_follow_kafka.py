@@ -58,7 +58,7 @@ async def append(log: KafkaLog, lane: int, count: int) -> None:
         await log.append(LEDGER, MALFORMED, lane)
 
 
-async def test_a_copy_from_a_snapshot_equals_one_from_the_log(log: KafkaLog) -> None:
+async def test_copy_from_a_snapshot_equals_one_from_the_log(log: KafkaLog) -> None:
     clock, snapshots = SystemClock(), SnapshotStore(log, SystemClock())
     await asyncio.gather(*(append(log, lane, 20 * BATCH) for lane in range(2)))
     first, second = RecordingView(), RecordingView()

@@ -26,7 +26,7 @@ from tests.reply_harness import Worker
 
 
 @scenario_test
-async def test_a_chat_is_answered_whole(world: MemoryWorld) -> None:
+async def test_chat_is_answered_whole(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hello").wait_done()
     assert answer.status == 200
@@ -43,7 +43,7 @@ async def test_a_chat_is_answered_whole(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
+async def test_chat_is_answered_while_it_is_made(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = harness.chat("hello", stream=True)
     await world.wait_until(lambda: answer.text == "he")
@@ -72,7 +72,7 @@ async def test_usage_is_sent_on_request(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_text_is_completed(world: MemoryWorld) -> None:
+async def test_text_is_completed(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.complete("abc", max_tokens=7).wait_done()
     assert answer.json["object"] == "text_completion"
@@ -84,7 +84,7 @@ async def test_a_text_is_completed(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_echo_stands_before_the_answer(world: MemoryWorld) -> None:
+async def test_echo_precedes_the_answer(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.complete("abc ", echo=True, max_tokens=2).wait_done()
     assert answer.json["choices"][0]["text"] == "abc ab"
@@ -136,7 +136,7 @@ async def test_several_answers_are_streamed_together(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_each_of_several_answers_draws_for_itself(world: MemoryWorld) -> None:
+async def test_each_of_several_answers_has_its_own_seed(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     harness.chat("hey", n=3, seed=7)
     seeds = [request.sampling.seed for request in await harness.published(3)]
@@ -159,7 +159,7 @@ async def test_published_request_has_the_options_of_the_body(world: MemoryWorld)
 
 
 @scenario_test
-async def test_the_id_that_a_client_gives_its_request_comes_back(world: MemoryWorld) -> None:
+async def test_id_that_a_client_gives_its_request_comes_back(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hey", {"X-Request-Id": "mine-17"}).wait_done()
     assert answer.headers["x-request-id"] == "mine-17"
@@ -168,7 +168,7 @@ async def test_the_id_that_a_client_gives_its_request_comes_back(world: MemoryWo
 
 
 @partial(scenario_test, lanes=8)
-async def test_ids_fall_into_the_lanes_of_the_gateway(world: MemoryWorld) -> None:
+async def test_ids_belong_to_the_lanes_of_the_gateway(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, gateway_count=3, gateway_index=1)
     for _ in range(20):
         harness.chat("hey")
@@ -225,7 +225,7 @@ async def test_wrong_field_is_named(
     "body", [b"", b"{", b"[]", b"null", b'"hi"', b"\xff\xfe", b"[" * 10_000, b'{"a":"\xff"}']
 )
 @scenario_test
-async def test_a_body_that_is_no_object_is_refused(world: MemoryWorld, body: bytes) -> None:
+async def test_body_that_is_no_object_is_refused(world: MemoryWorld, body: bytes) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = await harness.send("POST", "/v1/chat/completions", body).wait_done()
     assert answer.status == 400
@@ -249,7 +249,7 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", ""])
 @scenario_test
-async def test_a_body_that_is_not_sent_as_json_is_refused(
+async def test_body_that_is_not_sent_as_json_is_refused(
     world: MemoryWorld, kind: str | None
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -279,7 +279,7 @@ async def test_json_may_name_its_charset(world: MemoryWorld) -> None:
         (" a", False),
     ],
 )  # fmt: skip
-def test_an_id_that_cannot_be_repeated_is_replaced(given: str, repeated: bool) -> None:
+def test_id_that_cannot_be_repeated_is_replaced(given: str, repeated: bool) -> None:
     async def scenario(world: MemoryWorld) -> None:
         harness = await GatewayHarness.open(world)
         answer = await harness.send("GET", "/livez", headers={"x-request-id": given}).wait_done()
@@ -290,7 +290,7 @@ def test_an_id_that_cannot_be_repeated_is_replaced(given: str, repeated: bool) -
 
 
 @scenario_test
-async def test_an_answer_without_an_id_of_its_client_has_that_of_its_stream(
+async def test_answer_without_an_id_of_its_client_has_that_of_its_stream(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_backend(world)
@@ -302,7 +302,7 @@ async def test_an_answer_without_an_id_of_its_client_has_that_of_its_stream(
 
 
 @scenario_test
-async def test_an_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWorld) -> None:
+async def test_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
 
     def broken(_: object) -> None:
@@ -319,7 +319,7 @@ async def test_an_error_of_the_gateway_has_an_id_and_is_counted(world: MemoryWor
 
 
 @scenario_test
-async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
+async def test_prompt_longer_than_the_context_is_refused_with_both_numbers(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -344,7 +344,7 @@ async def test_errors_contain_no_prompt_text(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_body_above_the_limit_is_refused_with_both_numbers(world: MemoryWorld) -> None:
+async def test_body_above_the_limit_is_refused_with_both_numbers(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     body = b'{"model":"demo","prompt":"%b"}' % (b"x" * 9_000_000)
     answer = await harness.send("POST", "/v1/completions", body).wait_done()
@@ -354,7 +354,7 @@ async def test_a_body_above_the_limit_is_refused_with_both_numbers(world: Memory
 
 
 @scenario_test
-async def test_a_body_of_unknown_size_is_refused_at_the_limit(world: MemoryWorld) -> None:
+async def test_body_of_unknown_size_is_refused_at_the_limit(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world, http_max_body_bytes=10_000)
     answer = HttpExchange(harness.gateway.http, "POST", "/v1/completions", upload=False)
     for _ in range(11):
@@ -365,7 +365,7 @@ async def test_a_body_of_unknown_size_is_refused_at_the_limit(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_client_that_awaits_permission_is_not_let_to_send_too_much(
+async def test_client_that_expects_100_continue_cannot_send_too_much(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -378,7 +378,7 @@ async def test_a_client_that_awaits_permission_is_not_let_to_send_too_much(
 
 
 @scenario_test
-async def test_a_request_that_does_not_fit_into_a_record_is_refused(world: MemoryWorld) -> None:
+async def test_request_that_does_not_fit_into_a_record_is_refused(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     await harness.register_and_wait(config=EngineConfig(model="demo"))
     answer = await harness.complete("x" * 3_000_000).wait_done()
@@ -389,7 +389,7 @@ async def test_a_request_that_does_not_fit_into_a_record_is_refused(world: Memor
 
 
 @scenario_test
-async def test_a_body_that_does_not_come_is_not_waited_for(world: MemoryWorld) -> None:
+async def test_missing_body_is_not_awaited(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     began = world.clock.now()
     answer = HttpExchange(harness.gateway.http, "POST", "/v1/completions", upload=False)
@@ -400,7 +400,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_bodies_are_taken_up_to_a_bound_together(world: MemoryWorld) -> None:
+async def test_bodies_are_bounded_in_total(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, http_max_body_bytes=10_000)
     slow = []
     for _ in range(32):
@@ -418,7 +418,7 @@ async def test_bodies_are_taken_up_to_a_bound_together(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_an_unknown_url_and_a_wrong_method_are_errors_in_openai_form(
+async def test_unknown_url_and_a_wrong_method_are_errors_in_openai_form(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -451,7 +451,7 @@ async def test_only_models_with_a_live_worker_are_listed(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_card_without_epoch_serves_nothing_yet(world: MemoryWorld) -> None:
+async def test_card_without_epoch_serves_nothing_yet(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     first = WorkerCard(id="w1", slot=0, model="early", config=EngineConfig(model="early"))
     world.append(REGISTRY, 0, first, key="worker/w1")
@@ -462,7 +462,7 @@ async def test_a_card_without_epoch_serves_nothing_yet(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_an_unknown_model_is_not_found(world: MemoryWorld) -> None:
+async def test_unknown_model_is_not_found(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = await harness.chat(model="nonsense").wait_done()
     assert answer.status == 404
@@ -472,7 +472,7 @@ async def test_an_unknown_model_is_not_found(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_answer_beyond_the_context_has_the_code_of_openai(world: MemoryWorld) -> None:
+async def test_answer_beyond_the_context_has_the_code_of_openai(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = await harness.chat("x" * 500, max_tokens=100).wait_done()
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
@@ -481,7 +481,7 @@ async def test_an_answer_beyond_the_context_has_the_code_of_openai(world: Memory
 
 
 @scenario_test
-async def test_endpoints_of_openai_that_are_not_offered_name_one_that_is(
+async def test_unsupported_openai_endpoints_name_a_supported_one(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -492,7 +492,7 @@ async def test_endpoints_of_openai_that_are_not_offered_name_one_that_is(
 
 
 @scenario_test
-async def test_a_path_without_its_v1_is_corrected(world: MemoryWorld) -> None:
+async def test_path_without_its_v1_is_corrected(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     answer = await harness.send("POST", "/chat/completions", {"model": "demo"}).wait_done()
     assert answer.status == 404
@@ -508,7 +508,7 @@ async def test_without_any_worker_no_model_is_unknown(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> None:
+async def test_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     epoch = harness.register_worker("gone", "w1")
     await harness.register_and_wait("demo", name="w2")
@@ -534,7 +534,7 @@ async def test_a_model_whose_workers_left_is_unavailable(world: MemoryWorld) -> 
 )
 @pytest.mark.parametrize("stream", [False, True])
 @scenario_test
-async def test_an_end_before_the_first_token_is_the_status(
+async def test_end_before_the_first_token_is_the_status(
     world: MemoryWorld, code: str, status: int, retry: bool, stream: bool
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -562,7 +562,7 @@ async def test_request_without_an_end_is_cancelled_after_its_deadline(world: Mem
 
 
 @scenario_test
-async def test_a_worker_that_fails_for_good_is_an_error(world: MemoryWorld) -> None:
+async def test_worker_that_fails_for_good_is_an_error(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = harness.chat()
     (request,) = await harness.published()
@@ -584,7 +584,7 @@ async def test_one_failure_of_several_answers_fails_all_and_cancels_the_rest(
 
 
 @scenario_test
-async def test_a_log_that_takes_nothing_is_unavailable(world: MemoryWorld) -> None:
+async def test_log_that_accepts_nothing_is_unavailable(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     world.faults.next_fates(REQUESTS, *[AppendFate.LOST] * 1000)
     began = world.clock.now()
@@ -596,7 +596,7 @@ async def test_a_log_that_takes_nothing_is_unavailable(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_an_unacknowledged_request_is_published_again_and_answered_once(
+async def test_unacknowledged_request_is_published_again_and_answered_once(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_backend(world)
@@ -607,7 +607,7 @@ async def test_an_unacknowledged_request_is_published_again_and_answered_once(
 
 
 @scenario_test
-async def test_a_request_that_may_have_got_to_the_log_is_cancelled(world: MemoryWorld) -> None:
+async def test_possibly_appended_request_is_cancelled(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     world.faults.next_fates(REQUESTS, AppendFate.UNREPORTED, *[AppendFate.LOST] * 40)
     assert (await harness.chat().wait_done()).status == 503
@@ -615,7 +615,7 @@ async def test_a_request_that_may_have_got_to_the_log_is_cancelled(world: Memory
 
 
 @scenario_test
-async def test_beyond_its_bound_the_gateway_refuses(world: MemoryWorld) -> None:
+async def test_gateway_refuses_requests_beyond_its_bound(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, http_max_streams=3)
     answers = [harness.chat(), harness.chat(n=2)]
     await harness.published(3)
@@ -630,7 +630,7 @@ async def test_beyond_its_bound_the_gateway_refuses(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_broken_record_of_a_reply_is_left_out(world: MemoryWorld) -> None:
+async def test_broken_record_of_a_reply_is_skipped(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = harness.chat()
     (request,) = await harness.published()
@@ -641,7 +641,7 @@ async def test_a_broken_record_of_a_reply_is_left_out(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_the_tokens_on_the_log_are_those_of_the_prompt(world: MemoryWorld) -> None:
+async def test_tokens_on_the_log_are_those_of_the_prompt(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     harness.complete([104, 105])
     (request,) = await harness.published()
@@ -662,7 +662,7 @@ def references(value: Any) -> list[str]:
 
 
 @scenario_test
-async def test_the_surface_describes_itself(world: MemoryWorld) -> None:
+async def test_openapi_document_is_served(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     described = (await harness.send("GET", "/openapi.json").wait_done()).json
     schemas = described["components"]["schemas"]

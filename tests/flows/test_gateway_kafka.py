@@ -122,7 +122,7 @@ async def test_streams_are_answered_over_kafka_and_a_stopping_gateway_ends_them(
     assert await asyncio.to_thread(gateway.wait, WAIT_S) == 0
 
 
-async def test_a_gateway_that_cannot_listen_ends_with_an_error(
+async def test_gateway_that_cannot_listen_ends_with_an_error(
     settings: Settings, gateway: subprocess.Popen[bytes], staff: None, tmp_path: Path
 ) -> None:
     await ready(settings, gateway)

@@ -36,7 +36,7 @@ def text_of(request: Request) -> str:
 
 
 @scenario_test
-async def test_a_chat_is_rendered_by_the_template_of_its_model(world: MemoryWorld) -> None:
+async def test_chat_is_rendered_by_the_template_of_its_model(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     card = await publish_model(world)
     await harness.register_and_wait()
@@ -52,7 +52,7 @@ async def test_a_chat_is_rendered_by_the_template_of_its_model(world: MemoryWorl
 
 
 @scenario_test
-async def test_a_model_is_loaded_before_its_first_request(world: MemoryWorld) -> None:
+async def test_model_is_loaded_before_its_first_request(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     await publish_model(world)
     await harness.register_and_wait()
@@ -64,7 +64,7 @@ async def test_a_model_is_loaded_before_its_first_request(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: MemoryWorld) -> None:
+async def test_model_that_was_there_before_the_gateway_is_loaded(world: MemoryWorld) -> None:
     await publish_model(world)
     first = await GatewayHarness.open(world)
     await first.register_and_wait()
@@ -74,7 +74,7 @@ async def test_a_model_that_was_there_before_the_gateway_is_loaded(world: Memory
 
 
 @scenario_test
-async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(
+async def test_prompt_length_is_checked_in_tokens_of_its_model(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -89,7 +89,7 @@ async def test_a_prompt_is_held_against_the_context_in_tokens_of_its_model(
 
 
 @scenario_test
-async def test_a_model_whose_files_are_missing_is_unavailable_until_they_come(
+async def test_model_whose_files_are_missing_is_unavailable_until_they_come(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -110,7 +110,7 @@ async def test_a_model_whose_files_are_missing_is_unavailable_until_they_come(
 
 
 @scenario_test
-async def test_a_model_that_could_not_be_loaded_is_tried_again(world: MemoryWorld) -> None:
+async def test_failed_load_of_a_model_is_repeated(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     await publish_model(world)
     world.faults.unanswered.add("offsets")
@@ -143,7 +143,7 @@ async def test_model_serves_the_endpoints_of_its_card(
 
 
 @scenario_test
-async def test_models_that_are_not_served_any_more_are_let_go(world: MemoryWorld) -> None:
+async def test_unserved_models_are_released(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     for number in range(MAX_SPARE_MODELS + 4):
         name = f"m{number}"

@@ -79,7 +79,7 @@ def user(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-async def test_the_openai_client_gets_a_chat(client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_gets_a_chat(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model="demo", messages=user("grüße"), max_tokens=20
     )
@@ -89,7 +89,7 @@ async def test_the_openai_client_gets_a_chat(client: openai.AsyncOpenAI) -> None
     assert answer.usage.completion_tokens == 20
 
 
-async def test_small_writes_are_not_collected(deployment: Deployment) -> None:
+async def test_small_writes_are_not_delayed(deployment: Deployment) -> None:
     async with httpx.AsyncClient() as http:
         await http.get(f"{deployment.gateway.url}/livez")
         server = deployment.gateway._server
@@ -99,7 +99,7 @@ async def test_small_writes_are_not_collected(deployment: Deployment) -> None:
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_the_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="demo", messages=user("hello"), stream=True, stream_options={"include_usage": True}
     )
@@ -111,18 +111,18 @@ async def test_the_openai_client_streams_a_chat(client: openai.AsyncOpenAI) -> N
     assert chunks[-1].usage.completion_tokens == 5
 
 
-async def test_the_openai_client_completes_a_text(client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_completes_a_text(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="demo", prompt="abc", max_tokens=7, n=2)
     assert [choice.text for choice in answer.choices] == [completion("abc", 7)] * 2
 
 
-async def test_the_openai_client_streams_a_completion(client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_streams_a_completion(client: openai.AsyncOpenAI) -> None:
     stream = await client.completions.create(model="demo", prompt="abc", max_tokens=7, stream=True)
     text = "".join([chunk.choices[0].text async for chunk in stream])
     assert text == completion("abc", 7)
 
 
-async def test_the_openai_client_lists_models(client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_lists_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["demo"]
     assert (await client.models.retrieve("demo")).id == "demo"
 
@@ -136,7 +136,7 @@ async def test_errors_come_as_the_errors_of_the_openai_client(client: openai.Asy
     assert (wrong.value.param, wrong.value.type) == ("messages", "invalid_request_error")
 
 
-async def test_a_prompt_beyond_the_context_has_a_code_that_libraries_look_for(
+async def test_prompt_beyond_the_context_has_the_code_that_libraries_expect(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -144,7 +144,7 @@ async def test_a_prompt_beyond_the_context_has_a_code_that_libraries_look_for(
     assert refused.value.code == "context_length_exceeded"
 
 
-async def test_a_call_that_cannot_be_enforced_is_refused(client: openai.AsyncOpenAI) -> None:
+async def test_call_that_cannot_be_enforced_is_refused(client: openai.AsyncOpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(
@@ -159,7 +159,7 @@ async def test_a_call_that_cannot_be_enforced_is_refused(client: openai.AsyncOpe
     assert refused.value.param == "response_format"
 
 
-async def test_the_openai_client_has_a_request_id_for_every_answer(
+async def test_openai_client_has_a_request_id_for_every_answer(
     client: openai.AsyncOpenAI,
 ) -> None:
     answer = await client.chat.completions.create(model="demo", messages=user("hi"), max_tokens=2)
@@ -170,7 +170,7 @@ async def test_the_openai_client_has_a_request_id_for_every_answer(
     assert unknown.value.request_id.startswith("req-")
 
 
-async def test_a_large_body_is_answered_before_the_connection_closes(
+async def test_large_body_is_answered_before_the_connection_closes(
     client: openai.AsyncOpenAI,
 ) -> None:
     with pytest.raises(openai.APIStatusError) as large:
@@ -179,7 +179,7 @@ async def test_a_large_body_is_answered_before_the_connection_closes(
     assert (await client.completions.create(model="demo", prompt="abc")).choices
 
 
-async def test_a_body_without_end_is_answered_and_the_connection_closed(
+async def test_body_without_end_is_answered_and_the_connection_closed(
     deployment: Deployment,
 ) -> None:
     url = httpx.URL(deployment.gateway.url)
@@ -202,7 +202,7 @@ async def read_all(stream: Any) -> list[Any]:
     return [chunk async for chunk in stream]
 
 
-async def test_a_failure_under_way_is_an_error_of_the_stream(
+async def test_failure_under_way_is_an_error_of_the_stream(
     deployment: Deployment, client: openai.AsyncOpenAI
 ) -> None:
     stream = await client.chat.completions.create(
@@ -216,7 +216,7 @@ async def test_a_failure_under_way_is_an_error_of_the_stream(
     assert failure.value.code == "cancelled"
 
 
-async def test_a_client_that_closes_its_connection_cancels(
+async def test_client_that_closes_its_connection_cancels(
     deployment: Deployment, client: openai.AsyncOpenAI
 ) -> None:
     stream = await client.chat.completions.create(
@@ -228,7 +228,7 @@ async def test_a_client_that_closes_its_connection_cancels(
     await until(lambda: deployment.gateway.parts.streams.open_streams == 0)
 
 
-async def test_a_broken_connection_goes_on_where_it_broke(
+async def test_broken_connection_resumes_where_it_broke(
     deployment: Deployment, client: openai.AsyncOpenAI
 ) -> None:
     text = "".join(chr(33 + n % 90) for n in range(300))
@@ -279,7 +279,7 @@ async def test_each_of_200_concurrent_streams_gets_its_own_answer(
     assert '\nkvlane_gateway_http_responses_total{endpoint="chat",status="200"} 200.0\n' in page
 
 
-async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) -> None:
+async def test_port_in_use_is_an_error_of_the_start(deployment: Deployment) -> None:
     port = int(deployment.gateway.url.rsplit(":", 1)[1])
     log, settings, ctx = await deployment.process_arguments("g2")
     second = Gateway(log, settings.model_copy(update={"http_port": port}), ctx)
@@ -287,7 +287,7 @@ async def test_a_port_in_use_is_an_error_of_the_start(deployment: Deployment) ->
         await second.start()
 
 
-async def test_a_server_that_ends_by_itself_fails_the_process() -> None:
+async def test_server_that_stops_unexpectedly_fails_the_process() -> None:
     deployment = Deployment()
     log, settings, ctx = await deployment.process_arguments("g1")
     gateway = Gateway(log, settings, ctx)
@@ -324,7 +324,7 @@ async def half_closed(deployment: Deployment, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_closes_its_sending_side_gets_its_answer(
+async def test_client_that_closes_its_sending_side_gets_its_answer(
     deployment: Deployment,
     stream: bool,
 ) -> None:
@@ -339,7 +339,7 @@ async def test_a_client_that_closes_its_sending_side_gets_its_answer(
     assert deployment.cancels() == []
 
 
-async def test_a_half_closed_client_gets_the_answers_to_all_its_requests(
+async def test_half_closed_client_gets_the_answers_to_all_its_requests(
     deployment: Deployment,
 ) -> None:
     request = post("/v1/completions", prompt="abc", max_tokens=3)
@@ -347,7 +347,7 @@ async def test_a_half_closed_client_gets_the_answers_to_all_its_requests(
     assert got.count(b"HTTP/1.1 200") == 3
 
 
-async def test_a_half_closed_client_gets_the_end_of_an_answer_that_had_begun(
+async def test_half_closed_client_gets_the_end_of_an_answer_that_had_begun(
     deployment: Deployment,
 ) -> None:
     incoming, out = await connect(deployment)
@@ -362,7 +362,7 @@ async def test_a_half_closed_client_gets_the_end_of_an_answer_that_had_begun(
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_closes_before_its_answer_cancels(
+async def test_client_that_closes_before_its_answer_cancels(
     deployment: Deployment,
     stream: bool,
     version: str,
@@ -376,13 +376,13 @@ async def test_a_client_that_closes_before_its_answer_cancels(
     await until(lambda: streams.open_streams == 0)
 
 
-async def test_half_a_request_is_not_waited_for(deployment: Deployment) -> None:
+async def test_partial_request_is_not_awaited(deployment: Deployment) -> None:
     whole = post("/v1/completions", prompt="abc")
     for half in (whole[:30], whole[:-5], b""):
         assert await half_closed(deployment, half) == b""
 
 
-async def test_a_head_that_does_not_come_is_not_waited_for(
+async def test_missing_head_is_not_awaited(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
@@ -396,7 +396,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(
     slow_out.close()
 
 
-async def test_an_empty_line_after_a_body_begins_no_head(
+async def test_empty_line_after_a_body_begins_no_head(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
@@ -411,7 +411,7 @@ async def test_an_empty_line_after_a_body_begins_no_head(
     out.close()
 
 
-async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
+async def test_head_without_end_is_refused(deployment: Deployment) -> None:
     incoming, out = await connect(deployment)
     out.write(b"GET /livez HTTP/1.1\r\nx: ")
     got = asyncio.create_task(incoming.read())
@@ -426,7 +426,7 @@ async def test_a_head_without_end_is_refused(deployment: Deployment) -> None:
     assert (await deployment.openai.models.retrieve("demo")).id == "demo"
 
 
-async def test_a_connection_may_rest_and_its_body_take_its_time(
+async def test_connection_may_be_idle_and_its_body_slow(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)

@@ -26,7 +26,7 @@ from tests.reply_harness import Worker
 
 
 @scenario_test
-async def test_a_failure_after_the_first_token_is_an_event_and_the_last_one(
+async def test_failure_after_the_first_token_is_an_event_and_the_last_one(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -46,7 +46,7 @@ async def test_a_failure_after_the_first_token_is_an_event_and_the_last_one(
 
 
 @scenario_test
-async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld) -> None:
+async def test_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld) -> None:
     world.faults.unanswered = {"offsets"}
     opening = world.spawn(GatewayHarness.open(world))
     await world.sleep(30.0)
@@ -56,7 +56,7 @@ async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld
 
 
 @scenario_test
-async def test_silence_is_filled_and_opens_the_stream(world: MemoryWorld) -> None:
+async def test_keep_alives_open_and_fill_a_silent_stream(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = harness.chat(stream=True)
     (request,) = await harness.published()
@@ -83,7 +83,7 @@ async def test_stream_without_an_end_gets_an_error_event(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_what_a_dead_worker_said_again_is_not_told_twice(world: MemoryWorld) -> None:
+async def test_zombie_text_is_not_sent_twice(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = harness.chat(stream=True)
     (request,) = await harness.published()
@@ -123,7 +123,7 @@ async def test_slow_client_gets_its_whole_answer_without_delay_for_others(
 
 
 @scenario_test
-async def test_a_client_that_reads_nothing_is_let_go_at_last(world: MemoryWorld) -> None:
+async def test_client_that_reads_nothing_is_disconnected(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, deadline_s=40)
     answer = harness.chat(stream=True)
     answer.reading.clear()
@@ -136,7 +136,7 @@ async def test_a_client_that_reads_nothing_is_let_go_at_last(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_worker_that_dies_is_not_noticed_by_its_client(world: MemoryWorld) -> None:
+async def test_death_of_a_worker_is_invisible_to_its_client(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     await harness.start_backend(worker_timeout_s=3)
     text = "".join(chr(33 + n % 90) for n in range(200))
@@ -158,7 +158,7 @@ async def test_a_worker_that_dies_is_not_noticed_by_its_client(world: MemoryWorl
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 @scenario_test
-async def test_a_client_that_leaves_cancels_its_request(
+async def test_client_that_leaves_cancels_its_request(
     world: MemoryWorld, stream: bool, begun: bool
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -174,7 +174,7 @@ async def test_a_client_that_leaves_cancels_its_request(
 
 
 @scenario_test
-async def test_a_cancelled_request_stops_at_its_worker(world: MemoryWorld) -> None:
+async def test_cancelled_request_stops_at_its_worker(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     worker = await harness.start_backend()
     answer = harness.chat("hello", stream=True, max_tokens=400)
@@ -189,7 +189,7 @@ async def test_a_cancelled_request_stops_at_its_worker(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_client_that_leaves_after_the_end_cancels_nothing(world: MemoryWorld) -> None:
+async def test_client_that_leaves_after_the_end_cancels_nothing(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat(stream=True).wait_done()
     answer.disconnect()
@@ -199,7 +199,7 @@ async def test_a_client_that_leaves_after_the_end_cancels_nothing(world: MemoryW
 
 @pytest.mark.parametrize("stream", [False, True])
 @scenario_test
-async def test_a_detached_request_runs_on(world: MemoryWorld, stream: bool) -> None:
+async def test_detached_request_continues(world: MemoryWorld, stream: bool) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = harness.chat("hello", {"X-Kvlane-Detach": "true"}, stream=stream)
     (request,) = await harness.published()
@@ -223,7 +223,7 @@ async def test_only_the_unfinished_of_several_answers_are_cancelled(world: Memor
 
 
 @scenario_test
-async def test_a_client_that_leaves_while_its_request_is_published_cancels_it(
+async def test_client_that_leaves_while_its_request_is_published_cancels_it(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_while_its_request_is_published_cancels_it(
 
 
 @scenario_test
-async def test_a_cancel_outlasts_a_short_outage(world: MemoryWorld) -> None:
+async def test_cancel_outlasts_a_short_outage(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     answer = harness.chat(stream=True)
     (request,) = await harness.published()
@@ -250,7 +250,7 @@ async def test_a_cancel_outlasts_a_short_outage(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_broken_stream_goes_on_where_it_broke_at_any_gateway(world: MemoryWorld) -> None:
+async def test_broken_stream_resumes_where_it_broke_at_any_gateway(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     other = await GatewayHarness.open(world, "g2")
     await harness.start_backend()
@@ -269,7 +269,7 @@ async def test_a_broken_stream_goes_on_where_it_broke_at_any_gateway(world: Memo
 
 
 @scenario_test
-async def test_the_last_event_that_was_seen_counts_more_than_the_url(world: MemoryWorld) -> None:
+async def test_last_event_id_precedes_the_url(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hello", stream=True).wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}?from=1"
@@ -291,7 +291,7 @@ async def test_finished_stream_is_sent_from_its_beginning(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_stream_can_be_had_whole(world: MemoryWorld) -> None:
+async def test_stream_can_be_requested_whole(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hello").wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}?stream=false"
@@ -313,7 +313,7 @@ async def check_attaching_while_waiting(first: GatewayHarness, other: GatewayHar
 
 
 @scenario_test
-async def test_a_stream_that_still_waits_can_be_attached_to(world: MemoryWorld) -> None:
+async def test_stream_that_still_waits_can_be_attached_to(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     await check_attaching_while_waiting(harness, harness)
 
@@ -334,7 +334,7 @@ async def test_disconnect_of_an_attached_client_does_not_cancel_the_request(
 
 
 @scenario_test
-async def test_a_stream_that_never_was_is_not_found(world: MemoryWorld) -> None:
+async def test_unknown_stream_is_not_found(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     old = new_request_id(world.clock, random.Random(1))
     await world.sleep(harness.gateway.parts.settings.max_lifetime_s + DEADLINE_MARGIN_S + 1)
@@ -346,7 +346,7 @@ async def test_a_stream_that_never_was_is_not_found(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_stream_whose_beginning_is_gone_is_not_found(world: MemoryWorld) -> None:
+async def test_stream_whose_beginning_is_gone_is_not_found(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     lane = lane_of("job-17", world.lanes)
     for seq in range(3):
@@ -371,7 +371,7 @@ async def test_resumed_stream_without_records_is_not_found(
 
 
 @scenario_test
-async def test_a_stream_that_cannot_be_read_for_a_while_is_not_lost(world: MemoryWorld) -> None:
+async def test_temporarily_unreadable_stream_is_not_lost(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hello", stream=True).wait_done()
     await harness.ctx.cancel_tasks()
@@ -383,7 +383,7 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_not_lost(world: Memor
 
 
 @scenario_test
-async def test_a_stream_as_old_as_its_retention_is_found_however_long_that_takes(
+async def test_stream_as_old_as_its_retention_is_found_however_long_that_takes(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_backend(world)
@@ -399,7 +399,7 @@ async def test_a_stream_as_old_as_its_retention_is_found_however_long_that_takes
 
 @pytest.mark.parametrize(("asked_ms", "attached_ms"), [(0, 660_000), (0, -660_000), (-660_000, 0)])
 @scenario_test
-async def test_a_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
+async def test_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
     world: MemoryWorld, asked_ms: int, attached_ms: int
 ) -> None:
     harness = await GatewayHarness.open(
@@ -415,7 +415,7 @@ async def test_a_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
 
 
 @scenario_test
-async def test_the_first_id_of_a_gateway_is_not_older_than_the_registry(
+async def test_first_id_of_a_gateway_is_not_older_than_the_registry(
     world: MemoryWorld,
 ) -> None:
     other = await GatewayHarness.with_card(world)
@@ -432,7 +432,7 @@ async def test_the_first_id_of_a_gateway_is_not_older_than_the_registry(
 
 
 @scenario_test
-async def test_a_gateway_that_has_just_started_with_a_fast_clock_finds_a_stream_that_waits(
+async def test_gateway_that_has_just_started_with_a_fast_clock_finds_a_stream_that_waits(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -450,7 +450,7 @@ async def test_a_gateway_that_has_just_started_with_a_fast_clock_finds_a_stream_
 
 @pytest.mark.parametrize("query", ["?from=99999", "?from=6&stream=false"])
 @scenario_test
-async def test_a_position_beyond_the_end_of_a_stream_is_refused(
+async def test_position_beyond_the_end_of_a_stream_is_refused(
     world: MemoryWorld, query: str
 ) -> None:
     harness = await GatewayHarness.with_backend(world)
@@ -465,7 +465,7 @@ async def test_a_position_beyond_the_end_of_a_stream_is_refused(
 
 @pytest.mark.parametrize("position", [0, 3])
 @scenario_test
-async def test_a_stream_that_is_attached_to_names_its_model(
+async def test_stream_that_is_attached_to_names_its_model(
     world: MemoryWorld, position: int
 ) -> None:
     harness = await GatewayHarness.with_backend(world)
@@ -489,14 +489,14 @@ async def test_a_stream_that_is_attached_to_names_its_model(
     ],
 )
 @scenario_test
-async def test_a_wrong_parameter_is_named(world: MemoryWorld, query: str, param: str) -> None:
+async def test_wrong_parameter_is_named(world: MemoryWorld, query: str, param: str) -> None:
     harness = await GatewayHarness.open(world)
     answer = await harness.send("GET", f"/v1/streams/a?{query}").wait_done()
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
 @scenario_test
-async def test_an_id_stands_in_headers_as_in_urls(world: MemoryWorld) -> None:
+async def test_id_is_escaped_in_headers_as_in_urls(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
     harness.end_request("a, é\t", "stop")
     url = "/v1/streams/a%2C%20%C3%A9%09"
@@ -508,7 +508,7 @@ async def test_an_id_stands_in_headers_as_in_urls(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_stream_of_another_tenant_is_not_found_and_not_ended(world: MemoryWorld) -> None:
+async def test_stream_of_another_tenant_is_not_found_and_not_ended(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = harness.chat("hello", stream=True, max_tokens=400)
     await world.wait_until(lambda: len(answer.text) > 3)
@@ -522,7 +522,7 @@ async def test_a_stream_of_another_tenant_is_not_found_and_not_ended(world: Memo
 
 
 @scenario_test
-async def test_with_a_secret_only_streams_of_gateways_can_be_had(world: MemoryWorld) -> None:
+async def test_with_a_secret_only_streams_of_gateways_are_served(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world, stream_secret="s3cret")
     other = await GatewayHarness.open(
         world, "g2", stream_secret="s3cret", http_host="0.0.0.0", http_allow_anonymous=True
@@ -539,13 +539,13 @@ async def test_with_a_secret_only_streams_of_gateways_can_be_had(world: MemoryWo
 
 
 @scenario_test
-async def test_an_id_that_is_too_long_is_no_id(world: MemoryWorld) -> None:
+async def test_id_that_is_too_long_is_no_id(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     assert (await harness.send("GET", "/v1/streams/" + "x" * 300).wait_done()).status == 400
 
 
 @scenario_test
-async def test_a_stream_is_cancelled_by_its_id(world: MemoryWorld) -> None:
+async def test_stream_is_cancelled_by_its_id(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = harness.chat("hello", stream=True, max_tokens=400)
     await world.wait_until(lambda: len(answer.text) > 3)
@@ -580,7 +580,7 @@ async def test_stopping_gateway_rejects_new_requests_and_finishes_its_streams(
 
 
 @scenario_test
-async def test_a_stream_that_outlasts_the_grace_goes_on_at_another_gateway(
+async def test_stream_that_outlasts_the_grace_continues_at_another_gateway(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world, drain_grace_s=1)
@@ -602,7 +602,7 @@ async def test_a_stream_that_outlasts_the_grace_goes_on_at_another_gateway(
 
 
 @scenario_test
-async def test_a_plain_answer_that_outlasts_the_grace_is_cancelled(world: MemoryWorld) -> None:
+async def test_plain_answer_that_outlasts_the_grace_is_cancelled(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world, drain_grace_s=1)
     answer = harness.chat()
     (request,) = await harness.published()
@@ -613,7 +613,7 @@ async def test_a_plain_answer_that_outlasts_the_grace_is_cancelled(world: Memory
 
 
 @scenario_test
-async def test_a_stopped_gateway_leaves_no_tasks(world: MemoryWorld) -> None:
+async def test_stopped_gateway_leaves_no_tasks(world: MemoryWorld) -> None:
     before = asyncio.all_tasks()
     harness = await GatewayHarness.with_card(world)
     answers = [harness.chat(n=2, stream=True), harness.chat()]
@@ -631,7 +631,7 @@ async def test_a_stopped_gateway_leaves_no_tasks(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_gateway_is_ready_when_it_is_open(world: MemoryWorld) -> None:
+async def test_gateway_is_ready_when_it_is_open(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     ready = await harness.send("GET", "/readyz").wait_done()
     assert (ready.status, ready.json["ready"]) == (200, True)
@@ -639,7 +639,7 @@ async def test_a_gateway_is_ready_when_it_is_open(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_gateway_is_not_ready_without_the_log_and_ready_again_with_it(
+async def test_gateway_is_not_ready_without_the_log_and_ready_again_with_it(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.open(world)
@@ -663,7 +663,7 @@ async def test_a_gateway_is_not_ready_without_the_log_and_ready_again_with_it(
 
 
 @scenario_test
-async def test_a_request_is_refused_soon_after_the_log_fell_silent_and_at_once_later(
+async def test_request_is_refused_soon_after_the_log_became_unresponsive_and_at_once_later(
     world: MemoryWorld,
 ) -> None:
     harness = await GatewayHarness.with_card(world)
@@ -686,7 +686,7 @@ async def test_a_request_is_refused_soon_after_the_log_fell_silent_and_at_once_l
 
 
 @scenario_test
-async def test_a_gateway_whose_reader_fails_fails_as_a_whole(world: MemoryWorld) -> None:
+async def test_gateway_whose_reader_fails_fails_as_a_whole(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     await harness.gateway.parts.streams._replies._readers[0].close()
     await world.wait_until(lambda: harness.ctx.error is not None)
@@ -694,7 +694,7 @@ async def test_a_gateway_whose_reader_fails_fails_as_a_whole(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_gateway_that_the_log_refuses_ends(world: MemoryWorld) -> None:
+async def test_gateway_denied_by_the_log_ends(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
 
     async def refuse(*_: object) -> dict[int, int]:

@@ -81,7 +81,7 @@ async def all_records(log: KafkaLog, topic: str) -> list[LogRecord]:
     return found
 
 
-async def test_answers_of_two_engines_are_those_of_one(kafka: Broker, topic_prefix: str) -> None:
+async def test_answers_of_two_engines_equal_those_of_one(kafka: Broker, topic_prefix: str) -> None:
     settings = Settings(
         bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
         worker_id="-", router_id="r", status_port=None, hash_secret="tests",

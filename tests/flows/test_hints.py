@@ -87,7 +87,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("ext", "field"), WRONG, ids=[field for _, field in WRONG])
 @scenario_test
-async def test_a_wrong_hint_is_refused_by_name(
+async def test_wrong_hint_is_refused_by_name(
     world: MemoryWorld, ext: dict[str, Any], field: str
 ) -> None:
     cluster = await ClusterHarness.gateway_only(world)
@@ -104,7 +104,7 @@ async def test_a_wrong_hint_is_refused_by_name(
     ],
 )
 @scenario_test
-async def test_a_wrong_field_beside_nvext_is_refused_by_name(
+async def test_wrong_field_beside_nvext_is_refused_by_name(
     world: MemoryWorld, body: dict[str, Any], field: str
 ) -> None:
     cluster = await ClusterHarness.gateway_only(world)
@@ -124,9 +124,7 @@ async def test_a_wrong_field_beside_nvext_is_refused_by_name(
     ],
 )
 @scenario_test
-async def test_a_wrong_header_is_refused_by_name(
-    world: MemoryWorld, header: str, value: str
-) -> None:
+async def test_wrong_header_is_refused_by_name(world: MemoryWorld, header: str, value: str) -> None:
     cluster = await ClusterHarness.gateway_only(world)
     answer = await cluster.complete_with({header: value}).wait_done()
     assert (answer.status, answer.error["param"]) == (400, header)
@@ -136,7 +134,7 @@ async def test_a_wrong_header_is_refused_by_name(
 
 
 @scenario_test
-async def test_a_pin_decides_by_name_by_number_and_by_header(world: MemoryWorld) -> None:
+async def test_pin_decides_by_name_by_number_and_by_header(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"))
     for worker in ("w1", "w2", "w3"):
         assert (await cluster.wait_decision(backend_instance_id=worker)).worker == worker
@@ -147,7 +145,7 @@ async def test_a_pin_decides_by_name_by_number_and_by_header(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_rank_decides_and_a_pin_without_one_means_rank_0(world: MemoryWorld) -> None:
+async def test_rank_decides_and_a_pin_without_one_means_rank_0(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1", engine=ranked_engine(world))
     assert (await cluster.wait_decision(dp_rank=2)).rank == 2
@@ -158,7 +156,7 @@ async def test_a_rank_decides_and_a_pin_without_one_means_rank_0(world: MemoryWo
 
 
 @scenario_test
-async def test_the_rank_that_was_chosen_stands_in_the_request_of_the_worker(
+async def test_chosen_rank_is_in_the_request_of_the_worker(
     world: MemoryWorld,
 ) -> None:
     cluster = await ClusterHarness.start(world, ())
@@ -253,7 +251,7 @@ async def test_request_for_an_adapter_goes_to_a_worker_that_has_it(world: Memory
 
 
 @scenario_test
-async def test_a_new_adapter_is_loaded_in_one_place(world: MemoryWorld) -> None:
+async def test_new_adapter_is_loaded_in_one_place(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), max_loras=2)
     placed = [await cluster.wait_decision(lora_name="new") for _ in range(4)]
     assert len({decision.worker for decision in placed}) == 1
@@ -273,7 +271,7 @@ async def placed_in_turn(world: MemoryWorld, answers: dict[str, HttpExchange]) -
 
 
 @scenario_test
-async def test_strict_priority_goes_first_and_a_priority_makes_older(world: MemoryWorld) -> None:
+async def test_strict_priority_goes_first_and_priority_raises_the_age(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ())
     slow = EchoEngine(world.clock, 5.0, model="demo", context_length=CONTEXT)
     await cluster.start_worker("w1", engine=slow, max_pending_prefill_tokens=50)
@@ -293,7 +291,7 @@ async def test_strict_priority_goes_first_and_a_priority_makes_older(world: Memo
 
 
 @scenario_test
-async def test_a_class_is_waited_in_by_the_weight_it_has(world: MemoryWorld) -> None:
+async def test_queued_class_is_served_by_its_weight(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(
         world, (), queue_classes={"batch": ClassConfig(weight=0.25)}
     )
@@ -311,7 +309,7 @@ async def test_a_class_is_waited_in_by_the_weight_it_has(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_request_sets_the_credit_of_its_overlap(world: MemoryWorld) -> None:
+async def test_request_sets_the_credit_of_its_overlap(world: MemoryWorld) -> None:
     cluster = await two_caches(world, policy="dynamo")
     known = await cluster.wait_decision()
     assert known.worker == "w1"
@@ -324,7 +322,7 @@ async def test_a_request_sets_the_credit_of_its_overlap(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> None:
+async def test_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> None:
     cluster = await two_caches(world, policy="dynamo")
     decision = await cluster.wait_decision(router_config_override={"prefill_load_scale": 4})
     assert {c.worker: c.cost for c in decision.candidates} == {
@@ -333,7 +331,7 @@ async def test_a_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_request_sets_its_temperature(world: MemoryWorld) -> None:
+async def test_request_sets_its_temperature(world: MemoryWorld) -> None:
     cluster = await two_caches(world, policy="dynamo")
     hot = [
         await cluster.wait_decision(router_config_override={"router_temperature": 50})
@@ -344,7 +342,7 @@ async def test_a_request_sets_its_temperature(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_request_may_count_on_no_cache(world: MemoryWorld) -> None:
+async def test_request_may_assume_no_cache_reuse(world: MemoryWorld) -> None:
     cluster = await two_caches(world)
     decision = await cluster.wait_decision(router_config_override={"assume_kv_reuse": False})
     assert decision.params["assume_kv_reuse"] == 0
@@ -353,7 +351,7 @@ async def test_a_request_may_count_on_no_cache(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_request_may_leave_its_prefill_out_of_the_load(world: MemoryWorld) -> None:
+async def test_request_may_exclude_its_prefill_from_the_load(world: MemoryWorld) -> None:
     cluster = await two_caches(world)
     decision = await cluster.wait_decision(router_config_override={"track_prefill_tokens": False})
     assert decision.params["track_prefill_tokens"] == 0
@@ -361,7 +359,7 @@ async def test_a_request_may_leave_its_prefill_out_of_the_load(world: MemoryWorl
 
 
 @scenario_test
-async def test_the_expected_length_counts_in_the_prediction(world: MemoryWorld) -> None:
+async def test_expected_length_counts_in_the_prediction(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, policy="predictive")
     decision = await cluster.wait_decision(agent_hints={"osl": 50}, body={"max_tokens": None})
     assert decision.params["output_tokens"] == 50
@@ -370,7 +368,7 @@ async def test_the_expected_length_counts_in_the_prediction(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_worker_that_misses_a_target_ranks_behind_those_that_meet_it(
+async def test_worker_that_misses_a_target_ranks_behind_those_that_meet_it(
     world: MemoryWorld,
 ) -> None:
     cluster = await ClusterHarness.start(world, ("w2",), policy="predictive")
@@ -397,7 +395,7 @@ async def test_embeddings_have_no_overlap(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_routing_tokens_stand_in_for_the_prompt_in_the_overlap_alone(
+async def test_routing_tokens_replace_the_prompt_in_the_overlap_only(
     world: MemoryWorld,
 ) -> None:
     cluster = await two_caches(world)

@@ -88,7 +88,7 @@ async def test_models_salts_and_adapters_are_kept_apart(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_the_block_size_is_that_of_the_models_card(world: MemoryWorld) -> None:
+async def test_block_size_is_that_of_the_models_card(world: MemoryWorld) -> None:
     FakeWorker(world, block_size=SIZE)
     world.append(REGISTRY, 0, ModelCard(name="demo", block_size=32), key="model/demo")
     got = await sent(await opened(world), token_ids=TOKENS, model="demo")
@@ -110,7 +110,7 @@ async def test_answers_follow_the_log(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_workers_are_listed_with_what_is_known_of_their_caches(world: MemoryWorld) -> None:
+async def test_workers_are_listed_with_the_state_of_their_caches(world: MemoryWorld) -> None:
     for name in ("w1", "w2", "gone"):
         FakeWorker(world, name, block_size=SIZE)
     got = FakeWorker(world, "w3", block_size=SIZE)
@@ -128,7 +128,7 @@ async def test_workers_are_listed_with_what_is_known_of_their_caches(world: Memo
 
 
 @scenario_test
-async def test_keys_of_another_secret_show_wherever_one_looks(world: MemoryWorld) -> None:
+async def test_keys_of_another_secret_are_visible_in_every_view(world: MemoryWorld) -> None:
     FakeWorker(world, block_size=SIZE).publish_blocks(TOKENS, SIZE)
     indexer = await opened(world, hash_secret="another")
     assert holders(await sent(indexer, token_ids=TOKENS)) == {}
@@ -139,7 +139,7 @@ async def test_keys_of_another_secret_show_wherever_one_looks(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_dump_has_every_key_of_every_cache(world: MemoryWorld) -> None:
+async def test_dump_has_every_key_of_every_cache(world: MemoryWorld) -> None:
     for name, blocks in (("w1", 3), ("w2", 10)):
         FakeWorker(world, name, block_size=SIZE).publish_blocks(TOKENS[: blocks * SIZE], SIZE)
     lines = (await call(await opened(world), "GET", "/dump")).content.splitlines()
@@ -209,7 +209,7 @@ async def test_metrics_are_served_while_no_broker_answers(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_it_is_not_ready_before_the_log_is_read(world: MemoryWorld) -> None:
+async def test_indexer_is_not_ready_before_the_log_is_read(world: MemoryWorld) -> None:
     ctx = ProcessContext("i1", world.clock, random.Random("i1"))
     indexer = Indexer(await world.connect("i1"), memory_settings(), ctx, InlinePool())
     exchange = await call(indexer, "GET", "/readyz")
@@ -240,7 +240,7 @@ async def test_malformed_query_is_refused_with_its_reason(
 
 
 @scenario_test
-async def test_a_body_that_is_too_large_is_not_read(world: MemoryWorld) -> None:
+async def test_body_that_is_too_large_is_not_read(world: MemoryWorld) -> None:
     indexer = await opened(world, http_max_body_bytes=1024)
     assert (await call(indexer, "POST", "/query", {"token_ids": TOKENS * 10})).status == 413
 

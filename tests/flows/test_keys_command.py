@@ -34,7 +34,7 @@ def created(*arguments: str) -> str:
     return result.stdout.strip()
 
 
-def test_a_key_is_printed_once_and_works(path: Path) -> None:
+def test_key_is_printed_once_and_works(path: Path) -> None:
     token = created("--tenant", "acme", "--role", "operator", "--note", "laptop", "--days", "30")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert token.split("_", 2)[2] not in path.read_text()
@@ -59,7 +59,7 @@ def test_keys_are_listed_without_their_secrets_in_80_columns(path: Path) -> None
     assert all(len(line) <= 80 for line in got.splitlines())
 
 
-def test_a_revoked_key_is_kept_as_such(path: Path) -> None:
+def test_revoked_key_is_kept_as_revoked(path: Path) -> None:
     token = created("--tenant", "acme")
     key_id = token.split("_")[1]
     assert kvlane("revoke", key_id).exit_code == 0
@@ -70,7 +70,7 @@ def test_a_revoked_key_is_kept_as_such(path: Path) -> None:
     assert "kvlane keys list" in unknown.output
 
 
-def test_limits_are_changed_one_by_one_and_taken_away(path: Path) -> None:
+def test_limits_are_changed_and_removed_one_by_one(path: Path) -> None:
     created("--tenant", "acme")
     kvlane("limit", "acme", "--requests", "8", "--tokens", "0", "--share-cache")
     kvlane("limit", "acme", "--queue-class", "batch", "--requests-per-minute", "60")
@@ -110,7 +110,7 @@ def test_missing_key_file_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set KVLANE_API_KEYS_FILE or give --file" in kvlane("list").output
 
 
-def test_a_file_that_is_not_one_of_keys_is_not_overwritten(path: Path) -> None:
+def test_file_of_another_format_is_not_overwritten(path: Path) -> None:
     path.write_text("[1, 2]")
     assert kvlane("create", "--tenant", "a").exit_code == 1
     assert path.read_text() == "[1, 2]"

@@ -128,5 +128,5 @@ def test_names_of_metrics_follow_the_rules_of_prometheus() -> None:
         ("kvlane_worker_kvBlocks", "gauge", "lower case"),
     ],
 )
-def test_a_name_that_breaks_a_rule_is_found(name: str, kind: str, words: str) -> None:
+def test_invalid_metric_name_is_found(name: str, kind: str, words: str) -> None:
     assert any(words in fault for fault in faults(Family(name, kind, "Help", frozenset())))

@@ -92,7 +92,7 @@ def reply(request_id: str) -> list[Chunk | Fence | End]:
     ]
 
 
-async def test_java_puts_every_key_where_we_look_for_it(
+async def test_java_and_kvlane_agree_on_the_partition_of_every_key(
     kafka: Broker, log: KafkaLog, topic_prefix: str
 ) -> None:
     end = encode(End(id="x", code="cancelled"), "x").value
@@ -107,7 +107,7 @@ async def test_java_puts_every_key_where_we_look_for_it(
     assert len(set(landed.values())) == LANES, "the keys must tell all lanes apart"
 
 
-async def test_a_java_program_publishes_a_prompt(
+async def test_java_program_publishes_a_prompt(
     kafka: Broker, log: KafkaLog, topic_prefix: str
 ) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "grüße"}]}
@@ -131,7 +131,7 @@ async def test_records_compressed_by_java_are_read(
     assert {r.key.decode(): r.value.decode() for r in records if r.key and r.value} == lines
 
 
-async def test_a_java_program_reads_a_reply_by_its_key_alone(
+async def test_java_program_reads_a_reply_by_its_key_alone(
     kafka: Broker, log: KafkaLog, topic_prefix: str
 ) -> None:
     """Where Java puts a record of that key on a topic of as many lanes, there it looks."""
@@ -163,7 +163,7 @@ def kcat_command(kafka: Broker, *arguments: str) -> list[str]:
 
 
 @needs_kcat
-async def test_librdkafka_with_the_partitioner_of_java_puts_every_key_where_we_look_for_it(
+async def test_librdkafka_with_the_java_partitioner_and_kvlane_agree_on_every_partition(
     kafka: Broker, log: KafkaLog, topic_prefix: str
 ) -> None:
     command = kcat_command(

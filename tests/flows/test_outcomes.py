@@ -25,7 +25,7 @@ async def test_request_pinned_to_an_unknown_worker_ends(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_pin_to_a_dead_worker_is_gone(world: MemoryWorld) -> None:
+async def test_pin_to_a_dead_worker_is_gone(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world)
     await cluster.kill("w2")
     await world.sleep(20)
@@ -33,14 +33,14 @@ async def test_a_pin_to_a_dead_worker_is_gone(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_pin_that_is_not_allowed_is_the_clients_mistake(world: MemoryWorld) -> None:
+async def test_disallowed_pin_is_a_client_error(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world)
     answer = cluster.complete_with(backend_instance_id="w1", allowed_worker_ids=["w2"])
     await _refused(answer, 400, "pin_not_allowed", "allowed_worker_ids")
 
 
 @scenario_test
-async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: MemoryWorld) -> None:
+async def test_pin_to_a_missing_rank_is_a_client_error(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world)
     await _refused(
         cluster.complete_with(backend_instance_id="w1", dp_rank=3), 400, "invalid", "rank 3"
@@ -57,7 +57,7 @@ async def test_a_pin_to_a_rank_that_is_not_there_is_the_clients_mistake(world: M
     ],
 )
 @scenario_test
-async def test_the_rule_that_leaves_no_worker_is_named(
+async def test_rule_that_leaves_no_worker_is_named(
     world: MemoryWorld, ext: dict[str, Any], rule: str
 ) -> None:
     cluster = await ClusterHarness.start(world)
@@ -70,7 +70,7 @@ async def test_the_rule_that_leaves_no_worker_is_named(
 
 
 @scenario_test
-async def test_busy_workers_take_nothing_and_all_busy_is_told_when_the_time_is_up(
+async def test_busy_workers_take_nothing_and_all_busy_is_reported_at_the_deadline(
     world: MemoryWorld,
 ) -> None:
     cluster = await ClusterHarness.start(world, (), deadline_s=5)
@@ -92,7 +92,7 @@ async def test_request_pinned_to_a_busy_worker_ends_at_its_deadline(world: Memor
 
 
 @scenario_test
-async def test_when_the_last_worker_dies_there_are_none(world: MemoryWorld) -> None:
+async def test_death_of_the_last_worker_leaves_no_workers(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, (), deadline_s=15)
     await cluster.start_worker("w1", engine=slow_engine(world), max_pending_prefill_tokens=50)
     await cluster.occupy("w1")
@@ -112,7 +112,7 @@ async def test_full_queue_ends_the_request_immediately(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_deadline_in_the_worker_is_a_deadline(world: MemoryWorld) -> None:
+async def test_deadline_in_the_worker_ends_the_request(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, (), deadline_s=5)
     await cluster.start_worker("w1", engine=slow_engine(world))
     await _refused(cluster.complete_with(), 408, "deadline")

@@ -174,7 +174,7 @@ def together(chunks: list[Any]) -> dict[str, Any]:
 # --- there ----------------------------------------------------------------------------------------
 
 
-async def test_a_body_comes_to_the_server_as_it_was_sent(
+async def test_server_receives_the_body_unchanged(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -234,7 +234,7 @@ async def test_model_serves_its_endpoint_only(
     assert not server.bodies
 
 
-async def test_while_its_workers_are_away_a_model_is_still_asked_in_its_own_words(
+async def test_passthrough_model_keeps_its_api_while_its_workers_are_away(
     cluster: PassthroughDeployment,
 ) -> None:
     await cluster.workers[0].stop()
@@ -318,7 +318,7 @@ async def test_complete_response_has_all_fields_of_the_server(
     assert answer.system_fingerprint == "fp"
 
 
-async def test_a_call_without_text_has_no_content(
+async def test_call_without_text_has_no_content(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     server.events = [e for e in THOUGHTFUL if "content" not in json.dumps(e)]
@@ -344,7 +344,7 @@ async def test_log_probabilities_are_the_servers(
     assert server.bodies[0]["logprobs"] is True
 
 
-async def test_on_kafka_a_prompt_is_answered_in_text_and_asides(
+async def test_prompt_on_kafka_is_answered_in_text_and_other_fields(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     body = {"model": "m", "stop": "x" * 2000} | HELLO
@@ -443,7 +443,7 @@ async def test_embeddings_larger_than_a_batch_come_whole_and_larger_than_a_recor
         await empty.openai.embeddings.create(model="m", input="a", encoding_format="float")
 
 
-async def test_embeddings_are_for_models_that_embed_and_these_for_nothing_else(
+async def test_embeddings_are_served_by_embedding_models_only(
     cluster: PassthroughDeployment,
 ) -> None:
     async with ScriptedServer("embedding") as embedder:
@@ -480,7 +480,7 @@ async def test_embeddings_that_fail_end_with_an_error(
 # --- what can go wrong ----------------------------------------------------------------------------
 
 
-async def test_an_answer_that_breaks_off_after_it_began_ends_with_an_error(
+async def test_answer_that_breaks_after_its_start_ends_with_an_error(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     async with ScriptedServer() as other:
@@ -498,7 +498,7 @@ async def test_an_answer_that_breaks_off_after_it_began_ends_with_an_error(
         assert len(server.bodies) + len(other.bodies) == 2
 
 
-async def test_before_its_first_word_an_answer_is_had_elsewhere(
+async def test_answer_that_fails_before_its_first_text_is_retried_elsewhere(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     async with ScriptedServer() as other:
@@ -533,7 +533,7 @@ async def test_busy_server_gets_the_request_again_until_it_accepts(
     assert codes[:4] == ["worker_full"] * 4
 
 
-async def test_a_worker_that_dies_before_the_first_word_is_replaced(
+async def test_worker_that_dies_before_the_first_text_is_replaced(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     async def waits(x: ServerExchange) -> None:
@@ -549,7 +549,7 @@ async def test_a_worker_that_dies_before_the_first_word_is_replaced(
         assert (await sending).choices[0].message.content == "Good day."
 
 
-async def test_a_client_that_leaves_ends_the_answer_at_the_server(
+async def test_client_that_disconnects_ends_the_answer_at_the_server(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     left = asyncio.Event()
@@ -567,7 +567,7 @@ async def test_a_client_that_leaves_ends_the_answer_at_the_server(
         await left.wait()
 
 
-async def test_a_request_whose_time_is_up_ends(
+async def test_request_past_its_deadline_ends(
     cluster: PassthroughDeployment, server: ScriptedServer
 ) -> None:
     async def waits(x: ServerExchange) -> None:
@@ -597,14 +597,18 @@ async def test_timeline_contains_no_text(cluster: PassthroughDeployment) -> None
     assert "Let me" not in got
 
 
-async def test_its_times_and_tokens_are_in_the_figures(cluster: PassthroughDeployment) -> None:
+async def test_passthrough_times_and_tokens_are_in_the_metrics(
+    cluster: PassthroughDeployment,
+) -> None:
     await cluster.openai.chat.completions.create(model="m", tools=[TOOL], **HELLO)
     page = (await cluster.http.get("/metrics")).text.splitlines()
     assert "kvlane_gateway_time_to_first_token_seconds_count 1.0" in page
     assert "kvlane_gateway_output_tokens_sum 7.0" in page
 
 
-async def test_its_load_is_counted_by_the_size_of_its_body(cluster: PassthroughDeployment) -> None:
+async def test_passthrough_load_is_counted_by_the_size_of_its_body(
+    cluster: PassthroughDeployment,
+) -> None:
     for words in (10, 1000):
         await cluster.openai.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "word " * words}]
@@ -619,7 +623,7 @@ async def test_its_load_is_counted_by_the_size_of_its_body(cluster: PassthroughD
     assert await cluster.records(KV_EVENTS, Heartbeat)
 
 
-async def test_the_model_is_listed_with_its_context(cluster: PassthroughDeployment) -> None:
+async def test_model_is_listed_with_its_context(cluster: PassthroughDeployment) -> None:
     (model,) = (await cluster.openai.models.list()).data
     assert (model.id, model.max_model_len) == ("m", 4096)
 

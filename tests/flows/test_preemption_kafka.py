@@ -50,7 +50,7 @@ async def preemptions(log: KafkaLog) -> list[str]:
     return found
 
 
-async def test_a_batch_run_gives_way_and_both_get_their_tokens(
+async def test_batch_run_is_preempted_and_both_get_their_tokens(
     kafka: Broker, topic_prefix: str
 ) -> None:
     settings = Settings(

@@ -75,7 +75,7 @@ async def answers(world: MemoryWorld, bodies: list[dict[str, Any]]) -> list[Any]
 
 
 @scenario_test
-async def test_a_request_that_sets_no_option_is_as_one_of_tokens_alone(world: MemoryWorld) -> None:
+async def test_request_without_options_equals_one_of_tokens_alone(world: MemoryWorld) -> None:
     written, bare, short = await answers(
         world, [WRITTEN, {"token_ids": [5, 6, 7], "model": "demo"}, {"token_ids": [5, 6, 7]}]
     )
@@ -193,7 +193,7 @@ async def test_every_option_reaches_the_request(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_probe_needs_its_tokens_and_its_mark_only(world: MemoryWorld) -> None:
+async def test_probe_needs_only_its_tokens_and_its_marker(world: MemoryWorld) -> None:
     (probe,) = await answers(world, [{"token_ids": [1], "_HEALTH_CHECK": True}])
     assert isinstance(probe, Request)
     assert probe.is_probe
@@ -229,14 +229,14 @@ async def test_unsupported_fields_are_refused_by_name(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_an_option_in_both_forms_is_refused(world: MemoryWorld) -> None:
+async def test_option_in_both_forms_is_refused(world: MemoryWorld) -> None:
     (refused,) = await answers(world, [WRITTEN | {"nvext": {"annotations": ["a"]}}])
     assert isinstance(refused, Refused)
     assert refused.message.startswith("body.annotations: is given twice")
 
 
 @scenario_test
-async def test_a_model_of_bytes_takes_text_only(world: MemoryWorld) -> None:
+async def test_model_of_bytes_takes_text_only(world: MemoryWorld) -> None:
     serve(world, "m")
     await begin(world)
     body = {"token_ids": [1], "multi_modal_data": {"image_url": [{"Url": "http://a/b"}]}}

@@ -86,7 +86,7 @@ def sent(world: MemoryWorld, kind: type[R]) -> list[R]:
 
 
 @scenario_test
-async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: MemoryWorld) -> None:
+async def test_prompt_becomes_a_request_in_the_lane_of_its_id(world: MemoryWorld) -> None:
     await begin(world)
     send(world, "a")
     await world.wait_until(lambda: bool(sent(world, Request)))
@@ -99,7 +99,7 @@ async def test_a_prompt_becomes_a_request_in_the_lane_of_its_id(world: MemoryWor
 
 
 @scenario_test
-async def test_a_cancel_stays_behind_its_request(world: MemoryWorld) -> None:
+async def test_cancel_stays_behind_its_request(world: MemoryWorld) -> None:
     for n in range(50):
         send(world, f"r{n}")
         send(world, f"r{n}", kind="cancel")
@@ -168,7 +168,7 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
 
 
 @scenario_test
-async def test_the_context_of_the_served_model_is_known_from_the_start(world: MemoryWorld) -> None:
+async def test_context_of_the_served_model_is_used_from_the_start(world: MemoryWorld) -> None:
     serve(world, "m", 10)
     await begin(world)
     send(world, "a", "x" * 20)
@@ -178,7 +178,7 @@ async def test_the_context_of_the_served_model_is_known_from_the_start(world: Me
 
 
 @scenario_test
-async def test_prompts_are_rendered_and_tokenised_as_their_model_does_it(
+async def test_prompts_are_rendered_and_tokenised_by_their_model(
     world: MemoryWorld,
 ) -> None:
     card = await serve_demo(world)
@@ -226,7 +226,7 @@ async def test_prompts_wait_until_there_is_a_model(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_model_that_comes_later_is_known(world: MemoryWorld) -> None:
+async def test_later_model_is_recognised(world: MemoryWorld) -> None:
     await begin(world)
     await serve_demo(world)
     await world.sleep(1)
@@ -237,7 +237,7 @@ async def test_a_model_that_comes_later_is_known(world: MemoryWorld) -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 @scenario_test
-async def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
+async def test_prompt_for_a_model_whose_only_worker_restarts_is_accepted(
     world: MemoryWorld, restarted: bool, named: bool
 ) -> None:
     serve(world, "m", 512)
@@ -260,7 +260,7 @@ async def test_a_prompt_for_a_model_whose_only_worker_restarts_is_taken(
 
 
 @scenario_test
-async def test_a_model_that_left_is_not_one_of_those_an_unnamed_prompt_may_mean(
+async def test_departed_model_is_no_candidate_for_an_unnamed_prompt(
     world: MemoryWorld,
 ) -> None:
     serve(world, "old")
@@ -275,7 +275,7 @@ async def test_a_model_that_left_is_not_one_of_those_an_unnamed_prompt_may_mean(
 
 
 @scenario_test
-async def test_a_model_without_its_files_is_refused_and_others_go_on(world: MemoryWorld) -> None:
+async def test_model_without_its_files_is_refused_and_others_continue(world: MemoryWorld) -> None:
     missing = ModelCard(name="broken", tokenizer=Artifact(sha256="0" * 64, size=9), checksum="x")
     world.append(REGISTRY, 0, missing, key="model/broken")
     serve(world, "m")
@@ -288,7 +288,7 @@ async def test_a_model_without_its_files_is_refused_and_others_go_on(world: Memo
 
 
 @scenario_test
-async def test_files_that_cannot_be_read_in_an_outage_are_waited_for(world: MemoryWorld) -> None:
+async def test_files_unreadable_in_an_outage_are_awaited(world: MemoryWorld) -> None:
     await serve_demo(world)
     preprocessor, ctx = await begin(world)
     world.faults.unanswered.add("offsets")
@@ -302,7 +302,7 @@ async def test_files_that_cannot_be_read_in_an_outage_are_waited_for(world: Memo
 
 
 @scenario_test
-async def test_a_request_too_large_for_a_record_is_refused(world: MemoryWorld) -> None:
+async def test_request_too_large_for_a_record_is_refused(world: MemoryWorld) -> None:
     await begin(world)
     send(world, "a", "x" * 3_000_000)  # four bytes a token
     await world.wait_until(lambda: bool(sent(world, Refused)))
@@ -325,7 +325,7 @@ async def test_committed_prompts_are_not_read_again(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_commit_without_an_answer_is_repeated(world: MemoryWorld) -> None:
+async def test_commit_without_an_answer_is_repeated(world: MemoryWorld) -> None:
     await begin(world)
     world.faults.unanswered = {"commit"}
     send(world, "a")
@@ -362,7 +362,7 @@ async def test_commit_is_not_repeated_under_another_claim(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_prompts_are_read_on_while_commits_are_not_answered(world: MemoryWorld) -> None:
+async def test_reading_continues_while_commits_are_unanswered(world: MemoryWorld) -> None:
     await begin(world)
     send(world, "a")
     await world.wait_until(lambda: bool(sent(world, Request)))
@@ -430,7 +430,7 @@ async def test_two_share_the_prompts_and_take_over_from_each_other(world: Memory
 
 
 @scenario_test
-async def test_a_lost_append_is_repeated(world: MemoryWorld) -> None:
+async def test_lost_append_is_repeated(world: MemoryWorld) -> None:
     await begin(world)
     world.faults.next_fates(REQUESTS, AppendFate.LOST, AppendFate.UNREPORTED)
     send(world, "a")

@@ -121,7 +121,7 @@ async def test_prompts_of_any_kind_are_answered_and_committed(log: KafkaLog) -> 
     assert len(await read(log, REQUESTS)) == 34  # nothing was read twice
 
 
-async def test_a_failure_ends_the_process_and_commits_nothing(
+async def test_failure_ends_the_process_and_commits_nothing(
     log: KafkaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(_: PromptSource, __: object) -> None:

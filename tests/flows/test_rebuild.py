@@ -151,7 +151,7 @@ def cut_snapshots(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_replica_from_snapshots_and_the_tail_equals_one_from_the_log(
+async def test_replica_from_snapshots_and_the_tail_equals_one_from_the_log(
     world: MemoryWorld,
 ) -> None:
     caches = [Cache(world, f"w{n}") for n in range(1, 6)]
@@ -174,7 +174,7 @@ async def test_a_replica_from_snapshots_and_the_tail_equals_one_from_the_log(
 
 
 @scenario_test
-async def test_a_router_starts_from_them_too(world: MemoryWorld) -> None:
+async def test_router_starts_from_snapshots_and_the_tail(world: MemoryWorld) -> None:
     cache = Cache(world)
     end = cache.say(CLEARED, stored(1, 40)) + 1
     await Replica.open(world)
@@ -255,7 +255,7 @@ async def test_without_a_whole_snapshot_the_log_is_read(
 
 
 @scenario_test
-async def test_snapshots_under_another_secret_are_left_alone(world: MemoryWorld) -> None:
+async def test_snapshots_under_another_secret_are_ignored(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     live = await Replica.open(world)
@@ -276,7 +276,7 @@ async def test_snapshots_under_another_secret_are_left_alone(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_snapshot_from_before_the_logs_start_is_dropped(world: MemoryWorld) -> None:
+async def test_snapshot_from_before_the_logs_start_is_dropped(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     live = await Replica.open(world)
@@ -293,7 +293,7 @@ async def test_a_snapshot_from_before_the_logs_start_is_dropped(world: MemoryWor
 
 
 @scenario_test
-async def test_a_cache_whose_log_was_cut_is_not_complete_before_it_begins_anew(
+async def test_truncated_cache_is_incomplete_until_it_is_cleared(
     world: MemoryWorld,
 ) -> None:
     cache = Cache(world)

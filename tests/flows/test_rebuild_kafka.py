@@ -190,7 +190,7 @@ async def replayed(file: Path, *arguments: str) -> dict[int, float]:
     return {each["partition"]: float(int(each["state_hash"], 16) >> 11) for each in partitions}
 
 
-async def test_replicas_agree_share_snapshots_and_outlive_each_other(
+async def test_replicas_agree_share_snapshots_and_replace_each_other(
     log: KafkaLog, start: Callable[[str], Replica], tmp_path: Path, kafka: Broker
 ) -> None:
     caches = Caches(log, Settings().block_key_secret().fingerprint)

@@ -23,7 +23,7 @@ LANES = 2
 pytestmark = [pytest.mark.slow, pytest.mark.kafka, pytest.mark.timeout(120)]
 
 
-async def test_a_refused_prompt_is_run_under_another_id_only(
+async def test_refused_prompt_is_run_under_another_id_only(
     kafka: Broker, topic_prefix: str, tmp_path: Path
 ) -> None:
     settings = Settings(

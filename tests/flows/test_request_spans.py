@@ -187,7 +187,7 @@ def test_run_of_a_second_attempt_is_linked_to_the_first(
 
 
 @pytest.mark.parametrize("traceparent", ["", NOT_SAMPLED, "00-not-a-parent-01"])
-def test_request_that_is_not_sampled_leaves_nothing(
+def test_unsampled_request_leaves_no_spans(
     exporter: InMemorySpanExporter, tmp_path: Path, traceparent: str
 ) -> None:
     world = run(tmp_path, traceparent=traceparent)
@@ -196,7 +196,7 @@ def test_request_that_is_not_sampled_leaves_nothing(
 
 
 @pytest.mark.parametrize(("received", "carried"), [(SAMPLED, SAMPLED), (NOT_SAMPLED, ""), ("", "")])
-def test_without_a_receiver_the_trace_of_the_client_is_passed_on(
+def test_without_a_receiver_the_trace_of_the_client_is_propagated(
     tmp_path: Path, received: str, carried: str
 ) -> None:
     world = run(tmp_path, traceparent=received)

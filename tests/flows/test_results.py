@@ -56,7 +56,7 @@ def without_names(body: dict[str, Any] | None) -> dict[str, Any]:
     ],
 )
 @scenario_test
-async def test_a_result_has_the_body_that_http_answers(
+async def test_result_has_the_body_that_http_answers(
     world: MemoryWorld, kind: str, path: str, body: dict[str, Any]
 ) -> None:
     house, results = await whole_path(world)
@@ -78,7 +78,7 @@ async def test_a_result_has_the_body_that_http_answers(
 
 
 @scenario_test
-async def test_a_prompt_in_tokens_gets_tokens(world: MemoryWorld) -> None:
+async def test_prompt_in_tokens_gets_tokens(world: MemoryWorld) -> None:
     _, results = await whole_path(world)
     results.publish("a", kind="tokens", body={"token_ids": [97, 98, 258], "max_tokens": 2})
     body = (await results.only()).body
@@ -88,7 +88,7 @@ async def test_a_prompt_in_tokens_gets_tokens(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_refused_prompt_has_an_error_as_its_result(world: MemoryWorld) -> None:
+async def test_refused_prompt_has_an_error_as_its_result(world: MemoryWorld) -> None:
     _, results = await whole_path(world)
     results.publish("a", body={"messages": []}, batch_id="batch_1", custom_id="line-1")
     result = await results.only()
@@ -100,7 +100,7 @@ async def test_a_refused_prompt_has_an_error_as_its_result(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_refused_prompt_is_over_like_any_other(world: MemoryWorld) -> None:
+async def test_refused_prompt_is_finished_like_any_other(world: MemoryWorld) -> None:
     """Its id is not run when it is published again: another id is."""
     _, results = await whole_path(world)
     good = {"messages": [{"role": "user", "content": "x"}]}
@@ -170,7 +170,7 @@ async def collector(world: MemoryWorld, **settings: Any) -> ResultsHarness:
 
 
 @scenario_test
-async def test_a_fenced_attempt_goes_on_in_the_same_result(world: MemoryWorld) -> None:
+async def test_fenced_attempt_continues_in_the_same_result(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a")
     results.answer("a", "to", "ken", end=None)
@@ -194,7 +194,7 @@ async def test_a_fenced_attempt_goes_on_in_the_same_result(world: MemoryWorld) -
     ],
 )
 @scenario_test
-async def test_an_end_by_a_router_is_an_error(
+async def test_end_by_a_router_is_an_error(
     world: MemoryWorld, code: str, status: str, status_code: int
 ) -> None:
     results = await collector(world)
@@ -209,7 +209,7 @@ async def test_an_end_by_a_router_is_an_error(
 
 
 @scenario_test
-async def test_a_request_that_goes_on_has_no_result(world: MemoryWorld) -> None:
+async def test_request_that_continues_has_no_result(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a")
     results.answer("a", "x", "y", end=None)
@@ -218,7 +218,7 @@ async def test_a_request_that_goes_on_has_no_result(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_an_id_that_is_published_again_gets_one_result(world: MemoryWorld) -> None:
+async def test_id_that_is_published_again_gets_one_result(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a")
     results.ask("a")
@@ -231,7 +231,7 @@ async def test_an_id_that_is_published_again_gets_one_result(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_repetition_that_no_router_answers_holds_nothing_up(world: MemoryWorld) -> None:
+async def test_unanswered_repetition_blocks_nothing(world: MemoryWorld) -> None:
     """Its first one asked for no result, so no result says that it is over."""
     results = await collector(world)
     lane = results.lane("a")
@@ -254,7 +254,7 @@ async def test_a_repetition_that_no_router_answers_holds_nothing_up(world: Memor
 
 @pytest.mark.parametrize("run_of", [0, 1])
 @scenario_test
-async def test_a_request_that_a_router_appended_again_gets_its_result(
+async def test_request_that_a_router_appended_again_gets_its_result(
     world: MemoryWorld, run_of: int
 ) -> None:
     results = await collector(world)
@@ -276,7 +276,7 @@ async def test_a_request_that_a_router_appended_again_gets_its_result(
 
 
 @scenario_test
-async def test_a_request_that_its_router_has_not_read_is_waited_for(world: MemoryWorld) -> None:
+async def test_request_unread_by_its_router_is_awaited(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a")
     await world.sleep(200)
@@ -286,7 +286,7 @@ async def test_a_request_that_its_router_has_not_read_is_waited_for(world: Memor
 
 @pytest.mark.parametrize("late_s", [2.0, 20.0])
 @scenario_test
-async def test_a_reply_waits_for_its_request_to_be_read(world: MemoryWorld, late_s: float) -> None:
+async def test_reply_waits_for_its_request_to_be_read(world: MemoryWorld, late_s: float) -> None:
     results = ResultsHarness(world)
     process = await results.start()
     claim = process._lanes[results.lane("a")].claim
@@ -299,7 +299,7 @@ async def test_a_reply_waits_for_its_request_to_be_read(world: MemoryWorld, late
 
 
 @scenario_test
-async def test_a_lane_whose_requests_are_not_read_holds_up_no_other_one(
+async def test_lane_with_unread_requests_blocks_no_other(
     world: MemoryWorld,
 ) -> None:
     results = ResultsHarness(world)
@@ -329,7 +329,7 @@ def committed(world: MemoryWorld, lane: int) -> int:
 
 
 @scenario_test
-async def test_a_killed_collector_is_followed_by_one_that_reads_the_reply_again(
+async def test_killed_collector_is_followed_by_one_that_reads_the_reply_again(
     world: MemoryWorld,
 ) -> None:
     results = await collector(world)
@@ -346,7 +346,7 @@ async def test_a_killed_collector_is_followed_by_one_that_reads_the_reply_again(
 
 
 @scenario_test
-async def test_a_result_above_the_committed_position_is_not_written_again(
+async def test_result_above_the_committed_position_is_not_written_again(
     world: MemoryWorld,
 ) -> None:
     results = await collector(world)
@@ -374,7 +374,7 @@ def ids_of_lane(results: ResultsHarness, count: int, lane: int = 0) -> list[str]
 
 @pytest.mark.parametrize("fate", [AppendFate.LOST, AppendFate.UNREPORTED, AppendFate.LATE])
 @scenario_test
-async def test_a_transaction_of_unknown_end_is_looked_for(
+async def test_transaction_of_unknown_outcome_is_looked_up(
     world: MemoryWorld, fate: AppendFate
 ) -> None:
     results = await collector(world)
@@ -389,7 +389,7 @@ async def test_a_transaction_of_unknown_end_is_looked_for(
 
 
 @scenario_test
-async def test_two_that_believe_to_own_a_lane_write_one_result(world: MemoryWorld) -> None:
+async def test_two_owners_of_a_lane_write_one_result(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a")
     await world.sleep(5)
@@ -422,7 +422,7 @@ async def test_lanes_move_to_a_second_collector(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_stopped_collector_leaves_its_position(world: MemoryWorld) -> None:
+async def test_stopped_collector_leaves_its_position(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a")
     results.answer("a", "x")
@@ -435,7 +435,7 @@ async def test_a_stopped_collector_leaves_its_position(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_result_that_no_record_holds_is_an_error(world: MemoryWorld) -> None:
+async def test_result_too_large_for_a_record_is_an_error(world: MemoryWorld) -> None:
     results = await collector(world)
     results.ask("a", echo="x" * 9_000_000)
     results.answer("a", "x")

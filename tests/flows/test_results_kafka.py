@@ -116,7 +116,7 @@ async def test_each_request_has_one_result_and_one_reply_whatever_is_killed(
     assert counted == {topic_prefix + RESULTS: expected, replies: expected}
 
 
-async def test_a_refusal_that_was_deleted_before_it_was_read_is_lost(
+async def test_refusal_deleted_before_it_was_read_is_lost(
     log: KafkaLog, kafka: Broker, topic_prefix: str, tmp_path: Path
 ) -> None:
     request = Request(id="a", model="demo", result=ResultOptions(kind="completion"))

@@ -52,7 +52,7 @@ async def only_is_lost(results: ResultsHarness) -> None:
 
 
 @scenario_test
-async def test_a_reply_whose_beginning_was_deleted_is_lost(world: MemoryWorld) -> None:
+async def test_reply_whose_beginning_was_deleted_is_lost(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     await results.start()
     results.ask("a")
@@ -66,7 +66,7 @@ async def test_a_reply_whose_beginning_was_deleted_is_lost(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_deleted_reply_is_lost_before_the_deadline(world: MemoryWorld) -> None:
+async def test_deleted_reply_is_lost_before_the_deadline(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     results.ask("a")
     results.answer("a", "once")
@@ -77,7 +77,7 @@ async def test_a_deleted_reply_is_lost_before_the_deadline(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_reply_that_was_deleted_while_its_lane_was_read_is_lost(world: MemoryWorld) -> None:
+async def test_reply_that_was_deleted_while_its_lane_was_read_is_lost(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     process = await results.start()
     results.ask("a")
@@ -90,7 +90,7 @@ async def test_a_reply_that_was_deleted_while_its_lane_was_read_is_lost(world: M
 
 
 @scenario_test
-async def test_a_deleted_refusal_is_lost(world: MemoryWorld) -> None:
+async def test_deleted_refusal_is_lost(world: MemoryWorld) -> None:
     """The ledger has an end without a run, as of a request that repeats another one."""
     results = ResultsHarness(world)
     results.ask("a")
@@ -101,7 +101,7 @@ async def test_a_deleted_refusal_is_lost(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_repetition_beside_deleted_replies_gets_no_second_result(
+async def test_repetition_beside_deleted_replies_gets_no_second_result(
     world: MemoryWorld,
 ) -> None:
     results = ResultsHarness(world)
@@ -120,7 +120,7 @@ async def test_a_repetition_beside_deleted_replies_gets_no_second_result(
 
 
 @scenario_test
-async def test_a_request_that_goes_on_beside_deleted_replies_is_waited_for(
+async def test_request_that_continues_beside_deleted_replies_is_awaited(
     world: MemoryWorld,
 ) -> None:
     results = ResultsHarness(world)

@@ -38,7 +38,7 @@ async def undelivered(results: ResultsHarness, reason: str) -> int:
 
 
 @scenario_test
-async def test_a_reply_has_the_result_and_the_headers_of_its_request(world: MemoryWorld) -> None:
+async def test_reply_has_the_result_and_the_headers_of_its_request(world: MemoryWorld) -> None:
     results = await collector(world)
     world.broker.create_topic("replies", 3, 3_600_000)
     address = ReplyAddress(topic="replies", headers=(("correlation_id", b"\x00\xff"),), partition=2)
@@ -54,7 +54,7 @@ async def test_a_reply_has_the_result_and_the_headers_of_its_request(world: Memo
 
 @pytest.mark.parametrize("partition", [None, 5])
 @scenario_test
-async def test_a_reply_that_cannot_be_delivered_leaves_the_result(
+async def test_reply_that_cannot_be_delivered_leaves_the_result(
     world: MemoryWorld, partition: int | None
 ) -> None:
     results = await collector(world)
@@ -117,7 +117,7 @@ class RefusingTopics:
 
 @pytest.mark.parametrize("error", [AccessDenied, AppendFailed])
 @scenario_test
-async def test_a_topic_that_takes_no_records_delays_only_its_replies(
+async def test_unwritable_topic_delays_only_its_replies(
     world: MemoryWorld, error: type[StreamError]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ async def test_a_topic_that_takes_no_records_delays_only_its_replies(
 
 
 @scenario_test
-async def test_a_topic_that_takes_no_records_is_left_alone_for_a_while(
+async def test_unwritable_topic_is_skipped_for_a_while(
     world: MemoryWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +191,7 @@ async def test_other_partitions_of_a_topic_get_their_replies(world: MemoryWorld)
 
 
 @scenario_test
-async def test_an_outage_of_the_results_leaves_the_replies(world: MemoryWorld) -> None:
+async def test_outage_of_results_does_not_delay_replies(world: MemoryWorld) -> None:
     with pytest.MonkeyPatch.context() as patch:
         refusing = RefusingTopics(patch, AppendFailed)
         refusing.places.add((RESULTS, None))
@@ -208,7 +208,7 @@ async def test_an_outage_of_the_results_leaves_the_replies(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_results_that_may_not_be_written_end_the_process(world: MemoryWorld) -> None:
+async def test_denied_results_end_the_process(world: MemoryWorld) -> None:
     with pytest.MonkeyPatch.context() as patch:
         RefusingTopics(patch, AccessDenied).places.add((RESULTS, None))
         results = await collector(world)

@@ -29,7 +29,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 @scenario_test
-async def test_a_request_is_assigned_and_the_decision_stands_in_the_ledger(
+async def test_request_is_assigned_and_the_decision_is_in_the_ledger(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -47,7 +47,7 @@ async def test_a_request_is_assigned_and_the_decision_stands_in_the_ledger(
 
 
 @scenario_test
-async def test_a_decision_says_how_far_its_router_had_read_the_ledger(world: MemoryWorld) -> None:
+async def test_decision_has_the_read_position_of_the_ledger(world: MemoryWorld) -> None:
     FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -73,7 +73,7 @@ async def test_requests_spread_over_the_workers_at_once(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_an_id_that_comes_again_is_not_run_again(world: MemoryWorld) -> None:
+async def test_repeated_id_is_not_run_again(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -86,7 +86,7 @@ async def test_an_id_that_comes_again_is_not_run_again(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_request_waits_for_a_worker(world: MemoryWorld) -> None:
+async def test_request_waits_for_a_worker(world: MemoryWorld) -> None:
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(10)
@@ -95,7 +95,7 @@ async def test_a_request_waits_for_a_worker(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_request_that_no_worker_takes_is_ended_at_its_deadline(world: MemoryWorld) -> None:
+async def test_request_that_no_worker_accepts_ends_at_its_deadline(world: MemoryWorld) -> None:
     await start_router(world)
     append_record(world, REQUESTS, Request(id="a", deadline_s=5))
     await world.sleep(4.5)
@@ -108,7 +108,7 @@ async def test_a_request_that_no_worker_takes_is_ended_at_its_deadline(world: Me
 
 
 @scenario_test
-async def test_a_request_read_past_its_deadline_is_never_run(world: MemoryWorld) -> None:
+async def test_request_read_past_its_deadline_is_never_run(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     append_record(world, REQUESTS, Request(id="a", model="demo", deadline_s=5))
     await world.sleep(6)
@@ -119,7 +119,7 @@ async def test_a_request_read_past_its_deadline_is_never_run(world: MemoryWorld)
 
 
 @scenario_test
-async def test_beyond_its_bound_the_router_refuses_at_once(world: MemoryWorld) -> None:
+async def test_router_refuses_at_once_beyond_its_bound(world: MemoryWorld) -> None:
     await start_router(world, max_queued_requests=1)
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(1)
@@ -131,7 +131,7 @@ async def test_beyond_its_bound_the_router_refuses_at_once(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_full_worker_is_asked_again_and_costs_no_attempt(world: MemoryWorld) -> None:
+async def test_full_worker_is_retried_and_costs_no_attempt(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, max_attempts=1)
     append_record(world, REQUESTS, PROMPT)
@@ -144,7 +144,7 @@ async def test_a_full_worker_is_asked_again_and_costs_no_attempt(world: MemoryWo
 
 
 @scenario_test
-async def test_a_refusal_without_a_decision_does_not_make_an_id_known(world: MemoryWorld) -> None:
+async def test_refusal_without_a_decision_does_not_mark_an_id_as_seen(world: MemoryWorld) -> None:
     """The router before this one died after the Assignment and before its Assigned."""
     worker = FakeWorker(world)
     run = {"id": "a", "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": worker.epoch}
@@ -155,7 +155,7 @@ async def test_a_refusal_without_a_decision_does_not_make_an_id_known(world: Mem
 
 
 @scenario_test
-async def test_an_answer_is_looked_for_from_where_its_lane_ended_when_it_was_taken_over(
+async def test_answer_is_searched_from_the_end_of_its_lane_at_takeover(
     world: MemoryWorld,
 ) -> None:
     FakeWorker(world)

@@ -63,7 +63,7 @@ async def begin_batch_run(world: MemoryWorld, worker: FakeWorker, **over: Any) -
 
 
 @scenario_test
-async def test_a_batch_run_gives_way_and_goes_on_from_its_last_token(world: MemoryWorld) -> None:
+async def test_batch_run_is_preempted_and_continues_from_its_last_token(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=1)
     router = await start_router(world, max_attempts=1)  # a preemption is no failed attempt
     await begin_batch_run(world, worker)
@@ -86,7 +86,7 @@ async def test_a_batch_run_gives_way_and_goes_on_from_its_last_token(world: Memo
 
 
 @scenario_test
-async def test_the_router_that_owns_a_batch_request_moves_it(world: MemoryWorld) -> None:
+async def test_router_that_owns_a_batch_request_moves_it(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=1)
     await start_router(world, "r1")
     await start_router(world, "r2")
@@ -101,7 +101,7 @@ async def test_the_router_that_owns_a_batch_request_moves_it(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_batch_request_comes_after_the_interactive_one_read_with_it(
+async def test_batch_request_follows_the_interactive_one_read_with_it(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world, max_num_seqs=1)
@@ -114,7 +114,7 @@ async def test_a_batch_request_comes_after_the_interactive_one_read_with_it(
 
 
 @scenario_test
-async def test_batch_requests_are_never_refused_and_no_others_for_them(world: MemoryWorld) -> None:
+async def test_batch_requests_are_never_refused_and_cause_no_refusals(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=1, max_runs=1)
     await start_router(world, max_queued_requests=1, max_queued_batch_requests=1)
     ask(world, "a", service_class="interactive")
@@ -137,7 +137,7 @@ async def test_batch_requests_are_never_refused_and_no_others_for_them(world: Me
 
 
 @scenario_test
-async def test_a_run_that_no_other_could_continue_stays(world: MemoryWorld) -> None:
+async def test_run_that_cannot_be_continued_stays(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=1)
     await start_router(world)
     guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))
@@ -149,7 +149,7 @@ async def test_a_run_that_no_other_could_continue_stays(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_decision_not_read_back_counts_for_the_next_one(world: MemoryWorld) -> None:
+async def test_decision_not_read_back_counts_for_the_next_one(world: MemoryWorld) -> None:
     worker = FakeWorker(world, block_size=16, total_kv_blocks=20)
     await start_router(world, batch_max_slowdown=100)
     ask(world, "a", service_class="interactive")
@@ -166,7 +166,7 @@ async def test_a_decision_not_read_back_counts_for_the_next_one(world: MemoryWor
 
 
 @partial(scenario_test, lanes=1)
-async def test_one_search_finds_all_runs_that_give_way(world: MemoryWorld) -> None:
+async def test_one_search_finds_all_preempted_runs(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=4)
     router = await start_router(world)
     ask(world, *"bcde")
@@ -190,7 +190,7 @@ async def test_one_search_finds_all_runs_that_give_way(world: MemoryWorld) -> No
 
 
 @partial(scenario_test, lanes=1)
-async def test_an_owner_that_takes_over_finds_the_run_that_gives_way(world: MemoryWorld) -> None:
+async def test_new_owner_finds_the_preempted_run(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=1)
     router = await start_router(world, "r1")
     run = await begin_batch_run(world, worker)
@@ -207,7 +207,7 @@ async def test_an_owner_that_takes_over_finds_the_run_that_gives_way(world: Memo
 
 
 @scenario_test
-async def test_several_that_go_on_wait_without_waking_each_other(world: MemoryWorld) -> None:
+async def test_continued_runs_wait_without_waking_each_other(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=2)
     await start_router(world)
     for name in ("b", "c"):
@@ -228,7 +228,7 @@ async def test_several_that_go_on_wait_without_waking_each_other(world: MemoryWo
 
 @pytest.mark.parametrize("more", [0, 2])
 @partial(scenario_test, lanes=1)
-async def test_a_batch_request_waits_in_a_router_until_its_own_deadline(
+async def test_batch_request_waits_in_a_router_until_its_own_deadline(
     world: MemoryWorld, more: int
 ) -> None:
     worker = FakeWorker(world, state="draining")
@@ -249,7 +249,7 @@ async def test_a_batch_request_waits_in_a_router_until_its_own_deadline(
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_batch_request_that_waits_ends_at_its_own_deadline(world: MemoryWorld) -> None:
+async def test_batch_request_that_waits_ends_at_its_own_deadline(world: MemoryWorld) -> None:
     FakeWorker(world, state="draining")
     await start_router(world, max_lifetime_s=60, deadline_s=60)
     ask(world, "b", deadline_s=200, queued_ms=world.broker.now_ms())
@@ -260,7 +260,7 @@ async def test_a_batch_request_that_waits_ends_at_its_own_deadline(world: Memory
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_request_that_was_appended_again_changes_hands_and_is_cancelled(
+async def test_repeated_request_moves_with_its_lane_and_is_cancelled(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world, state="draining")
@@ -282,7 +282,7 @@ async def test_a_request_that_was_appended_again_changes_hands_and_is_cancelled(
 
 @pytest.mark.parametrize("at_s", [32, 37])
 @partial(scenario_test, lanes=1)
-async def test_a_cancel_beside_the_second_append_of_a_request_ends_it(
+async def test_cancel_beside_the_second_append_of_a_request_ends_it(
     world: MemoryWorld, at_s: int
 ) -> None:
     """The append begins after 30 s, is in the log after 35 s, and acknowledged after 40 s."""

@@ -45,7 +45,9 @@ def refusals(world: MemoryWorld, *ids: str) -> int:
 
 
 @scenario_test
-async def test_who_need_not_wait_is_not_refused_because_others_do(world: MemoryWorld) -> None:
+async def test_request_with_a_free_worker_is_not_refused_for_others_that_wait(
+    world: MemoryWorld,
+) -> None:
     worker, other = FakeWorker(world), FakeWorker(world, "w2", model="big")
     other.state = "draining"
     await start_router(world, max_queued_requests=1)
@@ -56,7 +58,7 @@ async def test_who_need_not_wait_is_not_refused_because_others_do(world: MemoryW
 
 
 @scenario_test
-async def test_without_a_place_to_wait_a_free_worker_is_enough(world: MemoryWorld) -> None:
+async def test_without_a_queue_a_free_worker_is_enough(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, max_queued_requests=0)
     send(world, "a")
@@ -64,7 +66,7 @@ async def test_without_a_place_to_wait_a_free_worker_is_enough(world: MemoryWorl
 
 
 @scenario_test
-async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: MemoryWorld) -> None:
+async def test_queue_is_also_bounded_in_uncached_tokens(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     await start_router(world, max_queued_tokens=5000)
     send(world, "a", "b", "c", token_ids=b"1234" * 3000)
@@ -79,7 +81,7 @@ async def test_what_waits_is_bounded_in_tokens_that_no_cache_has_too(world: Memo
 
 
 @scenario_test
-async def test_what_waits_is_bounded_in_bytes_whatever_it_counts_as_in_tokens(
+async def test_queue_is_bounded_in_bytes_for_any_number_of_tokens(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world, kind="chat", state="draining")
@@ -117,7 +119,7 @@ class Outage(BrokerFaults):
 
 @pytest.mark.parametrize("topic", [RESPONSES, LEDGER])
 @partial(scenario_test, lanes=1)
-async def test_what_a_router_keeps_is_bounded_while_a_lane_takes_no_appends(
+async def test_memory_of_a_router_is_bounded_while_a_lane_takes_no_appends(
     world: MemoryWorld, topic: str
 ) -> None:
     worker = FakeWorker(world, max_runs=1)
@@ -162,7 +164,7 @@ async def test_other_lanes_are_served_beside_one_that_takes_no_appends(world: Me
 
 
 @scenario_test
-async def test_what_a_router_keeps_of_a_lane_is_bounded_in_bytes_too(world: MemoryWorld) -> None:
+async def test_memory_of_a_lane_is_also_bounded_in_bytes(world: MemoryWorld) -> None:
     FakeWorker(world)
     router = await start_router(world)
     world.broker.faults = outage = Outage(Partition(LEDGER, 0))
@@ -181,7 +183,7 @@ async def test_what_a_router_keeps_of_a_lane_is_bounded_in_bytes_too(world: Memo
 
 
 @scenario_test
-async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
+async def test_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     classes = {
         "batch": ClassConfig(max_queued_requests=2),
@@ -206,7 +208,7 @@ async def test_a_class_has_bounds_of_its_own(world: MemoryWorld) -> None:
 
 @pytest.mark.parametrize("policy", ["predictive", "dynamo"])
 @scenario_test
-async def test_classes_that_wait_share_a_worker_by_weight(world: MemoryWorld, policy: str) -> None:
+async def test_waiting_classes_share_a_worker_by_weight(world: MemoryWorld, policy: str) -> None:
     worker = FakeWorker(world, state="draining")
     await start_router(world, queue_classes={"batch": ClassConfig(weight=0.25)}, policy=policy)
     batch = Hints(queue_class="batch")
@@ -223,7 +225,7 @@ async def test_classes_that_wait_share_a_worker_by_weight(world: MemoryWorld, po
 
 
 @scenario_test
-async def test_requests_that_workers_refused_count_as_waiting(world: MemoryWorld) -> None:
+async def test_refused_requests_count_as_waiting(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     router = await start_router(world, max_queued_requests=2)
     world.spawn(worker.serve(room=1))
@@ -238,7 +240,7 @@ async def test_requests_that_workers_refused_count_as_waiting(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_request_is_not_sent_to_a_worker_that_was_full_a_moment_ago(
+async def test_request_is_not_sent_to_a_worker_that_was_full_a_moment_ago(
     world: MemoryWorld,
 ) -> None:
     full, free = FakeWorker(world, "w1"), FakeWorker(world, "w2")
@@ -258,7 +260,7 @@ async def test_a_request_is_not_sent_to_a_worker_that_was_full_a_moment_ago(
 
 
 @scenario_test
-async def test_a_full_worker_is_not_asked_over_and_over(world: MemoryWorld) -> None:
+async def test_full_worker_is_not_retried_at_once(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     world.spawn(worker.serve(room=3))
@@ -272,7 +274,7 @@ async def test_a_full_worker_is_not_asked_over_and_over(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_no_worker_is_sent_more_than_its_card_says_that_it_takes(world: MemoryWorld) -> None:
+async def test_no_worker_gets_more_than_the_capacity_of_its_card(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_runs=3)
     await start_router(world)
     world.spawn(worker.serve(room=3))
@@ -289,7 +291,7 @@ async def test_no_worker_is_sent_more_than_its_card_says_that_it_takes(world: Me
 
 
 @scenario_test
-async def test_places_are_filled_as_they_become_free(world: MemoryWorld) -> None:
+async def test_capacity_is_filled_as_it_becomes_free(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     world.spawn(worker.serve(room=3))
@@ -310,7 +312,7 @@ async def test_places_are_filled_as_they_become_free(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_count_of_places_that_was_too_low_does_not_stay(world: MemoryWorld) -> None:
+async def test_underestimated_capacity_is_corrected(world: MemoryWorld) -> None:
     """The worker was busy with runs that the ledger did not know."""
     worker = FakeWorker(world)
     await start_router(world)
@@ -324,7 +326,7 @@ async def test_a_count_of_places_that_was_too_low_does_not_stay(world: MemoryWor
 
 
 @scenario_test
-async def test_a_model_that_nobody_serves_is_not_waited_for(world: MemoryWorld) -> None:
+async def test_request_for_an_unserved_model_does_not_wait(world: MemoryWorld) -> None:
     FakeWorker(world)
     await start_router(world, max_queued_requests=1)
     await world.sleep(1)
@@ -336,7 +338,7 @@ async def test_a_model_that_nobody_serves_is_not_waited_for(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_an_empty_fleet_may_still_get_any_model(world: MemoryWorld) -> None:
+async def test_request_waits_for_any_model_while_there_are_no_workers(world: MemoryWorld) -> None:
     await start_router(world)
     send(world, "a", model="other")
     await world.sleep(10)
@@ -346,7 +348,7 @@ async def test_an_empty_fleet_may_still_get_any_model(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_model_whose_last_worker_died_is_waited_for(world: MemoryWorld) -> None:
+async def test_request_waits_for_a_model_whose_last_worker_died(world: MemoryWorld) -> None:
     for first in ("r1", "r2"):  # the second reads of the death in the log
         FakeWorker(world, f"demo-{first}")
         worker = FakeWorker(world, f"big-{first}", model="big")
@@ -361,7 +363,7 @@ async def test_a_model_whose_last_worker_died_is_waited_for(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_model_that_has_a_card_is_waited_for(world: MemoryWorld) -> None:
+async def test_request_waits_for_a_model_with_a_card(world: MemoryWorld) -> None:
     FakeWorker(world)
     world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
     await start_router(world)
@@ -372,7 +374,7 @@ async def test_a_model_that_has_a_card_is_waited_for(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_nobody_waits_long_for_a_model_whose_last_worker_has_left(world: MemoryWorld) -> None:
+async def test_requests_for_a_model_whose_last_worker_left_end_soon(world: MemoryWorld) -> None:
     FakeWorker(world)
     await start_router(world, no_worker_timeout_s=60)
     await world.sleep(100)
@@ -395,7 +397,7 @@ async def test_nobody_waits_long_for_a_model_whose_last_worker_has_left(world: M
 
 
 @scenario_test
-async def test_what_has_begun_waits_for_a_worker_until_its_deadline(world: MemoryWorld) -> None:
+async def test_started_request_waits_for_a_worker_until_its_deadline(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, no_worker_timeout_s=10)
     send(world, "a", deadline_s=600)
@@ -408,7 +410,7 @@ async def test_what_has_begun_waits_for_a_worker_until_its_deadline(world: Memor
 
 
 @scenario_test
-async def test_a_request_that_waited_in_vain_says_whether_its_model_had_workers(
+async def test_expired_request_reports_whether_its_model_had_workers(
     world: MemoryWorld,
 ) -> None:
     FakeWorker(world)
@@ -419,7 +421,7 @@ async def test_a_request_that_waited_in_vain_says_whether_its_model_had_workers(
 
 
 @scenario_test
-async def test_a_request_that_was_refused_and_held_again_is_taken_by_a_new_worker(
+async def test_refused_and_requeued_request_is_taken_by_a_new_worker(
     world: MemoryWorld,
 ) -> None:
     full = FakeWorker(world)

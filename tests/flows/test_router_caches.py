@@ -54,7 +54,7 @@ async def test_requests_with_a_prefix_go_where_it_is(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_what_the_cache_no_longer_holds_is_forgotten_at_once(world: MemoryWorld) -> None:
+async def test_evicted_blocks_are_removed_at_once(world: MemoryWorld) -> None:
     holder, other = (
         FakeWorker(world, "w1", block_size=SIZE),
         FakeWorker(world, "w2", block_size=SIZE),
@@ -69,7 +69,7 @@ async def test_what_the_cache_no_longer_holds_is_forgotten_at_once(world: Memory
 
 
 @scenario_test
-async def test_an_overloaded_holder_spills_until_its_prefill_is_done(world: MemoryWorld) -> None:
+async def test_overloaded_holder_spills_until_its_prefill_is_done(world: MemoryWorld) -> None:
     holder, other = (
         FakeWorker(world, "w1", block_size=SIZE),
         FakeWorker(world, "w2", block_size=SIZE),
@@ -92,7 +92,7 @@ async def test_an_overloaded_holder_spills_until_its_prefill_is_done(world: Memo
 
 
 @scenario_test
-async def test_an_unreachable_pin_is_refused_by_name(world: MemoryWorld) -> None:
+async def test_unreachable_pin_is_refused_by_name(world: MemoryWorld) -> None:
     FakeWorker(world)
     await start_router(world)
     pinned = Request(id="a", model="demo", hints=Hints(backend_instance_id="w9"), deadline_s=100)
@@ -103,7 +103,7 @@ async def test_an_unreachable_pin_is_refused_by_name(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_router_that_starts_knows_what_was_cached_before(world: MemoryWorld) -> None:
+async def test_started_router_has_the_earlier_cache_state(world: MemoryWorld) -> None:
     workers = [FakeWorker(world, f"w{n}", block_size=SIZE) for n in range(8)]
     for _ in range(2000):
         workers[3].send_heartbeat()
@@ -121,7 +121,7 @@ async def serve(world: MemoryWorld, name: str) -> None:
 
 
 @scenario_test
-async def test_what_engines_cache_is_predicted_to_the_block(world: MemoryWorld) -> None:
+async def test_cached_blocks_of_engines_are_predicted_exactly(world: MemoryWorld) -> None:
     """Workers with engines: what a router expects to be cached is what the engine finds cached."""
     for n in range(4):
         await serve(world, f"w{n}")

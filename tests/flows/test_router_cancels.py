@@ -31,7 +31,7 @@ async def wait_cancelled(world: MemoryWorld, within_s: float) -> None:
 
 
 @scenario_test
-async def test_a_held_request_can_be_cancelled(world: MemoryWorld) -> None:
+async def test_queued_request_can_be_cancelled(world: MemoryWorld) -> None:
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(1)
@@ -44,7 +44,7 @@ async def test_a_held_request_can_be_cancelled(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_request_and_its_cancel_of_one_poll_do_not_wait_for_a_worker(
+async def test_request_and_its_cancel_of_one_poll_do_not_wait_for_a_worker(
     world: MemoryWorld,
 ) -> None:
     append_record(world, REQUESTS, PROMPT)
@@ -56,7 +56,7 @@ async def test_a_request_and_its_cancel_of_one_poll_do_not_wait_for_a_worker(
 
 
 @scenario_test
-async def test_a_cancel_is_taken_before_what_came_earlier_and_waits_as_well(
+async def test_cancel_precedes_earlier_records_and_waits_as_well(
     world: MemoryWorld,
 ) -> None:
     append_record(world, REQUESTS, PROMPT)
@@ -67,7 +67,7 @@ async def test_a_cancel_is_taken_before_what_came_earlier_and_waits_as_well(
 
 
 @scenario_test
-async def test_a_request_that_waits_for_another_worker_can_be_cancelled(world: MemoryWorld) -> None:
+async def test_request_that_waits_for_another_worker_can_be_cancelled(world: MemoryWorld) -> None:
     worker, _, run = await begin_run(world)
     worker.state = "draining"
     worker.send_heartbeat()
@@ -79,7 +79,7 @@ async def test_a_request_that_waits_for_another_worker_can_be_cancelled(world: M
 
 
 @scenario_test
-async def test_a_cancel_that_comes_while_a_request_is_fenced_is_not_held_with_it(
+async def test_cancel_during_a_fence_is_not_delayed(
     world: MemoryWorld,
 ) -> None:
     worker, _, run = await begin_run(world)
@@ -93,7 +93,7 @@ async def test_a_cancel_that_comes_while_a_request_is_fenced_is_not_held_with_it
 
 
 @scenario_test
-async def test_a_cancel_does_not_wait_for_a_heartbeat_that_never_comes(world: MemoryWorld) -> None:
+async def test_cancel_does_not_wait_for_a_heartbeat_that_never_comes(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -104,7 +104,7 @@ async def test_a_cancel_does_not_wait_for_a_heartbeat_that_never_comes(world: Me
 
 
 @scenario_test
-async def test_a_cancel_that_comes_before_the_wait_for_a_heartbeat_begins(
+async def test_cancel_precedes_the_wait_for_a_heartbeat(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -119,7 +119,7 @@ async def test_a_cancel_that_comes_before_the_wait_for_a_heartbeat_begins(
 
 
 @scenario_test
-async def test_a_cancel_does_not_wait_for_a_log_that_cannot_be_read(world: MemoryWorld) -> None:
+async def test_cancel_does_not_wait_for_an_unreadable_log(world: MemoryWorld) -> None:
     worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = never_read  # type: ignore[method-assign]
     worker.finish(run, "broken")
@@ -130,7 +130,7 @@ async def test_a_cancel_does_not_wait_for_a_log_that_cannot_be_read(world: Memor
 
 
 @scenario_test
-async def test_two_cancels_at_once_of_a_held_request_are_both_done(world: MemoryWorld) -> None:
+async def test_two_concurrent_cancels_of_a_queued_request_both_finish(world: MemoryWorld) -> None:
     await start_router(world)
     offset = append_record(world, REQUESTS, PROMPT)
     await world.sleep(1)
@@ -142,7 +142,7 @@ async def test_two_cancels_at_once_of_a_held_request_are_both_done(world: Memory
 
 
 @scenario_test
-async def test_a_running_request_is_cancelled_for_reader_worker_and_ledger(
+async def test_running_request_is_cancelled_for_reader_worker_and_ledger(
     world: MemoryWorld,
 ) -> None:
     worker = (await begin_run(world)).worker
@@ -153,7 +153,7 @@ async def test_a_running_request_is_cancelled_for_reader_worker_and_ledger(
 
 
 @scenario_test
-async def test_a_cancel_of_an_unknown_id_leaves_no_trace(world: MemoryWorld) -> None:
+async def test_cancel_of_an_unknown_id_leaves_no_trace(world: MemoryWorld) -> None:
     await start_router(world)
     append_record(world, REQUESTS, Cancel(id="a"))
     await world.sleep(3)
@@ -162,7 +162,7 @@ async def test_a_cancel_of_an_unknown_id_leaves_no_trace(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_refused_prompt_is_ended_visibly_unless_its_id_is_known(world: MemoryWorld) -> None:
+async def test_refused_prompt_is_ended_visibly_unless_its_id_is_in_use(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, Refused(id="b", code="invalid", message="messages: is empty"))
@@ -176,7 +176,7 @@ async def test_a_refused_prompt_is_ended_visibly_unless_its_id_is_known(world: M
 
 
 @scenario_test
-async def test_a_cancel_is_exact_however_full_the_queue_is(world: MemoryWorld) -> None:
+async def test_cancel_is_exact_however_full_the_queue_is(world: MemoryWorld) -> None:
     """It takes effect at once, on its request alone, and its place goes to the next one."""
     worker = FakeWorker(world, state="draining")
     await start_router(world, max_queued_requests=3)
@@ -201,7 +201,7 @@ async def test_a_cancel_is_exact_however_full_the_queue_is(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_running_request_is_cancelled_though_the_queue_is_full(world: MemoryWorld) -> None:
+async def test_running_request_is_cancelled_though_the_queue_is_full(world: MemoryWorld) -> None:
     worker = (await begin_run(world, max_queued_requests=1)).worker
     worker.state = "draining"
     await world.sleep(2.0)
@@ -218,7 +218,7 @@ async def test_a_running_request_is_cancelled_though_the_queue_is_full(world: Me
 
 
 @scenario_test
-async def test_cancels_of_many_unknown_ids_ask_the_broker_a_few_times(world: MemoryWorld) -> None:
+async def test_cancels_of_many_unknown_ids_query_the_broker_a_few_times(world: MemoryWorld) -> None:
     await start_router(world)
     await world.sleep(2)
     world.faults.slow["offsets"] = 0.05

@@ -43,7 +43,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 @scenario_test
-async def test_a_lost_worker_is_declared_and_its_stream_goes_on_elsewhere(
+async def test_lost_worker_is_declared_and_its_stream_continues_elsewhere(
     world: MemoryWorld,
 ) -> None:
     first = FakeWorker(world, "w1")
@@ -84,7 +84,7 @@ async def test_chunks_after_the_fence_are_not_carried_over(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_stream_that_had_ended_before_the_fence_is_closed_as_seen(
+async def test_stream_that_had_ended_before_the_fence_is_closed_as_seen(
     world: MemoryWorld,
 ) -> None:
     worker = (await begin_run(world)).worker
@@ -98,7 +98,7 @@ async def test_a_stream_that_had_ended_before_the_fence_is_closed_as_seen(
 
 
 @scenario_test
-async def test_an_answer_that_was_whole_but_for_its_last_chunk_ends_as_length(
+async def test_answer_that_was_whole_but_for_its_last_chunk_ends_as_length(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -117,7 +117,7 @@ async def test_an_answer_that_was_whole_but_for_its_last_chunk_ends_as_length(
 
 
 @scenario_test
-async def test_a_request_that_fails_on_every_worker_ends_with_attempts(world: MemoryWorld) -> None:
+async def test_request_that_fails_on_every_worker_ends_with_attempts(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, max_attempts=2)
     append_record(world, REQUESTS, PROMPT)
@@ -132,7 +132,7 @@ async def test_a_request_that_fails_on_every_worker_ends_with_attempts(world: Me
 
 
 @scenario_test
-async def test_an_assignment_that_got_lost_is_found_and_made_again(world: MemoryWorld) -> None:
+async def test_lost_assignment_is_found_and_repeated(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -143,7 +143,7 @@ async def test_an_assignment_that_got_lost_is_found_and_made_again(world: Memory
 
 
 @scenario_test
-async def test_a_run_that_is_listed_but_slow_to_start_is_left_alone(world: MemoryWorld) -> None:
+async def test_listed_run_that_is_slow_to_start_is_kept(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -155,7 +155,7 @@ async def test_a_run_that_is_listed_but_slow_to_start_is_left_alone(world: Memor
 
 
 @scenario_test
-async def test_a_run_that_its_worker_forgot_is_restarted(world: MemoryWorld) -> None:
+async def test_run_unlisted_by_its_worker_is_restarted(world: MemoryWorld) -> None:
     worker = (await begin_run(world)).worker
     await world.sleep(3)
     worker.running = []
@@ -164,7 +164,7 @@ async def test_a_run_that_its_worker_forgot_is_restarted(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_run_that_is_looked_for_and_turns_out_broken_is_restarted(
+async def test_run_found_broken_by_its_check_is_restarted(
     world: MemoryWorld,
 ) -> None:
     worker, other = FakeWorker(world), FakeWorker(world, "w2")
@@ -181,7 +181,7 @@ async def test_a_run_that_is_looked_for_and_turns_out_broken_is_restarted(
 
 
 @scenario_test
-async def test_a_superseded_run_that_goes_on_is_cancelled_and_an_unknown_one_is_not(
+async def test_superseded_run_that_continues_is_cancelled_and_an_unknown_one_is_not(
     world: MemoryWorld,
 ) -> None:
     first, second = FakeWorker(world, "w1"), FakeWorker(world, "w2")
@@ -202,7 +202,7 @@ async def test_a_superseded_run_that_goes_on_is_cancelled_and_an_unknown_one_is_
 
 
 @scenario_test
-async def test_a_run_is_not_cancelled_before_its_fence_stands(world: MemoryWorld) -> None:
+async def test_run_is_not_cancelled_before_its_fence_is_written(world: MemoryWorld) -> None:
     """Its last word would be the end of a request that nobody cancelled."""
     worker = FakeWorker(world)
     await start_router(world)
@@ -221,7 +221,7 @@ async def test_a_run_is_not_cancelled_before_its_fence_stands(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_fenced_run_is_cancelled_while_its_request_waits_for_a_place(
+async def test_fenced_run_is_cancelled_while_its_request_is_queued(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -256,7 +256,7 @@ async def test_another_router_takes_over_where_the_first_one_died(world: MemoryW
 
 
 @scenario_test
-async def test_held_requests_of_a_dead_router_come_back(world: MemoryWorld) -> None:
+async def test_queued_requests_of_a_dead_router_are_recovered(world: MemoryWorld) -> None:
     first = await start_router(world, "r1")
     append_record(world, REQUESTS, PROMPT)
     await world.sleep(2)
@@ -268,7 +268,7 @@ async def test_held_requests_of_a_dead_router_come_back(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_routers_that_have_read_the_same_hold_the_same(world: MemoryWorld) -> None:
+async def test_routers_with_the_same_records_have_the_same_queue(world: MemoryWorld) -> None:
     workers = [FakeWorker(world, f"w{n}") for n in range(3)]
     routers = [await start_router(world, f"r{n}") for n in range(3)]
     for n in range(20):
@@ -286,7 +286,7 @@ async def test_routers_that_have_read_the_same_hold_the_same(world: MemoryWorld)
 
 
 @scenario_test
-async def test_an_answer_that_had_reached_its_end_of_text_ends_as_stop(world: MemoryWorld) -> None:
+async def test_answer_that_had_reached_its_end_of_text_ends_as_stop(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, Request(id="a", model="demo", eos_token_ids=(8,)))
@@ -299,7 +299,7 @@ async def test_an_answer_that_had_reached_its_end_of_text_ends_as_stop(world: Me
 
 
 @scenario_test
-async def test_an_answer_of_a_prescribed_form_is_not_continued_in_its_middle(
+async def test_guided_answer_is_not_continued_in_its_middle(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -317,7 +317,7 @@ async def test_an_answer_of_a_prescribed_form_is_not_continued_in_its_middle(
 
 
 @scenario_test
-async def test_a_request_that_cannot_be_read_back_in_its_time_is_lost(world: MemoryWorld) -> None:
+async def test_request_that_cannot_be_read_in_time_is_lost(world: MemoryWorld) -> None:
     worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = never_read  # type: ignore[method-assign]
     worker.finish(run, "broken")

@@ -106,7 +106,7 @@ async def hangs() -> None:
 
 
 @scenario_test
-async def test_a_lost_epoch_that_still_beats_is_told_again(world: MemoryWorld) -> None:
+async def test_lost_record_is_repeated_for_an_epoch_with_heartbeats(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     worker.heartbeat_task.cancel()
@@ -116,7 +116,7 @@ async def test_a_lost_epoch_that_still_beats_is_told_again(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_an_outage_of_the_broker_kills_nobody(world: MemoryWorld) -> None:
+async def test_broker_outage_declares_no_worker_lost(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     await world.sleep(3)
@@ -130,7 +130,7 @@ async def test_an_outage_of_the_broker_kills_nobody(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_partition_without_leader_protects_only_its_own_workers(world: MemoryWorld) -> None:
+async def test_partition_without_leader_protects_only_its_own_workers(world: MemoryWorld) -> None:
     bad = partition(world, "w0")
     dead_too, *living = names(world, lambda p: p != bad, 8)
     hands = [FakeWorker(world, name) for name in ("w0", dead_too, *living)]
@@ -145,7 +145,7 @@ async def test_a_partition_without_leader_protects_only_its_own_workers(world: M
 
 
 @scenario_test
-async def test_a_probe_that_hangs_delays_no_verdict_elsewhere(world: MemoryWorld) -> None:
+async def test_hanging_probe_delays_no_verdict_elsewhere(world: MemoryWorld) -> None:
     bad = partition(world, "w0")
     dead_too, *living = names(world, lambda p: p != bad, 8)
     hands = [FakeWorker(world, name) for name in ("w0", dead_too, *living)]
@@ -177,7 +177,7 @@ async def test_workers_of_one_partition_are_examined_with_the_same_probes(
 
 
 @scenario_test
-async def test_nobody_asks_about_workers_that_beat_a_little_late(world: MemoryWorld) -> None:
+async def test_slightly_late_heartbeats_cause_no_probes(world: MemoryWorld) -> None:
     """However short the time is that they have."""
     workers = [FakeWorker(world, f"w{n}") for n in range(2)]
     await start_router(world, worker_timeout_s=2.4, heartbeat_interval_s=1)
@@ -193,7 +193,7 @@ async def test_nobody_asks_about_workers_that_beat_a_little_late(world: MemoryWo
 
 
 @scenario_test
-async def test_silence_is_measured_in_the_log_and_not_by_a_clock_that_is_fast(
+async def test_silence_is_measured_in_log_time_and_not_by_a_fast_clock(
     world: MemoryWorld,
 ) -> None:
     workers = [FakeWorker(world, f"w{n}") for n in range(2)]
@@ -208,7 +208,7 @@ async def test_silence_is_measured_in_the_log_and_not_by_a_clock_that_is_fast(
 
 
 @scenario_test
-async def test_a_worker_that_was_silent_before_the_router_came_gets_time(
+async def test_worker_silent_before_the_router_started_gets_time(
     world: MemoryWorld,
 ) -> None:
     workers = [FakeWorker(world, f"w{n}") for n in range(2)]
@@ -223,7 +223,7 @@ async def test_a_worker_that_was_silent_before_the_router_came_gets_time(
 
 
 @scenario_test
-async def test_the_card_of_a_lost_worker_is_removed_by_whoever_lives(world: MemoryWorld) -> None:
+async def test_card_of_a_lost_worker_is_removed_by_any_live_router(world: MemoryWorld) -> None:
     """The router that declared it lost died before it wrote the tombstone."""
     worker = FakeWorker(world)
     FakeWorker(world, "w2")
@@ -237,7 +237,7 @@ async def test_the_card_of_a_lost_worker_is_removed_by_whoever_lives(world: Memo
 
 
 @scenario_test
-async def test_a_slow_broker_kills_nobody(world: MemoryWorld) -> None:
+async def test_slow_broker_declares_no_worker_lost(world: MemoryWorld) -> None:
     """Heartbeats take as long as the probe does: for a while nothing at all gets through."""
     workers, _ = await pair(world)
     world.faults.slow["append"] = 3.0
@@ -247,7 +247,7 @@ async def test_a_slow_broker_kills_nobody(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_leader_that_has_just_taken_over_gets_the_heartbeats_first(
+async def test_leader_that_has_just_taken_over_gets_the_heartbeats_first(
     world: MemoryWorld,
 ) -> None:
     """They are still on their way to the one that hangs, when probes reach the new one at once."""
@@ -267,7 +267,7 @@ async def test_a_leader_that_has_just_taken_over_gets_the_heartbeats_first(
 
 
 @scenario_test
-async def test_who_is_late_with_the_router_itself_is_not_lost(world: MemoryWorld) -> None:
+async def test_worker_late_together_with_the_router_is_not_lost(world: MemoryWorld) -> None:
     """Appends of the router were slow elsewhere, and probes are quick again."""
     workers, router = await pair(world)
 
@@ -282,7 +282,7 @@ async def test_who_is_late_with_the_router_itself_is_not_lost(world: MemoryWorld
 
 
 @scenario_test
-async def test_slow_appends_elsewhere_protect_for_one_time_out_at_most(world: MemoryWorld) -> None:
+async def test_slow_appends_elsewhere_protect_for_one_timeout_at_most(world: MemoryWorld) -> None:
     dead, _ = FakeWorker(world, "w0"), FakeWorker(world, "w1")
     router = await start_router(world)
     await world.sleep(3)
@@ -294,7 +294,7 @@ async def test_slow_appends_elsewhere_protect_for_one_time_out_at_most(world: Me
 
 
 @scenario_test
-async def test_a_slow_broker_protects_nobody_for_longer_than_it_is_slow(world: MemoryWorld) -> None:
+async def test_slow_broker_protects_workers_only_while_it_is_slow(world: MemoryWorld) -> None:
     FakeWorker(world, "w0")
     dead = FakeWorker(world, "w1")
     await start_router(world)
@@ -307,7 +307,7 @@ async def test_a_slow_broker_protects_nobody_for_longer_than_it_is_slow(world: M
 
 
 @scenario_test
-async def test_a_stopped_router_that_goes_on_accuses_nobody(world: MemoryWorld) -> None:
+async def test_resumed_router_declares_no_worker_lost(world: MemoryWorld) -> None:
     """SIGSTOP for a minute: for its clock all workers were silent, in its log none was."""
     processes = SimulatedProcesses(world)
     workers = [FakeWorker(world, f"w{n}") for n in range(3)]
@@ -323,7 +323,7 @@ async def test_a_stopped_router_that_goes_on_accuses_nobody(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_lone_worker_gets_twice_the_time_and_no_more(world: MemoryWorld) -> None:
+async def test_lone_worker_gets_twice_the_time_and_no_more(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     await world.sleep(3)
@@ -357,7 +357,7 @@ async def test_when_more_than_a_third_fall_silent_at_once_all_get_twice_the_time
 
 
 @scenario_test
-async def test_two_routers_that_see_one_death_move_its_request_once(world: MemoryWorld) -> None:
+async def test_two_routers_with_one_lost_worker_move_its_request_once(world: MemoryWorld) -> None:
     first = FakeWorker(world, "w1")
     for name in ("r1", "r2"):
         await start_router(world, name)

@@ -294,7 +294,7 @@ async def test_policy_direct_needs_both_workers(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_round_robin_goes_on_per_phase_and_not_for_pinned_requests(
+async def test_round_robin_continues_per_phase_and_not_for_pinned_requests(
     world: MemoryWorld,
 ) -> None:
     prefills = [FakeWorker(world, f"p{n}", role="prefill") for n in range(2)]
@@ -319,7 +319,7 @@ async def test_round_robin_goes_on_per_phase_and_not_for_pinned_requests(
 
 
 @scenario_test
-async def test_sessions_bind_each_phase_apart(world: MemoryWorld) -> None:
+async def test_sessions_bind_each_phase_separately(world: MemoryWorld) -> None:
     prefill, decode = workers(world)
     await start_router(world)
     control = SessionControl(session_id="s", action="open")
@@ -387,7 +387,7 @@ async def test_required_domain_without_prefill_worker_ends_the_request_where_it_
 
 
 @scenario_test
-async def test_prompt_that_no_prefill_worker_may_take_stays_whole(world: MemoryWorld) -> None:
+async def test_prompt_without_an_eligible_prefill_worker_stays_whole(world: MemoryWorld) -> None:
     FakeWorker(world, "p", role="prefill")
     decode = FakeWorker(world, "d", role="decode", taints=("gpu=x",))
     await start_router(world)

@@ -77,7 +77,7 @@ async def test_prompts_from_kafka_wait_in_the_log_while_decodes_wait(world: Memo
 
 
 @scenario_test
-async def test_new_prompts_are_computed_when_the_last_decode_has_a_place(
+async def test_new_prompts_are_computed_when_the_last_decode_is_assigned(
     world: MemoryWorld,
 ) -> None:
     prefill, decode = workers(world, max_runs=1)
@@ -97,7 +97,7 @@ async def test_new_prompts_are_computed_when_the_last_decode_has_a_place(
 
 
 @scenario_test
-async def test_decode_that_waits_for_its_pin_holds_back_no_other_prompt(
+async def test_decode_that_waits_for_its_pin_delays_no_other_prompt(
     world: MemoryWorld,
 ) -> None:
     prefill, decode = workers(world, max_runs=1)
@@ -218,7 +218,7 @@ async def test_freed_decode_worker_wakes_a_whole_request(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_class_pays_once_for_both_phases(world: MemoryWorld) -> None:
+async def test_class_is_charged_once_for_both_phases(world: MemoryWorld) -> None:
     prefill, decode = workers(world, max_runs=1)
     await start_router(world, handover_timeout_s=60, queue_classes={"x": {"weight": 1}})
     run = decode.start(await fill(world, prefill, decode))

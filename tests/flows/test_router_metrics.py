@@ -46,7 +46,7 @@ async def figures(router: Router) -> dict[str, float]:
 
 
 @scenario_test
-async def test_all_figures_are_there_as_zeros_before_the_first_request(world: MemoryWorld) -> None:
+async def test_all_metrics_are_zero_before_the_first_request(world: MemoryWorld) -> None:
     got = await figures(await start_router(world))
     for policy in ("dynamo", "predictive", "least_loaded", "round_robin", "random",
                    "power_of_two", "session_hash", "direct"):  # fmt: skip
@@ -61,7 +61,7 @@ async def test_all_figures_are_there_as_zeros_before_the_first_request(world: Me
 
 
 @scenario_test
-async def test_a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait(
+async def test_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait(
     world: MemoryWorld,
 ) -> None:
     router = await start_router(world)
@@ -77,7 +77,7 @@ async def test_a_decision_is_counted_with_its_prompt_its_hit_rate_and_its_wait(
 
 
 @scenario_test
-async def test_a_second_attempt_is_a_decision_but_its_wait_began_with_the_first(
+async def test_second_attempt_is_a_decision_but_its_wait_began_with_the_first(
     world: MemoryWorld,
 ) -> None:
     router = await start_router(world)
@@ -94,7 +94,7 @@ async def test_a_second_attempt_is_a_decision_but_its_wait_began_with_the_first(
 
 
 @scenario_test
-async def test_a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision(
+async def test_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision(
     world: MemoryWorld,
 ) -> None:
     router = await start_router(world)
@@ -113,7 +113,7 @@ async def test_a_dry_run_is_in_prompt_lengths_and_hit_rates_and_is_no_decision(
 
 
 @scenario_test
-async def test_what_waits_is_told_in_tokens_that_no_cache_has(world: MemoryWorld) -> None:
+async def test_queue_is_measured_in_uncached_tokens(world: MemoryWorld) -> None:
     world.append(REGISTRY, 0, ModelCard(name="demo", block_size=SIZE), key="model/demo")
     hand = FakeWorker(world, block_size=SIZE)
     hand.publish_blocks(TOKENS[: 2 * SIZE], SIZE)
@@ -147,7 +147,7 @@ async def test_ends_are_counted_by_code(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_router_is_ready_when_it_has_read_what_there_was(world: MemoryWorld) -> None:
+async def test_router_is_ready_after_reading_existing_records(world: MemoryWorld) -> None:
     router = await start_router(world)
     ready = await get(router, "/readyz")
     assert ready.status == 200
@@ -159,13 +159,13 @@ async def test_a_router_is_ready_when_it_has_read_what_there_was(world: MemoryWo
 
 
 @scenario_test
-async def test_a_router_that_failed_does_not_live(world: MemoryWorld) -> None:
+async def test_failed_router_is_not_alive(world: MemoryWorld) -> None:
     router = await start_router(world)
     router._ctx.fail(RuntimeError("broken"))
     assert (await get(router, "/livez")).status == 503
 
 
-async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() -> None:
+async def test_router_listens_at_its_configured_address_only() -> None:
     log = MemoryLog(MemoryBroker(SystemClock(), lanes=2), "r1")
     await log.start()
     ctx = ProcessContext("r1", rng=random.Random(1))
@@ -182,7 +182,7 @@ async def test_a_router_listens_where_its_settings_say_and_not_at_all_without() 
 
 
 @scenario_test
-async def test_what_lies_on_workers_is_told_until_it_is_over(world: MemoryWorld) -> None:
+async def test_load_of_workers_is_reported_until_it_is_released(world: MemoryWorld) -> None:
     router = await start_router(world)
     hand = FakeWorker(world, block_size=SIZE)
     await world.sleep(1)

@@ -57,7 +57,7 @@ def watch_appends(world: MemoryWorld) -> list[str]:
 
 
 @scenario_test
-async def test_no_run_is_cancelled_before_readers_see_the_end(world: MemoryWorld) -> None:
+async def test_no_run_is_cancelled_before_its_end_is_readable(world: MemoryWorld) -> None:
     """Otherwise the worker's last Chunk, `cancelled`, could be the visible end of a deadline."""
     worker = (await begin_run(world)).worker
     await world.sleep(2)
@@ -72,7 +72,7 @@ async def test_no_run_is_cancelled_before_readers_see_the_end(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_request_is_discharged_after_its_runs_were_cancelled(world: MemoryWorld) -> None:
+async def test_request_is_discharged_after_its_runs_were_cancelled(world: MemoryWorld) -> None:
     await begin_run(world)
     await world.sleep(2)
     topics = watch_appends(world)
@@ -82,7 +82,7 @@ async def test_a_request_is_discharged_after_its_runs_were_cancelled(world: Memo
 
 
 @scenario_test
-async def test_a_run_that_may_still_speak_is_cancelled_after_its_fence(world: MemoryWorld) -> None:
+async def test_possibly_active_run_is_cancelled_after_its_fence(world: MemoryWorld) -> None:
     """Before it, the last Chunk of a cancelled run would be the end of its request."""
     worker = (await begin_run(world)).worker
     await world.sleep(2)
@@ -97,7 +97,7 @@ async def test_a_run_that_may_still_speak_is_cancelled_after_its_fence(world: Me
 
 
 @scenario_test
-async def test_an_attempt_that_another_router_has_begun_is_left_to_it(world: MemoryWorld) -> None:
+async def test_attempt_of_another_router_is_left_to_it(world: MemoryWorld) -> None:
     first, second = FakeWorker(world, "w1"), FakeWorker(world, "w2")
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -124,7 +124,7 @@ async def test_an_attempt_that_another_router_has_begun_is_left_to_it(world: Mem
 
 
 @scenario_test
-async def test_a_finished_that_is_still_to_be_read_comes_before_the_verdict(
+async def test_unread_finished_record_precedes_the_verdict(
     world: MemoryWorld,
 ) -> None:
     worker, router, run = await begin_run(world)
@@ -139,7 +139,7 @@ async def test_a_finished_that_is_still_to_be_read_comes_before_the_verdict(
 
 
 @scenario_test
-async def test_the_budget_of_an_assignment_is_what_waiting_has_left(world: MemoryWorld) -> None:
+async def test_budget_of_an_assignment_is_the_remaining_time(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -150,7 +150,7 @@ async def test_the_budget_of_an_assignment_is_what_waiting_has_left(world: Memor
 
 
 @scenario_test
-async def test_an_answer_begins_where_its_lane_ends_however_long_the_lane_is_owned(
+async def test_answer_begins_at_the_end_of_its_lane_however_long_the_lane_is_owned(
     world: MemoryWorld,
 ) -> None:
     """Retention takes what was there when the lane was opened: from there nothing could go on."""
@@ -174,7 +174,7 @@ async def test_an_answer_begins_where_its_lane_ends_however_long_the_lane_is_own
 
 
 @scenario_test
-async def test_nothing_is_kept_of_what_is_over(world: MemoryWorld) -> None:
+async def test_finished_requests_leave_no_state(world: MemoryWorld) -> None:
     first, second = FakeWorker(world, "w1"), FakeWorker(world, "w2")
     router = await start_router(world)
     append_record(world, REQUESTS, PROMPT)

@@ -58,7 +58,7 @@ async def assert_serves(world: MemoryWorld, router: Router, worker: FakeWorker) 
 
 @pytest.mark.parametrize("deadline_s", [math.nan, math.inf, -math.inf, -1.0])
 @partial(scenario_test, lanes=1)
-async def test_a_deadline_that_is_no_time_is_refused(world: MemoryWorld, deadline_s: float) -> None:
+async def test_invalid_deadline_is_refused(world: MemoryWorld, deadline_s: float) -> None:
     worker = FakeWorker(world)
     router = await start_router(world)
     append_record(world, REQUESTS, Request(id="a", model="demo", deadline_s=deadline_s))
@@ -70,7 +70,7 @@ async def test_a_deadline_that_is_no_time_is_refused(world: MemoryWorld, deadlin
 
 @pytest.mark.parametrize("copies", [1, 2])
 @partial(scenario_test, lanes=1)
-async def test_a_request_whose_bytes_cannot_be_read_is_refused_once(
+async def test_request_whose_bytes_cannot_be_read_is_refused_once(
     world: MemoryWorld, copies: int
 ) -> None:
     worker = FakeWorker(world)
@@ -86,7 +86,7 @@ async def test_a_request_whose_bytes_cannot_be_read_is_refused_once(
 
 
 @scenario_test
-async def test_tokens_that_are_no_whole_numbers_are_refused(world: MemoryWorld) -> None:
+async def test_tokens_that_are_no_integers_are_refused(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, Request(id="a", model="demo", token_ids=b"12345"))
@@ -96,7 +96,7 @@ async def test_tokens_that_are_no_whole_numbers_are_refused(world: MemoryWorld) 
 
 
 @partial(scenario_test, lanes=1)
-async def test_an_origin_that_holds_no_request_ends_its_request(world: MemoryWorld) -> None:
+async def test_origin_without_a_request_ends_its_request(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     offset = append_record(world, REQUESTS, Cancel(id="b"))
     origin = RequestOffset(topic=REQUESTS, partition=0, offset=offset)
@@ -112,7 +112,7 @@ async def test_an_origin_that_holds_no_request_ends_its_request(world: MemoryWor
 
 @pytest.mark.parametrize("error", [ValueError("what?"), Malformed("no Request")])
 @partial(scenario_test, lanes=1)
-async def test_whatever_goes_wrong_with_one_request_ends_that_request(
+async def test_any_error_of_one_request_ends_that_request(
     world: MemoryWorld, error: Exception
 ) -> None:
     worker, router, run = await begin_run(world)
@@ -124,7 +124,7 @@ async def test_whatever_goes_wrong_with_one_request_ends_that_request(
 
 
 @partial(scenario_test, lanes=1)
-async def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended(
+async def test_request_that_cannot_be_admitted_is_done_after_its_end(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -140,7 +140,7 @@ async def test_a_request_that_cannot_be_admitted_is_done_when_it_has_ended(
 
 @pytest.mark.parametrize("error", [LogClosed("closed"), AccessDenied("no right")])
 @scenario_test
-async def test_what_is_not_about_one_request_ends_the_process_and_no_request(
+async def test_error_unrelated_to_a_request_ends_the_process_and_no_request(
     world: MemoryWorld, error: Exception
 ) -> None:
     worker, router, run = await begin_run(world)
@@ -151,7 +151,7 @@ async def test_what_is_not_about_one_request_ends_the_process_and_no_request(
 
 
 @scenario_test
-async def test_a_ledger_that_cannot_be_read_on_ends_the_process_and_no_request(
+async def test_unreadable_ledger_ends_the_process_and_no_request(
     world: MemoryWorld,
 ) -> None:
     FakeWorker(world)
@@ -168,7 +168,7 @@ async def test_a_ledger_that_cannot_be_read_on_ends_the_process_and_no_request(
 
 
 @scenario_test
-async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: MemoryWorld) -> None:
+async def test_request_deleted_from_the_log_ends_as_lost(world: MemoryWorld) -> None:
     worker, router, run = await begin_run(world)
     gone = PositionLost(REQUESTS, 0, 0, 1)
     router._context.scanner.fetch_request = raising(gone)  # type: ignore[method-assign]
@@ -178,7 +178,7 @@ async def test_a_request_that_is_gone_from_the_log_ends_as_lost(world: MemoryWor
 
 
 @scenario_test
-async def test_records_in_a_wrong_lane_are_put_aside_and_never_run(world: MemoryWorld) -> None:
+async def test_records_in_a_wrong_lane_are_dead_lettered_and_never_run(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     router = await start_router(world)
     wrong = 1 - lane_of("a", world.lanes)

@@ -83,7 +83,7 @@ def count_finds(router: Router) -> list[Any]:
 
 
 @scenario_test
-async def test_a_request_goes_when_its_worker_is_predicted_free(world: MemoryWorld) -> None:
+async def test_request_goes_when_its_worker_is_predicted_free(world: MemoryWorld) -> None:
     hand, _ = await busy_worker(world)
     send(world, "b", 4000)
     await world.sleep(0.4)
@@ -98,7 +98,9 @@ async def test_a_request_goes_when_its_worker_is_predicted_free(world: MemoryWor
 
 
 @scenario_test
-async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: MemoryWorld) -> None:
+async def test_first_token_of_the_previous_request_releases_the_next_at_once(
+    world: MemoryWorld,
+) -> None:
     hand, _ = await busy_worker(world)
     send(world, "b", 4000)
     await world.sleep(0.1)
@@ -108,7 +110,7 @@ async def test_the_first_token_of_the_one_before_lets_it_go_at_once(world: Memor
 
 
 @scenario_test
-async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(
+async def test_shortest_goes_first_and_each_after_the_previous_one(
     world: MemoryWorld,
 ) -> None:
     hand = FakeWorker(world, **SLOW)
@@ -131,7 +133,7 @@ async def test_the_shortest_goes_first_and_each_when_the_one_before_is_done(
 
 
 @scenario_test
-async def test_of_requests_that_come_together_the_shortest_goes_first(world: MemoryWorld) -> None:
+async def test_shortest_of_simultaneous_requests_goes_first(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     world.spawn(compute(world, hand))
     await start_router(world, policy="predictive")
@@ -143,7 +145,7 @@ async def test_of_requests_that_come_together_the_shortest_goes_first(world: Mem
 
 
 @scenario_test
-async def test_one_that_cannot_be_planned_does_not_keep_those_that_came_with_it(
+async def test_unplannable_request_does_not_block_the_others(
     world: MemoryWorld,
 ) -> None:
     hand = FakeWorker(world, **SLOW)
@@ -167,7 +169,7 @@ async def test_one_that_cannot_be_planned_does_not_keep_those_that_came_with_it(
 
 
 @scenario_test
-async def test_whoever_cannot_be_lined_up_still_gets_a_turn(world: MemoryWorld) -> None:
+async def test_requests_are_planned_one_by_one_if_the_batch_plan_fails(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     await start_router(world, policy="predictive")
     await world.sleep(1)
@@ -179,7 +181,7 @@ async def test_whoever_cannot_be_lined_up_still_gets_a_turn(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_who_is_held_goes_to_a_worker_that_comes(world: MemoryWorld) -> None:
+async def test_queued_request_goes_to_a_new_worker(world: MemoryWorld) -> None:
     await busy_worker(world, 60_000)
     send(world, "b", 60_000)
     await world.sleep(1)
@@ -189,7 +191,7 @@ async def test_who_is_held_goes_to_a_worker_that_comes(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: MemoryWorld) -> None:
+async def test_longest_wait_is_bounded_while_the_cache_stays_full(world: MemoryWorld) -> None:
     hand = FakeWorker(world, block_size=16, total_kv_blocks=100, **SLOW)  # 1600 tokens
     await start_router(world, policy="predictive", max_queue_wait_s=3)
     send(world, "a", 1200)
@@ -204,7 +206,7 @@ async def test_the_longest_hold_is_kept_though_the_cache_stays_full(world: Memor
 
 
 @scenario_test
-async def test_nobody_is_held_so_long_that_no_time_is_left(world: MemoryWorld) -> None:
+async def test_no_request_waits_until_no_time_is_left(world: MemoryWorld) -> None:
     hand = FakeWorker(world, block_size=16, total_kv_blocks=100, **SLOW)
     await start_router(world, policy="predictive")
     send(world, "a", 1200)
@@ -217,7 +219,7 @@ async def test_nobody_is_held_so_long_that_no_time_is_left(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: MemoryWorld) -> None:
+async def test_next_in_the_queue_follows_when_the_first_is_cancelled(world: MemoryWorld) -> None:
     hand, router = await busy_worker(world)
     send(world, "short", 3000)
     send(world, "long", 6000)
@@ -230,7 +232,7 @@ async def test_the_next_in_turn_follows_when_the_first_is_cancelled(world: Memor
 
 
 @scenario_test
-async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWorld) -> None:
+async def test_revoked_lane_takes_its_queued_requests_along(world: MemoryWorld) -> None:
     _, router = await busy_worker(world, 60_000)
     for n in range(5):
         send(world, f"b{n}", 60_000)
@@ -247,7 +249,7 @@ async def test_a_lane_that_is_lost_takes_those_held_in_it_along(world: MemoryWor
 
 
 @scenario_test
-async def test_waiting_for_a_busy_worker_takes_few_looks(world: MemoryWorld) -> None:
+async def test_wait_for_a_busy_worker_takes_few_attempts(world: MemoryWorld) -> None:
     hand, router = await busy_worker(world, 60_000)
     found = count_finds(router)
     for n in range(40):
@@ -258,7 +260,7 @@ async def test_waiting_for_a_busy_worker_takes_few_looks(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_many_that_arrive_together_all_get_their_turn(world: MemoryWorld) -> None:
+async def test_simultaneous_requests_are_all_assigned(world: MemoryWorld) -> None:
     hands = [FakeWorker(world, f"w{n}", **SLOW) for n in range(3)]
     router = await start_router(world, policy="predictive")
     found = count_finds(router)
@@ -279,7 +281,7 @@ async def stir(world: MemoryWorld, router: Router) -> None:
         await world.sleep(0.003)
 
 
-def test_looking_more_often_changes_nothing_but_the_number_of_looks() -> None:
+def test_more_frequent_retries_change_only_their_number() -> None:
     """With one worker; among several a request may change its mind as often as it looks."""
     histories: dict[bool, list[tuple[str, float]]] = {False: [], True: []}
 

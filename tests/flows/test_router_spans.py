@@ -36,7 +36,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-def test_selecting_and_routing_are_spans_with_what_was_decided(
+def test_selecting_and_routing_are_spans_with_the_decision(
     spans: InMemorySpanExporter,
 ) -> None:
     async def scenario(world: MemoryWorld) -> None:

@@ -47,7 +47,7 @@ def count_finds(router: Router) -> list[Any]:
 
 
 @scenario_test
-async def test_an_id_is_recognised_for_as_long_as_the_window_says(world: MemoryWorld) -> None:
+async def test_repeated_id_is_recognised_within_the_window(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     first = await start_router(world, "r1", dedup_window_s=4000)
     append_record(world, REQUESTS, PROMPT)
@@ -64,7 +64,7 @@ async def test_an_id_is_recognised_for_as_long_as_the_window_says(world: MemoryW
 
 @pytest.mark.parametrize("minutes", [-60, -22, 22, 60])
 @partial(scenario_test, lanes=1)
-async def test_a_router_with_a_wrong_wall_clock_finds_what_is_owed(
+async def test_router_with_a_wrong_wall_clock_finds_open_obligations(
     world: MemoryWorld, minutes: int
 ) -> None:
     workers = {name: FakeWorker(world, name) for name in ("w1", "w2")}
@@ -88,7 +88,7 @@ async def test_a_router_with_a_wrong_wall_clock_finds_what_is_owed(
 
 @pytest.mark.parametrize("minutes", [-60, 22, 60])
 @partial(scenario_test, lanes=1)
-async def test_a_router_with_a_wrong_wall_clock_recognises_an_id(
+async def test_router_with_a_wrong_wall_clock_recognises_an_id(
     world: MemoryWorld, minutes: int
 ) -> None:
     worker = FakeWorker(world)
@@ -109,7 +109,7 @@ async def test_a_router_with_a_wrong_wall_clock_recognises_an_id(
 
 
 @scenario_test
-async def test_an_obligation_older_than_the_window_is_found(world: MemoryWorld) -> None:
+async def test_obligation_older_than_the_window_is_found(world: MemoryWorld) -> None:
     """A lifetime is read back twice, however short the window is in which ids are recognised."""
     worker = FakeWorker(world)
     settings = {"max_lifetime_s": 600, "dedup_window_s": 600}
@@ -124,7 +124,7 @@ async def test_an_obligation_older_than_the_window_is_found(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_heartbeats_of_long_ago_are_not_read(world: MemoryWorld) -> None:
+async def test_old_heartbeats_are_not_read(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await world.sleep(3600)
     router = await start_router(world)
@@ -134,7 +134,7 @@ async def test_heartbeats_of_long_ago_are_not_read(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_worker_that_died_long_ago_and_has_a_card_still_is_declared_lost_again(
+async def test_worker_that_died_long_ago_with_a_card_is_declared_lost_again(
     world: MemoryWorld,
 ) -> None:
     """The router that declared it lost died before it wrote the tombstone."""
@@ -157,7 +157,7 @@ async def test_a_worker_that_died_long_ago_and_has_a_card_still_is_declared_lost
 
 
 @scenario_test
-async def test_heartbeats_that_say_nothing_new_wake_nobody(world: MemoryWorld) -> None:
+async def test_unchanged_heartbeats_wake_no_request(world: MemoryWorld) -> None:
     workers = [FakeWorker(world, f"w{n}", model="other") for n in range(10)]
     FakeWorker(world, "w", state="draining")
     router = await start_router(world)
@@ -170,7 +170,7 @@ async def test_heartbeats_that_say_nothing_new_wake_nobody(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_who_waits_is_woken_by_a_worker_that_is_ready_again(world: MemoryWorld) -> None:
+async def test_queued_request_is_woken_by_a_worker_that_is_ready_again(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -181,7 +181,9 @@ async def test_who_waits_is_woken_by_a_worker_that_is_ready_again(world: MemoryW
 
 
 @scenario_test
-async def test_who_waits_is_woken_by_a_worker_that_is_heard_of_again(world: MemoryWorld) -> None:
+async def test_queued_request_is_woken_by_a_worker_whose_heartbeats_resume(
+    world: MemoryWorld,
+) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     await world.sleep(1)
@@ -195,7 +197,7 @@ async def test_who_waits_is_woken_by_a_worker_that_is_heard_of_again(world: Memo
 
 
 @scenario_test
-async def test_runs_that_go_well_are_not_looked_at_however_many_they_are(
+async def test_healthy_runs_are_not_checked_however_many_they_are(
     world: MemoryWorld,
 ) -> None:
     worker = FakeWorker(world)
@@ -220,7 +222,7 @@ async def test_runs_that_go_well_are_not_looked_at_however_many_they_are(
 
 
 @scenario_test
-async def test_a_lane_is_hashed_once_for_a_run_that_goes_on(world: MemoryWorld) -> None:
+async def test_lane_is_hashed_once_for_a_continued_run(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     router = await start_router(world)
     worker.running = [RunProgress(id=f"r{n}", attempt=0, phase="aggregated") for n in range(50)]
@@ -231,7 +233,7 @@ async def test_a_lane_is_hashed_once_for_a_run_that_goes_on(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_prompts_that_cannot_be_read_are_kept_only_if_the_settings_say_so(
+async def test_unreadable_prompts_are_kept_only_by_a_setting(
     world: MemoryWorld,
 ) -> None:
     unreadable = Entry(b"a", b"\xc1 secret", (("t", b"Request"),))

@@ -139,7 +139,7 @@ async def deployment(kafka: Broker, topic_prefix: str) -> AsyncIterator[dict[str
         }
 
 
-async def test_a_broker_that_is_not_there_is_an_error(run: Run) -> None:
+async def test_broker_that_is_not_there_is_an_error(run: Run) -> None:
     process = run("app.router:app", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
     assert await process.code(60) == 1
     assert "KVLANE_BOOTSTRAP_SERVERS" in process.text
@@ -147,7 +147,7 @@ async def test_a_broker_that_is_not_there_is_an_error(run: Run) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_a_process_that_waits_for_a_broker(
+async def test_signal_ends_a_process_that_waits_for_a_broker(
     run: Run, silent: str, number: signal.Signals
 ) -> None:
     process = run(
@@ -158,7 +158,7 @@ async def test_a_signal_ends_a_process_that_waits_for_a_broker(
     assert await process.code() == 0
 
 
-async def test_a_signal_ends_a_start_that_takes_its_time(
+async def test_signal_ends_a_slow_start(
     run: Run, deployment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN.format(work="pass"))
@@ -169,7 +169,7 @@ async def test_a_signal_ends_a_start_that_takes_its_time(
     assert "STOPPED" not in process.text
 
 
-async def test_an_error_in_the_background_ends_a_start(
+async def test_error_in_the_background_ends_a_start(
     run: Run, deployment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN.format(work="raise ZeroDivisionError"))
@@ -178,7 +178,7 @@ async def test_an_error_in_the_background_ends_a_start(
     assert "ZeroDivisionError" in process.text
 
 
-async def test_a_process_with_other_lanes_does_not_start(
+async def test_process_with_other_lanes_does_not_start(
     run: Run, deployment: dict[str, str]
 ) -> None:
     process = run("app.preprocessor:app", **deployment | {"KVLANE_LANES": str(LANES + 1)})
@@ -187,9 +187,7 @@ async def test_a_process_with_other_lanes_does_not_start(
     assert "Traceback" not in process.text
 
 
-async def test_a_process_that_is_ready_stops_in_good_order(
-    run: Run, deployment: dict[str, str]
-) -> None:
+async def test_ready_process_stops_in_order(run: Run, deployment: dict[str, str]) -> None:
     process = run("app.router:app", **deployment)
     await process.sends("router is ready")
     process.terminate()
@@ -218,7 +216,7 @@ async def heartbeats(deployment: dict[str, str]) -> list[Heartbeat]:
     return [record for _, record in found if isinstance(record, Heartbeat)]
 
 
-async def test_a_worker_whose_engine_dies_says_so_and_ends_with_an_error(
+async def test_worker_whose_engine_dies_reports_it_and_ends_with_an_error(
     run: Run, deployment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "mortal.py").write_text(MORTAL)

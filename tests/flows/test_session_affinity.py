@@ -7,7 +7,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 @scenario_test
-async def test_a_session_stays_where_it_began(world: MemoryWorld) -> None:
+async def test_session_stays_where_it_began(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
     first = await cluster.wait_decision(**session_hint())
     for _ in range(4):
@@ -19,7 +19,7 @@ async def test_a_session_stays_where_it_began(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_session_ends_when_it_is_closed(world: MemoryWorld) -> None:
+async def test_session_ends_when_it_is_closed(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
     first = await cluster.wait_decision(**session_hint(action="open"))
     closing = await cluster.wait_decision(**session_hint(action="close"))
@@ -32,7 +32,7 @@ async def test_a_session_ends_when_it_is_closed(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_session_that_opens_again_begins_anew(world: MemoryWorld) -> None:
+async def test_reopened_session_is_bound_again(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
     workers = {
         (await cluster.wait_decision(**session_hint(action="open"))).worker for _ in range(3)
@@ -41,7 +41,7 @@ async def test_a_session_that_opens_again_begins_anew(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_session_ends_when_it_is_idle(world: MemoryWorld) -> None:
+async def test_session_ends_when_it_is_idle(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
     await cluster.wait_decision(**session_hint(timeout=30))
     await world.sleep(29)
@@ -55,7 +55,7 @@ async def test_a_session_ends_when_it_is_idle(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_session_ends_with_its_worker(world: MemoryWorld) -> None:
+async def test_session_ends_with_its_worker(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2"), policy="round_robin")
     first = await cluster.wait_decision(**session_hint())
     await cluster.kill(first.worker)
@@ -66,7 +66,7 @@ async def test_a_session_ends_with_its_worker(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_all_routers_know_a_session(world: MemoryWorld) -> None:
+async def test_all_routers_share_a_session(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ("w1", "w2", "w3"), policy="round_robin")
     await cluster.start_router("r2", router_id="r2", policy="round_robin")
     await world.sleep(10)
@@ -77,7 +77,7 @@ async def test_all_routers_know_a_session(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_session_goes_elsewhere_when_its_worker_costs_too_much(world: MemoryWorld) -> None:
+async def test_session_goes_elsewhere_when_its_worker_costs_too_much(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(
         world, (), policy="least_loaded", session_affinity_tolerance=1.5
     )

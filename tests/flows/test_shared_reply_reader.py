@@ -26,7 +26,7 @@ async def test_retained_lane_is_read_without_subscribers(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_lane_that_is_not_kept_is_dropped(world: MemoryWorld) -> None:
+async def test_lane_that_is_not_kept_is_dropped(world: MemoryWorld) -> None:
     replies = await replies_of(world)
     await replies.pin([0])
     reply = await replies.subscribe(in_lane(1, "a"))
@@ -37,7 +37,7 @@ async def test_a_lane_that_is_not_kept_is_dropped(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_reply_in_a_kept_lane_needs_no_question_to_the_broker(world: MemoryWorld) -> None:
+async def test_reply_in_a_kept_lane_needs_no_broker_query(world: MemoryWorld) -> None:
     replies = await replies_of(world)
     await replies.pin([0, 1])
     world.faults.unanswered.add("offsets")
@@ -57,7 +57,7 @@ async def test_retaining_a_lane_raises_when_the_broker_does_not_answer(world: Me
 
 
 @scenario_test
-async def test_a_reader_that_fails_is_seen_by_its_watch(world: MemoryWorld) -> None:
+async def test_failure_of_a_reader_is_reported_to_its_watch(world: MemoryWorld) -> None:
     log = await world.connect()
     replies = ReplyReader(log, world.clock, world.lanes)
     replies.start()

@@ -20,7 +20,7 @@ def simulate(*arguments: str) -> Result:
 GENERATED = ("--trace", "gen:multi-turn", "--requests", "20", "--workers", "2")
 
 
-def test_a_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) -> None:
+def test_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     done = simulate(
         *GENERATED, "--policy", "predictive,dynamo:16", "--seeds", "2", "--json", f"{file}",
@@ -40,14 +40,14 @@ def test_a_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "begins"), [("it.html", b"<!doctype html>"), ("it.png", b"\x89PNG")]
 )
-def test_the_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
+def test_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
     file = tmp_path / name
     done = simulate(*GENERATED, "--plot", f"{file}")
     assert done.exit_code == 0, done.output
     assert file.read_bytes().startswith(begins)
 
 
-def test_without_matplotlib_it_says_what_to_install_before_it_works(
+def test_without_matplotlib_the_package_is_named_before_the_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("app.commands.console.find_spec", lambda _: None)
@@ -66,14 +66,14 @@ def test_without_matplotlib_it_says_what_to_install_before_it_works(
         (["--policy", "nonsense"], "one of predictive"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(arguments: list[str], fault: str) -> None:
+def test_impossible_option_is_refused_by_name(arguments: list[str], fault: str) -> None:
     done = simulate(*arguments)
     assert done.exit_code == 2
     assert fault in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_the_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
+def test_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
 ) -> None:
     sent: list[Any] = []

@@ -142,7 +142,7 @@ async def deployed(
         await delete_topics(servers, topic_prefix)
 
 
-async def test_a_prompt_is_answered_as_the_engine_must_say_it(deployed: Deployed) -> None:
+async def test_prompt_is_answered_with_the_expected_text(deployed: Deployed) -> None:
     body = chat("What did they see?", max_tokens=60)
     prompt = Prompt(id=deployed.client.new_request_id(), body=body)
     await deployed.client.publish(prompt)
@@ -153,7 +153,7 @@ async def test_a_prompt_is_answered_as_the_engine_must_say_it(deployed: Deployed
     assert answer.text
 
 
-async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
+async def test_log_names_the_worker_that_holds_a_served_prompt(
     deployed: Deployed,
 ) -> None:
     body = chat("And then?", max_tokens=20)
@@ -180,7 +180,7 @@ async def test_the_log_tells_which_worker_holds_a_prompt_that_was_served(
     assert got["device"] == overlap.device
 
 
-async def test_the_gateway_and_the_topics_give_one_answer(deployed: Deployed) -> None:
+async def test_gateway_and_the_topics_give_one_answer(deployed: Deployed) -> None:
     body = chat("Once more?", max_tokens=40, stop=["the "])
     prompt = Prompt(id=deployed.client.new_request_id(), body=body)
     await deployed.client.publish(prompt)
@@ -193,7 +193,7 @@ async def test_the_gateway_and_the_topics_give_one_answer(deployed: Deployed) ->
     assert got["usage"]["prompt_tokens"] == answer.usage.prompt_tokens
 
 
-async def test_a_wrong_prompt_is_answered_with_the_name_of_its_field(deployed: Deployed) -> None:
+async def test_wrong_prompt_is_answered_with_the_name_of_its_field(deployed: Deployed) -> None:
     for number, (body, named) in enumerate(
         [
             ({"messages": []}, "body.messages"),

@@ -27,7 +27,7 @@ def failed(kind: str, **variables: str) -> list[str]:
     return [line for line in lines if not line.endswith(" starts") and " aiokafka: " not in line]
 
 
-def test_a_setting_that_cannot_work_is_named() -> None:
+def test_invalid_setting_is_named() -> None:
     what, remedy = failed("router", KVLANE_LANES="0")
     assert what.startswith("router cannot start: KVLANE_LANES=0: Input should be greater than")
     assert "kvlane settings" in remedy
@@ -38,13 +38,13 @@ def test_missing_servers_error_names_the_variable() -> None:
     assert "KVLANE_BOOTSTRAP_SERVERS is not set" in what
 
 
-def test_a_broker_that_is_not_there_is_named() -> None:
+def test_broker_that_is_not_there_is_named() -> None:
     what, remedy = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
     assert "router fails: BrokerUnavailable: no Kafka at 127.0.0.1:1" in what
     assert "what to do: No broker answers. Check KVLANE_BOOTSTRAP_SERVERS" in remedy
 
 
-def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "none"
     what, remedy = failed(
         "worker", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_MODEL_PATH=str(folder)
@@ -54,7 +54,7 @@ def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "what to do:" in remedy
 
 
-def test_an_unknown_variable_is_named_with_the_nearest_setting() -> None:
+def test_unknown_variable_is_named_with_the_nearest_setting() -> None:
     lines = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_WORKER_TIMEOUTS="3")
     assert lines[0].endswith(
         "not a setting, ignored: KVLANE_WORKER_TIMEOUTS (did you mean KVLANE_WORKER_TIMEOUT_S?)"

@@ -41,7 +41,7 @@ async def figures(process: Process) -> dict[str, float]:
 
 
 @scenario_test
-async def test_a_worker_is_ready_once_it_is_registered(world: MemoryWorld) -> None:
+async def test_worker_is_ready_once_it_is_registered(world: MemoryWorld) -> None:
     engine = EchoEngine(world.clock, 0.01)
     ctx = ProcessContext("w", world.clock, random.Random(1))
     worker = Worker(await world.connect("w"), memory_settings(), ctx, engine, worker_id="w")
@@ -54,7 +54,7 @@ async def test_a_worker_is_ready_once_it_is_registered(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_a_worker_whose_heartbeats_are_not_acknowledged_is_not_ready(
+async def test_worker_whose_heartbeats_are_not_acknowledged_is_not_ready(
     world: MemoryWorld,
 ) -> None:
     worker_harness = WorkerHarness(world)
@@ -67,7 +67,7 @@ async def test_a_worker_whose_heartbeats_are_not_acknowledged_is_not_ready(
 
 
 @scenario_test
-async def test_a_worker_that_drains_is_not_ready(world: MemoryWorld) -> None:
+async def test_worker_that_drains_is_not_ready(world: MemoryWorld) -> None:
     worker_harness = WorkerHarness(world)
     worker = await worker_harness.start()
     world.spawn(worker.stop())
@@ -77,7 +77,7 @@ async def test_a_worker_that_drains_is_not_ready(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_worker_that_failed_is_not_alive(world: MemoryWorld) -> None:
+async def test_worker_that_failed_is_not_alive(world: MemoryWorld) -> None:
     worker_harness = WorkerHarness(world)
     worker = await worker_harness.start()
     worker_harness.ctx.fail(RuntimeError("broken"))
@@ -85,7 +85,7 @@ async def test_a_worker_that_failed_is_not_alive(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_the_runs_of_a_worker_are_counted_with_their_tokens_and_times(
+async def test_runs_of_a_worker_are_counted_with_their_tokens_and_times(
     world: MemoryWorld,
 ) -> None:
     worker_harness = WorkerHarness(world)
@@ -127,7 +127,7 @@ async def test_prompts_are_counted_by_outcome(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_preprocessor_is_ready_when_it_has_read_the_registry(world: MemoryWorld) -> None:
+async def test_preprocessor_is_ready_when_it_has_read_the_registry(world: MemoryWorld) -> None:
     preprocessor, _ = await begin(world)
     ready = await get(preprocessor, "/readyz")
     assert (ready.status, ready.json["models"]) == (200, 1)
@@ -173,7 +173,7 @@ async def test_requests_over_http_are_in_the_same_metrics(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_the_name_of_a_model_that_no_worker_serves_is_no_label(world: MemoryWorld) -> None:
+async def test_name_of_a_model_that_no_worker_serves_is_no_label(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     router = await harness.start_router()
     await harness.start_worker("w1")

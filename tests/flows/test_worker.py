@@ -62,7 +62,9 @@ from tests.harness.worker_harness import (
 
 
 @scenario_test
-async def test_it_registers_clears_and_beats_in_this_order(world: MemoryWorld) -> None:
+async def test_worker_registers_clears_its_cache_and_sends_heartbeats_in_this_order(
+    world: MemoryWorld,
+) -> None:
     harness = WorkerHarness(world)
     before = world.append(REGISTRY, 0, Tombstone(key="worker/other"), key="worker/other")
     await harness.start()
@@ -77,7 +79,7 @@ async def test_it_registers_clears_and_beats_in_this_order(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_an_assignment_written_right_after_the_card_is_served(world: MemoryWorld) -> None:
+async def test_assignment_written_right_after_the_card_is_served(world: MemoryWorld) -> None:
     harness = WorkerHarness(world)
     world.faults.slow["append"] = 0.5
     starting = world.spawn(harness.start())
@@ -90,7 +92,7 @@ async def test_an_assignment_written_right_after_the_card_is_served(world: Memor
 
 
 @scenario_test
-async def test_a_card_that_was_sent_twice_still_gives_one_epoch(world: MemoryWorld) -> None:
+async def test_card_that_was_sent_twice_still_gives_one_epoch(world: MemoryWorld) -> None:
     harness = WorkerHarness(world)
     world.faults.next_fates(REGISTRY, AppendFate.UNREPORTED)
     await harness.start()
@@ -100,7 +102,7 @@ async def test_a_card_that_was_sent_twice_still_gives_one_epoch(world: MemoryWor
 
 
 @scenario_test
-async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld) -> None:
+async def test_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld) -> None:
     harness = WorkerHarness(world)
     world.faults.unanswered = {"offsets"}
     starting = world.spawn(harness.start())
@@ -111,7 +113,7 @@ async def test_an_outage_delays_the_start_and_does_not_end_it(world: MemoryWorld
 
 
 @scenario_test
-async def test_an_engine_that_fails_to_start_is_cleaned_up(world: MemoryWorld) -> None:
+async def test_engine_that_fails_to_start_is_cleaned_up(world: MemoryWorld) -> None:
     class Failing(ScriptedEngine):
         async def start(self, worker_id: str) -> EngineConfig:
             raise EngineError("no memory")
@@ -131,7 +133,7 @@ async def test_an_engine_that_fails_to_start_is_cleaned_up(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) -> None:
+async def test_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign()
     finished = await harness.wait_finished()
@@ -146,7 +148,7 @@ async def test_an_answer_is_the_engines_and_ends_with_usage(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWorld) -> None:
+async def test_chunks_count_from_zero_and_have_their_positions(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign()
     await harness.wait_finished()
@@ -158,7 +160,7 @@ async def test_chunks_count_from_zero_and_tell_where_they_stand(world: MemoryWor
 
 
 @scenario_test
-async def test_started_repeats_what_the_assignment_says(world: MemoryWorld) -> None:
+async def test_started_repeats_the_fields_of_the_assignment(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     assignment = harness.assign()
     finished = await harness.wait_finished()
@@ -182,7 +184,7 @@ async def test_no_chunk_goes_out_before_started_is_acknowledged(world: MemoryWor
 
 
 @scenario_test
-async def test_the_prefill_does_not_wait_for_started(world: MemoryWorld) -> None:
+async def test_prefill_does_not_wait_for_started(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
     harness = await WorkerHarness.started(world, engine)
     world.faults.slow["append"] = 0.4  # on the way there and again on the way back
@@ -193,7 +195,7 @@ async def test_the_prefill_does_not_wait_for_started(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_the_ledger_tells_the_run_in_order(world: MemoryWorld) -> None:
+async def test_ledger_has_the_run_in_order(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign()
     await harness.wait_finished()
@@ -216,7 +218,7 @@ async def test_finished_waits_for_the_last_chunks_acknowledgement(world: MemoryW
 
 
 @scenario_test
-async def test_finished_is_repeated_until_it_stands_and_listed_until_then(
+async def test_finished_is_repeated_and_listed_until_it_is_acknowledged(
     world: MemoryWorld,
 ) -> None:
     harness = await WorkerHarness.started(world, ScriptedEngine(world, 1.0, EngineOutput.stop()))
@@ -243,7 +245,7 @@ async def test_tokens_of_one_step_in_one_lane_travel_as_one_batch(world: MemoryW
 
 
 @scenario_test
-async def test_tokens_that_wait_are_not_sent_after_its_own_lost(world: MemoryWorld) -> None:
+async def test_unsent_tokens_are_dropped_after_lost(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign(max_tokens=500)
     await world.wait_until(lambda: bool(harness.chunks()))
@@ -269,7 +271,7 @@ class Reluctant(EchoEngine):
 
 
 @scenario_test
-async def test_its_own_lost_silences_runs_that_their_engine_does_not_let_go_of(
+async def test_lost_silences_runs_that_their_engine_does_not_release(
     world: MemoryWorld,
 ) -> None:
     harness = await WorkerHarness.started(world, Reluctant(world.clock, STEP_S))
@@ -284,7 +286,7 @@ async def test_its_own_lost_silences_runs_that_their_engine_does_not_let_go_of(
 
 
 @scenario_test
-async def test_a_slow_broker_holds_the_engine_back(world: MemoryWorld) -> None:
+async def test_slow_broker_slows_down_the_engine(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, *[TOKEN] * 2000, EngineOutput.stop())
     harness = await WorkerHarness.started(world, engine)
     world.faults.next_fates(
@@ -298,7 +300,7 @@ async def test_a_slow_broker_holds_the_engine_back(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_unanswerable_assignments_are_bounded_and_forgotten(world: MemoryWorld) -> None:
+async def test_unanswerable_assignments_are_bounded_and_dropped(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
     world.faults.next_fates(LEDGER, *[AppendFate.LOST] * 500)
     for n in range(50):
@@ -310,7 +312,7 @@ async def test_unanswerable_assignments_are_bounded_and_forgotten(world: MemoryW
 
 
 @scenario_test
-async def test_run_keys_are_forgotten_when_they_cannot_come_again(world: MemoryWorld) -> None:
+async def test_run_keys_are_dropped_when_they_cannot_recur(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, max_lifetime_s=10, deadline_s=10)
     harness.assign()
     await harness.wait_finished()
@@ -338,7 +340,7 @@ async def test_tokens_wait_for_the_batch_on_its_way_and_join_into_one_chunk(
 
 
 @scenario_test
-async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: MemoryWorld) -> None:
+async def test_resumed_run_continues_the_text_and_counts_the_whole(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     whole = echo_answer(PROMPT, 20)
     taken = whole[:3]  # ends in the middle of the two bytes of "ï"
@@ -354,7 +356,7 @@ async def test_a_resumed_run_continues_the_text_and_counts_the_whole(world: Memo
 
 
 @scenario_test
-async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: MemoryWorld) -> None:
+async def test_resumed_run_requests_only_the_rest_from_the_engine(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, EngineOutput.stop())
     harness = await WorkerHarness.started(world, engine)
     request = Request(
@@ -370,7 +372,7 @@ async def test_a_resumed_run_asks_the_engine_for_the_rest_only(world: MemoryWorl
 
 
 @scenario_test
-async def test_nothing_left_to_generate_ends_as_length(world: MemoryWorld) -> None:
+async def test_resumed_run_without_remaining_tokens_ends_as_length(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world)
     harness = await WorkerHarness.started(world, engine)
     harness.assign(attempt=1, max_tokens=3, taken=pack_tokens([1, 2, 3]), taken_chars=3)
@@ -394,7 +396,7 @@ async def test_orders_for_others_and_for_other_epochs_are_ignored(world: MemoryW
 
 
 @scenario_test
-async def test_a_run_key_is_started_once(world: MemoryWorld) -> None:
+async def test_run_key_is_started_once(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign()
     harness.assign()
@@ -406,7 +408,7 @@ async def test_a_run_key_is_started_once(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_refused_run_key_is_not_started_later(world: MemoryWorld) -> None:
+async def test_refused_run_key_is_not_started_later(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=0)
     harness.assign("busy", max_tokens=5)
     harness.assign()
@@ -418,7 +420,7 @@ async def test_a_refused_run_key_is_not_started_later(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: MemoryWorld) -> None:
+async def test_run_beyond_slots_and_queue_is_refused_retryably(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, max_num_seqs=2, worker_max_waiting=1)
     ids = ["r1", "r2", "r3", "r4"]
     for request_id in ids:
@@ -430,7 +432,7 @@ async def test_beyond_places_and_queue_a_run_is_refused_retryably(world: MemoryW
 
 
 @scenario_test
-async def test_a_budget_that_is_used_up_is_refused_as_expired(world: MemoryWorld) -> None:
+async def test_budget_that_is_used_up_is_refused_as_expired(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign(budget_s=0.0)
     finished = await harness.wait_finished()
@@ -446,7 +448,7 @@ async def test_time_in_the_log_counts_against_the_budget(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: MemoryWorld) -> None:
+async def test_run_past_its_deadline_stops_without_a_finish_reason(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign(budget_s=3.0, max_tokens=500)
     finished = await harness.wait_finished()
@@ -459,7 +461,7 @@ async def test_a_run_past_its_deadline_stops_without_a_finish_reason(world: Memo
 
 
 @scenario_test
-async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWorld) -> None:
+async def test_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign(max_tokens=50)
     await world.wait_until(lambda: len(harness.chunks()) == 3)
@@ -471,7 +473,7 @@ async def test_a_lost_chunk_breaks_the_run_and_no_chunk_follows(world: MemoryWor
 
 
 @scenario_test
-async def test_an_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> None:
+async def test_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign(max_tokens=50)
     await world.wait_until(lambda: len(harness.chunks()) == 3)
@@ -482,7 +484,7 @@ async def test_an_unreported_chunk_breaks_the_run_too(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
+async def test_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(
         world, ScriptedEngine(world, 1.0, EngineOutput.stop().with_tokens([65]))
     )
@@ -493,7 +495,7 @@ async def test_a_lost_last_chunk_ends_as_broken(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWorld) -> None:
+async def test_all_runs_of_a_failed_batch_break_and_others_continue(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     ids = [f"r{n}" for n in range(20)]
     failing = [i for i in ids if lane_of(i, world.lanes) == 0][:2]
@@ -510,7 +512,7 @@ async def test_all_runs_of_a_failed_batch_break_and_others_go_on(world: MemoryWo
 
 
 @scenario_test
-async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: MemoryWorld) -> None:
+async def test_retryable_engine_error_leaves_the_end_to_the_owner(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(
         world, ScriptedEngine(world, TOKEN, EngineError("oom", retryable=True))
     )
@@ -521,7 +523,7 @@ async def test_a_retryable_engine_error_leaves_the_end_to_the_owner(world: Memor
 
 
 @scenario_test
-async def test_a_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None:
+async def test_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(
         world, ScriptedEngine(world, TOKEN, EngineError("bad grammar"))
     )
@@ -532,7 +534,7 @@ async def test_a_final_engine_error_has_a_last_chunk(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: MemoryWorld) -> None:
+async def test_bug_in_the_engine_is_retryable_and_the_worker_continues(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN, ZeroDivisionError()))
     harness.assign()
     finished = await harness.wait_finished()
@@ -541,14 +543,14 @@ async def test_a_bug_in_the_engine_is_retryable_and_the_worker_lives(world: Memo
 
 
 @scenario_test
-async def test_an_answer_without_an_end_is_a_retryable_error(world: MemoryWorld) -> None:
+async def test_answer_without_an_end_is_a_retryable_error(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN))
     harness.assign()
     assert (await harness.wait_finished()).retryable
 
 
 @scenario_test
-async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(
+async def test_cancellation_inside_the_engine_is_an_error_of_the_engine(
     world: MemoryWorld,
 ) -> None:
     class Cancelling(ScriptedEngine):
@@ -564,7 +566,7 @@ async def test_a_cancellation_inside_the_engine_is_an_error_of_the_engine(
 
 
 @scenario_test
-async def test_a_dead_engine_ends_the_process_after_its_last_word(world: MemoryWorld) -> None:
+async def test_dead_engine_ends_the_process_after_its_last_record(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, TOKEN, EngineDead("the GPU is gone"))
     harness = await WorkerHarness.started(world, engine)
     harness.assign()
@@ -575,7 +577,7 @@ async def test_a_dead_engine_ends_the_process_after_its_last_word(world: MemoryW
 
 
 @scenario_test
-async def test_a_bad_record_in_the_slot_does_not_stop_it(world: MemoryWorld) -> None:
+async def test_bad_record_in_the_slot_does_not_stop_the_worker(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     world.append_raw(ASSIGNMENTS, harness.slot, Entry(b"w", b"\xff\xff", (("t", b"Assignment"),)))
     world.append_raw(ASSIGNMENTS, harness.slot, Entry(b"w", b"?", (("t", b"FromTheFuture"),)))
@@ -587,7 +589,7 @@ async def test_a_bad_record_in_the_slot_does_not_stop_it(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
+async def test_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
     world: MemoryWorld,
 ) -> None:
     class Aborted(EchoEngine):
@@ -610,7 +612,7 @@ async def test_a_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine(
 
 
 @scenario_test
-async def test_a_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) -> None:
+async def test_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, max_num_seqs=1, worker_max_waiting=4)
     harness.assign("busy", max_tokens=10)
     harness.assign()
@@ -623,7 +625,7 @@ async def test_a_waiting_run_that_is_cancelled_never_starts(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> None:
+async def test_cancel_of_an_unknown_run_does_nothing(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.cancel()
     harness.assign()
@@ -646,7 +648,7 @@ async def test_heartbeats_list_open_runs_and_the_next_offset(world: MemoryWorld)
 
 
 @scenario_test
-async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> None:
+async def test_lost_heartbeat_is_not_repeated(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     await world.sleep(0.5)
     world.faults.next_fates(KV_EVENTS, AppendFate.LOST)
@@ -658,7 +660,7 @@ async def test_a_beat_that_was_lost_is_not_made_up_for(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch(
+async def test_lost_drops_the_runs_without_records_and_begins_a_new_epoch(
     world: MemoryWorld,
 ) -> None:
     harness = await WorkerHarness.started(world)
@@ -685,7 +687,7 @@ async def test_its_own_lost_drops_the_runs_without_a_word_and_begins_a_new_epoch
 
 
 @scenario_test
-async def test_nothing_is_kept_of_the_lives_that_a_worker_has_lost(world: MemoryWorld) -> None:
+async def test_lost_epochs_leave_no_state(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     for _ in range(20):
         epoch = harness.epoch
@@ -696,7 +698,7 @@ async def test_nothing_is_kept_of_the_lives_that_a_worker_has_lost(world: Memory
 
 
 @scenario_test
-async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: MemoryWorld) -> None:
+async def test_new_epoch_begins_however_long_the_broker_is_away(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     old = harness.epoch
     world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 5000)
@@ -711,7 +713,7 @@ async def test_a_new_epoch_is_begun_however_long_the_broker_is_away(world: Memor
 
 
 @scenario_test
-async def test_a_card_is_written_again_however_long_the_broker_is_away(world: MemoryWorld) -> None:
+async def test_card_is_written_again_however_long_the_broker_is_away(world: MemoryWorld) -> None:
     harness = WorkerHarness(world)
     world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
     await harness.start()
@@ -725,7 +727,7 @@ async def test_a_card_is_written_again_however_long_the_broker_is_away(world: Me
 
 
 @scenario_test
-async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: MemoryWorld) -> None:
+async def test_worker_that_cannot_register_at_its_start_fails(world: MemoryWorld) -> None:
     world.faults.next_fates(REGISTRY, *[AppendFate.LOST] * 500)
     engine = ScriptedEngine(world)
     began = world.clock.now()
@@ -736,7 +738,7 @@ async def test_a_worker_that_cannot_register_at_its_start_gives_up(world: Memory
 
 
 @scenario_test
-async def test_a_lost_of_an_older_epoch_means_nothing(world: MemoryWorld) -> None:
+async def test_lost_of_an_older_epoch_is_ignored(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     epoch = harness.epoch
     harness.send(Lost(worker="w", epoch=epoch - 1))
@@ -746,7 +748,7 @@ async def test_a_lost_of_an_older_epoch_means_nothing(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_tombstone_of_its_epoch_counts_as_lost(world: MemoryWorld) -> None:
+async def test_tombstone_of_its_epoch_counts_as_lost(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     old = harness.epoch
     world.append(REGISTRY, 0, Tombstone(key="worker/w", epoch=old), key="worker/w")
@@ -754,7 +756,7 @@ async def test_a_tombstone_of_its_epoch_counts_as_lost(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_an_overwritten_card_is_written_again(world: MemoryWorld) -> None:
+async def test_overwritten_card_is_written_again(world: MemoryWorld) -> None:
     harness = WorkerHarness(world)
     world.append(REGISTRY, 0, Tombstone(key="worker/x"), key="worker/x")
     await harness.start()
@@ -767,7 +769,7 @@ async def test_an_overwritten_card_is_written_again(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld) -> None:
+async def test_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld) -> None:
     older, newer = WorkerHarness(world), WorkerHarness(world)
     await older.start()
     older.assign(max_tokens=500)
@@ -787,7 +789,7 @@ async def test_a_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(
+async def test_stopping_worker_drains_finishes_its_runs_and_leaves(
     world: MemoryWorld,
 ) -> None:
     engine = ScriptedEngine(world, 4.0, EngineOutput.stop().with_tokens([65]))
@@ -811,7 +813,7 @@ async def test_a_stopping_worker_says_so_finishes_its_runs_and_says_goodbye(
 
 
 @scenario_test
-async def test_work_that_comes_before_routers_notice_is_still_done(world: MemoryWorld) -> None:
+async def test_assignments_before_routers_see_the_drain_are_executed(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     stopping = world.spawn(harness.worker.stop())
     await world.sleep(0.5)
@@ -839,7 +841,7 @@ async def test_runs_that_outlast_the_grace_end_as_broken(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_stop_with_a_dead_broker_ends_all_the_same(world: MemoryWorld) -> None:
+async def test_stop_with_a_dead_broker_ends_all_the_same(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, drain_grace_s=3)
     harness.assign(max_tokens=5000)
     await world.sleep(1)
@@ -850,7 +852,7 @@ async def test_a_stop_with_a_dead_broker_ends_all_the_same(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_failing_drain_does_not_keep_it_from_leaving(world: MemoryWorld) -> None:
+async def test_failing_drain_does_not_keep_the_worker_from_leaving(world: MemoryWorld) -> None:
     class Bad(ScriptedEngine):
         async def drain(self) -> None:
             raise RuntimeError("transfer stuck")
@@ -863,7 +865,7 @@ async def test_a_failing_drain_does_not_keep_it_from_leaving(world: MemoryWorld)
 
 
 @scenario_test
-async def test_nothing_is_left_when_all_runs_are_over(world: MemoryWorld) -> None:
+async def test_finished_runs_leave_no_state(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     tasks = len(harness.ctx._tasks)
     for n in range(30):
@@ -875,7 +877,7 @@ async def test_nothing_is_left_when_all_runs_are_over(world: MemoryWorld) -> Non
 
 
 @scenario_test
-async def test_a_fenced_zombie_shows_nothing(world: MemoryWorld) -> None:
+async def test_fenced_zombie_shows_nothing(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world)
     harness.assign(max_tokens=10)
     await world.wait_until(lambda: len(harness.chunks()) == 3)

@@ -46,7 +46,7 @@ def cards(harness: WorkerHarness) -> list[WorkerCard]:
 
 
 @scenario_test
-async def test_an_adapter_that_comes_and_goes_is_on_the_card_of_the_same_life(
+async def test_loaded_and_unloaded_adapters_are_on_the_card_of_the_same_epoch(
     world: MemoryWorld,
 ) -> None:
     harness, engine = await begun(world)
@@ -62,7 +62,9 @@ async def test_an_adapter_that_comes_and_goes_is_on_the_card_of_the_same_life(
 
 
 @scenario_test
-async def test_requests_for_an_adapter_go_where_it_was_loaded_since(world: MemoryWorld) -> None:
+async def test_requests_for_an_adapter_go_to_the_worker_that_loaded_it_later(
+    world: MemoryWorld,
+) -> None:
     harness, engine = await begun(world)
     await start_router(world)
     engine.has = ("ada",)
@@ -74,7 +76,7 @@ async def test_requests_for_an_adapter_go_where_it_was_loaded_since(world: Memor
 
 
 @pytest.mark.parametrize("after", [["theirs", "ada"], ["theirs"]])
-async def test_what_a_server_loads_while_it_runs_is_on_the_card(
+async def test_adapters_that_a_server_loads_at_runtime_are_on_the_card(
     after: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_engine, "ADAPTERS_POLL_S", 0.05)

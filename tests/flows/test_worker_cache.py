@@ -176,21 +176,21 @@ def with_cache(scenario: Scenario) -> Callable[[], None]:
 
 
 @with_cache
-async def test_the_log_says_what_the_engine_holds(harness: Cached) -> None:
+async def test_log_has_the_blocks_of_the_engine(harness: Cached) -> None:
     await harness.make_request(1, 2)
     await harness.settle()
     assert harness.index().is_complete(HOLDER)
 
 
 @with_cache
-async def test_prompts_and_answers_both_are_held(harness: Cached) -> None:
+async def test_blocks_of_prompts_and_answers_are_published(harness: Cached) -> None:
     await harness.make_request(1, tokens=8, answer=12)
     await harness.settle()
     assert max(len(p) for p in harness.engine.prefixes.values()) == 20 - SIZE
 
 
 @with_cache
-async def test_blocks_that_had_to_go_are_gone(harness: Cached) -> None:
+async def test_evicted_blocks_are_removed(harness: Cached) -> None:
     for prompt in range(12):
         await harness.make_request(prompt)
     await harness.settle()
@@ -201,7 +201,7 @@ async def test_blocks_that_had_to_go_are_gone(harness: Cached) -> None:
 
 
 @with_cache
-async def test_a_new_epoch_says_again_what_the_cache_holds(harness: Cached) -> None:
+async def test_new_epoch_announces_the_cache_again(harness: Cached) -> None:
     await harness.make_request(1, 2)
     await harness.settle()
     old = harness.epoch
@@ -214,7 +214,7 @@ async def test_a_new_epoch_says_again_what_the_cache_holds(harness: Cached) -> N
 
 
 @with_cache
-async def test_only_the_newest_epoch_is_told_of(harness: Cached) -> None:
+async def test_only_the_newest_epoch_is_announced(harness: Cached) -> None:
     for _ in range(3):
         await harness.make_request(1)
         old = harness.epoch
@@ -229,7 +229,7 @@ async def test_only_the_newest_epoch_is_told_of(harness: Cached) -> None:
 
 
 @with_cache
-async def test_what_happens_between_two_epochs_is_not_forgotten(harness: Cached) -> None:
+async def test_events_between_two_epochs_are_not_lost(harness: Cached) -> None:
     await harness.make_request(1)
     harness.assign("a", prompt=range(40), max_tokens=40)
     await harness.world.wait_until(lambda: len(harness.chunks("a")) > 2)
@@ -273,7 +273,7 @@ def test_records_without_acknowledgement_are_repeated_in_order(fates: list[Appen
 
 
 @with_cache
-async def test_an_outage_is_made_up_for(harness: Cached) -> None:
+async def test_events_of_an_outage_are_published_after_it(harness: Cached) -> None:
     harness.assign("a", prompt=range(40), max_tokens=40)
     await harness.world.wait_until(lambda: len(harness.chunks("a")) > 2)
     harness.world.broker.available = False
@@ -283,7 +283,7 @@ async def test_an_outage_is_made_up_for(harness: Cached) -> None:
 
 
 @with_cache
-async def test_a_slow_log_does_not_hold_up_the_engine(harness: Cached) -> None:
+async def test_slow_log_does_not_block_the_engine(harness: Cached) -> None:
     steps = harness.engine.step_count
     world = harness.world
     world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
@@ -297,7 +297,7 @@ async def test_a_slow_log_does_not_hold_up_the_engine(harness: Cached) -> None:
 
 
 @with_cache
-async def test_events_of_one_moment_share_a_record(harness: Cached) -> None:
+async def test_simultaneous_events_share_a_record(harness: Cached) -> None:
     before = len(harness.records_of(KV_EVENTS, Blocks))
     await harness.make_request(1, 2, 3, tokens=24, answer=1)
     await harness.settle()
@@ -314,7 +314,7 @@ async def test_records_name_the_model_and_the_secret_of_their_keys(harness: Cach
 
 
 @with_cache
-async def test_all_of_it_is_said_again_before_the_log_forgets_it(harness: Cached) -> None:
+async def test_cache_is_announced_again_before_its_retention_ends(harness: Cached) -> None:
     await harness.make_request(1, 2)
     await harness.settle()
     number = partition_of(b"w", harness.world.broker.partitions[KV_EVENTS])
@@ -346,7 +346,7 @@ def test_workers_that_start_together_do_not_announce_together() -> None:
 
 
 @with_cache
-async def test_an_announcement_is_spread_and_holds_up_nothing(harness: Cached) -> None:
+async def test_announcement_is_spread_and_blocks_nothing(harness: Cached) -> None:
     await harness.make_request(1, 2, 3)
     await harness.settle()
     number = partition_of(b"w", harness.world.broker.partitions[KV_EVENTS])
@@ -374,7 +374,7 @@ async def test_an_announcement_is_spread_and_holds_up_nothing(harness: Cached) -
 
 
 @with_cache
-async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(harness: Cached) -> None:
+async def test_too_many_pending_events_are_replaced_by_the_cache_state(harness: Cached) -> None:
     await harness.make_request(1)
     await harness.settle()
     bridge = harness.worker._cache_events[0].normalizer
@@ -390,7 +390,7 @@ async def test_more_than_may_wait_is_replaced_by_what_the_cache_holds(harness: C
 
 
 @with_cache
-async def test_after_lost_events_only_what_the_engine_continues_is_told_again(
+async def test_only_blocks_that_the_engine_continues_are_announced_after_lost_events(
     harness: Cached,
 ) -> None:
     await harness.make_request(1, 2)
@@ -415,7 +415,7 @@ async def test_after_lost_events_only_what_the_engine_continues_is_told_again(
 
 
 @with_cache
-async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does(
+async def test_heartbeats_have_the_event_position_and_the_engine_load(
     harness: Cached,
 ) -> None:
     await harness.make_request(1)
@@ -430,7 +430,7 @@ async def test_heartbeats_tell_how_far_events_have_gone_and_what_the_engine_does
 
 
 @with_cache
-async def test_a_heartbeat_never_runs_ahead_of_the_events(harness: Cached) -> None:
+async def test_heartbeat_never_runs_ahead_of_the_events(harness: Cached) -> None:
     harness.world.faults.next_fates(KV_EVENTS, *[AppendFate.KEPT, AppendFate.LOST] * 20)
     await harness.make_request(*range(10))
     await harness.world.sleep(30)
@@ -438,7 +438,7 @@ async def test_a_heartbeat_never_runs_ahead_of_the_events(harness: Cached) -> No
 
 
 @with_cache
-async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(harness: Cached) -> None:
+async def test_block_size_that_differs_from_the_card_makes_it_unhealthy(harness: Cached) -> None:
     event = BlocksStored([1], None, [0] * 8, 8)
     harness.worker._on_engine_events([event])
     await harness.world.sleep(2)
@@ -448,7 +448,7 @@ async def test_blocks_of_another_size_than_the_cards_make_it_unhealthy(harness: 
 
 
 @with_cache
-async def test_the_ledger_tells_how_much_of_a_prompt_was_cached(harness: Cached) -> None:
+async def test_ledger_has_the_cached_tokens_of_a_prompt(harness: Cached) -> None:
     await harness.make_request(1)
     harness.assign("b", prompt=range(1000, 1020), max_tokens=5)
     finished = await harness.wait_finished("b")
@@ -461,7 +461,7 @@ async def test_the_ledger_tells_how_much_of_a_prompt_was_cached(harness: Cached)
 
 
 @with_cache
-async def test_a_resumed_run_counts_no_more_cached_tokens_than_the_prompt_has(
+async def test_resumed_run_counts_no_more_cached_tokens_than_the_prompt_has(
     harness: Cached,
 ) -> None:
     harness.assign("a", prompt=range(20), max_tokens=12)

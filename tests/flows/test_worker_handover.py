@@ -68,7 +68,7 @@ def decode_request(transfer: bytes, max_tokens: int = 20) -> Request:
 
 
 @scenario_test
-async def test_a_prefill_hands_over_and_writes_no_chunk(world: MemoryWorld) -> None:
+async def test_prefill_hands_over_and_writes_no_chunk(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, HandingOver(world, 0.5, HANDED_OVER))
     harness.assign(phase="prefill", max_tokens=1)
     finished = await harness.wait_finished()
@@ -82,7 +82,7 @@ async def test_a_prefill_hands_over_and_writes_no_chunk(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_prefill_computes_one_token_of_a_resumed_request_too(world: MemoryWorld) -> None:
+async def test_prefill_computes_one_token_of_a_resumed_request_too(world: MemoryWorld) -> None:
     engine = HandingOver(world, HANDED_OVER)
     harness = await WorkerHarness.started(world, engine)
     harness.assign(phase="prefill", max_tokens=1, taken=pack_tokens([7, 8]))
@@ -115,7 +115,7 @@ async def test_prefill_done_is_repeated_until_it_is_acknowledged(world: MemoryWo
 
 
 @scenario_test
-async def test_a_hand_over_that_is_not_acknowledged_in_its_lease_is_broken(
+async def test_hand_over_that_is_not_acknowledged_in_its_lease_is_broken(
     world: MemoryWorld,
 ) -> None:
     harness = await WorkerHarness.started(world, HandingOver(world, 0.5, HANDED_OVER))
@@ -129,7 +129,7 @@ async def test_a_hand_over_that_is_not_acknowledged_in_its_lease_is_broken(
 
 
 @scenario_test
-async def test_an_engine_without_a_transfer_is_named(world: MemoryWorld) -> None:
+async def test_engine_without_a_transfer_is_named(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, EngineOutput(token_ids=(65,), finish_reason="length"))
     harness = await WorkerHarness.started(world, engine)
     harness.assign(phase="prefill")
@@ -154,7 +154,7 @@ async def test_an_engine_without_a_transfer_is_named(world: MemoryWorld) -> None
         (ValueError("bug"), "error"),
     ],
 )
-def test_every_failure_of_a_prefill_can_be_tried_again(failure: Any, code: str) -> None:
+def test_every_failure_of_a_prefill_is_retryable(failure: Any, code: str) -> None:
     async def scenario(world: MemoryWorld) -> None:
         harness = await WorkerHarness.started(world, HandingOver(world, TOKEN, 0.1, failure))
         if code == "worker_full":
@@ -170,7 +170,7 @@ def test_every_failure_of_a_prefill_can_be_tried_again(failure: Any, code: str) 
 
 
 @scenario_test
-async def test_a_dead_engine_ends_the_process_of_a_prefill_worker(world: MemoryWorld) -> None:
+async def test_dead_engine_ends_the_process_of_a_prefill_worker(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, HandingOver(world, EngineDead("gone")))
     harness.assign(phase="prefill")
     finished = await harness.wait_finished()
@@ -180,7 +180,7 @@ async def test_a_dead_engine_ends_the_process_of_a_prefill_worker(world: MemoryW
 
 
 @scenario_test
-async def test_a_cancelled_prefill_leaves_no_chunk(world: MemoryWorld) -> None:
+async def test_cancelled_prefill_leaves_no_chunk(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(
         world, ValidatingEngine(EchoEngine(world.clock, 0.1, max_num_seqs=4))
     )
@@ -193,7 +193,7 @@ async def test_a_cancelled_prefill_leaves_no_chunk(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_prefill_past_its_deadline_is_expired_without_a_chunk(world: MemoryWorld) -> None:
+async def test_prefill_past_its_deadline_is_expired_without_a_chunk(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, HandingOver(world, 100.0, HANDED_OVER))
     harness.assign(phase="prefill", budget_s=3.0)
     assert (await harness.wait_finished()).code == "expired"
@@ -202,7 +202,7 @@ async def test_a_prefill_past_its_deadline_is_expired_without_a_chunk(world: Mem
 
 
 @scenario_test
-async def test_a_full_worker_refuses_a_prefill_too(world: MemoryWorld) -> None:
+async def test_full_worker_refuses_a_prefill_too(world: MemoryWorld) -> None:
     engine = HandingOver(world, 1.0, HANDED_OVER)
     harness = await WorkerHarness.started(world, engine, max_num_seqs=1, worker_max_waiting=0)
     harness.assign("busy", phase="prefill")
@@ -228,7 +228,7 @@ async def test_open_prefills_of_a_stopped_worker_are_broken(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_decode_in_time_is_passed_to_the_engine_with_its_transfer(
+async def test_decode_in_time_is_passed_to_the_engine_with_its_transfer(
     world: MemoryWorld,
 ) -> None:
     engine = HandingOver(world, TOKEN, EngineOutput.stop())
@@ -252,7 +252,7 @@ async def test_cached_tokens_of_an_answer_are_those_of_its_prefill(world: Memory
 
 
 @scenario_test
-async def test_a_decode_past_its_hand_off_never_reaches_the_engine(world: MemoryWorld) -> None:
+async def test_decode_past_its_hand_over_never_reaches_the_engine(world: MemoryWorld) -> None:
     engine = HandingOver(world, TOKEN, EngineOutput.stop())
     harness = await WorkerHarness.started(world, engine)
     until_ms = world.broker.now_ms() - 1
@@ -265,7 +265,7 @@ async def test_a_decode_past_its_hand_off_never_reaches_the_engine(world: Memory
 
 
 @scenario_test
-async def test_the_wait_in_the_run_queue_counts_against_the_hand_off(world: MemoryWorld) -> None:
+async def test_wait_in_the_run_queue_counts_against_the_hand_over(world: MemoryWorld) -> None:
     engine = HandingOver(world, 1.0, TOKEN, EngineOutput.stop())
     harness = await WorkerHarness.started(world, engine, max_num_seqs=1)
     harness.assign("busy")
@@ -281,7 +281,7 @@ async def test_the_wait_in_the_run_queue_counts_against_the_hand_off(world: Memo
 
 
 @scenario_test
-async def test_two_workers_answer_as_one_would(world: MemoryWorld) -> None:
+async def test_two_workers_answer_like_one(world: MemoryWorld) -> None:
     transfers, harnesses = KvTransfers(world.clock), {}
     for role in ("prefill", "decode"):
         harness = harnesses[role] = WorkerHarness(world, role)
@@ -305,7 +305,7 @@ async def test_two_workers_answer_as_one_would(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_draining_worker_waits_for_its_transfers(world: MemoryWorld) -> None:
+async def test_draining_worker_waits_for_its_transfers(world: MemoryWorld) -> None:
     harness, transfers = WorkerHarness(world), KvTransfers(world.clock)
     engine = SimulatedEngine(world.clock, SHAPE, context_length=200, transfers=transfers)
     await harness.start(engine, drain_grace_s=60.0, heartbeat_interval_s=0.1)
@@ -324,7 +324,7 @@ async def test_a_draining_worker_waits_for_its_transfers(world: MemoryWorld) -> 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_hands_nothing_over_takes_no_such_role(role: str) -> None:
+def test_engine_without_hand_over_takes_no_such_role(role: str) -> None:
     async def scenario(world: MemoryWorld) -> None:
         engine = ScriptedEngine(world)
         with pytest.raises(SettingsError, match=f"KVLANE_WORKER_ROLE={role}.*kv_transfer_config"):

@@ -53,7 +53,7 @@ def state(harness: WorkerHarness) -> str:
 
 
 @scenario_test
-async def test_an_idle_engine_is_probed_and_nobody_hears_of_it(world: MemoryWorld) -> None:
+async def test_probe_of_an_idle_engine_writes_no_records(world: MemoryWorld) -> None:
     harness, engine = await sick(world)
     await world.sleep(9.0)
     assert engine.probes == 0
@@ -65,7 +65,7 @@ async def test_an_idle_engine_is_probed_and_nobody_hears_of_it(world: MemoryWorl
 
 
 @scenario_test
-async def test_an_engine_with_requests_is_not_probed(world: MemoryWorld) -> None:
+async def test_engine_with_requests_is_not_probed(world: MemoryWorld) -> None:
     harness, engine = await sick(world, *(x for _ in range(30) for x in (1.0, TOKEN)), DONE)
     harness.assign(max_tokens=100)
     await world.sleep(28.0)
@@ -73,7 +73,7 @@ async def test_an_engine_with_requests_is_not_probed(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_an_engine_that_does_not_answer_in_time_is_unhealthy_until_it_does(
+async def test_engine_that_does_not_answer_in_time_is_unhealthy_until_it_does(
     world: MemoryWorld,
 ) -> None:
     harness, engine = await sick(world, DONE)
@@ -90,7 +90,7 @@ async def test_an_engine_that_does_not_answer_in_time_is_unhealthy_until_it_does
 
 
 @scenario_test
-async def test_an_engine_that_fails_its_probe_is_unhealthy(world: MemoryWorld) -> None:
+async def test_engine_that_fails_its_probe_is_unhealthy(world: MemoryWorld) -> None:
     harness, engine = await sick(world)
     engine.answer = EngineError("out of memory")
     await world.wait_until(lambda: state(harness) == "unhealthy", within_s=12)
@@ -98,7 +98,7 @@ async def test_an_engine_that_fails_its_probe_is_unhealthy(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_a_new_epoch_of_an_unhealthy_worker_takes_nothing_either(world: MemoryWorld) -> None:
+async def test_new_epoch_of_an_unhealthy_worker_is_also_unhealthy(world: MemoryWorld) -> None:
     harness, engine = await sick(world)
     engine.answer = EngineError("out of memory")
     await world.wait_until(lambda: state(harness) == "unhealthy")
@@ -111,7 +111,7 @@ async def test_a_new_epoch_of_an_unhealthy_worker_takes_nothing_either(world: Me
 
 
 @scenario_test
-async def test_requests_of_an_engine_that_makes_no_step_are_broken_off(world: MemoryWorld) -> None:
+async def test_requests_of_an_engine_without_steps_are_broken(world: MemoryWorld) -> None:
     harness, _ = await sick(world, TOKEN, 1000.0)
     harness.assign()
     await world.wait_until(lambda: bool(harness.chunks()))
@@ -126,7 +126,7 @@ async def test_requests_of_an_engine_that_makes_no_step_are_broken_off(world: Me
 
 
 @scenario_test
-async def test_an_engine_that_sees_to_silence_itself_and_counts_no_steps_may_be_silent_as_long(
+async def test_engine_with_its_own_stall_check_may_be_silent_as_long(
     world: MemoryWorld,
 ) -> None:
     class Patient(Sick):
@@ -143,7 +143,7 @@ async def test_an_engine_that_sees_to_silence_itself_and_counts_no_steps_may_be_
 
 
 @scenario_test
-async def test_an_engine_that_makes_steps_is_left_alone_however_long_its_prefill(
+async def test_engine_with_steps_is_healthy_however_long_its_prefill(
     world: MemoryWorld,
 ) -> None:
     harness, engine = await sick(world, 100.0, DONE)
@@ -155,7 +155,7 @@ async def test_an_engine_that_makes_steps_is_left_alone_however_long_its_prefill
 
 
 @scenario_test
-async def test_a_request_that_waits_while_others_get_tokens_is_no_stall(world: MemoryWorld) -> None:
+async def test_request_that_waits_while_others_get_tokens_is_no_stall(world: MemoryWorld) -> None:
     class Unfair(ScriptedEngine):
         async def generate(
             self, request: Request, context: GenerateContext
@@ -173,7 +173,7 @@ async def test_a_request_that_waits_while_others_get_tokens_is_no_stall(world: M
 
 
 @scenario_test
-async def test_tokens_that_the_log_does_not_take_are_no_stall_of_the_engine(
+async def test_tokens_refused_by_the_log_are_no_stall_of_the_engine(
     world: MemoryWorld,
 ) -> None:
     harness, _ = await sick(world, *[EngineOutput(token_ids=(65,) * 600)] * 4, DONE)
@@ -184,7 +184,7 @@ async def test_tokens_that_the_log_does_not_take_are_no_stall_of_the_engine(
 
 
 @scenario_test
-async def test_a_dead_engine_is_announced_before_the_process_ends(world: MemoryWorld) -> None:
+async def test_dead_engine_is_announced_before_the_process_ends(world: MemoryWorld) -> None:
     harness, _ = await sick(world, TOKEN, EngineDead("the GPU is gone"))
     harness.assign()
     await world.wait_until(lambda: harness.ctx.error is not None)
@@ -195,7 +195,7 @@ async def test_a_dead_engine_is_announced_before_the_process_ends(world: MemoryW
 
 
 @scenario_test
-async def test_what_a_dying_worker_runs_is_handed_on_before_it_ends(world: MemoryWorld) -> None:
+async def test_runs_of_a_dying_worker_are_moved_before_it_ends(world: MemoryWorld) -> None:
     class Dying(ScriptedEngine):
         async def generate(
             self, request: Request, context: GenerateContext
@@ -213,7 +213,7 @@ async def test_what_a_dying_worker_runs_is_handed_on_before_it_ends(world: Memor
 
 
 @scenario_test
-async def test_an_engine_found_dead_by_a_probe_ends_the_process(world: MemoryWorld) -> None:
+async def test_engine_found_dead_by_a_probe_ends_the_process(world: MemoryWorld) -> None:
     harness, engine = await sick(world)
     engine.answer = EngineDead("the GPU is gone")
     await world.wait_until(lambda: harness.ctx.error is not None, within_s=15)
@@ -221,7 +221,7 @@ async def test_an_engine_found_dead_by_a_probe_ends_the_process(world: MemoryWor
 
 
 @scenario_test
-async def test_an_engine_that_answers_no_probe_for_long_is_given_up(world: MemoryWorld) -> None:
+async def test_engine_without_probe_answers_for_long_is_abandoned(world: MemoryWorld) -> None:
     harness, engine = await sick(world)
     engine.answer = EngineError("it hangs")
     await world.sleep(60.0)
@@ -233,7 +233,7 @@ async def test_an_engine_that_answers_no_probe_for_long_is_given_up(world: Memor
 
 
 @scenario_test
-async def test_a_probe_that_hangs_even_when_cancelled_is_left_behind(world: MemoryWorld) -> None:
+async def test_probe_that_hangs_when_cancelled_is_abandoned(world: MemoryWorld) -> None:
     class Stuck(ScriptedEngine):
         open = 0
 
@@ -256,7 +256,7 @@ async def test_a_probe_that_hangs_even_when_cancelled_is_left_behind(world: Memo
 
 
 @scenario_test
-async def test_a_dying_worker_ends_without_a_broker_too(world: MemoryWorld) -> None:
+async def test_dying_worker_ends_without_a_broker_too(world: MemoryWorld) -> None:
     harness, engine = await sick(world, 2.0, EngineDead("the GPU is gone"))
     harness.assign()
     await world.sleep(1.0)
@@ -267,7 +267,7 @@ async def test_a_dying_worker_ends_without_a_broker_too(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_a_stopping_worker_is_not_probed(world: MemoryWorld) -> None:
+async def test_stopping_worker_is_not_probed(world: MemoryWorld) -> None:
     harness, engine = await sick(world, 15.0, DONE)
     harness.assign()
     await world.sleep(1.0)

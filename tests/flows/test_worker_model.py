@@ -63,7 +63,7 @@ class Built(WorkerHarness):
 
 
 @scenario_test
-async def test_the_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> None:
+async def test_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> None:
     harness = Built(world)
     await harness.build()
     cards = [decode(record) for record in world.records(REGISTRY, 0)]
@@ -83,7 +83,7 @@ async def test_the_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_chat_is_answered_as_the_engine_must_say_it(world: MemoryWorld) -> None:
+async def test_chat_is_answered_with_the_expected_text(world: MemoryWorld) -> None:
     harness = Built(world)
     await harness.build()
     model = await harness.model()
@@ -103,7 +103,7 @@ async def test_a_chat_is_answered_as_the_engine_must_say_it(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_a_run_that_goes_on_elsewhere_says_the_same(world: MemoryWorld) -> None:
+async def test_run_that_continues_elsewhere_has_the_same_text(world: MemoryWorld) -> None:
     harness = Built(world)
     await harness.build()
     model = await harness.model()
@@ -123,7 +123,7 @@ async def test_a_run_that_goes_on_elsewhere_says_the_same(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_the_echo_engine_has_no_model(world: MemoryWorld) -> None:
+async def test_echo_engine_has_no_model(world: MemoryWorld) -> None:
     harness = Built(world)
     await harness.build(engine="echo")
     assert not harness.records_of(REGISTRY, ModelCard)
@@ -131,12 +131,12 @@ async def test_the_echo_engine_has_no_model(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_a_folder_that_is_no_model_is_refused(world: MemoryWorld) -> None:
+async def test_folder_that_is_no_model_is_refused(world: MemoryWorld) -> None:
     with pytest.raises(BadModel):
         await Built(world).build(model_path="/dev/null")
 
 
-def test_a_context_that_does_not_fit_into_the_cache_is_refused() -> None:
+def test_context_that_does_not_fit_into_the_cache_is_refused() -> None:
     with pytest.raises(SettingsError, match="KVLANE_CACHE_BLOCKS"):
         Settings(worker_id="-", router_id="-", context_length=512, cache_blocks=31)
 
@@ -145,7 +145,7 @@ def test_a_context_that_does_not_fit_into_the_cache_is_refused() -> None:
 
 
 @scenario_test
-async def test_a_worker_that_serves_another_model_by_the_same_name_is_refused(
+async def test_worker_that_serves_another_model_by_the_same_name_is_refused(
     world: MemoryWorld,
 ) -> None:
     first, other = Built(world, "w1"), Built(world, "w2")
@@ -162,7 +162,7 @@ async def test_a_worker_that_serves_another_model_by_the_same_name_is_refused(
 
 
 @scenario_test
-async def test_the_same_model_again_joins_and_its_only_worker_may_change_it(
+async def test_same_model_again_joins_and_its_only_worker_may_change_it(
     world: MemoryWorld,
 ) -> None:
     first = Built(world, "w1")
@@ -177,7 +177,7 @@ async def test_the_same_model_again_joins_and_its_only_worker_may_change_it(
 
 
 @scenario_test
-async def test_a_worker_leaves_a_model_whose_card_another_one_has_written_since(
+async def test_worker_leaves_a_model_whose_card_was_rewritten(
     world: MemoryWorld,
 ) -> None:
     first, other = Built(world, "w1"), Built(world, "w2")
@@ -202,7 +202,9 @@ class BesideChats(EchoEngine):
 
 
 @scenario_test
-async def test_workers_without_files_agree_on_what_their_servers_tell(world: MemoryWorld) -> None:
+async def test_workers_without_files_agree_on_the_model_of_their_servers(
+    world: MemoryWorld,
+) -> None:
     async def hire(name: str, calls_it: str, context: int = 100) -> None:
         engine = BesideChats(world.clock, 0.1, context_length=context)
         engine.calls_it = calls_it
@@ -217,7 +219,7 @@ async def test_workers_without_files_agree_on_what_their_servers_tell(world: Mem
 
 
 @scenario_test
-async def test_a_worker_waits_for_those_who_leave(world: MemoryWorld) -> None:
+async def test_worker_waits_for_leaving_workers(world: MemoryWorld) -> None:
     first, other = Built(world, "w1"), Built(world, "w2")
     await first.build()
     coming = world.spawn(other.build(context_length=256))

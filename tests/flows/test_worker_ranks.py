@@ -34,13 +34,13 @@ async def ranked(world: MemoryWorld) -> tuple[WorkerHarness, Ranked]:
 
 
 @scenario_test
-async def test_the_card_says_how_many_ranks_there_are(world: MemoryWorld) -> None:
+async def test_card_has_the_number_of_ranks(world: MemoryWorld) -> None:
     harness, _ = await ranked(world)
     assert harness.records_of(REGISTRY, WorkerCard)[-1].ranks == 2
 
 
 @scenario_test
-async def test_each_rank_has_its_own_events_and_heartbeats_know_the_last_of_each(
+async def test_each_rank_has_its_own_events_and_heartbeats_have_the_last_of_each(
     world: MemoryWorld,
 ) -> None:
     harness, engine = await ranked(world)
@@ -57,7 +57,7 @@ async def test_each_rank_has_its_own_events_and_heartbeats_know_the_last_of_each
 
 
 @scenario_test
-async def test_the_engine_is_told_which_rank_was_chosen(world: MemoryWorld) -> None:
+async def test_engine_receives_the_chosen_rank(world: MemoryWorld) -> None:
     harness, engine = await ranked(world)
     harness.assign("a", rank=1)
     await harness.wait_finished("a")
@@ -67,7 +67,7 @@ async def test_the_engine_is_told_which_rank_was_chosen(world: MemoryWorld) -> N
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_a_client_is_told_what_is_wrong_with_its_request(tokens: int) -> None:
+def test_client_receives_the_error_of_its_request(tokens: int) -> None:
     async def scenario(world: MemoryWorld) -> None:
         harness = WorkerHarness(world)
         script: list[Any] = [TOKEN] * tokens + [InvalidRequest("top_k: must be 1 or more")]
@@ -83,7 +83,7 @@ def test_a_client_is_told_what_is_wrong_with_its_request(tokens: int) -> None:
 
 
 @scenario_test
-async def test_a_reason_of_any_length_is_cut(world: MemoryWorld) -> None:
+async def test_long_reason_is_truncated(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(
         world, ScriptedEngine(world, InvalidRequest("x" * 1_000_000))
     )

@@ -18,7 +18,7 @@ def handing_over(world: MemoryWorld) -> SimulatedEngine:
 
 
 @scenario_test
-async def test_a_role_stands_on_the_card_and_routers_go_by_it(world: MemoryWorld) -> None:
+async def test_role_is_on_the_card_and_routers_apply_it(world: MemoryWorld) -> None:
     desks = {role: WorkerHarness(world, f"w-{role}") for role in ("prefill", "decode")}
     for role, worker_harness in desks.items():
         await worker_harness.start(handing_over(world), worker_role=role)
@@ -39,7 +39,7 @@ async def test_a_role_stands_on_the_card_and_routers_go_by_it(world: MemoryWorld
 
 
 @scenario_test
-async def test_a_model_with_prefill_workers_only_is_not_served(world: MemoryWorld) -> None:
+async def test_model_with_prefill_workers_only_is_not_served(world: MemoryWorld) -> None:
     worker_harness = await WorkerHarness.started(world, handing_over(world), worker_role="prefill")
     model = worker_harness.records_of(REGISTRY, WorkerCard)[-1].model
     harness = await GatewayHarness.open(world)

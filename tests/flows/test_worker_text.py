@@ -31,7 +31,7 @@ async def answer(
 
 
 @scenario_test
-async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
+async def test_stop_string_ends_the_answer_before_it_and_aborts_the_engine(
     world: MemoryWorld,
 ) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
@@ -45,7 +45,7 @@ async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_is_left(
 
 
 @scenario_test
-async def test_text_of_a_body_is_the_engines_and_so_are_its_counts(world: MemoryWorld) -> None:
+async def test_text_and_counts_of_a_body_are_the_engines(world: MemoryWorld) -> None:
     sent = OpenAiBody(kind="chat", json=b"{}", prompt_tokens=40)
     script = (
         EngineOutput(text="", data=(PassthroughDelta(delta={"reasoning_content": "hm"}),)), 1.0,
@@ -66,7 +66,7 @@ async def test_text_of_a_body_is_the_engines_and_so_are_its_counts(world: Memory
 
 
 @scenario_test
-async def test_what_may_begin_a_stop_string_is_kept_back(world: MemoryWorld) -> None:
+async def test_possible_start_of_a_stop_string_is_withheld(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     harness, _ = await answer(
         world, *output("x EN"), 1.0, *output("x"), EngineOutput.stop(), stop=stop
@@ -77,7 +77,7 @@ async def test_what_may_begin_a_stop_string_is_kept_back(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_a_stop_string_across_a_fence_is_found_once(world: MemoryWorld) -> None:
+async def test_stop_string_across_a_fence_is_found_once(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     taken = pack_tokens([*b"one E"])
     harness, _ = await answer(
@@ -89,7 +89,7 @@ async def test_a_stop_string_across_a_fence_is_found_once(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: MemoryWorld) -> None:
+async def test_stop_string_in_resumed_text_ends_it_at_once(world: MemoryWorld) -> None:
     stop = StopConditions(stop=("END",), max_tokens=50)
     taken = pack_tokens([*b"one END"])
     harness, engine = await answer(world, stop=stop, attempt=1, taken=taken, taken_chars=4)
@@ -99,7 +99,7 @@ async def test_a_stop_string_in_what_is_out_already_ends_it_at_once(world: Memor
 
 
 @scenario_test
-async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: MemoryWorld) -> None:
+async def test_end_of_text_shows_nothing_and_is_no_reason(world: MemoryWorld) -> None:
     harness, _ = await answer(world, *output("ab\0cd"), 1000.0, eos_token_ids=(0,))
     last = harness.chunks()[-1]
     assert visible(harness.chunks()).text == "ab"
@@ -108,7 +108,7 @@ async def test_an_end_of_text_shows_nothing_and_is_no_reason(world: MemoryWorld)
 
 
 @scenario_test
-async def test_log_probabilities_travel_with_their_tokens(world: MemoryWorld) -> None:
+async def test_log_probabilities_are_written_with_their_tokens(world: MemoryWorld) -> None:
     likely = [(LogProb(65 + n, -0.5), LogProb(66, -1.0)) for n in range(4)]
     outputs = [
         EngineOutput(token_ids=(65, 66), log_probs=tuple(likely[:2])),
@@ -129,7 +129,7 @@ class TextOnly(ScriptedEngine):
 
 
 @scenario_test
-async def test_an_engine_that_gives_text_only_shows_no_tokens_of_its_own_making(
+async def test_engine_with_text_only_shows_no_tokens_of_its_own(
     world: MemoryWorld,
 ) -> None:
     harness = await WorkerHarness.started(
@@ -143,7 +143,7 @@ async def test_an_engine_that_gives_text_only_shows_no_tokens_of_its_own_making(
 
 
 @scenario_test
-async def test_an_engine_that_gives_text_only_continues_no_answer(world: MemoryWorld) -> None:
+async def test_engine_with_text_only_continues_no_answer(world: MemoryWorld) -> None:
     harness, engine = WorkerHarness(world), TextOnly(world, *output("some"), EngineOutput.stop())
     await harness.start(engine)
     harness.assign(attempt=1, taken=pack_tokens([*b"one "]), taken_chars=4)
