@@ -93,34 +93,34 @@ async def first_of(stream: AsyncGenerator[EngineOutput, None]) -> EngineOutput:
 class Conformance:
     """See the module."""
 
-    async def test_it_is_ready_when_start_returns(self, subject: Subject) -> None:
+    async def test_engine_is_ready_when_start_returns(self, subject: Subject) -> None:
         answer = await subject.run(subject.make_request(subject.prompt(20)))
         assert len(answer.tokens) == 8
         assert answer.last.finish_reason == "length"
 
-    async def test_it_names_its_model(self, subject: Subject) -> None:
+    async def test_engine_names_its_model(self, subject: Subject) -> None:
         assert subject.config.model
         assert subject.config.served_model_name != ""
 
-    async def test_an_answer_has_one_end_which_is_its_last_output(self, subject: Subject) -> None:
+    async def test_answer_has_one_end_which_is_its_last_output(self, subject: Subject) -> None:
         answer = await subject.run(subject.make_request(subject.prompt(20)))
         assert [o.finish_reason is None for o in answer.outputs[:-1]] == [True] * (
             len(answer.outputs) - 1
         )
         assert answer.last.finish_reason is not None
 
-    async def test_the_end_says_what_was_counted(self, subject: Subject) -> None:
+    async def test_end_has_the_token_counts(self, subject: Subject) -> None:
         counts = (await subject.run(subject.make_request(subject.prompt(20), 5))).last.usage
         assert counts is not None
         assert (counts.prompt_tokens, counts.completion_tokens) == (20, 5)
 
-    async def test_many_answers_at_a_time_keep_apart(self, subject: Subject) -> None:
+    async def test_concurrent_answers_do_not_mix(self, subject: Subject) -> None:
         requests = [subject.make_request(subject.prompt(20 + n)) for n in range(6)]
         together = await asyncio.gather(*map(subject.run, requests))
         alone = [(await subject.run(request)).tokens for request in requests]
         assert [answer.tokens for answer in together] == alone
 
-    async def test_an_answer_goes_on_behind_the_tokens_it_has(self, subject: Subject) -> None:
+    async def test_answer_continues_after_its_first_tokens(self, subject: Subject) -> None:
         if not subject.draws_tokens:
             pytest.skip("its card says that its answers cannot be continued")
         prompt = subject.prompt(20)
@@ -128,7 +128,7 @@ class Conformance:
         rest = (await subject.run(subject.make_request([*prompt, *whole[:4]], 6))).tokens
         assert [*whole[:4], *rest] == whole
 
-    async def test_a_stopped_request_ends_with_cancelled(self, subject: Subject) -> None:
+    async def test_stopped_request_ends_with_cancelled(self, subject: Subject) -> None:
         request, context = subject.make_request(subject.prompt(20), 400), GenerateContext("r")
         stream = subject.engine.generate(request, context)
         async with aclosing(stream):
@@ -139,7 +139,7 @@ class Conformance:
         assert rest[-1].finish_reason == "cancelled"
         await subject.settled()
 
-    async def test_a_request_that_was_stopped_before_ends_with_cancelled(
+    async def test_request_stopped_before_its_start_ends_with_cancelled(
         self, subject: Subject
     ) -> None:
         context = GenerateContext("r")
@@ -147,7 +147,7 @@ class Conformance:
         answer = await subject.run(subject.make_request(subject.prompt(20)), context)
         assert answer.last.finish_reason == "cancelled"
 
-    async def test_an_abort_of_a_stopped_request_ends_it_with_cancelled(
+    async def test_abort_of_a_stopped_request_ends_it_with_cancelled(
         self, subject: Subject
     ) -> None:
         request, context = subject.make_request(subject.prompt(20), 400), GenerateContext("r")
@@ -161,7 +161,7 @@ class Conformance:
         assert rest[-1].finish_reason == "cancelled"
         await subject.engine.abort(context)  # too late is no mistake
 
-    async def test_a_stream_that_was_left_holds_nothing(self, subject: Subject) -> None:
+    async def test_abandoned_stream_holds_nothing(self, subject: Subject) -> None:
         stream = subject.engine.generate(
             subject.make_request(subject.prompt(20), 400), GenerateContext("r")
         )
@@ -170,7 +170,7 @@ class Conformance:
         await subject.settled()
         assert len((await subject.run(subject.make_request(subject.prompt(20)))).tokens) == 8
 
-    async def test_a_reader_that_is_cancelled_holds_nothing(self, subject: Subject) -> None:
+    async def test_cancelled_reader_holds_nothing(self, subject: Subject) -> None:
         begun = asyncio.Event()
 
         async def read() -> None:
@@ -188,34 +188,36 @@ class Conformance:
         await asyncio.gather(reading, return_exceptions=True)
         await subject.settled()
 
-    async def test_the_first_token_is_told_once_at_most(self, subject: Subject) -> None:
+    async def test_first_token_is_reported_at_most_once(self, subject: Subject) -> None:
         got: list[int] = []
         context = GenerateContext("r", lambda: got.append(1))
         await subject.run(subject.make_request(subject.prompt(20)), context)
         context.notify_first_token()  # as the worker does
         assert got == [1]
 
-    async def test_a_prompt_that_fills_the_context_leaves_no_room(self, subject: Subject) -> None:
+    async def test_prompt_that_fills_the_context_leaves_no_room(self, subject: Subject) -> None:
         context_length = subject.config.context_length
         if context_length is None:
             pytest.skip("it advertises no context")
         answer = await subject.run(subject.make_request(subject.prompt(context_length), 4))
         assert (answer.tokens, answer.last.finish_reason) == ([], "length")
 
-    async def test_nothing_in_is_an_end_or_an_error_of_its_kind(self, subject: Subject) -> None:
+    async def test_empty_request_has_an_empty_answer_or_a_typed_error(
+        self, subject: Subject
+    ) -> None:
         try:
             answer = await subject.run(Request(id="r"))
         except EngineError:
             return
         assert answer.tokens == []
 
-    async def test_a_probe_needs_nothing_but_tokens(self, subject: Subject) -> None:
+    async def test_probe_needs_nothing_but_tokens(self, subject: Subject) -> None:
         probe = Request(id="", token_ids=pack_tokens(subject.prompt(3)), is_probe=True)
         async with asyncio.timeout(WITHIN_S):
             answer = await subject.run(probe)
         assert answer.last.finish_reason in ("stop", "length")
 
-    async def test_cache_events_name_the_blocks_of_what_was_served(self, subject: Subject) -> None:
+    async def test_cache_events_name_the_blocks_of_served_prompts(self, subject: Subject) -> None:
         size = subject.config.kv_cache_block_size
         if size is None:
             pytest.skip("it advertises no blocks")
@@ -238,7 +240,7 @@ class Conformance:
         assert bridge.mismatched_block_size is None
         assert bridge.counters.malformed == 0
 
-    async def test_what_was_served_before_comes_from_the_cache(self, subject: Subject) -> None:
+    async def test_served_prompt_is_cached(self, subject: Subject) -> None:
         size = subject.config.kv_cache_block_size
         if size is None or not subject.reports_cached:
             pytest.skip("it says nothing of its cache")
@@ -268,9 +270,7 @@ class Lifecycle:
         await engine.drain()
         await engine.cleanup()
 
-    async def test_cleanup_of_what_was_never_started_does_nothing(
-        self, make: Callable[[], Engine]
-    ) -> None:
+    async def test_cleanup_without_a_start_does_nothing(self, make: Callable[[], Engine]) -> None:
         engine = make()
         await engine.cleanup()
         await engine.cleanup()

@@ -267,22 +267,22 @@ PREFILL_ROUTER: Row = {
 LLM_ENGINE: Row = {
     "cleanup after a failed start": (
         f"{WORKER}engine_that_fails_to_start_is_cleaned_up",
-        f"{ENGINE}an_engine_that_was_cancelled_while_it_started_is_cleaned_up",
+        f"{ENGINE}engine_cancelled_during_its_start_is_cleaned_up",
     ),
     "cleanup exactly once, and idempotent": (
-        f"{ENGINE}an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
+        f"{ENGINE}engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
         f"{CONTRACT}second_cleanup_is_named_and_idempotence_is_exercised",
     ),
     "no cleanup when start never ran": (
-        f"{ENGINE}an_engine_that_was_never_started_is_not_cleaned_up",
+        f"{ENGINE}engine_that_was_never_started_is_not_cleaned_up",
     ),
     "the worker's id is opaque, unique and stable": (
-        f"{ENGINE}the_worker_id_is_that_of_the_card_in_all_its_lives",
+        f"{ENGINE}worker_id_is_that_of_the_card_in_every_epoch",
         f"{WORKER}newer_process_of_the_same_name_ends_this_one",
     ),
     "the served name defaults to the model": (
         f"{ENGINE}without_a_served_name_the_model_is_served_as_itself",
-        f"{ENGINE}a_served_name_is_what_clients_ask_for",
+        f"{ENGINE}clients_request_the_served_name",
     ),
     "one terminal output, and nothing after it": (
         f"{CONTRACT}stream_without_an_end_is_named",
@@ -305,19 +305,19 @@ LLM_ENGINE: Row = {
         "a difference: here it ends the prefill of every run, whatever its phase"
     ),
     "abort on an explicit cancel only, never because a stream was left": (
-        f"{ENGINE}an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
+        f"{ENGINE}engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends",
         f"{CONTRACT}abort_without_a_cancel_is_named",
     ),
     "drain when nothing new comes any more; its failure is swallowed": (
         f"{WORKER}stopping_worker_drains_finishes_its_runs_and_leaves",
         f"{WORKER}failing_drain_does_not_keep_the_worker_from_leaving",
-        f"{ENGINE}a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye",
+        f"{ENGINE}worker_whose_engine_fails_to_drain_and_to_clean_up_leaves",
         f"{CONTRACT}second_drain_is_named",
     ),
     "what an engine does not advertise switches off what needs it": (
-        f"{ENGINE}without_a_block_size_nothing_is_told_of_the_cache",
+        f"{ENGINE}without_a_block_size_no_cache_events_are_published",
         f"{ENGINE}without_a_block_size_requests_are_not_routed_by_cache",
-        f"{ENGINE}without_max_num_seqs_the_setting_bounds_what_runs",
+        f"{ENGINE}without_max_num_seqs_the_setting_bounds_concurrent_runs",
         f"{ENGINE}without_a_context_length_that_of_the_models_files_counts",
         f"{ENGINE}without_numbers_of_its_cache_and_steps_the_published_ones_count",
     ),
@@ -394,7 +394,7 @@ def _held() -> Iterator[tuple[str, str, str]]:
                 yield from ((name, line, test) for test in tests)
 
 
-def test_every_test_that_holds_a_line_exists() -> None:
+def test_every_test_that_covers_a_line_exists() -> None:
     gone = [
         f"{name}: {line}: {test}"
         for name, line, test in _held()
@@ -405,7 +405,7 @@ def test_every_test_that_holds_a_line_exists() -> None:
 
 
 @pytest.mark.parametrize("row", WHOLE)
-def test_a_whole_row_has_no_missing_line(row: str) -> None:
+def test_whole_row_has_no_missing_line(row: str) -> None:
     missing = [line for line, tests in ROWS[row].items() if isinstance(tests, Missing)]
     assert missing == []
 

@@ -41,7 +41,7 @@ def run(*command: str, options: tuple[str, ...] = AS_DEPLOYED) -> subprocess.Com
     )
 
 
-def test_command_line_is_there() -> None:
+def test_command_line_is_installed() -> None:
     done = run("kvlane", "--version")
     assert (done.stdout, done.stderr) == (f"kvlane {VERSION}\n", "")
 
@@ -68,14 +68,14 @@ def test_kernels_come_with_the_image(options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "process", ["gateway", "preprocessor", "router", "worker", "collector", "indexer"]
 )
-def test_every_process_starts_as_far_as_it_can_without_a_broker(process: str) -> None:
+def test_every_process_starts_as_far_as_possible_without_a_broker(process: str) -> None:
     done = run("faststream", "run", f"app.{process}:app")
     assert done.returncode == 1
     assert done.stderr.startswith(f"{process} cannot start: ")
     assert "KVLANE_BOOTSTRAP_SERVERS" in done.stderr
 
 
-def test_list_of_its_packages_has_the_pinned_versions() -> None:
+def test_list_of_packages_has_the_pinned_versions() -> None:
     bill = json.loads(run("cat", "/opt/kvlane/sbom.cdx.json").stdout)
     listed = {
         part["name"].lower().replace("_", "-"): part["version"] for part in bill["components"]

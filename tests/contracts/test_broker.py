@@ -141,9 +141,7 @@ def test_given_servers_that_do_not_answer_are_an_error() -> None:
         ExternalBroker("127.0.0.1:1", deadline_s=0.1).start()
 
 
-def test_docker_daemon_that_hangs_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hanging_docker_daemon_times_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "docker.sock"))
         silent.listen()
@@ -167,7 +165,7 @@ def test_missing_docker_and_java_selects_the_memory_log_with_a_message(
     ]
 
 
-def test_cluster_is_not_to_be_had_from_docker() -> None:
+def test_docker_cannot_start_a_cluster() -> None:
     with pytest.raises(BrokerUnavailable, match="JVMs only"):
         obtain_broker("docker", brokers=3, report=lambda _: None)
 

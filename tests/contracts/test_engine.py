@@ -187,7 +187,7 @@ class TestPassing(Conformance, Lifecycle):
         await subject.engine.cleanup()
 
 
-def test_the_real_vllm_conforms() -> None:
+def test_real_vllm_conforms() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here: make test-vllm holds it to the contract")
 
@@ -217,7 +217,7 @@ async def registered(world: MemoryWorld, **fields: Any) -> WorkerCard:
 
 
 @scenario_test
-async def test_the_worker_id_is_that_of_the_card_in_all_its_lives(world: MemoryWorld) -> None:
+async def test_worker_id_is_that_of_the_card_in_every_epoch(world: MemoryWorld) -> None:
     harness, engine = WorkerHarness(world), Described(world)
     await harness.start(engine)
     harness.send(Lost(worker="w", epoch=harness.epoch))
@@ -236,12 +236,12 @@ async def test_without_a_served_name_the_model_is_served_as_itself(world: Memory
 
 
 @scenario_test
-async def test_a_served_name_is_what_clients_ask_for(world: MemoryWorld) -> None:
+async def test_clients_request_the_served_name(world: MemoryWorld) -> None:
     assert (await registered(world, served_model_name="public")).model == "public"
 
 
 @scenario_test
-async def test_without_a_block_size_nothing_is_told_of_the_cache(world: MemoryWorld) -> None:
+async def test_without_a_block_size_no_cache_events_are_published(world: MemoryWorld) -> None:
     for block_size in (None, 2):
         harness, engine = WorkerHarness(world, f"w{block_size}"), Described(world)
         engine.fields["kv_cache_block_size"] = block_size
@@ -262,7 +262,7 @@ def test_without_a_block_size_requests_are_not_routed_by_cache() -> None:
 
 
 @scenario_test
-async def test_without_max_num_seqs_the_setting_bounds_what_runs(world: MemoryWorld) -> None:
+async def test_without_max_num_seqs_the_setting_bounds_concurrent_runs(world: MemoryWorld) -> None:
     for name, advertised, running in (("a", None, 3), ("b", 1, 1)):
         harness = WorkerHarness(world, name)
         await harness.start(Described(world, max_num_seqs=advertised), max_num_seqs=3)
@@ -306,7 +306,7 @@ async def test_bootstrap_host_and_port_are_on_the_card_both_or_not_at_all(
 
 
 @scenario_test
-async def test_an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends(
+async def test_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends(
     world: MemoryWorld,
 ) -> None:
     harness, engine = WorkerHarness(world), Described(world)
@@ -320,7 +320,7 @@ async def test_an_engine_is_cleaned_up_once_and_not_aborted_when_its_worker_ends
 
 
 @scenario_test
-async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye(
+async def test_worker_whose_engine_fails_to_drain_and_to_clean_up_leaves(
     world: MemoryWorld,
 ) -> None:
     class Sticky(Described):
@@ -338,7 +338,7 @@ async def test_a_worker_whose_engine_fails_to_drain_and_to_clean_up_says_goodbye
 
 
 @scenario_test
-async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(
+async def test_engine_cancelled_during_its_start_is_cleaned_up(
     world: MemoryWorld,
 ) -> None:
     class Slow(Described):
@@ -355,7 +355,7 @@ async def test_an_engine_that_was_cancelled_while_it_started_is_cleaned_up(
 
 
 @scenario_test
-async def test_an_engine_that_was_never_started_is_not_cleaned_up(world: MemoryWorld) -> None:
+async def test_engine_that_was_never_started_is_not_cleaned_up(world: MemoryWorld) -> None:
     engine = Described(world)
     log = await world.connect("w")
     Worker(log, Settings(worker_id="w", router_id="-"), ProcessContext("w", world.clock), engine)

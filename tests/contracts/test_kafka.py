@@ -254,7 +254,7 @@ class TestTopics:
         with pytest.raises(TopicMismatch, match="kvlane topics create"):
             await check_partitions(empty, LANES)
 
-    async def test_too_many_replicas_are_refused_with_the_brokers_words(
+    async def test_too_many_replicas_are_refused_with_the_brokers_message(
         self, empty: KafkaLog
     ) -> None:
         with pytest.raises(TopicMismatch, match="cannot be created"):
@@ -276,7 +276,7 @@ class TestTopics:
         finally:
             await later.close()
 
-    async def test_a_topic_that_was_deleted_is_noticed_and_named(
+    async def test_deleted_topic_is_detected_and_named(
         self, full: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
         watching = asyncio.create_task(watch_topics(full, SystemClock(), every_s=0.2))
@@ -373,12 +373,12 @@ class TestAppending:
         [record] = await read(log, REQUESTS, 0, 1)
         assert record.value == value
 
-    async def test_larger_record_is_refused_and_does_no_harm(self, log: KafkaLog) -> None:
+    async def test_larger_record_is_refused_without_side_effects(self, log: KafkaLog) -> None:
         with pytest.raises(RecordTooLarge, match=r"requests\[0\]"):
             await log.append(REQUESTS, Entry(b"id", bytes(9 * 1024 * 1024)), 0)
         assert (await log.append(REQUESTS, Entry(b"id", b"x"), 0)).offset == 0
 
-    async def test_refusal_by_the_broker_does_no_harm(
+    async def test_refusal_by_the_broker_has_no_side_effects(
         self, empty: KafkaLog, admin: AIOKafkaAdminClient
     ) -> None:
         small = NewTopic(empty.prefix + "small", 1, 1, topic_configs={"max.message.bytes": "1000"})

@@ -124,7 +124,7 @@ async def test_restart_loses_and_doubles_nothing(
     assert len(lines) < 30, "the client writes as much in a second when nobody stops it"
 
 
-async def test_long_hang_fails_appends_in_time_and_then_goes_on(
+async def test_appends_fail_in_time_during_a_long_hang_and_resume_after_it(
     log: KafkaLog, node: JvmNode
 ) -> None:
     async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:
@@ -196,7 +196,7 @@ async def test_poll_during_an_outage_comes_back_empty_in_its_time(
     assert asyncio.get_running_loop().time() - begun < 2
 
 
-async def test_questions_during_an_outage_are_answered_with_its_name(
+async def test_queries_during_an_outage_raise_broker_unavailable(
     log: KafkaLog, node: JvmNode
 ) -> None:
     await log.end_offsets(LEDGER, [0])

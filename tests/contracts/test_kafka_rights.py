@@ -110,7 +110,7 @@ async def test_wrong_password_is_named(broker: Guarded) -> None:
         await opened_by(broker, "guest", "wrong").start()
 
 
-async def test_mechanism_that_the_broker_does_not_take_is_named(broker: Guarded) -> None:
+async def test_unsupported_mechanism_is_named(broker: Guarded) -> None:
     connection = ConnectionOptions(
         broker.guarded, "guest", security_protocol="SASL_PLAINTEXT",
         sasl_mechanism="SCRAM-SHA-256", sasl_username="guest", sasl_password="known",
@@ -185,7 +185,7 @@ async def test_forbidden_operations_of_a_role_are_denied_without_retry(
             await deed(log)
 
 
-async def test_the_rights_of_the_table_are_enough_for_a_preprocessor(broker: Guarded) -> None:
+async def test_rights_of_the_table_are_enough_for_a_preprocessor(broker: Guarded) -> None:
     for right in required_acls():
         if right.role == "preprocessor":
             command = _command(right, broker.servers, "kvlane.")[1:]

@@ -329,7 +329,7 @@ class TestAppendingToMany:
         keys = [r.key for r in await read(reader, 80)]
         assert keys == [b"%d" % (i // 2) for i in range(80)]
 
-    async def test_an_error_concerns_its_partition_only(self, broker: Broker, log: Log) -> None:
+    async def test_error_concerns_its_partition_only(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(2)
         futures = log.append_many(
             topic, {0: [Entry(b"k", bytes(300_000))] * 4, 1: [entry("x")], 2: [entry("y")]}
@@ -341,7 +341,7 @@ class TestAppendingToMany:
             await futures[2]
         assert await log.end_offsets(topic, [0, 1]) == {0: 0, 1: 1}
 
-    async def test_giving_up_one_leaves_the_others(self, broker: Broker, log: Log) -> None:
+    async def test_cancelled_append_leaves_the_others(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(2)
         futures = log.append_many(topic, {0: [entry("x")], 1: [entry("y")]})
         futures[0].cancel()
@@ -452,7 +452,7 @@ class TestReading:
         async with asyncio.timeout(WAIT_S):
             assert await reader.poll(0.05) == {}
 
-    async def test_records_of_other_keys_are_passed_over(self, broker: Broker, log: Log) -> None:
+    async def test_records_of_other_keys_are_skipped(self, broker: Broker, log: Log) -> None:
         topic = await broker.topic(1)
         source = Partition(topic, 0)
         for batch in range(3):
@@ -580,7 +580,7 @@ class TestGroups:
         member.resume(0)
         assert values(await read(member, 1)) == [b"in 0"]
 
-    async def test_a_paused_partition_is_kept_and_goes_on_where_it_was(
+    async def test_paused_partition_is_kept_and_resumes_where_it_was(
         self, broker: Broker, log: Log
     ) -> None:
         topic = await broker.topic(2)
@@ -635,7 +635,7 @@ class TestGroups:
         await until([member], lambda: len(owner.owned) == PARTITIONS)
         member.resume(99)
 
-    async def test_after_a_rebalance_reading_goes_on_from_the_commit(
+    async def test_reading_continues_from_the_commit_after_a_rebalance(
         self, broker: Broker, log: Log
     ) -> None:
         topic = await broker.topic(2)

@@ -33,7 +33,7 @@ async def topic(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> str:  # noqa
     return name
 
 
-async def test_a_transaction_is_read_in_its_order_from_all_its_partitions(
+async def test_transaction_is_read_in_its_order_from_all_its_partitions(
     log: Log,  # noqa: F811
     topic: str,
 ) -> None:
@@ -49,7 +49,7 @@ async def test_a_transaction_is_read_in_its_order_from_all_its_partitions(
     assert (record.key, record.value, tuple(record.headers)) == keyed
 
 
-async def test_a_writer_that_was_taken_over_writes_nothing(
+async def test_fenced_writer_writes_nothing(
     broker: Broker,  # noqa: F811
     log: Log,  # noqa: F811
     topic: str,
@@ -77,7 +77,7 @@ async def test_writers_of_other_names_do_not_matter(log: Log, topic: str) -> Non
         await writer.write([TopicEntry(topic, entry("x"), number)])
 
 
-async def test_a_record_that_is_too_large_leaves_nothing(log: Log, topic: str) -> None:  # noqa: F811
+async def test_record_that_is_too_large_leaves_nothing(log: Log, topic: str) -> None:  # noqa: F811
     writer = log.transactional_writer("w")
     await writer.open()
     large = TopicEntry(topic, Entry(b"k", b"x" * MAX_RECORD_BYTES), 0)
@@ -88,7 +88,7 @@ async def test_a_record_that_is_too_large_leaves_nothing(log: Log, topic: str) -
     assert values(await read(reader_of(log, topic), 1)) == [b"b"]
 
 
-async def test_a_large_record_is_written(log: Log, topic: str) -> None:  # noqa: F811
+async def test_large_record_is_written(log: Log, topic: str) -> None:  # noqa: F811
     writer = log.transactional_writer("w")
     await writer.open()
     large = Entry(b"k", b"x" * (MAX_RECORD_BYTES - 100_000))
@@ -97,7 +97,7 @@ async def test_a_large_record_is_written(log: Log, topic: str) -> None:  # noqa:
     assert [len(record.value or b"") for record in found] == [MAX_RECORD_BYTES - 100_000, 1]
 
 
-async def test_a_closed_log_has_no_writers(log: Log) -> None:  # noqa: F811
+async def test_closed_log_has_no_writers(log: Log) -> None:  # noqa: F811
     writer = log.transactional_writer("w")
     await writer.open()
     await log.close()
@@ -105,7 +105,7 @@ async def test_a_closed_log_has_no_writers(log: Log) -> None:  # noqa: F811
         await writer.write([])
 
 
-async def test_a_topic_outside_of_the_deployment_is_written_by_its_whole_name(
+async def test_topic_outside_of_the_deployment_is_written_by_its_whole_name(
     broker: Broker,  # noqa: F811
     log: Log,  # noqa: F811
     topic: str,

@@ -122,7 +122,7 @@ async def test_killed_controller_loses_and_doubles_nothing(
     check(traffic)
 
 
-async def test_hung_leader_is_left_behind_before_requests_time_out(
+async def test_hung_leader_is_abandoned_before_requests_time_out(
     log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
 ) -> None:
     """Its connections stay open; another broker tells that it is no member any more."""
@@ -140,7 +140,7 @@ async def test_hung_leader_is_left_behind_before_requests_time_out(
     check(traffic)
 
 
-async def test_hung_leader_is_left_behind_by_a_reader_whose_lanes_come_and_go(
+async def test_hung_leader_is_abandoned_by_a_reader_whose_lanes_come_and_go(
     log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
 ) -> None:
     """Every change ends the requests under way, and with them the client's own time-out."""
@@ -168,7 +168,7 @@ async def test_hung_leader_is_left_behind_by_a_reader_whose_lanes_come_and_go(
             victim.resume()
 
 
-async def test_leader_whose_disk_is_full_is_left_behind(
+async def test_leader_whose_disk_is_full_is_abandoned(
     log: KafkaLog, kafka_cluster: JvmBroker, admin: AIOKafkaAdminClient
 ) -> None:
     """It ends itself at its next write, in the middle of whatever it was asked to keep."""

@@ -170,7 +170,7 @@ def children_with_mark(parent: int) -> list[tuple[int, str]]:
     return found
 
 
-def test_owner_is_killed_and_a_fork_of_it_lives_on() -> None:
+def test_owner_is_killed_and_a_fork_of_it_survives() -> None:
     with owner(FORKING_OWNER, "jvm", "1") as process:
         broker = started(process)
         assert process.stdout is not None
@@ -224,7 +224,7 @@ def containers(guard: str) -> list[str]:
         return [container.id for container in found]
 
 
-def test_broker_that_ended_says_so_with_its_log() -> None:
+def test_ended_broker_is_reported_with_its_log() -> None:
     with obtain_broker("jvm", report=lambda _: None) as broker:
         broker.check_running()
         broker.node(1).kill()

@@ -39,7 +39,7 @@ def check(report: Report, kills: int) -> None:
     assert bars["asked"] > 20
 
 
-async def test_kills_lose_and_double_nothing_and_the_log_goes_on(
+async def test_kills_lose_and_double_nothing_and_the_log_continues(
     shared: Broker, tmp_path: Path
 ) -> None:
     settings = Settings(

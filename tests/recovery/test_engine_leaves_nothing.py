@@ -132,7 +132,7 @@ def wait_for_the_end_of(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
-def test_a_worker_that_is_killed_leaves_no_process_of_its_engine(
+def test_worker_that_is_killed_leaves_no_process_of_its_engine(
     how: signal.Signals, bystander: int
 ) -> None:
     worker, pids = begin()
@@ -143,7 +143,7 @@ def test_a_worker_that_is_killed_leaves_no_process_of_its_engine(
     assert living([bystander])
 
 
-def test_a_worker_that_ends_in_order_leaves_no_process_of_its_engine_either(
+def test_worker_that_ends_in_order_leaves_no_process_of_its_engine_either(
     bystander: int,
 ) -> None:
     worker, pids = begin("tidy")
@@ -152,7 +152,7 @@ def test_a_worker_that_ends_in_order_leaves_no_process_of_its_engine_either(
     assert living([bystander])
 
 
-def test_processes_of_another_worker_are_left_alone() -> None:
+def test_processes_of_another_worker_are_untouched() -> None:
     one, of_one = begin()
     two, of_two = begin()
     one.kill()

@@ -229,9 +229,7 @@ def ends(
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_loses_nothing(
-    ends: dict[str, BaseException | None], point: str
-) -> None:
+def test_kill_at_any_point_loses_nothing(ends: dict[str, BaseException | None], point: str) -> None:
     if (error := ends[point]) is not None:
         raise error
 

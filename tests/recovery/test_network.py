@@ -73,7 +73,7 @@ def check(traffic: RecordTraffic) -> None:
 
 
 @pytest.mark.parametrize("stall_s", [1.5 * REQUEST_TIMEOUT_S, 5 * REQUEST_TIMEOUT_S])
-async def test_a_network_that_stops_for_a_while_loses_and_doubles_nothing(
+async def test_network_outage_loses_and_doubles_nothing(
     log: KafkaLog, link: Link, stall_s: float
 ) -> None:
     """What was sent meanwhile arrives afterwards, when its sender has given it up and sent it again
@@ -89,7 +89,7 @@ async def test_a_network_that_stops_for_a_while_loses_and_doubles_nothing(
     check(traffic)
 
 
-async def test_connections_that_are_cut_again_and_again_lose_and_double_nothing(
+async def test_repeatedly_cut_connections_lose_and_double_nothing(
     log: KafkaLog, link: Link
 ) -> None:
     async with RecordTraffic(log, LEDGER, PARTITIONS) as traffic:

@@ -187,7 +187,7 @@ def test_ready_comes_with_addresses_that_answer_in_lines_of_their_own(up: Up) ->
                 assert answer.status == 200
 
 
-def test_a_second_up_with_the_same_data_refuses_and_harms_nothing(up: Up) -> None:
+def test_second_up_with_the_same_data_is_refused_without_effects(up: Up) -> None:
     before = up.pids()
     refusal = up.second("--port", up.port, "--data", str(up.folder))
     assert f"another `kvlane up` (process {up.process.pid}) uses {up.folder}" in refusal
@@ -195,7 +195,7 @@ def test_a_second_up_with_the_same_data_refuses_and_harms_nothing(up: Up) -> Non
     assert up.send()[1]
 
 
-def test_a_second_up_with_other_data_names_the_ports_that_are_taken(up: Up, tmp_path: Path) -> None:
+def test_second_up_with_other_data_names_the_taken_ports(up: Up, tmp_path: Path) -> None:
     refusal = up.second("--port", up.port, "--data", str(tmp_path))
     for port, name in (
         (up.port, "--port"),
@@ -205,7 +205,7 @@ def test_a_second_up_with_other_data_names_the_ports_that_are_taken(up: Up, tmp_
         assert f"{port} ({name})" in refusal
 
 
-def test_a_second_up_on_the_broker_of_the_first_refuses_and_harms_nothing(up: Up) -> None:
+def test_second_up_on_the_broker_of_the_first_is_refused_without_effects(up: Up) -> None:
     before = up.pids()
     refusal = up.second(
         KVLANE_BOOTSTRAP_SERVERS=f"127.0.0.1:{up.port}",
@@ -217,7 +217,7 @@ def test_a_second_up_on_the_broker_of_the_first_refuses_and_harms_nothing(up: Up
     assert up.send()[1]
 
 
-def test_a_worker_that_is_killed_is_started_again(up: Up) -> None:
+def test_killed_worker_is_restarted(up: Up) -> None:
     before, since = up.pids(), len(up.lines)
     os.kill(before["worker"], signal.SIGKILL)
     up.wait_for("worker-1 was killed by SIGKILL; started again in 0.5 s", 10, since)
@@ -228,7 +228,7 @@ def test_a_worker_that_is_killed_is_started_again(up: Up) -> None:
     assert after == before
 
 
-def test_a_broker_that_is_killed_is_started_again_on_its_data(up: Up) -> None:
+def test_killed_broker_is_restarted_on_its_data(up: Up) -> None:
     request_id, text = up.send()
     before, since = up.pids(), len(up.lines)
     os.kill(before["broker"], signal.SIGKILL)
@@ -241,7 +241,7 @@ def test_a_broker_that_is_killed_is_started_again_on_its_data(up: Up) -> None:
     assert after == before
 
 
-def test_a_broker_that_hangs_is_told_by_readyz_and_requests_and_its_return_by_the_logs(
+def test_hanging_broker_is_reported_by_readyz_and_requests_and_its_return_by_the_logs(
     up: Up,
 ) -> None:
     broker = up.pids()["broker"]
@@ -266,7 +266,7 @@ def test_a_broker_that_hangs_is_told_by_readyz_and_requests_and_its_return_by_th
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_new_start_goes_on_with_the_data(up: Up, how: signal.Signals) -> None:
+def test_restart_continues_with_the_data(up: Up, how: signal.Signals) -> None:
     request_id, text = up.send()
     old = set(up.pids().values())
     assert up.end(how) == (0 if how is signal.SIGINT else -signal.SIGKILL)

@@ -203,7 +203,7 @@ async def first_fence(log: KafkaLog, sources: dict[Partition, int]) -> None:
         await reader.close()
 
 
-async def test_answers_are_right_although_a_worker_and_all_routers_are_killed(
+async def test_answers_are_correct_although_a_worker_and_all_routers_are_killed(
     ground: Ground, users: DeploymentClients
 ) -> None:
     deployment = ground.deployment
@@ -246,7 +246,7 @@ async def test_published_prompts_are_answered_although_every_router_is_killed(
     assert len(got) == 140
 
 
-async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
+async def test_streams_continue_at_another_gateway_when_theirs_is_killed(
     ground: Ground, users: DeploymentClients
 ) -> None:
     questions = [question(2 * number)[1] for number in range(40)]  # chats
@@ -275,7 +275,7 @@ async def test_streams_go_on_at_another_gateway_when_theirs_is_killed(
 @pytest.mark.parametrize(
     "name", ["worker-1", "worker-3", "router-1", "preprocessor-1", "indexer-1", "gateway-1"]
 )
-async def test_a_part_that_is_stopped_under_load_ends_in_order_and_loses_nothing(
+async def test_process_stopped_under_load_ends_in_order_and_loses_nothing(
     name: str, ground: Ground, users: DeploymentClients
 ) -> None:
     deployment = ground.deployment
@@ -294,7 +294,7 @@ async def test_a_part_that_is_stopped_under_load_ends_in_order_and_loses_nothing
     await check(users, sent + users.published)
 
 
-async def test_a_java_program_asks_and_reads_the_answer_by_its_key(
+async def test_java_program_publishes_and_reads_the_answer_by_its_key(
     kafka: Broker, ground: Ground, users: DeploymentClients
 ) -> None:
     prefix = ground.settings.topic_prefix

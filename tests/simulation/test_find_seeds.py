@@ -8,7 +8,7 @@ from tests.simulation.find_seeds import find_seeds, main
 from tests.simulation.test_mutations import SEARCH, notices
 
 
-def test_found_seed_notices_the_mutation() -> None:
+def test_found_seed_detects_the_mutation() -> None:
     found = find_seeds("any-model", wanted=1, most=SEARCH)
     assert [notices(seed, "any-model") for seed in found.seeds] == [True]
 

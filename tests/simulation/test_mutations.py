@@ -72,7 +72,7 @@ def notices(seed: int, mutation: str) -> bool:
 
 @pytest.mark.timeout(300)  # the search is long, but most often unnecessary
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_missing_rule_is_noticed(name: str) -> None:
+def test_missing_rule_is_detected(name: str) -> None:
     mutation = MUTATIONS[name].to_detect
     known = FOUND_BY[mutation]
     found = next((s for s in (*known, *range(SEARCH)) if notices(s, mutation)), None)
@@ -86,7 +86,7 @@ def test_cover_is_a_rule_that_is_checked_itself() -> None:
     assert covers <= MUTATIONS.keys()
 
 
-def test_rules_are_back_afterwards() -> None:
+def test_rules_are_restored_afterwards() -> None:
     def rules() -> list[object]:
         watched = (ledger.RequestState, ledger, reconcile, PartitionClaim)
         return [dict(vars(owner)) for owner in watched]

@@ -31,13 +31,13 @@ FOUND = (703720, 704262, 708607)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
-def test_every_request_ends_once_and_right(first: int) -> None:
+def test_every_request_ends_once_and_correctly(first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         verdict = simulate_seed(seed)
         assert not verdict.violations, verdict.report()
 
 
-def test_requests_that_routers_hold_end_once_and_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_requests_end_once_and_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here are short: only engines that are very slow keep anybody waiting."""
     slow = PerfCurves(prefill=(0.0, 60.0, 0.0), decode=(0.0, 0.0, 5.0))
     monkeypatch.setattr(performance, "_believed", lambda _: slow)
@@ -60,7 +60,7 @@ def test_requests_that_routers_hold_end_once_and_right_too(monkeypatch: pytest.M
     assert sum(holds) > 100
 
 
-def test_what_is_due_is_found_though_not_every_request_is_looked_at(
+def test_due_requests_are_found_without_checking_every_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After each look at what may be due, a look at everything finds nothing that was overlooked,
@@ -86,7 +86,7 @@ def test_what_is_due_is_found_though_not_every_request_is_looked_at(
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_a_seed_that_found_something_once_is_clean(seed: int) -> None:
+def test_seed_that_once_found_an_error_is_clean(seed: int) -> None:
     verdict = simulate_seed(seed)
     assert not verdict.violations, verdict.report()
 
@@ -121,14 +121,14 @@ def test_seed_replays_in_other_processes() -> None:
     assert digests == {simulate_seed(1).history.digest()}
 
 
-def test_report_tells_the_story_of_one_request() -> None:
+def test_report_has_the_timeline_of_one_request() -> None:
     lines = simulate_seed(3).report(about="r2").splitlines()
     assert any("Request id=r2" in line for line in lines)
     assert not any("id=r1" in line for line in lines)
     assert lines[-1] == "nothing is wrong"
 
 
-def test_faults_really_happen() -> None:
+def test_faults_occur() -> None:
     """The seeds above would prove little if the weather were fine."""
     # One seed in forty lets an engine die, one in twenty a stranger write.
     stories = "\n".join(simulate_seed(seed).report() for seed in range(120))

@@ -40,7 +40,7 @@ def test_timers_fire_in_order_of_time() -> None:
     assert run_virtual(main, random.Random(1)) == [1, 2, 3]
 
 
-def test_time_outs_of_asyncio_work() -> None:
+def test_timeouts_of_asyncio_work() -> None:
     async def main(loop: VirtualLoop) -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5.0):
@@ -50,7 +50,7 @@ def test_time_outs_of_asyncio_work() -> None:
     assert run_virtual(main) == 5.0
 
 
-def test_deadlock_names_who_waits() -> None:
+def test_deadlock_names_the_waiting_tasks() -> None:
     async def stuck() -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -61,7 +61,7 @@ def test_deadlock_names_who_waits() -> None:
         run_virtual(main)
 
 
-def test_spinning_is_noticed() -> None:
+def test_spinning_is_detected() -> None:
     async def main(_: VirtualLoop) -> None:
         while True:  # noqa: ASYNC110 - that is what is to be noticed
             await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def test_errors_come_out() -> None:
         run_virtual(main)
 
 
-def test_tasks_that_are_left_are_cancelled() -> None:
+def test_remaining_tasks_are_cancelled() -> None:
     ended: list[str] = []
 
     async def endless() -> None:
@@ -169,14 +169,14 @@ class TestHolding:
 
         return run_virtual(main, random.Random(1))
 
-    def test_held_process_does_nothing(self) -> None:
+    def test_suspended_process_does_nothing(self) -> None:
         async def hold(loop: VirtualLoop) -> None:
             await asyncio.sleep(2.5)
             loop.pause("worker")
 
         assert self.beats(hold) == [0.0, 1.0, 2.0]
 
-    def test_released_process_goes_on_where_it_was(self) -> None:
+    def test_resumed_process_continues_where_it_was(self) -> None:
         async def hold(loop: VirtualLoop) -> None:
             await asyncio.sleep(2.5)
             loop.pause("worker")
@@ -185,7 +185,7 @@ class TestHolding:
 
         assert self.beats(hold) == [0.0, 1.0, 2.0, 12.5, 13.5, 14.5]
 
-    def test_process_holds_before_its_next_step(self) -> None:
+    def test_process_is_suspended_before_its_next_step(self) -> None:
         async def hold(loop: VirtualLoop) -> None:
             loop.pause("worker")
             await asyncio.sleep(5.0)

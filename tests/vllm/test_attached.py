@@ -116,7 +116,7 @@ BODIES: dict[BodyKind, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
+async def test_text_request_has_the_text_that_clients_get(
     server: RunningServer, shared: Beside, kind: BodyKind
 ) -> None:
     engine = ValidatingEngine(
@@ -145,7 +145,7 @@ async def test_asked_in_the_clients_words_it_says_what_it_says_to_clients(
     assert [each for part in got for each in part[name]] == choice["logprobs"][name]
 
 
-async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
+async def test_server_properties_are_discovered(shared: Beside) -> None:
     config = shared.config
     assert (config.model, config.context_length) == ("tiny", 512)
     assert (config.kv_cache_block_size, config.total_kv_blocks) == (tiny_model.BLOCK_SIZE, 40)
@@ -156,7 +156,7 @@ async def test_it_knows_the_server_by_its_own_words(shared: Beside) -> None:
     assert not config.guesses_cache
 
 
-async def test_a_stream_that_was_left_is_aborted_at_the_server(
+async def test_abandoned_stream_is_aborted_at_the_server(
     shared: Beside, server: RunningServer
 ) -> None:
     async def counted(name: str) -> float:
@@ -176,7 +176,7 @@ async def test_a_stream_that_was_left_is_aborted_at_the_server(
     assert 0 < await counted("generation_tokens_total") - before < 450
 
 
-async def test_heartbeats_have_the_servers_figures(shared: Beside) -> None:
+async def test_heartbeats_have_the_metrics_of_the_server(shared: Beside) -> None:
     figures = shared.engine.stats()
     assert figures is not None
     assert figures.kv_total_blocks == 40
@@ -185,7 +185,7 @@ async def test_heartbeats_have_the_servers_figures(shared: Beside) -> None:
     await until(lambda: (now := shared.engine.stats()) is not None and now.steps >= before + 4)
 
 
-async def test_an_adapter_answers_otherwise_and_an_unknown_one_is_refused(shared: Beside) -> None:
+async def test_adapter_answers_differently_and_an_unknown_one_is_refused(shared: Beside) -> None:
     prompt = shared.prompt(40)
     plain = (await shared.run(shared.make_request(prompt))).tokens
     adapted = (await shared.run(shared.make_request(prompt, hints=Hints(lora_name="one")))).tokens
@@ -211,7 +211,7 @@ async def test_log_probabilities_name_tokens(shared: Beside) -> None:
     assert all(at[0].token_id == at[1].token_id for at in ranked), "greedy takes the likeliest"
 
 
-async def test_a_choice_is_kept_to(shared: Beside, model: Path) -> None:
+async def test_guided_choice_is_respected(shared: Beside, model: Path) -> None:
     guided = GuidedDecoding(choice=("walking", "swimming"))
     sampling = SamplingOptions(temperature=0.0, guided_decoding=guided)
     stop = StopConditions(max_tokens=16)
@@ -225,9 +225,7 @@ async def test_a_choice_is_kept_to(shared: Beside, model: Path) -> None:
     "sampling",
     [SamplingOptions(temperature=-1.0), SamplingOptions(logit_bias={10**6: 1.0})],
 )
-async def test_what_the_server_refuses_is_refused(
-    shared: Beside, sampling: SamplingOptions
-) -> None:
+async def test_refusal_by_the_server_is_reported(shared: Beside, sampling: SamplingOptions) -> None:
     with pytest.raises(EngineError) as refused:
         await shared.run(shared.make_request(shared.prompt(20), sampling=sampling))
     assert not refused.value.retryable
@@ -261,7 +259,7 @@ async def lossy(endpoint: str, lost: Callable[[int], bool]) -> AsyncIterator[str
         context.destroy(linger=0)
 
 
-async def test_messages_that_are_lost_are_replayed(shared: Beside, server: RunningServer) -> None:
+async def test_lost_messages_are_replayed(shared: Beside, server: RunningServer) -> None:
     dropped: list[int] = []
 
     def is_lost(number: int) -> bool:
@@ -280,7 +278,7 @@ async def test_messages_that_are_lost_are_replayed(shared: Beside, server: Runni
         await other.engine.cleanup()
 
 
-async def test_without_replays_nothing_is_believed_that_may_be_gone(
+async def test_without_replays_possibly_evicted_blocks_are_dropped(
     shared: Beside, server: RunningServer
 ) -> None:
     losing = False
@@ -299,9 +297,7 @@ async def test_without_replays_nothing_is_believed_that_may_be_gone(
         await other.engine.cleanup()
 
 
-async def test_a_server_that_died_and_came_back_has_an_empty_cache(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_restarted_server_has_an_empty_cache(model: Path, tmp_path: Path) -> None:
     ports = free_ports(3)
     async with running(model, tmp_path / "log", ports=ports) as server:
         subject = await begun(server.attached())

@@ -41,27 +41,27 @@ def prompt(length: int) -> list[int]:
     return [RNG.randrange(16, VOCABULARY_SIZE) for _ in range(length)]
 
 
-def test_the_card_says_what_vllm_has(engine: RealEngine) -> None:
+def test_card_has_the_properties_of_vllm(engine: RealEngine) -> None:
     config = engine.config
     assert (config.kv_cache_block_size, config.total_kv_blocks) == (BLOCK_SIZE, 40)
     assert (config.context_length, config.max_num_seqs) == (1024, 16)
     assert config.lora_names == ("one", "two")
 
 
-async def test_concurrent_streams_say_what_vllm_says_alone(engine: RealEngine) -> None:
+async def test_concurrent_streams_equal_those_of_vllm_alone(engine: RealEngine) -> None:
     prompts = [prompt(n) for n in (1, 5, 31, 32, 33, 64, 100, 150)]
     answers = await asyncio.gather(*(answer(engine, make_request(p, 20)) for p in prompts))
     assert answers == [await direct(engine, p, 20) for p in prompts]
 
 
-async def test_an_answer_depends_on_the_first_token_of_its_prompt(engine: RealEngine) -> None:
+async def test_answer_depends_on_the_first_token_of_its_prompt(engine: RealEngine) -> None:
     tokens = prompt(60)
     assert await answer(engine, make_request(tokens)) != await answer(
         engine, make_request([20, *tokens[1:]])
     )
 
 
-async def test_an_interrupted_answer_goes_on_as_if_nothing_had_been(
+async def test_interrupted_answer_continues_unchanged(
     engine: RealEngine,
 ) -> None:
     tokens = prompt(50)
@@ -69,7 +69,7 @@ async def test_an_interrupted_answer_goes_on_as_if_nothing_had_been(
     assert whole[:11] + await answer(engine, make_request(tokens + whole[:11], 19)) == whole
 
 
-async def test_a_prompt_is_found_in_the_cache_up_to_its_last_whole_block(
+async def test_prompt_is_found_in_the_cache_up_to_its_last_whole_block(
     engine: RealEngine,
 ) -> None:
     tokens = prompt(100)
@@ -101,7 +101,7 @@ async def test_adapters_answer_differently_and_share_no_cache(engine: RealEngine
     assert list(answers[2]) == await direct(engine, tokens, lora_request=adapter)
 
 
-async def test_events_tell_salt_and_adapter(engine: RealEngine) -> None:
+async def test_events_have_salt_and_adapter(engine: RealEngine) -> None:
     tokens, before = prompt(64), len(engine.events)
     await answer(engine, make_request(tokens, lora="one", cache_salt="s"))
 
@@ -113,7 +113,7 @@ async def test_events_tell_salt_and_adapter(engine: RealEngine) -> None:
     assert (list(stored.token_ids), stored.lora_name, stored.cache_salt) == (tokens, "one", "s")
 
 
-async def test_the_bridge_follows_the_cache_under_eviction(engine: RealEngine) -> None:
+async def test_bridge_follows_the_cache_under_eviction(engine: RealEngine) -> None:
     prompts = [prompt(320) for _ in range(6)]  # 60 blocks, for a cache of 40
     for tokens in prompts:
         await answer(engine, make_request(tokens, 1))
@@ -128,7 +128,7 @@ def stored(engine: RealEngine) -> list[BlocksStored]:
     return [event for _, event in engine.events if isinstance(event, BlocksStored)]
 
 
-async def test_a_cancelled_stream_ends_as_cancelled_and_frees_its_place(
+async def test_cancelled_stream_ends_as_cancelled_and_frees_its_place(
     engine: RealEngine,
 ) -> None:
     context = GenerateContext("c")
@@ -144,7 +144,7 @@ async def test_a_cancelled_stream_ends_as_cancelled_and_frees_its_place(
     await settled(lambda: engine.stats().running == 0)  # type: ignore[union-attr]
 
 
-async def test_a_stream_that_is_left_is_aborted(engine: RealEngine) -> None:
+async def test_abandoned_stream_is_aborted(engine: RealEngine) -> None:
     async with aclosing(
         engine.generate(make_request(prompt(20), 900), GenerateContext("c"))
     ) as stream:
@@ -152,7 +152,7 @@ async def test_a_stream_that_is_left_is_aborted(engine: RealEngine) -> None:
     await settled(lambda: engine.llm.get_num_unfinished_requests() == 0)
 
 
-async def test_figures_count_steps_and_blocks(engine: RealEngine) -> None:
+async def test_metrics_count_steps_and_blocks(engine: RealEngine) -> None:
     before = engine.stats()
     async with aclosing(
         engine.generate(make_request(prompt(64), 200), GenerateContext("c"))
@@ -191,7 +191,7 @@ async def test_tokens_that_end_an_answer_end_it(engine: RealEngine) -> None:
     ],
     ids=["allowed tokens", "logit bias", "top k", "guided"],
 )
-async def test_what_may_be_said_is_bounded(
+async def test_generated_tokens_are_restricted(
     engine: RealEngine, model: Path, sampling: SamplingOptions
 ) -> None:
     text = set(await answer(engine, make_request(prompt(20), sampling=sampling)))
@@ -211,7 +211,7 @@ async def test_words_may_be_forbidden_by_their_tokens(engine: RealEngine) -> Non
     assert first not in await answer(engine, make_request(tokens, sampling=sampling))
 
 
-async def test_a_seed_draws_the_same_again(engine: RealEngine) -> None:
+async def test_seed_draws_the_same_again(engine: RealEngine) -> None:
     tokens, sampling = prompt(20), SamplingOptions(temperature=1.0, seed=11)
     first = await answer(engine, make_request(tokens, 12, sampling=sampling))
     assert await answer(engine, make_request(tokens, 12, sampling=sampling)) == first
@@ -230,12 +230,12 @@ async def test_log_probabilities_come_with_each_token_its_own_first(
         assert 0 >= own.log_prob == first.log_prob >= second.log_prob
 
 
-async def test_a_full_context_is_an_answer_of_nothing(engine: RealEngine) -> None:
+async def test_full_context_gives_an_empty_answer(engine: RealEngine) -> None:
     (only,) = await outputs(engine, make_request(prompt(1024)))
     assert (only.finish_reason, only.token_ids) == ("length", ())
 
 
-async def test_a_probe_may_be_a_single_token(engine: RealEngine) -> None:
+async def test_probe_may_be_a_single_token(engine: RealEngine) -> None:
     got = await outputs(engine, make_request([0], is_probe=True, stop=StopConditions()))
     assert sum(len(output.token_ids) for output in got) == 1
 
@@ -268,14 +268,16 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("named", REFUSED)
-async def test_what_cannot_be_done_is_refused_with_a_reason(engine: RealEngine, named: str) -> None:
+async def test_unsupported_options_are_refused_with_a_reason(
+    engine: RealEngine, named: str
+) -> None:
     with pytest.raises(InvalidRequest, match=f"(?i){named}") as refused:
         await outputs(engine, make_request(**({"tokens": prompt(5)} | REFUSED[named])))
     assert not refused.value.retryable
     assert await answer(engine, make_request([9, 8, 7], 2)) == await direct(engine, [9, 8, 7], 2)
 
 
-async def test_an_adapter_that_cannot_be_loaded_is_named_and_the_engine_lives(
+async def test_adapter_that_cannot_be_loaded_is_named_and_the_engine_continues(
     engine: RealEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.vllm, "_adapters", {"broken": Path("/nowhere")})

@@ -43,7 +43,7 @@ def words(rng: random.Random, tokens: int) -> list[int]:
     return [rng.randrange(16, VOCABULARY_SIZE) for _ in range(tokens)]
 
 
-async def test_what_is_found_in_caches_is_what_was_predicted_under_eviction(fleet: Fleet) -> None:
+async def test_cache_hits_equal_the_predictions_under_eviction(fleet: Fleet) -> None:
     rng = random.Random(3)
     stems = [words(rng, rng.randrange(2, 10) * BLOCK_SIZE) for _ in range(16)]  # 90 blocks, for 80
     wrong, reused = [], 0
@@ -66,7 +66,7 @@ async def test_what_is_found_in_caches_is_what_was_predicted_under_eviction(flee
     }
 
 
-async def test_a_chat_over_http_tells_log_probabilities(fleet: Fleet) -> None:
+async def test_chat_over_http_has_log_probabilities(fleet: Fleet) -> None:
     async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
         output = await client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4,
@@ -84,7 +84,7 @@ async def test_a_chat_over_http_tells_log_probabilities(fleet: Fleet) -> None:
         assert len(token.top_logprobs) == 2
 
 
-async def test_what_vllm_refuses_is_told_to_the_client_as_its_mistake(fleet: Fleet) -> None:
+async def test_refusal_by_vllm_is_a_client_error(fleet: Fleet) -> None:
     async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
             await client.chat.completions.create(
@@ -93,7 +93,7 @@ async def test_what_vllm_refuses_is_told_to_the_client_as_its_mistake(fleet: Fle
             )  # fmt: skip
 
 
-async def test_an_answer_goes_on_as_it_was_when_its_engine_is_killed(
+async def test_answer_continues_unchanged_when_its_engine_is_killed(
     model: Path, second: RealEngine, tmp_path: Path
 ) -> None:
     victim = await started(model, blocks=40)

@@ -112,9 +112,7 @@ async def test_two_engines_answer_like_one(pair: Pair, engine: RealEngine, token
     assert got[-1].finish_reason == "length"
 
 
-async def test_the_answer_is_that_of_the_blocks_that_were_handed_over(
-    pair: Pair, engine: RealEngine
-) -> None:
+async def test_answer_uses_the_blocks_of_the_hand_over(pair: Pair, engine: RealEngine) -> None:
     """The decode engine gets other tokens, but for the last one, which it computes itself."""
     rng, tokens = random.Random(43), 3 * BLOCK_SIZE + 5
     prompt, other = prompt_of(rng, tokens), prompt_of(rng, tokens - 1)
@@ -142,7 +140,7 @@ async def test_engines_report_their_lease(pair: Pair, engine: RealEngine) -> Non
     assert engine.config.transfer_lease_s is None
 
 
-async def test_blocks_of_an_engine_that_is_gone_can_be_tried_again(pair: Pair) -> None:
+async def test_blocks_of_a_dead_engine_are_retryable(pair: Pair) -> None:
     prompt = prompt_of(random.Random(41), 2 * BLOCK_SIZE)
     transfer = msgspec.json.decode(await transfer_of(pair, prompt))
     there = transfer["kv_transfer_params"]
@@ -162,13 +160,13 @@ async def drained_s(engine: RealEngine) -> float:
     return took_s
 
 
-async def test_a_drain_lasts_until_the_lease_of_unfetched_blocks_is_over(pair: Pair) -> None:
+async def test_drain_lasts_until_the_lease_of_unfetched_blocks_ends(pair: Pair) -> None:
     await transfer_of(pair, prompt_of(random.Random(42), BLOCK_SIZE))
     assert LEASE_S - 0.5 < await drained_s(pair.prefill) < LEASE_S + 1.5
     assert await drained_s(pair.decode) < 0.5
 
 
-async def test_a_drain_ends_when_the_blocks_have_been_fetched(pair: Pair) -> None:
+async def test_drain_ends_when_the_blocks_have_been_fetched(pair: Pair) -> None:
     prompt = prompt_of(random.Random(45), 3 * BLOCK_SIZE)
     request = decode_request(prompt, await transfer_of(pair, prompt))
     draining = asyncio.create_task(drained_s(pair.prefill))
@@ -223,7 +221,7 @@ class Router:
         return [record for record in found if isinstance(record, kind)]
 
 
-async def test_a_prefill_and_a_decode_worker_answer_as_one_engine_does(
+async def test_prefill_and_a_decode_worker_answer_as_one_engine_does(
     model: Path, pair: Pair, engine: RealEngine, tmp_path: Path
 ) -> None:
     async with Fleet(model, pair.by_worker(), "tiny", tmp_path, roles=ROLES, others=()) as fleet:
@@ -247,7 +245,7 @@ async def test_a_prefill_and_a_decode_worker_answer_as_one_engine_does(
 # --- the whole path ------------------------------------------------------------------------------
 
 
-async def test_a_router_and_a_gateway_hand_requests_over(
+async def test_router_and_gateway_hand_requests_over(
     model: Path, pair: Pair, engine: RealEngine, tmp_path: Path
 ) -> None:
     rng = random.Random(7)
@@ -284,7 +282,7 @@ async def test_a_router_and_a_gateway_hand_requests_over(
 # --- servers -------------------------------------------------------------------------------------
 
 
-async def test_a_server_continues_from_the_prompt_of_another(
+async def test_server_continues_from_the_prompt_of_another(
     model: Path, engine: RealEngine, tmp_path: Path
 ) -> None:
     connector = json.dumps(

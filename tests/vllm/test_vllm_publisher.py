@@ -58,7 +58,7 @@ def test_batches_carry_their_number_and_rank(tmp_path: Path) -> None:
     assert (second.number, second.rank) == (first.number + 1, 1)
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody_and_sees_a_gap(tmp_path: Path) -> None:
+def test_stuck_reader_blocks_no_others_and_sees_a_gap(tmp_path: Path) -> None:
     with published(0, tmp_path, hwm=1) as (publisher, reader):
         for _ in range(5000):
             publisher.publish(cleared())
@@ -71,7 +71,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody_and_sees_a_gap(tmp_path: Pa
     assert numbers[-1] > len(numbers), "some are missing"
 
 
-def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
+def test_missed_messages_are_replayed(tmp_path: Path) -> None:
     import zmq
 
     (port,) = free_ports(1)
@@ -90,7 +90,7 @@ def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
     assert got == [last - 1, last, END_OF_REPLAY]
 
 
-def test_vllm_finds_it_by_its_endpoint_and_others_as_before(tmp_path: Path) -> None:
+def test_vllm_selects_the_publisher_by_its_endpoint(tmp_path: Path) -> None:
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 

@@ -28,11 +28,11 @@ async def pair(model: Path) -> AsyncIterator[RealEngine]:
     await engine.cleanup()
 
 
-async def test_the_card_names_the_ranks_and_the_cache_of_each(pair: RealEngine) -> None:
+async def test_card_names_the_ranks_and_the_cache_of_each(pair: RealEngine) -> None:
     assert (pair.config.data_parallel_size, pair.config.total_kv_blocks) == (2, 40)
 
 
-async def test_a_request_goes_to_its_rank_and_finds_what_that_one_holds(
+async def test_request_goes_to_its_rank_and_finds_the_cached_blocks_there(
     pair: RealEngine,
 ) -> None:
     tokens = [*range(100, 200)]
@@ -52,7 +52,7 @@ async def test_events_carry_the_rank(pair: RealEngine) -> None:
         assert pair.bridge(rank).counters == NormalizerCounters()
 
 
-async def test_figures_are_those_of_both_ranks(pair: RealEngine) -> None:
+async def test_metrics_are_those_of_both_ranks(pair: RealEngine) -> None:
     requests = [make_request([7, 8, rank], 20, hints=Hints(dp_rank=rank)) for rank in (0, 1)]
     await asyncio.gather(*(answer(pair, each) for each in requests))
     figures = pair.stats()
