@@ -46,7 +46,8 @@ def demo(
     About a minute. Exit code 1 if any text differs.
 
     With `--engine vllm` the workers run vLLM, and the expected cache hits are compared with those
-    of vLLM; three minutes. It needs deploy/vllm-cpu/install.sh.
+    of vLLM; three minutes. With `--disaggregated`, answers to prompts that were handed over are
+    compared with those of one worker. It needs deploy/vllm-cpu/install.sh.
     """
     try:
         from app.demo.demo_run import run_demo as run
@@ -56,9 +57,7 @@ def demo(
 
     console = Console()
     if engine == "vllm":
-        if disaggregated:
-            raise typer.BadParameter("--disaggregated needs the simulated engine: omit --engine")
-        if not run_vllm_demo(Settings(), console, broker):
+        if not run_vllm_demo(Settings(), console, broker, prefill_workers=int(disaggregated)):
             raise typer.Exit(1)
         return
     if not prompts and sys.stdin.isatty():

@@ -50,8 +50,10 @@ PROCESS_FACTORIES: dict[str, ProcessFactory] = {
 BrokerChoice = Literal["auto"] | Kind
 
 
-def run_vllm_demo(settings: Settings, console: Console, kind: BrokerChoice = "auto") -> bool:
-    """Run the demo with vLLM; True when all checks pass. Raises the errors of `run_demo`."""
+def run_vllm_demo(
+    settings: Settings, console: Console, kind: BrokerChoice = "auto", *, prefill_workers: int = 0
+) -> bool:
+    """Run the demo with vLLM; True when all checks pass. Arguments and errors: see `run_demo`."""
     from app.demo import tiny_model, vllm_scenario
     from app.engine.interface import EngineError
     from app.engine.vllm.async_llm import START_METHOD_VARIABLE
@@ -66,19 +68,25 @@ def run_vllm_demo(settings: Settings, console: Console, kind: BrokerChoice = "au
     with _broker(settings, console, kind) as broker, vllm_scenario.temporary_folder() as folder:
         if broker.kind == "memory":  # several engines in this process: a forked child would keep
             os.environ[START_METHOD_VARIABLE] = "spawn"  # the resources of the others
-        return asyncio.run(_demo_vllm(settings, console, broker, Path(folder)))
+        parts = deployment_parts(vllm_scenario.VLLM_WORKERS, prefill_workers)
+        return asyncio.run(_demo_vllm(settings, console, broker, Path(folder), parts))
 
 
-async def _demo_vllm(settings: Settings, console: Console, broker: Broker, folder: Path) -> bool:
+async def _demo_vllm(
+    settings: Settings,
+    console: Console,
+    broker: Broker,
+    folder: Path,
+    parts: Sequence[DeploymentPart],
+) -> bool:
     from app.demo import vllm_scenario
 
-    changes = _changes(settings, broker) | vllm_scenario.vllm_settings(folder / "model")
+    with_roles = any(part.role is not None for part in parts)
+    changes = _changes(settings, broker) | vllm_scenario.vllm_settings(
+        folder / "model", hands_over=with_roles
+    )
     async with demo_environment(
-        settings,
-        broker,
-        parts=deployment_parts(vllm_scenario.VLLM_WORKERS),
-        changes=changes,
-        builds=PROCESS_FACTORIES,
+        settings, broker, parts=parts, changes=changes, builds=PROCESS_FACTORIES
     ) as on:
         return await vllm_scenario.VllmScenario(on, console).run()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -25,10 +25,10 @@ class DemoSession:
     ready_timeout_s: float
 
     def __init__(self, on: DemoEnvironment, console: Console) -> None:
-        log, self._deployment, self._settings, self._ctx, parts = on
-        self._workers = sum(part.kind == "worker" for part in parts)
-        self._workers_shown = count_workers(parts)
-        self._is_disaggregated = any(part.role == "prefill" for part in parts)
+        log, self._deployment, self._settings, self._ctx, self._parts = on
+        self._workers = sum(part.kind == "worker" for part in self._parts)
+        self._workers_shown = count_workers(self._parts)
+        self._is_disaggregated = any(part.role == "prefill" for part in self._parts)
         ctx = self._ctx
         self._clock = ctx.clock
         self._console = console
@@ -63,6 +63,18 @@ class DemoSession:
             policy, trace, run_request, self._decisions, self._clock, self._console, speed
         )
 
+    async def restart_with_empty_caches(
+        self, changes: Mapping[str, Any], warm_up: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Restart workers and routers, with changed settings.
+
+        `warm_up`: a request, after which every lane has an owner again.
+        """
+        since = self._fleet.next_epoch()
+        await self._deployment.restart({"worker", "router"}, changes)
+        await self.wait_for_workers(since)
+        await warm_up()
+
     async def replay_in_round_robin(
         self,
         trace: Sequence[TracePrompt],
@@ -71,21 +83,19 @@ class DemoSession:
         kv_aware: PolicyRun,
         speed: float,
     ) -> PolicyRun:
-        """The trace once more with empty caches and in round robin, beside the first run.
-
-        `warm_up`: a request, after which every lane has an owner again.
-        """
-        since = self._fleet.next_epoch()
-        await self._deployment.restart({"worker", "router"}, {"policy": "round_robin"})
-        await self.wait_for_workers(since)
-        await warm_up()
+        """The trace once more with empty caches and in round robin, beside the first run."""
+        await self.restart_with_empty_caches({"policy": "round_robin"}, warm_up)
         in_turn = await self.replay("round robin", trace, run_request, speed)
-        self._console.print()
-        self.show(policy_comparison.comparison_table([in_turn, kv_aware]))
+        self.show_runs(in_turn, kv_aware)
         self._console.print("\nthree routing decisions explained (KV-aware):")
         for line in policy_comparison.explain_decisions(kv_aware, self._decisions):
             self._console.print(line, highlight=False, markup=False, style="dim")
         return in_turn
+
+    def show_runs(self, *runs: PolicyRun) -> None:
+        """The runs of a trace side by side."""
+        self._console.print()
+        self.show(policy_comparison.comparison_table(runs))
 
     async def wait_for_outcome(self, request_id: str) -> None:
         """Wait for the end of a request in the ledger, at most `OUTCOME_TIMEOUT_S`."""

@@ -29,7 +29,7 @@ RunTraceRequest = Callable[[TracePrompt], Awaitable[DemoAnswer]]
 
 
 class PolicyRun(NamedTuple):
-    """The results of one policy. Shares are fractions of 1."""
+    """The results of one policy, or of one way to serve. Shares are fractions of 1."""
 
     policy: str
     answers: Sequence[DemoAnswer]

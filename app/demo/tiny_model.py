@@ -37,6 +37,7 @@ _ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     # One process and one thread an engine: with the defaults they compete for few cores.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -68,6 +69,18 @@ def engine_arguments(
         "kv_cache_memory_bytes": 256 << 20,
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
+    }
+
+
+def connector_arguments(lease_s: int = 30) -> dict[str, Any]:
+    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers on a CPU."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": {"kv_lease_duration": lease_s},
+        }
     }
 
 

@@ -4,13 +4,16 @@ The model's weights are random, so its answers are not known in advance. But the
 the worker or its cache: each request of the trace is sent under both policies, and a long one with
 and without a worker failure; the answers must be equal, token by token. The cache hits that the
 router expected are compared with those of vLLM.
+
+With a prefill and a decode worker, the trace is sent to the decode worker alone first, then, with
+empty caches, handed over from one to the other.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,23 +44,38 @@ SHRINK_FACTOR = CHUNK_TOKENS // tiny_model.BLOCK_SIZE
 TRACE_COPIES = 2
 """The trace is replayed twice, the second time with other tokens: 600 requests."""
 REQUESTS_PER_S = 8.0
+DISAGGREGATED_COPIES, DISAGGREGATED_PER_S = 1, 4.0
+"""With one prefill and one decode worker. An engine that holds blocks for another one, or waits for
+some, is never idle: on two cores TTFT is seconds at 8 requests/s."""
 LONGEST_ANSWER = 12
 LONG_ANSWER = 600
 KILL_AFTER_TOKENS = 100
 """Tokens of the long answer after which its worker is killed."""
+MIN_HANDED_OVER = 0.9
+"""Share of prompts; on a busy machine the time limit of a hand-over may pass."""
+MIN_COMPARED = 0.8
+"""Share of requests with an expected and a found number of cached tokens: one attempt."""
 UNKNOWN_ANSWER = ExpectedAnswer((), "", "length")
 
 
-def vllm_settings(folder: Path) -> dict[str, Any]:
-    """Settings of a deployment that serves the model in a folder with vLLM."""
-    return {
+def vllm_settings(folder: Path, *, hands_over: bool = False) -> dict[str, Any]:
+    """Settings of a deployment that serves the model in a folder with vLLM.
+
+    `hands_over`: all prompts, from prefill to decode workers.
+    """
+    engine_args = tiny_model.engine_arguments(BLOCKS, CONTEXT_LENGTH)
+    settings: dict[str, Any] = {
         "engine": "vllm",
         "model": MODEL,
         "model_path": tiny_model.make_model(folder),
-        "engine_args": tiny_model.engine_arguments(BLOCKS, CONTEXT_LENGTH),
+        "engine_args": engine_args,
         "context_length": CONTEXT_LENGTH,
         "worker_timeout_s": 10.0,  # both engines and everything else share few cores
     }
+    if hands_over:
+        engine_args |= tiny_model.connector_arguments()
+        settings["handover_min_tokens"] = 0
+    return settings
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -88,9 +106,13 @@ class VllmScenario(DemoSession):
         await self.wait_for_workers()
         self.show(f"ready, {self.elapsed_s:.0f} s after the start\n")
         await self._chat()
-        kv_aware, in_turn = await self._compare()
-        survived = await self._show_failover()
-        return self._show_checks(kv_aware, in_turn, survived=survived)
+        trace = self._begin_trace()
+        if self._is_disaggregated:
+            checks = await self._compare_whole(trace)
+        else:
+            checks = await self._compare_policies(trace)
+        checks["the answer survived its worker"] = await self._show_failover()
+        return self._show_checks(checks)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -110,25 +132,58 @@ class VllmScenario(DemoSession):
         text = reply.choices[0].message.content or ""
         self._console.print(f"[bold]answer[/]  {escape(repr(text))}\n", highlight=False)
 
-    async def _compare(self) -> tuple[PolicyRun, PolicyRun]:
-        """The trace with KV-aware routing, then, with empty caches, in round robin."""
-        trace = shrunk_trace()
+    def _begin_trace(self) -> list[TracePrompt]:
+        trace = shrunk_trace(DISAGGREGATED_COPIES if self._is_disaggregated else TRACE_COPIES)
         longest = max(len(request.token_ids) for request in trace)
         self.show_title(
             f"{len(trace)} requests of a production trace, shrunk to prompts of up to {longest} "
             "tokens"
         )
-        speed = (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * REQUESTS_PER_S
+        return trace
+
+    async def _compare_policies(self, trace: Sequence[TracePrompt]) -> dict[str, bool]:
+        """The trace with KV-aware routing, then, with empty caches, in round robin."""
+        speed = _speed(trace, REQUESTS_PER_S)
         kv_aware = await self.replay("KV-aware", trace, self._run_request, speed)
-        warm_up = partial(self._run_request, trace[0]._replace(token_ids=[5, 6, 7]))
         in_turn = await self.replay_in_round_robin(
-            trace, self._run_request, warm_up, kv_aware, speed
+            trace, self._run_request, partial(self._warm_up, trace), kv_aware, speed
         )
-        return kv_aware, in_turn
+        return {
+            **self._check_predictions(kv_aware),
+            f"{kv_aware.cached_share:.1%} of the prompt tokens were cached, in round robin "
+            f"{in_turn.cached_share:.1%}": kv_aware.cached_share > in_turn.cached_share,
+            **_check_answers("under both policies", kv_aware, in_turn),
+        }
+
+    async def _compare_whole(self, trace: Sequence[TracePrompt]) -> dict[str, bool]:
+        """The trace on the decode worker alone, then, with empty caches, handed over."""
+        decode_worker = next(part.name for part in self._parts if part.role == "decode")
+        speed = _speed(trace, DISAGGREGATED_PER_S)
+        on_one = partial(self._run_request, worker=decode_worker)
+        whole = await self.replay("one worker", trace, on_one, speed)
+        await self.restart_with_empty_caches({}, partial(self._warm_up, trace))
+        handed_over = await self.replay("handed over", trace, self._run_request, speed)
+        self.show_runs(whole, handed_over)
+        self._console.print()
+        phases = [
+            [decision.phase for decision in self._decisions.decisions(answer.id)]
+            for answer in handed_over.answers
+        ]
+        count = phases.count(["prefill", "decode"])
+        return {
+            f"{count} of {len(phases)} prompts were handed over from a prefill worker to a decode "
+            f"worker; limit {MIN_HANDED_OVER:.0%}": count >= MIN_HANDED_OVER * len(phases),
+            **self._check_predictions(handed_over),
+            **_check_answers("to those of one worker", whole, handed_over),
+        }
 
     async def _show_failover(self) -> bool:
-        """A long answer, twice; kills its worker the second time. Whether both are equal."""
-        self.show_title("A worker is killed in mid stream")
+        """A long answer, twice; kills its worker the second time. Whether both are equal.
+
+        A decode worker is started again, since there is no other one.
+        """
+        what = "A decode worker" if self._is_disaggregated else "A worker"
+        self.show_title(f"{what} is killed in mid stream")
         prompt = random.Random(99).choices(_VOCABULARY, k=100)
         whole = await self._tokens(await self._publish(prompt, LONG_ANSWER))
         request_id = await self._publish(prompt, LONG_ANSWER)
@@ -140,30 +195,28 @@ class VllmScenario(DemoSession):
                 killed = self._decisions.workers_of(request_id)[-1]
                 await self._deployment.kill(killed)
                 self.show(f"[red]kill -9 {killed}[/], {len(tokens)} tokens into its answer")
+                if self._is_disaggregated:
+                    await self._deployment.start_again(killed)
         where = self.workers_of(request_id)
         same = tokens == whole
         verdict = "equal to" if same else "[red]not[/] equal to"
         self.show(f"{len(tokens)} tokens from {where}: {verdict} the uninterrupted answer\n")
         return same
 
-    def _show_checks(self, kv_aware: PolicyRun, in_turn: PolicyRun, *, survived: bool) -> bool:
-        errors = self._errors(kv_aware)
-        pairs = zip(kv_aware.answers, in_turn.answers, strict=True)
-        differ = sum(a.tokens != b.tokens for a, b in pairs)
-        checks = {
-            f"cached tokens, expected by the router and found by vLLM, over {errors.requests} "
-            f"requests: p95 error {errors.p95:.2f} blocks (mean {errors.mean:.3f}, max "
-            f"{errors.max:.0f}); limit 1": errors.p95 <= 1 and errors.requests >= 500,
-            f"{kv_aware.cached_share:.1%} of the prompt tokens were cached, in round robin "
-            f"{in_turn.cached_share:.1%}": kv_aware.cached_share > in_turn.cached_share,
-            f"{len(in_turn.answers) - differ} of {len(in_turn.answers)} answers are equal under "
-            "both policies": not differ,
-            "the answer survived its worker": survived,
-        }
+    def _show_checks(self, checks: Mapping[str, bool]) -> bool:
         for what, holds in checks.items():
             self.show(f"{'[green]passed[/]' if holds else '[red]failed[/]'}  {what}")
         self.show(f"{self.elapsed_s:.0f} s in all")
         return all(checks.values())
+
+    def _check_predictions(self, run: PolicyRun) -> dict[str, bool]:
+        errors = self._errors(run)
+        return {
+            f"cached tokens, expected by the router and found by vLLM, over {errors.requests} "
+            f"requests: p95 error {errors.p95:.2f} blocks (mean {errors.mean:.3f}, max "
+            f"{errors.max:.0f}); limit 1": errors.p95 <= 1
+            and errors.requests >= MIN_COMPARED * len(run.answers)
+        }
 
     def _errors(self, showing: PolicyRun) -> PredictionErrors:
         off = []
@@ -178,22 +231,27 @@ class VllmScenario(DemoSession):
 
     # --- requests --------------------------------------------------------------------------------
 
-    async def _run_request(self, request: TracePrompt) -> DemoAnswer:
-        """Publish a request of the trace and read its answer."""
+    async def _warm_up(self, trace: Sequence[TracePrompt]) -> None:
+        await self._run_request(trace[0]._replace(token_ids=[5, 6, 7]))
+
+    async def _run_request(self, request: TracePrompt, worker: str = "") -> DemoAnswer:
+        """Publish a request of the trace and read its answer; `worker`: where all of it runs."""
         at = self._clock.now()
         limit = min(request.output_tokens, LONGEST_ANSWER)
-        request_id = await self._publish(request.token_ids, limit)
+        request_id = await self._publish(request.token_ids, limit, worker)
         answer = DemoAnswer(request_id, UNKNOWN_ANSWER, len(request.token_ids), at)
         async for piece in self._client.stream(request_id, timeout_s=ANSWER_S):
             answer.add_record(piece, self._clock.now())
         await self.wait_for_outcome(request_id)
         return answer
 
-    async def _publish(self, tokens: Sequence[int], limit: int) -> str:
-        body = {
+    async def _publish(self, tokens: Sequence[int], limit: int, worker: str = "") -> str:
+        body: dict[str, Any] = {
             "model": MODEL, "token_ids": list(tokens), "max_tokens": limit, "temperature": 0,
             "ignore_eos": True,
         }  # fmt: skip
+        if worker:
+            body["nvext"] = {"backend_instance_id": worker}
         request_id = self._client.new_request_id()
         await self._client.publish(Prompt(id=request_id, kind="tokens", body=body))
         return request_id
@@ -205,17 +263,28 @@ class VllmScenario(DemoSession):
         return tokens
 
 
+def _speed(trace: Sequence[TracePrompt], requests_per_s: float) -> float:
+    """The speed-up of a trace to a mean rate."""
+    return (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * requests_per_s
+
+
+def _check_answers(equal_to: str, one: PolicyRun, other: PolicyRun) -> dict[str, bool]:
+    pairs = list(zip(one.answers, other.answers, strict=True))
+    equal = sum(a.tokens == b.tokens for a, b in pairs)
+    return {f"{equal} of {len(pairs)} answers are equal {equal_to}": equal == len(pairs)}
+
+
 _VOCABULARY = range(16, tiny_model.VOCABULARY_SIZE)
 
 
-def shrunk_trace() -> list[TracePrompt]:
+def shrunk_trace(copies: int) -> list[TracePrompt]:
     """The trace that ships with kvlane, repeated with other tokens, with shorter prompts."""
     rows = list(read_trace(BUNDLED_TRACE))
     lasts = (rows[-1].timestamp - rows[0].timestamp) / 1000
     trace = []
-    for copy in range(TRACE_COPIES):
+    for copy in range(copies):
         for row in rows:
-            ids = [chunk * TRACE_COPIES + copy for chunk in row.hash_ids]
+            ids = [chunk * copies + copy for chunk in row.hash_ids]
             length = max(row.input_length // SHRINK_FACTOR, 1)
             tokens = chunk_tokens(ids, length, _VOCABULARY, chunk_tokens=tiny_model.BLOCK_SIZE)
             trace.append(

@@ -90,6 +90,9 @@ class LocalDeployment(Protocol):
     async def kill(self, name: str) -> None:
         """End a process as kill -9 does."""
 
+    async def start_again(self, name: str) -> None:
+        """Start a process that was killed."""
+
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
         """Stop all processes of these kinds gracefully; start new ones with changed settings."""
 
@@ -145,6 +148,9 @@ class ProcessDeployment:
     async def kill(self, name: str) -> None:
         """SIGKILL."""
         self._running.pop(name).kill()
+
+    async def start_again(self, name: str) -> None:
+        self.restart_one(name)
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
         parts = [part for part in self._parts if part.kind in kinds]
@@ -243,6 +249,10 @@ class InProcessDeployment:
         log, ctx, _ = self._running.pop(name)
         log.kill()
         await ctx.cancel_tasks()
+
+    async def start_again(self, name: str) -> None:
+        [part] = [part for part in self._parts if part.name == name]
+        await self._launch(part, {})
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
         parts = [part for part in self._parts if part.kind in kinds]

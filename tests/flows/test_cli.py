@@ -281,12 +281,6 @@ def test_up_needs_a_worker_that_decodes() -> None:
     assert "kvlane demo" in result.stderr
 
 
-def test_demo_with_vllm_refuses_prefill_workers() -> None:
-    result = kvlane("demo", "--engine", "vllm", "--disaggregated")
-    assert result.exit_code == 2
-    assert "--disaggregated needs the simulated engine" in result.stderr
-
-
 def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLANE_LANES", "77")
     result = kvlane("settings")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -16,7 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
+from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE, connector_arguments
 from app.engine.interface import EngineError, EngineOutput, GenerateContext
 from app.engine.validator import ValidatingEngine
 from app.local.processes import free_port
@@ -56,16 +55,8 @@ class Pair(NamedTuple):
 
 
 async def connected(model: Path, lease_s: int) -> RealEngine:
-    """An engine with a KV connector, at a port of its own."""
-    os.environ |= {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-    }
-    connector = {
-        "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
-        "kv_connector_extra_config": {"kv_lease_duration": lease_s},
-    }  # fmt: skip
-    return await started(model, blocks=BLOCKS, kv_transfer_config=connector)
+    """An engine with a KV connector."""
+    return await started(model, blocks=BLOCKS, **connector_arguments(lease_s))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -285,16 +276,13 @@ async def test_router_and_gateway_hand_requests_over(
 async def test_server_continues_from_the_prompt_of_another(
     model: Path, engine: RealEngine, tmp_path: Path
 ) -> None:
-    connector = json.dumps(
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
-    )
+    connector = json.dumps(connector_arguments()["kv_transfer_config"])
     async with AsyncExitStack() as stack:
         engines = []
         for name in ROLES:
             server = await stack.enter_async_context(
                 running(
                     model, tmp_path / name, more=("--kv-transfer-config", connector),
-                    VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
                     VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
                 )
             )  # fmt: skip

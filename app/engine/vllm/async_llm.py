@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 LOAD_LOG_INTERVAL_S = 10.0
 """Interval between two log lines while the model is loading."""
 START_METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+SIDE_CHANNEL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 LEASE_OPTION = "kv_lease_duration"
 """Option in `kv_connector_extra_config`: how long blocks are held for another engine, in s."""
 NIXL_LEASE_S = 30.0
@@ -209,11 +210,12 @@ class VllmEngine(Engine):
         os.environ[START_METHOD_VARIABLE] = (
             start_method  # on a CPU, create_engine_config overrides it
         )
-        return AsyncLLM.from_vllm_config(
-            config,
-            stat_loggers=self._figures.loggers(),
-            disable_log_stats=arguments.disable_log_stats,
-        )
+        with _side_channel_port():
+            return AsyncLLM.from_vllm_config(
+                config,
+                stat_loggers=self._figures.loggers(),
+                disable_log_stats=arguments.disable_log_stats,
+            )
 
     def _engine_arguments(self, endpoint: str) -> dict[str, Any]:
         arguments = dict(self._arguments)
@@ -349,6 +351,22 @@ def _transfer_lease_s(config: Any) -> float | None:
     default = NIXL_LEASE_S if str(config.kv_connector).startswith("Nixl") else None
     lease_s = config.get_from_extra_config(LEASE_OPTION, default)
     return None if lease_s is None else float(lease_s)
+
+
+@contextlib.contextmanager
+def _side_channel_port() -> Iterator[None]:
+    """Give the engine that is started meanwhile a free port for NIXL, unless one is given: the
+    default of vLLM is the same for all engines."""
+    from vllm.utils.network_utils import get_open_port
+
+    if SIDE_CHANNEL_PORT_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[SIDE_CHANNEL_PORT_VARIABLE] = str(get_open_port())
+    try:
+        yield
+    finally:
+        del os.environ[SIDE_CHANNEL_PORT_VARIABLE]
 
 
 def _translated(error: Exception) -> EngineError:
