@@ -430,7 +430,8 @@ class Assignment(InternalRecord, frozen=True):
     """Run this. `taken`: tokens the reader has (u32, little endian), to continue from.
 
     `handoff_until_ms`: in phase decode, when the blocks of its prefill may be gone: past it the
-    worker refuses the run; 0: never.
+    worker refuses the run; 0: never. With `Request.bootstrap_info`, in both phases, also the time
+    until which the run may wait for their transfer.
     """
 
     worker: str

@@ -136,8 +136,11 @@ class RouterParams(InternalRecord, frozen=True):
 
 
 class BootstrapInfo(InternalRecord, frozen=True):
-    """Rendezvous of prefill and decode of a request. `bootstrap_room`: u64, unique to the
-    request."""
+    """Rendezvous of the prefill and decode runs of a request, at the prefill engine.
+
+    `bootstrap_room`: of 63 bits, unique to the prefill run, whose rank it is modulo the ranks of
+    that engine.
+    """
 
     bootstrap_host: str = ""
     bootstrap_port: int = 0

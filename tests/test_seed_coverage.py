@@ -43,6 +43,8 @@ WORKER = "flows/test_worker.py::test_"
 CONTRACT = "unit/test_engine_contract.py::test_"
 ENGINE = "contracts/test_engine.py::test_"
 SPLIT = "flows/test_router_handover.py::test_"
+MEETING = "flows/test_router_bootstrap.py::test_"
+HANDED = "flows/test_worker_handover.py::test_"
 MODELS = "flows/test_gateway_models.py::test_"
 
 
@@ -221,9 +223,13 @@ PREFILL_ROUTER: Row = {
         f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
         f"{SPLIT}requests_stay_whole_while_prefill_workers_are_gone",
         f"{SPLIT}full_prefill_workers_refuse_as_full_workers_do",
+        f"{MEETING}decode_is_dispatched_beside_its_prefill",
     ),
-    "decode starts beside prefill on the bootstrap path": Missing(
-        "prefill ends before decode begins, as engines without a bootstrap endpoint need it"
+    "decode starts beside prefill on the bootstrap path": (
+        f"{MEETING}decode_is_dispatched_beside_its_prefill",
+        f"{MEETING}room_has_the_rank_of_the_prefill_and_is_never_repeated",
+        f"{MEETING}failed_prefill_ends_the_run_of_decode",
+        f"{HANDED}run_waits_for_its_transfer_for_a_limited_time",
     ),
     "round robin's turn goes on with what is dispatched only": (
         f"{DRY}dry_run_sees_pins_and_opens_no_session",
@@ -245,8 +251,11 @@ PREFILL_ROUTER: Row = {
     "decode's overrides keep the request's others": (
         f"{SPLIT}prompt_is_computed_by_a_prefill_worker_and_decoded_by_another",
     ),
-    "a cancel after prefill still dispatches decode": Missing(
-        "a difference: a cancel ends the request at once, and the lease releases the blocks"
+    "a cancel after prefill still dispatches decode": (
+        f"{SPLIT}cancel_after_prefill_still_dispatches_decode_for_one_token",
+        f"{MEETING}cancel_before_decode_has_room_still_dispatches_it",
+        f"{HANDED}cancel_by_a_client_interrupts_no_transfer",
+        f"{HANDED}prefill_that_a_decode_waits_for_is_not_cancelled",
     ),
     "deactivation and reactivation are idempotent; readiness with and without enforce_disagg": (
         f"{SPLIT}requests_stay_whole_while_prefill_workers_are_gone",
@@ -258,6 +267,7 @@ PREFILL_ROUTER: Row = {
     ),
     "the trace link on the completed path only": (
         "flows/test_router_spans.py::test_run_of_decode_is_linked_to_that_of_its_prefill",
+        "flows/test_router_spans.py::test_run_of_decode_beside_its_prefill_is_not_linked_to_it",
     ),
     "dropping the router cancels the activation": Missing(
         "there is nothing to cancel: prefill workers are in the fold of the registry"

@@ -36,7 +36,8 @@ class RouterSettings(BaseModel):
         10.0,
         gt=0,
         description="longest time from the end of a prefill to the begin of its decode, in "
-        "seconds; past it the next attempt begins",
+        "seconds, or with a bootstrap endpoint from the predicted end of the prefill to the first "
+        "token; past it the next attempt begins",
     )
     handover_min_tokens: int = Field(
         2048,

@@ -6,8 +6,8 @@ failover.py            move a request to another worker
 termination.py         end a request
 scheduler.py           workers for interactive requests, and the order of those that wait
 batch_scheduler.py     workers for batch requests, and preemption
-waiting_requests.py    the queue of each of the two
-remaining_work.py      what is left of a request, with the hand-overs from prefill to decode
+waiting_requests.py    the queue of each of the two, and what is left of a request
+handovers.py           the hand-overs from prefill to decode
 worker_capacity.py     workers that take no more runs
 deferred_prompts.py    prompts from Kafka that wait in the log
 model_availability.py  models without workers

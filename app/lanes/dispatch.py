@@ -19,16 +19,12 @@ from opentelemetry.trace import Span
 
 from app.lanes.context import RouterContext, ViewStopped
 from app.lanes.deferred_prompts import QueueSize
-from app.lanes.remaining_work import DeferredRequest, HandOver, HandOvers, RemainingWork
+from app.lanes.handovers import HandOver, HandOvers, bootstrap_info
 from app.lanes.termination import CancellableWaits, RequestTermination
-from app.lanes.waiting_requests import LaneRequest, RequestKey
+from app.lanes.waiting_requests import DeferredRequest, LaneRequest, RemainingWork, RequestKey
 from app.routing.selection.decision import Placement, Rejection, Wait
 from app.routing.selection.eligibility import domain_taint
-from app.routing.selection.handover import (
-    decode_request,
-    prefill_request,
-    within_domain,
-)
+from app.routing.selection.handover import prefill_request
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.ledger import RunId
 from app.routing.worker_rank import WorkerRank
@@ -46,7 +42,7 @@ from streams.records import (
     SessionUse,
     Usage,
 )
-from streams.request import Request
+from streams.request import BootstrapInfo, Request
 from streams.topics import ASSIGNMENTS, LEDGER
 
 RETRY_AFTER_S = 1.0
@@ -190,16 +186,6 @@ class Dispatcher:
         else:
             await self._dispatch_if_due(rest, choice, began_at)
 
-    def _decode_rest(self, handover: HandOver) -> RemainingWork:
-        """The work of the decode worker."""
-        worker = handover.prefill.worker
-        request = decode_request(
-            handover.rest.request, worker, handover.params, handover.cached_tokens
-        )
-        rules = self._context.scheduler.handover_rules
-        request = within_domain(request, self._domain_taint(worker), rules)
-        return handover.rest._replace(request=request)
-
     async def _hold_decode_of(
         self, rest: RemainingWork, choice: Placement
     ) -> Placement | Rejection | DeferredRequest:
@@ -208,31 +194,56 @@ class Dispatcher:
             return choice
         run = RunId(rest.attempt, "prefill", choice.worker_rank.worker, choice.worker_rank.epoch)
         handover = HandOver(rest, run, self._context.broker_clock.now_ms(), b"{}", rest.deadline_ms)
-        return await self._hold(self._decode_rest(handover), handover)
+        return await self._hold(self._decode_work(handover), handover)
 
-    async def assign_decode(self, handover: HandOver) -> None:
-        """Dispatch the decode of a request whose prompt a prefill worker holds.
+    async def assign_decode(self, handover: HandOver) -> bool:
+        """Dispatch the decode of a prompt that a prefill worker holds, or computes; or end it.
 
-        It is not dispatched past the time of the hand-over, nor after the death of that worker: the
-        owner finds that no decode was assigned, and begins the next attempt.
+        It is not dispatched past the time of the hand-over, nor after the death of that worker:
+        then the result is False, and the next attempt is due.
         """
         s, prefill = self._context, handover.prefill
         began_at = s.ctx.clock.now()
-        rest = self._decode_rest(handover)
+        rest = self._decode_work(handover)
         choice = await self._hold(rest, handover)
         now_ms = s.broker_clock.now_ms()
         if isinstance(choice, Placement):
             is_lost = s.fleet.is_lost(prefill.worker, prefill.epoch)
-            if now_ms <= handover.until_ms and not is_lost:
-                await self._dispatch_if_due(rest, choice, began_at, handover)
-        elif isinstance(choice, Rejection) and not handover.until_ms < now_ms <= rest.deadline_ms:
+            if now_ms > handover.until_ms or is_lost:
+                return False
+            await self._dispatch_if_due(rest, choice, began_at, handover)
+        elif isinstance(choice, Rejection):
+            if handover.until_ms < now_ms <= rest.deadline_ms:
+                return False
             await self._reject(rest.request.id, choice)
+        return True
 
-    def _domain_taint(self, worker: str) -> str | None:
-        """The taint of a worker in the domain of transfers."""
-        domain = self._context.scheduler.handover_rules.domain
-        member = self._context.fleet.members.get(worker)
-        return domain_taint(member.card.taints, domain) if domain and member is not None else None
+    async def release(self, request_id: str) -> None:
+        """Let a decode worker fetch the blocks that are held for a request whose End is written.
+
+        It generates one token, which no reader sees. So the blocks are freed before the end of
+        their lease, by engines of any kind: they release blocks when these were fetched, and have
+        no other call for it. Best effort: without a worker that has room in time the lease ends.
+        """
+        state = self._context.ledger.request(self._lane, request_id)
+        handover = None if state is None else self.handovers.usable(request_id, state.attempt)
+        if handover is None:
+            return
+        rest = self._decode_work(handover)
+        stop = replace(rest.request.stop, max_tokens=len(rest.emitted) + 1, min_tokens=0)
+        rest = rest._replace(request=replace(rest.request, stop=stop))
+        choice = await self._hold(rest, handover)
+        if isinstance(choice, Placement) and self._is_due(rest, "decode"):
+            await self._dispatch(rest, choice, handover.until_ms)
+
+    def _decode_work(self, handover: HandOver) -> RemainingWork:
+        """The work of the decode worker."""
+        rules = self._context.scheduler.handover_rules
+        member = self._context.fleet.members.get(handover.prefill.worker)
+        taint = None
+        if rules.domain and member is not None:
+            taint = domain_taint(member.card.taints, rules.domain)
+        return handover.decode_work(taint, rules)
 
     async def _reject(self, request_id: str, why: Rejection) -> None:
         again_s = RETRY_AFTER_BY_CODE.get(why.code)
@@ -280,20 +291,16 @@ class Dispatcher:
         case: there are never more of them than runs that workers had.
         """
         s, request = self._context, rest.request
-        seed = s.ctx.rng.getrandbits(32)
-        prompt = PromptHashes(request, pack_tokens(rest.emitted))
         deferral = Wait("")
-        key = RequestKey(self._lane, request.id)
         scheduler = s.scheduler_of(request.service_class)
         until_ms = rest.deadline_ms if handover is None else handover.until_ms
-        wanted = scheduler.waiting.new_request(key, prompt, seed, rest.deadline_ms, rest.excluded)
+        wanted = self._wanted(rest, handover)
+        key = wanted.key
         try:
             while s.broker_clock.now_ms() <= min(until_ms, rest.deadline_ms):
-                phase = "decode" if handover else self._first_phase(rest, prompt)
+                phase = "decode" if handover else self._first_phase(rest, wanted.prompt)
                 if phase != wanted.phase:
                     wanted = replace(wanted, phase=phase)
-                if handover is not None and handover.since_ms < wanted.since_ms:
-                    wanted = replace(wanted, since_ms=handover.since_ms)
                 planned = (
                     s.scheduler.dry_run(wanted)
                     if request.is_query
@@ -316,6 +323,21 @@ class Dispatcher:
             return _rejection("no_workers", deferral.reason)
         code: EndCode = "deadline" if deferral.code == "no_workers" else deferral.code
         return _rejection(code, deferral.reason)
+
+    def _wanted(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
+        """The request as the scheduler plans it; a decode keeps the place of its prefill."""
+        s, request = self._context, rest.request
+        wanted = s.scheduler_of(request.service_class).waiting.new_request(
+            RequestKey(self._lane, request.id),
+            PromptHashes(request, pack_tokens(rest.emitted)),
+            s.ctx.rng.getrandbits(32),
+            rest.deadline_ms,
+            rest.excluded,
+        )
+        if handover is None:
+            return wanted
+        since_ms = min(handover.since_ms, wanted.since_ms)
+        return replace(wanted, phase="decode", since_ms=since_ms)
 
     def _first_phase(self, rest: RemainingWork, prompt: PromptHashes) -> Phase:
         is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
@@ -387,6 +409,13 @@ class Dispatcher:
         worker, epoch, rank = choice.worker_rank
         adapter = request.hints.lora_name or ""
         run = RunId(rest.attempt, choice.phase, worker, epoch)
+        bootstrap = None
+        if run.phase == "prefill":
+            bootstrap = self._bootstrap_of(choice.worker_rank)
+            begun = self.handovers.begin(
+                rest, run, s.broker_clock.now_ms(), bootstrap, choice.forecast.ttft_ms
+            )
+            handover_until_ms = begun.until_ms
         assigned = Assigned(
             id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
             origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
@@ -401,7 +430,7 @@ class Dispatcher:
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
-            request=self._request_of(rest, choice), origin=rest.origin,
+            request=_request_of(rest, choice, bootstrap), origin=rest.origin,
             responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
             budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
             taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
@@ -409,8 +438,6 @@ class Dispatcher:
         )  # fmt: skip
         slot = s.assignments_partition(run.worker).partition
         s.scheduler.on_dispatched(request, run.phase)
-        if run.phase == "prefill":
-            self.handovers.begin(rest, run, s.broker_clock.now_ms())
         try:
             with s.count_in_flight(run, request, choice):
                 decision, _ = await s.publisher.publish_together(
@@ -423,11 +450,11 @@ class Dispatcher:
                 request.id, "too_large", "the request does not fit into one record"
             )
 
-    def _request_of(self, rest: RemainingWork, choice: Placement) -> Request:
-        """The request as its worker gets it."""
-        if choice.phase == "prefill":
-            return prefill_request(rest.request, choice.worker_rank, len(rest.emitted))
-        return _with_rank(rest.request, choice.worker_rank.rank)
+    def _bootstrap_of(self, place: WorkerRank) -> BootstrapInfo | None:
+        member = self._context.fleet.members.get(place.worker)
+        if member is None:
+            return None
+        return bootstrap_info(member.card, place.rank, self._context.ctx.rng)
 
 
 def is_resumable(request: Request) -> bool:
@@ -435,11 +462,14 @@ def is_resumable(request: Request) -> bool:
     return request.body is None and request.sampling.guided_decoding is None
 
 
-def _with_rank(request: Request, rank: int) -> Request:
+def _request_of(rest: RemainingWork, choice: Placement, bootstrap: BootstrapInfo | None) -> Request:
     """The request as its worker gets it: with the rank that was chosen."""
-    if rank == (request.hints.dp_rank or 0):
+    request, place = rest.request, choice.worker_rank
+    if choice.phase == "prefill":
+        return prefill_request(request, place, len(rest.emitted), bootstrap)
+    if place.rank == (request.hints.dp_rank or 0):
         return request
-    return replace(request, hints=replace(request.hints, dp_rank=rank))
+    return replace(request, hints=replace(request.hints, dp_rank=place.rank))
 
 
 def _session_use(request: Request, choice: Placement) -> SessionUse | None:

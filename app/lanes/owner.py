@@ -25,9 +25,8 @@ from msgspec.structs import replace
 from app.lanes.context import RouterContext
 from app.lanes.dispatch import Dispatcher, RenewalDue, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
-from app.lanes.remaining_work import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
-from app.lanes.waiting_requests import RequestKey
+from app.lanes.waiting_requests import RemainingWork, RequestKey
 from app.request_timers import RequestTimers
 from app.routing.reconcile import (
     Action,
@@ -169,7 +168,20 @@ class LaneOwner:
         action = next_action(request_id, state, s.fleet, now_ms, s.timeouts)
         if action is None and s.batch_scheduler.gives_way(request_id, state):
             return Restart(state.attempt + 1, "preempted")
+        if action is None and self._is_decode_due(request_id, state):
+            return Decode(state.attempt)
         return action
+
+    def _is_decode_due(self, request_id: str, state: RequestState) -> bool:
+        """Whether decode begins beside a prefill that this owner has dispatched.
+
+        For another owner, which has no hand-over to use, nothing is due before that prefill ends.
+        """
+        has_prefill = any(run.state in OPEN for run in state.runs.values())
+        has_decode = any(run_id.phase != "prefill" for run_id in state.runs)
+        handovers = self._dispatcher.handovers
+        is_begun = handovers.has_bootstrap(request_id, state.attempt)
+        return is_begun and has_prefill and not has_decode
 
     def _drop_handover(self, request_id: str, state: RequestState | None) -> None:
         """Drop the hand-over of a request that is over, or has begun another attempt."""
@@ -181,12 +193,15 @@ class LaneOwner:
 
     async def _decode(self, request_id: str, attempt: int) -> None:
         """Dispatch the decode of an attempt; begin the next one without a usable hand-over."""
-        handover = self._dispatcher.handovers.take(request_id, attempt)
-        if handover is not None:
-            await self._dispatcher.assign_decode(handover)
-        else:
+        handovers = self._dispatcher.handovers
+        handover = handovers.usable(request_id, attempt)
+        if handover is None:
             self._context.metrics.on_handover("unused")
             await self._failover.restart(request_id, Restart(attempt + 1, "handover_unused"))
+        elif await self._dispatcher.assign_decode(handover):
+            handovers.drop(request_id)
+        else:
+            handovers.give_up(request_id)
 
     def _set_back_off(self, request_id: str, state: RequestState | None) -> None:
         """A request that backs off waits, in the queue of its class."""
@@ -439,7 +454,8 @@ class LaneOwner:
         else:
             is_wanted = cancel.id in self._arrived or cancel.id in self._renewed
         if is_wanted:
-            await self._ends.end(cancel.id, "cancelled", cancel.reason)
+            release = partial(self._dispatcher.release, cancel.id)
+            await self._ends.end(cancel.id, "cancelled", cancel.reason, release=release)
 
     def _is_known(self, request_id: str) -> bool:
         state = self._context.ledger.request(self._lane, request_id)

@@ -13,7 +13,7 @@ appended by a transaction that the group's generation guards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -74,8 +74,11 @@ class RequestTermination:
         retry_after_s: float | None = None,
         usage: Usage | None = None,
         placed: DryRunResult | None = None,
+        release: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
+
+        `release`: called before Ended, to free what is held for the request.
 
         Ended discharges everything; written first, a router that died after it would leave readers
         waiting for ever.
@@ -87,6 +90,8 @@ class RequestTermination:
         )  # fmt: skip
         await self._context.publisher.publish(RESPONSES, request_id, end, self._lane)
         await self.cancel_runs(request_id, runs, code)
+        if release is not None:
+            await release()
         await self.write_terminal(request_id, code)
         self._context.metrics.on_ended(code)
 

@@ -1,5 +1,8 @@
 """Waiting requests: the queue of a scheduler, with its size, its bounds and its wake-ups.
 
+A request waits as the work that is left of it: `RemainingWork` is ready to be dispatched, a
+`DeferredRequest` waits in the log until there is room.
+
 One more request than the bound is refused (`is_full`) or, where it can be read again, deferred
 (`must_defer`): it waits in the log (`deferred_prompts.py`) and comes when there is room.
 
@@ -8,8 +11,9 @@ Never here: the order of the requests, and their workers (`scheduler.py`, `batch
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from app.lanes.deferred_prompts import DeferredPrompts, QueueSize
@@ -18,7 +22,9 @@ from app.routing.queueing.pending import PendingRequest
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.wait_queue import Priority, QueueName, WaitQueue
 from streams.clock import BrokerClock
-from streams.records import Phase
+from streams.record_base import ServiceClass
+from streams.records import Phase, RequestOffset
+from streams.request import Request
 
 RETRY_INTERVAL_S = 1.0
 """How often a waiting request retries without being woken, since a wake-up may have gone to one
@@ -33,6 +39,48 @@ class RequestKey(NamedTuple):
 
 
 LaneRequest = PendingRequest[RequestKey]
+
+
+class RemainingWork(NamedTuple):
+    """The remaining work of a request: all of it, or the rest after the tokens already emitted."""
+
+    request: Request
+    attempt: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str] = frozenset()
+    """Workers on which it failed."""
+    emitted: Sequence[int] = ()
+    """Token ids that readers have; `emitted_chars`: the length of their text."""
+    emitted_chars: int = 0
+    renewal_ms: float = math.inf
+    """Broker time at which it is appended again, if no worker has begun it."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has worked on it, successfully or not."""
+        return bool(self.emitted or self.emitted_chars or self.excluded)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return self.request.prompt_tokens
+
+
+class DeferredRequest(NamedTuple):
+    """A `RemainingWork` without emitted tokens and without its request, which is in the log."""
+
+    id: str
+    attempt: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str]
+    queue_key: QueueKey
+    size: QueueSize
+    service_class: ServiceClass
+    renewal_ms: float
 
 
 def wait_queue_name(queue: QueueKey, phase: Phase) -> QueueName:

@@ -16,6 +16,7 @@ action is due for the next owner. Acting twice is harmless by the stream reconst
     a run assigned long ago and not started                         Verify
     a run started, but not in its worker's later heartbeat          Verify
     a prefill handed off, and no decode assigned                    Decode
+    a prefill failed, lost or missing, whose decode has no token    as of a run without decode
     otherwise (running well, or ended by the worker)                nothing
 
 Nor is preemption: whether a batch run gives way depends on other requests
@@ -31,7 +32,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import OPEN, RequestState, RunId, RunStatus
+from app.routing.state.ledger import OPEN, RequestState, RunId, RunState, RunStatus
 from streams.records import EndCode, RunKey
 
 RestartReason = Literal[
@@ -150,14 +151,29 @@ def is_run_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
     return beat is not None and beat.epoch == run_id.epoch and key in beat.running
 
 
-def _current_runs(state: RequestState) -> list[tuple[RunId, RunStatus]]:
+def _current_runs(state: RequestState) -> Sequence[tuple[RunId, RunStatus]]:
     """The runs that decide: those of the present attempt, decode before the prefill it follows.
 
-    A refused one only where there is no other: a full worker has shown nothing to readers, so its
-    refusal is no reason to fence a twin that goes well.
+    On the bootstrap path both do until decode has a token: it waits for the blocks of a prefill
+    that has not ended. A refused run decides only where there is no other: a full worker has shown
+    nothing to readers, so its refusal is no reason to fence a twin that goes well.
     """
     runs = [(k, run) for k, run in state.runs.items() if k.attempt == state.attempt]
-    runs = [x for x in runs if x[0].phase != "prefill"] or runs
+    prefills = _without_refused([x for x in runs if x[0].phase == "prefill"])
+    others = _without_refused([x for x in runs if x[0].phase != "prefill"])
+    if not others:
+        return prefills
+    has_blocks = any(run.state == "handed_off" for _, run in prefills)
+    is_waiting = all(k.phase == "decode" and run.state in _WAITING for k, run in others)
+    return [*others, *prefills] if is_waiting and not has_blocks else others
+
+
+_WAITING: frozenset[RunState] = frozenset({"assigned", "started"})
+
+
+def _without_refused(
+    runs: Sequence[tuple[RunId, RunStatus]],
+) -> Sequence[tuple[RunId, RunStatus]]:
     return [x for x in runs if x[1].state != "worker_full"] or runs
 
 

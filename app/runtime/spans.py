@@ -152,14 +152,14 @@ def start_span(
 
     `below`: ROUTE or RUN of the same attempt, else the first span is its parent. `own_id`: ROUTE
     or RUN, for a span that others refer to. A RUN is linked to that of the attempt before, a
-    DECODE_RUN to that of its prefill.
+    DECODE_RUN to that of its prefill, if this has ended before.
     """
     if tracer is None:
         return NO_SPAN
     first = _parse(request.traceparent)
     parent = _attempt_span(first, request.id, attempt, below) if below else first
     links: Sequence[Link] = ()
-    if own_id == DECODE_RUN:
+    if own_id == DECODE_RUN and request.bootstrap_info is None:
         links = [Link(_attempt_span(first, request.id, attempt, RUN))]
     elif own_id == RUN and attempt:
         links = [Link(_attempt_span(first, request.id, attempt - 1, RUN))]

@@ -4,7 +4,8 @@
     engine.generate ─► text ─► ChunkStream ─► last Chunk acknowledged ─► RunEnd
 
 Both lines run concurrently, so that the acknowledgement of Started hides behind the prefill. A run
-of phase prefill never writes a Chunk: it ends with the engine's transfer for a decode worker.
+of phase prefill never writes a Chunk: it ends with the engine's transfer for a decode worker, or,
+on the bootstrap path, when the engine has its blocks ready in the room of the request.
 
     engine.generate ─► transfer ─► PrefillDone acknowledged ─► RunEnd("handed_off")
 
@@ -101,6 +102,8 @@ class Run:
     stream: ChunkStream | None = None
     task: asyncio.Task[None] | None = None
     span: Span = spans.NO_SPAN
+    cancel_pending: bool = False
+    """Whether it is cancelled with its first token, so that its transfer is not interrupted."""
     forced_outcome: RunEnd | None = None
     """The outcome of a run that is stopped from outside, by cancelling its task."""
 
@@ -115,6 +118,17 @@ class Run:
     def is_prefill(self) -> bool:
         """Whether it ends with a transfer to a decode worker, without a Chunk."""
         return self.key.phase == "prefill"
+
+    @property
+    def is_bootstrapped(self) -> bool:
+        """Whether prefill and decode of its request run at the same time, and meet in a room."""
+        return self.assignment.request.bootstrap_info is not None
+
+    @property
+    def awaits_transfer(self) -> bool:
+        """Whether blocks of its prompt may be under way between two engines."""
+        is_received = self.key.phase == "decode" or self.is_bootstrapped
+        return is_received and not self.generated_tokens
 
     @property
     def ttft_ms(self) -> float:
@@ -315,7 +329,7 @@ class RunExecutor:
             return RunEnd("broken", message="cancelled during its prefill")
         if last.finish_reason == "error":
             raise EngineError(last.message)
-        if last.transfer is None:
+        if last.transfer is None and not run.is_bootstrapped:
             raise EngineError(
                 f"the engine of worker {self._worker} gave no transfer parameters for request "
                 f"{run.key.id}: configure its KV connector"
@@ -324,11 +338,13 @@ class RunExecutor:
         await asyncio.wait([announced])
         if stream.is_broken:
             return RunEnd("broken", message="Started was not acknowledged")
-        return await self._publish_handoff(run, last.transfer, ended_at)
+        return await self._publish_handoff(run, last.transfer or b"", ended_at)
 
     async def _publish_handoff(self, run: Run, transfer: bytes, ended_at: float) -> RunEnd:
         """Publish PrefillDone with the transfer, up to the deadline and the end of its lease."""
         lease_s, clock, until = self._lease_s, self._ctx.clock, run.deadline_at
+        if run.is_bootstrapped:
+            lease_s = 0.0  # the decode worker waits for the blocks already
         if lease_s:
             until = min(until, ended_at + lease_s)
 
@@ -408,6 +424,9 @@ class RunExecutor:
                         run.cached_tokens = output.usage.cached_tokens
                     if await consume(output) or output.finish_reason is not None:
                         return output
+                    if run.cancel_pending and run.generated_tokens and not run.context.is_stopped:
+                        run.context.cancel()
+                        await self.abort(run)
                     run.waiting_since = clock.now()
         finally:
             run.waiting_since = None

@@ -26,6 +26,10 @@ from streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
 
+UNWANTED = ("cancelled", "superseded")
+"""Reasons of a CancelRun whose run goes well, but is of no use any more. For other reasons another
+run takes its place, since it waits for a transfer that has failed."""
+
 MAX_OPEN_RATIO = 2
 """Open runs per run that the limits admit: most others are rejections whose Finished is in flight.
 When the ledger accepts no appends, further Assignments are left unanswered, as heartbeats show."""
@@ -122,11 +126,18 @@ class RunQueue:
 
     def cancel(self, order: CancelRun) -> None:
         """Stop a run. It ends with a last Chunk, which readers ignore, since they have an end
-        already."""
+        already.
+
+        A transfer of blocks is not interrupted by a client that leaves: the engines at its two ends
+        might hold them for ever. So a decode goes on up to its first token, and a prefill whose
+        decode waits for it up to its end.
+        """
         run = self._open.get(RunKey(order.id, order.attempt, order.phase))
         if run is None or run.context.is_stopped:
             return
-        if run.state == "waiting":
+        if run.awaits_transfer and order.reason in UNWANTED:
+            run.cancel_pending = True
+        elif run.state == "waiting":
             # `cancelled` would mean that a last Chunk is in the log.
             self._leave_queue(run, RunEnd("broken", message="cancelled while it was queued"))
         elif run.state == "running":
@@ -134,10 +145,14 @@ class RunQueue:
             self._ctx.spawn(f"abort {run.key.id}", self._executor.abort(run))
 
     def abort_expired(self) -> None:
-        """Stop the runs whose deadline has passed; the owner of the lane ends the requests."""
+        """Stop the runs whose deadline has passed, and those whose transfer is overdue; the owner
+        of the lane ends the requests, or begins their next attempt."""
         now = self._ctx.clock.now()
-        for run in [r for r in self._open.values() if r.deadline_at <= now]:
-            self._stop(run, RunEnd("expired"))
+        for run in list(self._open.values()):
+            if run.deadline_at <= now:
+                self._stop(run, RunEnd("expired"))
+            elif run.is_bootstrapped and run.awaits_transfer and self._is_overdue(run):
+                self._stop(run, RunEnd("broken", message="the blocks were not transferred in time"))
 
     def reject_new(self, *, rejecting: bool = True) -> None:
         """Reject every new Assignment, or accept them again."""
@@ -150,9 +165,14 @@ class RunQueue:
             self._stop(run, RunEnd("broken", message=reason))
 
     def idle_output_s(self) -> float | None:
-        """Seconds since the last output of the engine to any run; None if no run waits for it."""
+        """Seconds since the last output of the engine to any run; None if no run waits for it.
+
+        One that meets another engine in a room waits for that one, and has a time limit of its own.
+        """
         waiting = [
-            run.waiting_since for run in self._open.values() if run.waiting_since is not None
+            run.waiting_since
+            for run in self._open.values()
+            if run.waiting_since is not None and not (run.is_bootstrapped and run.awaits_transfer)
         ]
         return self._ctx.clock.now() - max(*waiting, self._last_end_at) if waiting else None
 
@@ -230,10 +250,13 @@ class RunQueue:
         Checked last, after the wait in the queue; between here and the engine nothing waits. Not
         retryable, since the worker has room: only another prefill helps.
         """
-        until_ms = run.assignment.handoff_until_ms
-        if not until_ms or self._broker_clock.now_ms() <= until_ms:
+        if not self._is_overdue(run):
             return None
         return RunEnd("worker_full", message="the hand-off of its prefill has expired")
+
+    def _is_overdue(self, run: Run) -> bool:
+        until_ms = run.assignment.handoff_until_ms
+        return 0 < until_ms < self._broker_clock.now_ms()
 
     def _close(self, run: Run, outcome: RunEnd) -> None:
         """End a run that never started."""

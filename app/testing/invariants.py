@@ -4,7 +4,8 @@
     routers      hold the same Load at the same positions; no open request, no load left
     results      one for each request that wants one, equal to its stream (`result_checks.py`)
     groups       have committed everything
-    hand-overs   are used once, in time; no block is held past its lease
+    hand-overs   are used once, in time; no block is held past its lease; no client's cancel
+                 interrupts a transfer
     processes    run their steady tasks and no others; an error ends one for three reasons only
 
 `violations` lists the invariants that do not hold (yet), as texts; the first word is the kind.
@@ -29,7 +30,7 @@ from app.testing.stream_checks import decode_or_none, stream_violations
 from app.worker import WorkerIdTaken
 from streams.errors import BrokerUnavailable
 from streams.ports import Partition
-from streams.records import LogRecord
+from streams.records import Fencing, LogRecord
 from streams.topics import BATCH, LEDGER, PROMPTS, REGISTRY, REQUESTS
 
 STEADY_TASKS = {
@@ -173,9 +174,18 @@ def _handovers(world: SimulatedWorld) -> Iterator[str]:
         yield f"late: {transfers.taken_late} hand-overs were used past their leases"
     if transfers.invalid:
         yield f"invalid: {transfers.invalid} hand-overs were used without their parameters"
+    if interrupted := transfers.interrupted - _fenced(world):
+        yield f"interrupted: a cancel interrupted the transfer of {sorted(interrupted)}"
     for owner in (o for _, router in _routers(world) for o in router._owners.values()):
         if owner._dispatcher.handovers.open_count:
             yield f"handover: a router keeps {owner._dispatcher.handovers.open_count} hand-overs"
+
+
+def _fenced(world: SimulatedWorld) -> set[str]:
+    """The requests that had another attempt: it may interrupt the transfer of the one before."""
+    lanes = range(world.parameters.lanes)
+    records = (decode_or_none(r) for lane in lanes for r in world.all_records(LEDGER, lane))
+    return {record.id for record in records if isinstance(record, Fencing)}
 
 
 # --- processes -----------------------------------------------------------------------------------

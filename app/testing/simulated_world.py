@@ -58,7 +58,7 @@ class SimulatedWorld:
         self.seed = seed
         self.loop = loop
         self.clock = VirtualClock(loop)
-        self.transfers = new_transfers(self.clock)
+        self.transfers = new_transfers(self.clock, has_bootstrap=shape.has_bootstrap)
         self.parameters = shape
         self.settings = shape.settings
         self.rng = random.Random(f"{seed} world")

@@ -38,11 +38,16 @@ RETRYABLE_ERROR_SHARE, DEATH_SHARE, CRASH_SHARE, PERMANENT_ERROR_SHARE = 0.01, 0
 
 LEASE_S = 6.0
 """Lease of a hand-over; most polls and appends of a world with faults take less."""
+MEETING_LATENCY_MS = 20.0
+"""Latency of a transfer where engines meet, so long that cancels arrive during some of them."""
 
 
-def new_transfers(clock: Clock) -> KvTransfers:
+def new_transfers(clock: Clock, *, has_bootstrap: bool) -> KvTransfers:
     """The transfers between all engines of a world."""
-    return KvTransfers(clock, TransferModel(lease_s=LEASE_S))
+    model = TransferModel(lease_s=LEASE_S)
+    if has_bootstrap:
+        model = model._replace(latency_ms=MEETING_LATENCY_MS)
+    return KvTransfers(clock, model, has_bootstrap=has_bootstrap)
 
 
 def cached_engine(
@@ -94,6 +99,9 @@ class FlakyEngine(Engine):
                     yield output
         finally:
             self.running -= not request.is_probe
+
+    async def abort(self, context: GenerateContext) -> None:
+        await self._engine.abort(context)
 
     async def cleanup(self) -> None:
         await self._engine.cleanup()

@@ -39,6 +39,7 @@ TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
 
 BATCH_SHARE = 0.2
 ROLE_SHARE = 0.2
+BOOTSTRAP_SHARE = 0.5
 COMMITS = "commits"
 TRIGGER_TOPICS = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS, COMMITS)
 """Topics where the order of appends matters, and offset commits."""
@@ -61,7 +62,8 @@ class WorldParameters(NamedTuple):
     a process right after its record was appended to one of the topics in `trigger_topics`.
     `batch_requests`: prompts of class batch, besides the requests. `skew_ms`: largest difference
     between the clocks of two brokers. `has_caches`: whether engines cache and publish cache events.
-    `prefill_workers`: of the workers; with them the others have the role decode.
+    `prefill_workers`: of the workers; with them the others have the role decode. `has_bootstrap`:
+    whether their prefill and decode meet in rooms.
     """
 
     routers: int
@@ -86,6 +88,7 @@ class WorldParameters(NamedTuple):
     batch_requests: int = 0
     collectors: int = 0
     prefill_workers: int = 0
+    has_bootstrap: bool = False
 
     def role_of(self, worker: str) -> Role:
         """The role of a worker of this name."""
@@ -147,7 +150,10 @@ class WorldParameters(NamedTuple):
             return self
         prefill_workers = rng.randint(1, self.workers - 1)
         sequences = rng.choice((1, self.sequences))  # with one, hand-overs wait for a place
-        return self._replace(prefill_workers=prefill_workers, has_caches=True, sequences=sequences)
+        return self._replace(
+            prefill_workers=prefill_workers, has_caches=True, sequences=sequences,
+            has_bootstrap=rng.random() < BOOTSTRAP_SHARE,
+        )  # fmt: skip
 
     def with_batch(self, rng: random.Random) -> WorldParameters:
         """The same; in every fifth world with preprocessors, batch prompts and collectors."""

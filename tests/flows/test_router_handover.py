@@ -13,6 +13,7 @@ from streams.records import (
     Cancel,
     CancelRun,
     End,
+    Ended,
     Fence,
     Fencing,
     PrefillDone,
@@ -25,7 +26,7 @@ from streams.request import (
     SessionControl,
     StopConditions,
 )
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -603,3 +604,50 @@ async def test_cancel_during_prefill_and_after_it(world: MemoryWorld) -> None:
     await world.sleep(20)
     assert [a.request.id for a in decode.received(Assignment)] == ["busy"]
     assert [owner._dispatcher.handovers.open_count for owner in router._owners.values()] == [0, 0]
+
+
+@scenario_test
+async def test_cancel_after_prefill_still_dispatches_decode_for_one_token(
+    world: MemoryWorld,
+) -> None:
+    prefill, decode = workers(world, max_runs=1)
+    router = await start_router(world)
+    append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    busy = decode.start(await prefill_of(world, decode))
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    await world.sleep(1)
+    append_record(world, REQUESTS, Cancel(id="a"))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "cancelled"  # at once, though no decode worker has room
+    decode.finish(busy, "stop")
+    second = await prefill_of(world, decode, 2)
+    assert (second.phase, second.request.id) == ("decode", "a")
+    assert (second.request.stop.max_tokens, second.request.stop.min_tokens) == (1, 0)
+    assert second.request.prefill_result is not None
+    assert second.request.prefill_result.disaggregated_params == PARAMS
+    (ended,) = await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
+    assert ended.code == "cancelled"
+    await world.sleep(5)
+    assert not any(owner._dispatcher.handovers.open_count for owner in router._owners.values())
+
+
+@scenario_test
+async def test_cancelled_request_without_a_decode_worker_ends_with_its_hand_over(
+    world: MemoryWorld,
+) -> None:
+    prefill, decode = workers(world, max_runs=1)
+    await start_router(world, handover_timeout_s=3)
+    append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
+    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    decode.start(await prefill_of(world, decode))
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    await world.sleep(1)
+    offset = append_record(world, REQUESTS, Cancel(id="a"))
+    await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
+    group = world.broker.group(REQUESTS, "router")
+    await world.wait_until(lambda: group.committed.get(lane_of("a", world.lanes)) == offset + 1)
+    assert len(decode.received(Assignment)) == 1
+    assert not read_records(world, LEDGER, Fencing)

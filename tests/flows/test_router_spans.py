@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from app.runtime import spans as process_spans
 from streams.records import Assigned, Assignment
+from streams.request import BootstrapInfo
 from streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import (
     PROMPT,
@@ -70,6 +71,13 @@ def test_run_of_decode_is_linked_to_that_of_its_prefill(spans: InMemorySpanExpor
     assert prefill.parent is not None
     assert decode.parent is not None
     assert prefill.parent.span_id != decode.parent.span_id
+
+
+def test_run_of_decode_beside_its_prefill_is_not_linked_to_it(spans: InMemorySpanExporter) -> None:
+    request = replace(PROMPT, traceparent=TRACEPARENT, bootstrap_info=BootstrapInfo())
+    process_spans.start_span("worker.run", request, {}, 2, own_id=process_spans.DECODE_RUN).end()
+    (decode,) = spans.get_finished_spans()
+    assert not decode.links
 
 
 def test_both_decisions_of_a_hand_over_have_a_span(spans: InMemorySpanExporter) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from app.engine.echo import EchoEngine, echo_answer
 from app.engine.interface import EngineDead, EngineError, EngineFull, EngineOutput, InvalidRequest
@@ -22,9 +23,16 @@ from streams.records import (
     PrefillDone,
     Started,
     Usage,
+    WorkerCard,
 )
-from streams.request import PrefillResult, PromptTokensDetails, Request, StopConditions
-from streams.topics import LEDGER, RESPONSES, lane_of
+from streams.request import (
+    BootstrapInfo,
+    PrefillResult,
+    PromptTokensDetails,
+    Request,
+    StopConditions,
+)
+from streams.topics import LEDGER, REGISTRY, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import PROMPT, TOKEN, ScriptedEngine, WorkerHarness, visible
 
@@ -46,10 +54,12 @@ def ledger(harness: WorkerHarness) -> list[AnyRecord]:
     return [decode(record) for record in records]
 
 
-def cancel(harness: WorkerHarness, phase: Any) -> None:
+def cancel(harness: WorkerHarness, phase: Any, reason: str = "") -> None:
     harness.send(
-        CancelRun(worker=harness.name, epoch=harness.epoch, id="a", attempt=0, phase=phase)
-    )
+        CancelRun(
+            worker=harness.name, epoch=harness.epoch, id="a", attempt=0, phase=phase, reason=reason
+        )
+    )  # fmt: skip
 
 
 def decode_request(transfer: bytes, max_tokens: int = 20) -> Request:
@@ -277,6 +287,103 @@ async def test_wait_in_the_run_queue_counts_against_the_hand_over(world: MemoryW
     assert [request.id for request in engine.requests] == ["busy", "next"]
 
 
+# --- bootstrap path ------------------------------------------------------------------------------
+
+
+def bootstrapped(max_tokens: int = 20) -> Request:
+    return replace(
+        Request(id="a", token_ids=pack_tokens(PROMPT), stop=StopConditions(max_tokens=max_tokens)),
+        bootstrap_info=BootstrapInfo(bootstrap_host="p", bootstrap_port=1, bootstrap_room=7),
+    )
+
+
+@scenario_test
+async def test_prefill_in_a_room_needs_no_transfer_parameters(world: MemoryWorld) -> None:
+    engine = HandingOver(world, EngineOutput(token_ids=(65,), finish_reason="length"))
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign(phase="prefill", request=bootstrapped())
+    assert (await harness.wait_finished()).code == "handed_off"
+    (done,) = harness.lane_records(LEDGER, PrefillDone)
+    assert (done.handoff, done.lease_until_ms) == (b"", 0)
+    assert not world.all_records(RESPONSES)
+    (request,) = engine.requests
+    assert request.bootstrap_info == bootstrapped().bootstrap_info
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_run_waits_for_its_transfer_for_a_limited_time(phase: str) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        engine = HandingOver(world, 50.0, TOKEN, EngineOutput.stop())
+        harness = await WorkerHarness.started(world, engine)
+        until_ms = world.broker.now_ms() + 5000
+        harness.assign(phase=phase, request=bootstrapped(), handoff_until_ms=until_ms)
+        finished = await harness.wait_finished()
+        assert (finished.code, finished.message) == (
+            "broken", "the blocks were not transferred in time"
+        )  # fmt: skip
+        assert 0 <= world.broker.now_ms() - until_ms < 2500
+        assert engine.is_closed
+        assert not world.all_records(RESPONSES)
+
+    scenario_test(scenario)()
+
+
+@scenario_test
+async def test_time_limit_of_a_transfer_ends_with_its_first_token(world: MemoryWorld) -> None:
+    engine = HandingOver(world, TOKEN, 10.0, TOKEN, EngineOutput.stop())
+    harness = await WorkerHarness.started(world, engine)
+    until_ms = world.broker.now_ms() + 2000
+    harness.assign(phase="decode", request=bootstrapped(), handoff_until_ms=until_ms)
+    assert (await harness.wait_finished()).code == "stop"
+
+
+@scenario_test
+async def test_decode_that_waits_in_a_room_makes_no_stalled_engine(world: MemoryWorld) -> None:
+    engine = HandingOver(world, 8.0, TOKEN, EngineOutput.stop())
+    harness = await WorkerHarness.started(world, engine, engine_stall_timeout_s=3.0)
+    until_ms = world.broker.now_ms() + 20_000
+    harness.assign(phase="decode", request=bootstrapped(), handoff_until_ms=until_ms)
+    assert (await harness.wait_finished()).code == "stop"
+
+
+@scenario_test
+async def test_cancel_by_a_client_interrupts_no_transfer(world: MemoryWorld) -> None:
+    engine = HandingOver(world, 1.0, TOKEN, 1.0, TOKEN, EngineOutput.stop())
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign(phase="decode", request=bootstrapped())
+    await world.wait_until(lambda: bool(harness.lane_records(LEDGER, Started)))
+    cancel(harness, "decode", reason="cancelled")
+    cancel(harness, "decode", reason="superseded")
+    await world.sleep(0.5)
+    assert "abort" not in engine.calls
+    await world.wait_until(lambda: bool(harness.chunks()))
+    await world.sleep(0.1)
+    assert "abort" in engine.calls
+
+
+@scenario_test
+async def test_failed_transfer_is_not_waited_for(world: MemoryWorld) -> None:
+    engine = HandingOver(world, 50.0, TOKEN, EngineOutput.stop())
+    harness = await WorkerHarness.started(world, engine)
+    harness.assign(phase="decode", request=bootstrapped())
+    await world.wait_until(lambda: bool(harness.lane_records(LEDGER, Started)))
+    cancel(harness, "decode", reason="lost")
+    await world.sleep(0.1)
+    assert "abort" in engine.calls
+
+
+@scenario_test
+async def test_prefill_that_a_decode_waits_for_is_not_cancelled(world: MemoryWorld) -> None:
+    engine = HandingOver(world, 1.0, HANDED_OVER)
+    harness = await WorkerHarness.started(world, engine, max_num_seqs=1)
+    harness.assign("busy", phase="prefill")
+    harness.assign(phase="prefill", request=bootstrapped())
+    await world.sleep(0.5)
+    cancel(harness, "prefill", reason="cancelled")  # while it waits for its turn
+    assert (await harness.wait_finished()).code == "handed_off"
+    assert "abort" not in engine.calls
+
+
 # --- both, with the simulated engine -------------------------------------------------------------
 
 
@@ -302,6 +409,53 @@ async def test_two_workers_answer_like_one(world: MemoryWorld) -> None:
     tokens = visible(harnesses["decode"].chunks()).tokens
     assert list(tokens) == echo_answer(PROMPT, 20)
     assert (transfers.held_offers, transfers.held_blocks) == (0, 0)
+
+
+async def start_pair(world: MemoryWorld, transfers: KvTransfers) -> tuple[WorkerHarness, ...]:
+    """A prefill and a decode worker with simulated engines."""
+    pair = []
+    for role in ("prefill", "decode"):
+        harness = WorkerHarness(world, role)
+        engine = SimulatedEngine(world.clock, SHAPE, context_length=200, transfers=transfers)
+        await harness.start(ValidatingEngine(engine), worker_role=role)
+        pair.append(harness)
+    return tuple(pair)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_two_workers_that_meet_in_a_room_answer_as_one_would(first: str) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        transfers = KvTransfers(world.clock, has_bootstrap=True)
+        prefilling, decoding = await start_pair(world, transfers)
+        cards = map(decode, world.all_records(REGISTRY))
+        hosts = {c.config.bootstrap_host for c in cards if isinstance(c, WorkerCard)}
+        assert hosts == {"prefill", "decode"}
+        for phase in sorted(("prefill", "decode"), key=lambda phase: phase != first):
+            harness = prefilling if phase == "prefill" else decoding
+            harness.assign(phase=phase, request=bootstrapped())
+            await world.sleep(1.0)
+        await world.wait_until(lambda: len(decoding.lane_records(LEDGER, Finished)) == 2)
+        assert list(visible(decoding.chunks()).tokens) == echo_answer(PROMPT, 20)
+        assert (transfers.held_offers, transfers.held_blocks, transfers._rooms) == (0, 0, {})
+
+    scenario_test(scenario)()
+
+
+@scenario_test
+async def test_decode_leaves_the_room_when_it_is_cancelled_for_a_failed_prefill(
+    world: MemoryWorld,
+) -> None:
+    transfers = KvTransfers(world.clock, has_bootstrap=True)
+    _, decoding = await start_pair(world, transfers)
+    decoding.assign(phase="decode", request=bootstrapped())
+    await world.sleep(1.0)
+    decoding.send(
+        CancelRun(
+            worker="decode", epoch=decoding.epoch, id="a", attempt=0, phase="decode", reason="lost"
+        )
+    )  # fmt: skip
+    assert (await decoding.wait_finished()).code == "cancelled"
+    assert not transfers._rooms
 
 
 @scenario_test

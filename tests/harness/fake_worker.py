@@ -60,6 +60,8 @@ class FakeWorker:
         state: WorkerState = "ready",
         role: Role = "aggregated",
         taints: tuple[str, ...] = (),
+        *,
+        ranks: int = 1,
         **engine: Any,
     ) -> None:
         self.world, self.name = world, name
@@ -71,7 +73,7 @@ class FakeWorker:
         config = EngineConfig(model=model, kv_cache_block_size=block_size, **engine)
         card = {
             "id": name, "slot": 0, "model": model, "config": config, "max_runs": max_runs,
-            "role": role, "taints": taints,
+            "role": role, "taints": taints, "ranks": ranks,
         }  # fmt: skip
         self.epoch = world.append(REGISTRY, 0, WorkerCard(**card), key=f"worker/{name}")
         world.append(REGISTRY, 0, WorkerCard(**card, epoch=self.epoch), key=f"worker/{name}")

@@ -21,7 +21,7 @@ import msgspec
 
 from app import worker
 from app.http.openai import active_streams, stream_resume
-from app.lanes import dispatch, owner, remaining_work, shared_reads, termination
+from app.lanes import dispatch, handovers, owner, shared_reads, termination
 from app.prompts import prompt_source
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
@@ -466,26 +466,22 @@ def _prefill_writes_chunks() -> Iterator[Replacement]:
 
 
 def _decode_before_the_handover() -> Iterator[Replacement]:
-    original = remaining_work.HandOvers.begin
+    original = handovers.HandOvers.begin
 
-    def begin(self: Any, rest: Any, prefill: Any, now_ms: int) -> None:
-        original(self, rest, prefill, now_ms)
-        early = self._open[rest.request.id]._replace(params=b"{}", until_ms=rest.deadline_ms)
+    def begin(self: Any, rest: Any, *args: Any) -> Any:
+        begun = original(self, rest, *args)
+        early = begun._replace(params=b"{}", until_ms=rest.deadline_ms)
         self._open[rest.request.id] = early
+        return begun
 
     def is_begun(state: Any) -> bool:
         return bool(state.runs) and all(run.phase == "prefill" for run in state.runs)
 
-    yield remaining_work.HandOvers, "begin", begin
+    yield handovers.HandOvers, "begin", begin
     yield reconcile, "_is_handed_over", is_begun
 
 
 def _handovers_are_used_again() -> Iterator[Replacement]:
-    def take(self: Any, request_id: str, attempt: int) -> Any:
-        known = self._open.get(request_id)
-        is_ready = known is not None and known.rest.attempt == attempt and known.until_ms
-        return known if is_ready else None
-
     def is_handed_over(state: Any) -> bool:
         is_failed = all(
             run.state in ledger.FAILED
@@ -499,14 +495,14 @@ def _handovers_are_used_again() -> Iterator[Replacement]:
     def is_due(self: Any, rest: Any, phase: Any) -> bool:
         return phase == "decode" or original(self, rest, phase)
 
-    yield remaining_work.HandOvers, "take", take
+    yield handovers.HandOvers, "drop", lambda *_: None
     yield dispatch.Dispatcher, "_is_due", is_due
     yield reconcile, "_is_handed_over", is_handed_over
 
 
 def _handovers_never_expire() -> Iterator[Replacement]:
     yield run_queue.RunQueue, "_handoff_expired", lambda *_: None
-    original = remaining_work.HandOvers.on_record
+    original = handovers.HandOvers.on_record
 
     def on_record(self: Any, fact: Any) -> None:
         original(self, fact)
@@ -514,16 +510,40 @@ def _handovers_never_expire() -> Iterator[Replacement]:
         if known is not None and known.until_ms:
             self._open[fact.record.id] = known._replace(until_ms=known.rest.deadline_ms)
 
-    yield remaining_work.HandOvers, "on_record", on_record
+    yield handovers.HandOvers, "on_record", on_record
 
 
 def _unused_handovers_are_forgotten() -> Iterator[Replacement]:
     async def decode(self: Any, request_id: str, attempt: int) -> None:
-        handover = self._dispatcher.handovers.take(request_id, attempt)
+        handovers = self._dispatcher.handovers
+        handover = handovers.usable(request_id, attempt)
+        handovers.drop(request_id)
         if handover is not None:
             await self._dispatcher.assign_decode(handover)
 
     yield owner.LaneOwner, "_decode", decode
+
+
+def _decode_waits_for_failed_prefills() -> Iterator[Replacement]:
+    def current_runs(state: Any) -> Any:
+        runs = [x for x in state.runs.items() if x[0].attempt == state.attempt]
+        runs = [x for x in runs if x[0].phase != "prefill"] or runs
+        return [x for x in runs if x[1].state != "worker_full"] or runs
+
+    yield reconcile, "_current_runs", current_runs
+
+
+def _transfers_never_time_out() -> Iterator[Replacement]:
+    def abort_expired(self: Any) -> None:
+        now = self._ctx.clock.now()
+        for run in [r for r in self._open.values() if r.deadline_at <= now]:
+            self._stop(run, run_executor.RunEnd("expired"))
+
+    yield run_queue.RunQueue, "abort_expired", abort_expired
+
+
+def _cancels_interrupt_transfers() -> Iterator[Replacement]:
+    yield run_queue, "UNWANTED", ()
 
 
 # --- caches --------------------------------------------------------------------------------------
@@ -739,6 +759,26 @@ MUTATIONS: dict[str, Mutation] = {
             "StepLimitExceeded open hanging",
             "the next attempt after a hand-over that is not used",
             _unused_handovers_are_forgotten,
+        ),
+        Mutation(
+            "prefill-failed",
+            "open hanging running uncommitted",
+            "the end of decode when the prefill that it waits for has failed",
+            _decode_waits_for_failed_prefills,
+            MaskingRule("transfer-endless", "the wait of decode ends, if later"),
+        ),
+        Mutation(
+            "transfer-endless",
+            "open hanging running uncommitted",
+            "the limit on the wait for a transfer",
+            _transfers_never_time_out,
+            MaskingRule("prefill-failed", "most waits in vain are for prefills that failed"),
+        ),
+        Mutation(
+            "transfer-cancelled",
+            "interrupted",
+            "no cancel of a transfer",
+            _cancels_interrupt_transfers,
         ),
         Mutation("any-model", "misrouted", "workers of the model only", _any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", _any_lane),

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -215,6 +216,35 @@ def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
     assert not load.active_load
     applied(assigned(phase="decode"), finished(phase="decode"), load=load)
     assert ended(load) == "stop"
+
+
+def begun_at_once() -> LedgerState:
+    """A prefill on w1, and the decode beside it on w2."""
+    prefill = assigned(phase="prefill", prefill_tokens=5)
+    return applied(prefill, assigned(phase="decode", worker="w2"))
+
+
+@pytest.mark.parametrize("record", [prefilled, finished])
+def test_first_token_or_end_of_a_decode_ends_its_prefill(record: Any) -> None:
+    load = begun_at_once()
+    assert on(load).prefill_runs == 1
+    applied(record(phase="decode", worker="w2"), load=load)
+    assert not on(load).runs
+    assert ended(load) == ("stop" if record is finished else "")
+    assert not load.lane(3).open_runs.get(("w1", 10))
+
+
+@pytest.mark.parametrize("code", ["broken", "worker_full"])
+def test_failed_decode_does_not_end_its_prefill(code: str) -> None:
+    load = applied(finished(code, phase="decode", worker="w2"), load=begun_at_once())
+    assert states(load)[RunId(0, "prefill", "w1", 10)] == "assigned"
+    assert on(load).prefill_runs == 1
+
+
+def test_request_is_not_over_while_its_prefill_and_decode_run() -> None:
+    load = applied(prefilled(phase="prefill"), load=begun_at_once())
+    assert "a" in load.lane(3).unfinished
+    assert not on(load).runs
 
 
 def test_end_of_a_request_is_kept_and_nothing_after_it_counts() -> None:

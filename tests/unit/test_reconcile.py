@@ -134,6 +134,52 @@ def test_refused_decode_begins_the_next_attempt() -> None:
     assert owed(refused, now_ms=59_000) == Restart(1, "worker_full")
 
 
+DECODE = RunId(0, "decode", "w2", 8)
+
+
+@pytest.mark.parametrize("waiting", ["assigned", "started"])
+@pytest.mark.parametrize("state", ["broken", "retryable"])
+def test_failed_prefill_ends_a_decode_that_waits_for_it(waiting: RunState, state: RunState) -> None:
+    failed = timeline({PREFILL: state, DECODE: waiting})
+    assert owed(failed) == Restart(1, state)  # type: ignore[arg-type]
+
+
+def test_lost_prefill_ends_a_decode_that_waits_for_it() -> None:
+    both = timeline({PREFILL: "started", DECODE: "started"})
+    assert owed(both, fleet(lost=True)) == Restart(1, "lost")
+
+
+def test_missing_prefill_is_looked_for_while_decode_waits_for_it() -> None:
+    both = timeline({PREFILL: "assigned", DECODE: "assigned"}, since_ms=1000)
+    assert owed(both, fleet(listed=False, beat_ms=3500), 4001) == Verify(DECODE)
+    both.runs[DECODE].state, both.runs[DECODE].since_ms = "started", 3400
+    assert owed(both, fleet(listed=False, beat_ms=3500), 4001) == Verify(PREFILL)
+
+
+def test_refused_prefill_ends_a_decode_that_waits_for_it_after_the_back_off() -> None:
+    refused = timeline({PREFILL: "worker_full", DECODE: "started"})
+    assert owed(refused, now_ms=1001) is None
+    at_ms = next_action_ms("a", refused, 1001, PATIENCE)
+    assert at_ms is not None
+    assert owed(refused, now_ms=at_ms) == Restart(1, "worker_full")
+
+
+def test_refused_decode_ends_the_prefill_beside_it() -> None:
+    refused = timeline({PREFILL: "started", DECODE: "worker_full"})
+    assert owed(refused, now_ms=59_000) == Restart(1, "worker_full")
+
+
+@pytest.mark.parametrize("state", ["broken", "started", "worker_full"])
+def test_decode_with_tokens_needs_no_prefill_any_more(state: RunState) -> None:
+    both = timeline({PREFILL: state, DECODE: "prefilled"})
+    assert owed(both, fleet(lost=True), 59_000) is None
+
+
+def test_decode_whose_prefill_was_handed_over_needs_no_twin_of_it() -> None:
+    twin = RunId(0, "prefill", "w3", 9)
+    assert owed(timeline({PREFILL: "handed_off", twin: "broken", DECODE: "started"})) is None
+
+
 def test_each_run_keeps_its_own_obligation() -> None:
     assert owed(timeline({RUN: "broken", TWIN: "started"})) == Restart(1, "broken")
     assert owed(timeline({TWIN: "started", RUN: "broken"})) == Restart(1, "broken")

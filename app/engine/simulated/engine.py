@@ -36,6 +36,7 @@ from app.engine.simulated.transfers import KvTransfers
 from indexer.cache_events.engine_events import BlocksRemoved, EngineEvent
 from streams.clock import Clock
 from streams.codecs import token_count
+from streams.record_base import Json
 from streams.records import EngineConfig, EngineStats
 from streams.request import Request
 
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 MAX_LAG_S = 1.0
 """How far steps may lag behind their schedule and still catch up, in seconds."""
+BOOTSTRAP_PORT = 8998
 DEFAULT_LIMITS = EngineLimits(block_size=16, cache_blocks=16_384)
 
 
@@ -89,6 +91,8 @@ class SimulatedEngine(Engine):
         self._state = BatchState(limits)
         self._runs: dict[SimulatedRun, None] = {}
         """In the order of arrival, so that actions on all of them have a fixed order."""
+        self._meetings: dict[GenerateContext, asyncio.Task[Json]] = {}
+        """Of the requests that wait for their blocks in a room."""
         self._work = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
         self._dead: EngineError | None = None
@@ -133,6 +137,7 @@ class SimulatedEngine(Engine):
     async def start(self, worker_id: str) -> EngineConfig:
         log.info("simulated engine of %s: %s", worker_id, self._shape)
         self._name = self._transfers.add_engine(worker_id)
+        has_bootstrap = self._transfers.has_bootstrap
         self._step_loop = asyncio.create_task(self._steps_task(), name=f"{worker_id}/steps")
         return EngineConfig(
             model=self._model,
@@ -141,6 +146,8 @@ class SimulatedEngine(Engine):
             total_kv_blocks=self._shape.cache_blocks,
             max_num_seqs=self._shape.max_sequences,
             max_num_batched_tokens=self._shape.max_batched_tokens,
+            bootstrap_host=worker_id if has_bootstrap else None,
+            bootstrap_port=BOOTSTRAP_PORT if has_bootstrap else None,
             curve=self._shape.curves.coefficients(self._speedup),
             unsupported=TEXT_ONLY_UNSUPPORTED,
             transfer_lease_s=self._transfers.model.lease_s,
@@ -159,13 +166,17 @@ class SimulatedEngine(Engine):
             yield EngineOutput.length().with_usage(token_usage(prompt_tokens, 0))
             return
         self._check_admission(prompt_tokens)
-        is_received = context.phase == "decode" and request.prefill_result is not None
+        params = await self._params_of(request, context)
+        if context.is_stopped:
+            yield EngineOutput.cancelled()
+            return
+        is_received = params is not None
         run = SimulatedRun(
             request, context, self._continuation, limit, self._shape.block_size,
             is_received=is_received,
         )  # fmt: skip
-        if is_received:
-            await self._fetch(request, prompt_tokens)
+        if params is not None:
+            await self._fetch(params, context, prompt_tokens)
         add_sequence(self._state, run.sequence)
         self._runs[run] = None
         self._work.set()
@@ -179,6 +190,11 @@ class SimulatedEngine(Engine):
         finally:
             self._remove(run)
 
+    async def abort(self, context: GenerateContext) -> None:
+        """As `Engine.abort`: nobody comes to the room where it waits."""
+        if (meeting := self._meetings.get(context)) is not None:
+            meeting.cancel()
+
     async def drain(self) -> None:
         """Wait until other engines have fetched the held blocks, or their leases are over."""
         await self._transfers.wait_released(self._name)
@@ -189,6 +205,8 @@ class SimulatedEngine(Engine):
         if step_loop is not None:
             step_loop.cancel()
             await asyncio.wait([step_loop])
+            for meeting in self._meetings.values():
+                meeting.cancel()
             self._fail(EngineError("the engine was shut down", retryable=True))
             self._transfers.remove_engine(self._name)
 
@@ -202,16 +220,44 @@ class SimulatedEngine(Engine):
             self._work.set()  # prompts may have waited for these blocks
 
         blocks = len(run.sequence.blocks)
-        run.transfer = self._transfers.offer(self._name, run.prompt_tokens, blocks, release)
+        run.transfer = self._transfers.offer(
+            self._name, run.prompt_tokens, blocks, release, run.room
+        )
 
-    async def _fetch(self, request: Request, prompt_tokens: int) -> None:
+    async def _params_of(self, request: Request, context: GenerateContext) -> Json | None:
+        """The transfer parameters of a decode; of one that meets its prefill in a room, when the
+        blocks are there. None for other requests, and for one that is cancelled meanwhile."""
+        if context.phase != "decode" or request.is_probe:
+            return None
+        if request.bootstrap_info is None:
+            return (
+                None
+                if request.prefill_result is None
+                else request.prefill_result.disaggregated_params
+            )
+        room = request.bootstrap_info.bootstrap_room
+        meeting = asyncio.create_task(self._transfers.meet(room), name=f"{self._name}/room")
+        self._meetings[context] = meeting
+        try:
+            await asyncio.wait([meeting])
+            if meeting.cancelled():
+                if context.is_stopped:
+                    return None
+                raise EngineError("the engine was shut down", retryable=True)
+            return meeting.result()
+        finally:
+            meeting.cancel()
+            del self._meetings[context]
+
+    async def _fetch(self, params: Json, context: GenerateContext, prompt_tokens: int) -> None:
         """Fetch the blocks of a prompt that another engine has computed. Raises EngineError."""
-        assert request.prefill_result is not None
-        transfer = self._transfers.take(request.prefill_result.disaggregated_params, prompt_tokens)
+        transfer = self._transfers.take(params, prompt_tokens)
         try:
             await self._clock.sleep(transfer.duration_s / self._speedup)
         finally:
             is_complete = transfer.finish()
+        if context.is_stopped:
+            self._transfers.interrupted.add(context.request_id)
         if not is_complete:
             raise EngineError("the blocks of the prompt were released too early", retryable=True)
         self._check_admission(prompt_tokens)

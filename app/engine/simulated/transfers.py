@@ -2,10 +2,12 @@
 
     prefill engine: offer ─► parameters ─► decode engine: take ─► transfer time ─► release
                       └──── lease over, or the engine shut down ──────────────────► release
+                    offer in a room ─────► decode engine: meet ─► take ─► ...
 
 `KvTransfers` is shared by the engines of one process. An offer can be taken once, within its lease.
 The offers of other processes are out of its reach: of those it checks the lease only, and the
-engine that made them holds its blocks until the lease is over.
+engine that made them holds its blocks until the lease is over. So engines of one process alone meet
+in rooms: with `has_bootstrap` they advertise an endpoint, under which none listens.
 
 Owns the offers. The blocks belong to their engine, which passes a callback that releases them.
 """
@@ -63,18 +65,28 @@ class _Offer(NamedTuple):
     blocks: int
     release: Callable[[], None]
     lease: asyncio.TimerHandle
+    room: int | None
 
 
 class KvTransfers:
     """The offers of the engines of one process.
 
     Failed attempts to take one are counted: `taken_twice`, those that were taken before;
-    `taken_late`, past the lease; `invalid`, with other parameters.
+    `taken_late`, past the lease; `invalid`, with other parameters. `interrupted`: the requests
+    that were cancelled while their transfer was under way.
     """
 
-    def __init__(self, clock: Clock, model: TransferModel = TransferModel()) -> None:  # noqa: B008 - immutable
+    def __init__(
+        self,
+        clock: Clock,
+        model: TransferModel = TransferModel(),  # noqa: B008 - immutable
+        *,
+        has_bootstrap: bool = False,
+    ) -> None:
         self.model = model
+        self.has_bootstrap = has_bootstrap
         self.taken_twice = self.taken_late = self.invalid = 0
+        self.interrupted: set[str] = set()
         self._clock = clock
         self._held: dict[str, dict[int, _Offer]] = {}
         """Blocks that are not released yet, by engine and number; of running engines only."""
@@ -82,6 +94,8 @@ class KvTransfers:
         """Engines that were shut down."""
         self._taken: dict[tuple[str, int], int] = {}
         """When the lease of each taken offer ends, in the order of taking."""
+        self._rooms: dict[int, asyncio.Future[Json]] = {}
+        """The parameters of offers in rooms: there, or waited for by a decode engine."""
         self._count = 0
         self._released = asyncio.Event()
 
@@ -109,15 +123,41 @@ class KvTransfers:
         self._held.pop(name, None)
         self._ended.add(name)
 
-    def offer(self, engine: str, tokens: int, blocks: int, release: Callable[[], None]) -> Json:
-        """Hold the blocks of a prompt for one lease; returns the transfer parameters."""
+    def offer(
+        self,
+        engine: str,
+        tokens: int,
+        blocks: int,
+        release: Callable[[], None],
+        room: int | None = None,
+    ) -> Json:
+        """Hold the blocks of a prompt for one lease; returns the transfer parameters.
+
+        In a room they are also for the engine that waits there, or comes within the lease.
+        """
         self._count += 1
         number, lease_s = self._count, self.model.lease_s
         loop = asyncio.get_running_loop()
         lease = loop.call_later(lease_s, self._release, engine, number)
-        self._held[engine][number] = _Offer(blocks, release, lease)
+        self._held[engine][number] = _Offer(blocks, release, lease, room)
         expires_ms = self._clock.wall_ms() + int(lease_s * 1000)
-        return msgspec.json.encode(TransferParams(engine, number, tokens, expires_ms))
+        params = msgspec.json.encode(TransferParams(engine, number, tokens, expires_ms))
+        if room is not None:
+            meeting = self._rooms.setdefault(room, loop.create_future())
+            if meeting.done():
+                self.invalid += 1
+            else:
+                meeting.set_result(params)
+        return params
+
+    async def meet(self, room: int) -> Json:
+        """The parameters of the offer in a room. It waits for one without a limit of its own, until
+        it is cancelled."""
+        meeting = self._rooms.setdefault(room, asyncio.get_running_loop().create_future())
+        try:
+            return await asyncio.shield(meeting)
+        finally:
+            self._rooms.pop(room, None)
 
     def take(self, params: Json, prompt_tokens: int) -> Transfer:
         """Begin the transfer of an offer. Its lease goes on meanwhile.
@@ -163,6 +203,8 @@ class KvTransfers:
         if offer is None:
             return False
         offer.lease.cancel()
+        if offer.room is not None:
+            self._rooms.pop(offer.room, None)
         offer.release()
         self._released.set()
         return True

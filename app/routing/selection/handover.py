@@ -2,8 +2,9 @@
 
 Workers of role prefill compute prompts, those of role decode the rest; an aggregated worker does
 both. With prefill workers in the fleet a request has two decisions: phase `prefill`, a copy of the
-request with one token, and after its end phase `decode`, with the limits of the request. Without
-them, or where a hand-over does not pay, one worker gets all of it: phase `aggregated`.
+request with one token, and phase `decode`, with the limits of the request, after the end of the
+prefill, or beside it where its engine has a bootstrap endpoint. Without prefill workers, or where a
+hand-over does not pay, one worker gets all of it: phase `aggregated`.
 
 A hand-over belongs to one attempt and is used once. Whatever goes wrong with it (an expired lease,
 a full decode worker, the death of a router between the phases) begins the next attempt. Its prefill
@@ -24,6 +25,7 @@ from app.routing.worker_rank import WorkerRank
 from indexer.events import Tier
 from streams.records import Phase
 from streams.request import (
+    BootstrapInfo,
     PrefillResult,
     PromptTokensDetails,
     Request,
@@ -108,8 +110,11 @@ def _can_be_split(request: Request) -> bool:
     )
 
 
-def prefill_request(request: Request, worker: WorkerRank, emitted_tokens: int) -> Request:
-    """The copy for a prefill worker: one more token, and the worker and rank that were chosen."""
+def prefill_request(
+    request: Request, worker: WorkerRank, emitted_tokens: int, bootstrap: BootstrapInfo | None
+) -> Request:
+    """The copy for a prefill worker: one more token, the worker and rank that were chosen, and the
+    room where a decode worker waits for its blocks."""
     stop = replace(request.stop, max_tokens=emitted_tokens + 1, min_tokens=0)
     hints = replace(
         request.hints,
@@ -117,16 +122,17 @@ def prefill_request(request: Request, worker: WorkerRank, emitted_tokens: int) -
         prefill_dp_rank=worker.rank,
         dp_rank=worker.rank,
     )
-    return replace(request, stop=stop, hints=hints)
+    return replace(request, stop=stop, hints=hints, bootstrap_info=bootstrap)
 
 
 def decode_request(
-    request: Request, prefill_worker: str, params: bytes, cached_tokens: int
+    request: Request, prefill_worker: str, transfer: bytes | BootstrapInfo, cached_tokens: int
 ) -> Request:
-    """The request for a decode worker: with the transfer parameters, which are opaque, and without
-    credit for what is cached there. Everything else is as the client has asked.
+    """The request for a decode worker: with the transfer parameters, which are opaque, or the room
+    where it waits for the blocks, and without credit for what is cached there. Everything else is
+    as the client has asked.
 
-    `cached_tokens`: of the prompt, at the prefill worker.
+    `cached_tokens`: of the prompt, at the prefill worker, if it has ended.
     """
     override = replace(
         request.router_config_override or RouterConfigOverride(),
@@ -134,15 +140,16 @@ def decode_request(
         assume_kv_reuse=False,
         track_prefill_tokens=False,
     )
-    return replace(
+    request = replace(
         request,
         hints=replace(request.hints, prefill_worker_id=prefill_worker),
         router_config_override=override,
-        prefill_result=PrefillResult(
-            disaggregated_params=params,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-        ),
     )
+    if isinstance(transfer, BootstrapInfo):
+        return replace(request, bootstrap_info=transfer)
+    details = PromptTokensDetails(cached_tokens=cached_tokens)
+    result = PrefillResult(disaggregated_params=transfer, prompt_tokens_details=details)
+    return replace(request, prefill_result=result)
 
 
 def within_domain(request: Request, taint: str | None, rules: HandOverRules) -> Request:

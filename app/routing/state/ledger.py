@@ -10,6 +10,7 @@ The rules of the view, per request id:
 * a higher attempt, or Ended, closes every run below it, and nothing below opens afterwards;
 * a Started without Assigned counts as assigned (the router may have died between its two sends);
 * of several `responses_from` the lowest is kept: scanning too much is only slower;
+* the first token of a decode, or its last one, ends the prefills of its attempt;
 * an interactive run counts in `active_load`, one of class batch in `batch_runs`;
 * the first close of a run is final;
 * a request that is over stays so, and only its outcome is kept.
@@ -361,6 +362,23 @@ def _apply_run(
     if run_state != run.state:
         run.state, run.since_ms = run_state, at_ms
     loads.add(record.id, run_id, run)
+    if run_id.phase == "decode" and not (
+        run_state in FAILED or run_state in ("assigned", "started")
+    ):
+        _end_prefills(state, record.id, at_ms, loads)
+
+
+def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLoads) -> None:
+    """Close the prefills of an attempt whose decode has tokens: their blocks were transferred.
+
+    On the bootstrap path this may be known before PrefillDone, which the death of its worker may
+    keep back for ever.
+    """
+    for run_id, run in state.runs.items():
+        if run_id.phase == "prefill" and run.state in OPEN:
+            loads.remove(request_id, run_id, run)
+            run.state, run.since_ms = "handed_off", at_ms
+            loads.add(request_id, run_id, run)
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:

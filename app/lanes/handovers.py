@@ -1,0 +1,151 @@
+"""Hand-overs of a lane: prompts that prefill workers compute for a decode that is still to come.
+
+On the sequential path decode is due when the prefill has ended: `PrefillDone` has the transfer
+parameters. On the bootstrap path it is due at once: both engines meet in a room of the prefill
+engine, and decode waits there for the blocks (`streams.request.BootstrapInfo`).
+
+Owns the hand-overs that the owner of a lane has begun, until they are used or given up; dispatch is
+in `dispatch.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from app.lanes.waiting_requests import RemainingWork
+from app.routing.selection.handover import HandOverRules, decode_request, within_domain
+from app.routing.state.ledger import RunId
+from streams.records import LogRecord, PrefillDone, WorkerCard
+from streams.request import BootstrapInfo
+
+MAX_PREFILL_BYTES = 64 * 1024 * 1024
+"""Prompts of a lane that are kept while prefill workers compute them. With more of them requests
+are dispatched whole, unless disaggregation is enforced."""
+LEASE_SHARE = 0.8
+"""The part of an engine's lease that a hand-over may take: the rest is for clocks that differ."""
+ROOM_BITS = 63
+"""Width of a room id: engines read it as a signed number of 64 bits."""
+
+
+class HandOver(NamedTuple):
+    """A prompt that a prefill worker holds, or computes, for a decode worker.
+
+    `since_ms`: when the prefill was dispatched, which keeps the request's place among those that
+    wait. `params`: transfer parameters of its engine. `until_ms`: broker time until which decode
+    may begin; 0 while it may not. `cached_tokens`: of the prompt, at the prefill worker.
+    `bootstrap`: the room where both engines meet, on the bootstrap path.
+    """
+
+    rest: RemainingWork
+    prefill: RunId
+    since_ms: int
+    params: bytes = b""
+    until_ms: int = 0
+    cached_tokens: int = 0
+    bootstrap: BootstrapInfo | None = None
+
+    def decode_work(self, taint: str | None, rules: HandOverRules) -> RemainingWork:
+        """The work of the decode worker. `taint`: of the prefill worker, in the transfer domain."""
+        request = decode_request(
+            self.rest.request,
+            self.prefill.worker,
+            self.bootstrap or self.params,
+            self.cached_tokens,
+        )
+        return self.rest._replace(request=within_domain(request, taint, rules))
+
+
+class HandOvers:
+    """The hand-overs that the owner of a lane has begun: each is used once, by itself alone.
+
+    An owner that did not begin one never uses it: its predecessor may be doing so still.
+    """
+
+    def __init__(self, timeout_ms: int) -> None:
+        """`timeout_ms`: longest time between the end of prefill and the begin of decode."""
+        self._timeout_ms = timeout_ms
+        self._open: dict[str, HandOver] = {}
+        self._bytes = 0
+
+    @property
+    def open_count(self) -> int:
+        """Hand-overs that are neither used nor dropped."""
+        return len(self._open)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt may be kept."""
+        return self._bytes < MAX_PREFILL_BYTES
+
+    def begin(
+        self, rest: RemainingWork, prefill: RunId, now_ms: int, bootstrap: BootstrapInfo | None,
+        ttft_ms: float,
+    ) -> HandOver:  # fmt: skip
+        """Keep what is left of a request while a worker computes its prompt.
+
+        `ttft_ms`: predicted time until that is done.
+        """
+        self.drop(rest.request.id)
+        until_ms = 0 if bootstrap is None else now_ms + int(ttft_ms) + self._timeout_ms
+        begun = HandOver(rest, prefill, now_ms, until_ms=until_ms, bootstrap=bootstrap)
+        self._open[rest.request.id] = begun
+        self._bytes += rest.request.prompt_bytes
+        return begun
+
+    def on_record(self, fact: LogRecord) -> None:
+        """A record of the ledger was applied: the prompt may be computed."""
+        done = fact.record
+        if not (isinstance(done, PrefillDone) and done.phase == "prefill"):
+            return
+        known = self._open.get(done.id)
+        run = RunId(done.attempt, "prefill", done.worker, done.epoch)
+        if known is None or known.prefill != run or known.bootstrap is not None:
+            return
+        left_ms = float(self._timeout_ms)
+        if done.lease_until_ms:
+            left_ms = min(left_ms, LEASE_SHARE * (done.lease_until_ms - fact.timestamp_ms))
+        until_ms = max(fact.timestamp_ms + int(left_ms), 1)
+        self._open[done.id] = known._replace(
+            params=done.handoff, until_ms=until_ms, cached_tokens=done.cached_tokens
+        )
+
+    def usable(self, request_id: str, attempt: int) -> HandOver | None:
+        """The hand-over of an attempt, if its decode may begin."""
+        known = self._open.get(request_id)
+        is_usable = known is not None and known.rest.attempt == attempt and known.until_ms
+        return known if is_usable else None
+
+    def has_bootstrap(self, request_id: str, attempt: int) -> bool:
+        """Whether the decode of an attempt is due beside its prefill."""
+        known = self._open.get(request_id)
+        return known is not None and known.rest.attempt == attempt and known.bootstrap is not None
+
+    def give_up(self, request_id: str) -> None:
+        """No decode begins with this hand-over any more: the next attempt is due."""
+        if (known := self._open.get(request_id)) is not None:
+            self._open[request_id] = known._replace(until_ms=0)
+
+    def drop_others(self, request_id: str, attempt: int) -> None:
+        """Forget a hand-over of another attempt."""
+        known = self._open.get(request_id)
+        if known is not None and known.rest.attempt != attempt:
+            self.drop(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Forget the hand-over of a request."""
+        known = self._open.pop(request_id, None)
+        if known is not None:
+            self._bytes -= known.rest.request.prompt_bytes
+
+
+def bootstrap_info(card: WorkerCard, rank: int, rng: random.Random) -> BootstrapInfo | None:
+    """A room of a prefill worker, unique to a run; None if its engine has no bootstrap endpoint.
+
+    The engines derive the rank of the prefill from the room: it is the room modulo their number.
+    """
+    host, port = card.config.bootstrap_host, card.config.bootstrap_port
+    if host is None or port is None:
+        return None
+    room = rng.randrange(2**ROOM_BITS // card.ranks) * card.ranks + rank
+    return BootstrapInfo(bootstrap_host=host, bootstrap_port=port, bootstrap_room=room)
