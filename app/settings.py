@@ -95,7 +95,7 @@ class Settings(  # pydantic takes the fields of the last base first
         for name in _secrets():
             path = values.get(f"{name}_file")
             if path is None or not Path(path).is_file():
-                continue  # the field's own check says what is wrong with it
+                continue  # the check of the field reports the error
             if values.get(name):
                 raise ValueError(
                     f"set {variable_name(name)} or {variable_name(name)}_FILE, not both"
@@ -154,7 +154,7 @@ class Settings(  # pydantic takes the fields of the last base first
         """What binds the ids of a gateway's streams to tenants; the same at all gateways.
 
         Raises SettingsError without a secret for a gateway that other machines reach, or that has
-        API keys: the known one keeps streams apart that nobody tries to mix up.
+        API keys: the default one prevents accidental collisions only.
         """
         secret = self.stream_secret.get_secret_value()
         if not secret and self.api_keys_file is not None:
@@ -174,7 +174,7 @@ class Settings(  # pydantic takes the fields of the last base first
     def block_key_secret(self) -> KeySecret:
         """The constants of block keys. Raises SettingsError without a secret for remote brokers.
 
-        With the known one, whoever reaches the topics could make prompts whose keys collide.
+        With the default one, a program with access to the topics could make colliding keys.
         """
         from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 

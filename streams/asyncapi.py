@@ -57,7 +57,7 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
     broker.publisher(
         prefix + RESPONSES,
         title=RESPONSES,
-        description="What clients are told.",
+        description="Records that clients read.",
         schema=Annotated[Any, WithJsonSchema(_schema(Chunk | Fence | End))],
     )
     broker.publisher(

@@ -1,7 +1,7 @@
 """Encoding of records to log entries, and decoding.
 
 `encode` gives a log entry, `decode` a record; the header `t` decides the type. No other
-code knows the wire format of records. Golden bytes of every type are in
+code contains the wire format of records. Golden bytes of every type are in
 `tests/unit/test_codecs.py`; they may gain fields, never change meaning.
 
 Any program with the rights may write anything to a topic, so an undecodable record is `Malformed`

@@ -7,7 +7,7 @@
     ├── RecordError
     │   ├── Malformed         bytes that do not match the type in their header
     │   │   └── UnknownType   a record type this version does not know
-    │   ├── NewerRecord       a record whose writer asks for newer readers
+    │   ├── NewerRecord       a record that its writer has reserved for newer readers
     │   └── RecordTooLarge    above max.message.bytes
     ├── AppendFailed          no acknowledgement: the record may or may not be in the log
     ├── PositionLost          a reader's position lies outside of the log
@@ -42,8 +42,8 @@ class BrokerUnavailable(StreamError):
 class AccessDenied(StreamError):
     """The broker refuses access. Check the credentials (KVLANE_SASL_*, KVLANE_SSL_*) and the ACLs.
 
-    A retry does not help: the process ends, and the message says what was refused. Which rights a
-    process needs is in the topic table (`streams/topics.py`).
+    A retry does not help: the process ends, and the message names the refused operation. The rights
+    that a process needs are in the topic table (`streams/topics.py`).
     """
 
 
@@ -56,7 +56,7 @@ class RecordError(StreamError):
 
 
 class Malformed(RecordError):
-    """Bytes that are not what their header says. Do not retry."""
+    """Bytes that contradict their header. Do not retry."""
 
 
 class UnknownType(Malformed):

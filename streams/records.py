@@ -9,7 +9,7 @@ Evolution: fields are only added, optional, at the end; unknown fields are ignor
 breaks this is a new topic name. Fields at their default are left out on the wire.
 
 Terms: a *run* is one execution of an *attempt* of a request in a *phase*; (id, attempt, phase) is
-its run key, `run` a random number that tells two executions of one run key apart. An *epoch* is
+its run key, `run` a random number that distinguishes two executions of one run key. An *epoch* is
 one life of a worker. Units are in the names; `*_ms` points in time are broker append time.
 """
 
@@ -596,8 +596,8 @@ class WorkerCard(InternalRecord, frozen=True):
     """The registration of a worker. Key `worker/<id>`.
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
-    Every later card of that life repeats it. `life` is random: it tells processes of one name
-    apart. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
+    Every later card of that life repeats it. `life` is random, different for each process of one
+    name. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
     of prompts still to be computed on a rank, it is to get no new work; None: no such bound.
     `versions`: of kvlane and of its engine, by name; for people. `max_runs`: how many it has open
     at a time, running and waiting; it refuses more.

@@ -23,9 +23,9 @@ class Missing(str):
     __slots__ = ()
 
 
-Held = tuple[str, ...]
+Ids = tuple[str, ...]
 """Ids of tests, from the folder `tests` on."""
-Row = dict[str, Held | Missing]
+Row = dict[str, Ids | Missing]
 
 FORM = "flows/test_preprocessed_requests.py::test_"
 CODECS = "unit/test_codecs.py::test_"
@@ -397,7 +397,7 @@ def _tests_of(path: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, functions))
 
 
-def _held() -> Iterator[tuple[str, str, str]]:
+def _covered_lines() -> Iterator[tuple[str, str, str]]:
     for name, row in ROWS.items():
         for line, tests in row.items():
             if not isinstance(tests, Missing):
@@ -407,7 +407,7 @@ def _held() -> Iterator[tuple[str, str, str]]:
 def test_every_test_that_covers_a_line_exists() -> None:
     gone = [
         f"{name}: {line}: {test}"
-        for name, line, test in _held()
+        for name, line, test in _covered_lines()
         if not (TESTS / test.partition("::")[0]).is_file()
         or test.partition("::")[2] not in _tests_of(test.partition("::")[0])
     ]

@@ -79,7 +79,7 @@ class BenchEnvironment:
             "lanes": self.settings.lanes,
             "replication_factor": self.settings.replication_factor,
             "min_insync_replicas": self.settings.min_insync_replicas,
-            "log_level": "INFO",  # of the line that says that it is ready
+            "log_level": "INFO",  # of the line that reports readiness
             **changes,
         }
         environment = {variable_name(key): str(value) for key, value in values.items()}

@@ -23,7 +23,7 @@ MAX_PENDING_PROMPTS = 200
 
 
 class InvalidPromptFile(OperatorError):
-    """A prompt that cannot be published; the message says which and why."""
+    """A prompt that cannot be published; the message has its place and the reason."""
 
 
 @asynccontextmanager

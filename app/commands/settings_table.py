@@ -103,7 +103,7 @@ def _shown(value: object) -> str:
 
 
 def _masked(value: object, name: str = "") -> object:
-    """An argument of an engine without the secrets in it, which its name tells (`hf_token`)."""
+    """An argument of an engine without the secrets in it, recognised by names (`hf_token`)."""
     if isinstance(value, dict):
         return {key: _masked(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):

@@ -106,7 +106,7 @@ _ENDS = {
     "cancelled": _Meaning(CLIENT_LEFT, "the request was cancelled"),
     "no_workers": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "no worker can take it", retry=True),
     "none_eligible": _Meaning(
-        HTTPStatus.SERVICE_UNAVAILABLE, "no worker has what it asks for", retry=True
+        HTTPStatus.SERVICE_UNAVAILABLE, "no worker satisfies its constraints", retry=True
     ),
     "all_busy": _Meaning(OVERLOADED, "all workers have enough to do", retry=True),
     "pinned_gone": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker is gone"),
@@ -173,7 +173,7 @@ def error_of_stream(error: Exception) -> ApiError:
         )
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
-        "an error of the gateway; its log says more",
+        "an error of the gateway; its log has the details",
         code="internal",
     )
 

@@ -141,7 +141,7 @@ class PromptCredit:
         report = self._reports.get(lane.router)
         if report is not None and self._clock.now() - report.at < REPORT_TTL_S:
             return report.capacity
-        # No valid report says how far this lane was read.
+        # No valid report has the position of this lane's reader.
         lane.unread.clear()
         lane.tokens = lane.bytes = 0
         return None

@@ -3,8 +3,8 @@
 Exactly once, for readers that read committed:
 
 - Results are written in transactions, by the writer of the lane (`app/results/result_writer.py`). A
-  collector that takes over a lane opens that writer first: nobody else writes results of the lane
-  from then on, and all earlier transactions have ended.
+  collector that takes over a lane opens that writer first: no other process writes results of the
+  lane from then on, and all earlier transactions have ended.
 - Then it reads the results that are in the log, from before the first request that may have none.
   Requests with a result get no other one.
 - The committed position of the group is the lowest request without a result. It moves after the

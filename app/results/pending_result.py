@@ -120,7 +120,7 @@ class PendingResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it goes on here, and its end may have been deleted."""
+        """Whether it has a beginning here, and its end may have been deleted."""
         return self.may_be_cut and not self._has_begun and not self.is_over
 
     def _add(self, piece: Chunk | End, at_ms: int) -> None:
@@ -134,7 +134,7 @@ class PendingResult:
             self._last, self.ended_ms = piece, at_ms
 
     def _is_end_of_cut(self, piece: Chunk | End) -> bool:
-        """Whether a piece says that the answer is whole, when its beginning may be missing."""
+        """Whether a piece ends an answer as whole whose beginning may be missing."""
         is_whole = isinstance(piece, End) and piece.code in WHOLE_CODES
         return self.may_be_cut and not self._has_begun and is_whole
 

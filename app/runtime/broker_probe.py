@@ -83,7 +83,7 @@ class BrokerProbe:
         try:
             await self._log.end_offsets(RESPONSES, [partition])
         except BrokerUnavailable:
-            return  # the outage goes on, and is logged once
+            return  # the outage continues, and is logged once
         if self._silent_since is not None:
             log.info("Kafka answers again after %.1f s", self._clock.now() - self._silent_since)
             self._silent_since = None

@@ -1,6 +1,6 @@
 """SIMD intrinsics for numba: a vector of eight u64, and 128-bit products.
 
-Owns a type and its few operations, each one instruction or nearly so; knows no hash.
+Owns a type and its few operations, each one instruction or nearly so; no hash.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def obtain_broker(
     """A broker that runs and answers; it ends with its `with` block, `stop()` or this process.
 
     `bootstrap_servers` are the given ones, if any: "env" needs them and "auto" takes them.
-    `brokers` above 1 asks for a cluster, which runs in JVMs. `port` is for the first broker that is
+    `brokers` above 1 starts a cluster, which runs in JVMs. `port` is for the first broker that is
     started, 0 for a free one. `full_jit` is for measurements, `kept` for data that outlive it.
     `report` takes what a waiting person wants to know, one line at a time.
 

@@ -223,7 +223,7 @@ def _fetch(guard: ProcessGuard, report: Report) -> Path:
 
 
 def _wait_for_maven(process: subprocess.Popen[bytes], log: Path, report: Report) -> int:
-    """Maven's exit status; a line every five seconds says how far it is."""
+    """Maven's exit status; a line every five seconds shows its progress."""
     deadline = time.monotonic() + _FETCH_DEADLINE_S
     while time.monotonic() < deadline:
         try:

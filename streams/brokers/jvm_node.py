@@ -80,7 +80,7 @@ class JvmNode:
             )
 
     def wait_ready(self, brokers: int = 1, deadline_s: float = START_DEADLINE_S) -> None:
-        """Wait until it serves clients and knows of that many brokers. Raises BrokerUnavailable."""
+        """Wait until it serves clients and reports that many brokers. Raises BrokerUnavailable."""
         deadline = time.monotonic() + deadline_s
         while True:
             answer = query_metadata(LOOPBACK, self.port)

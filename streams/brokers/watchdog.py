@@ -95,7 +95,7 @@ class ProcessGuard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        if status != 0:  # somebody ended the watchdog
+        if status != 0:  # the watchdog was ended from outside
             clean_up(self.directory, docker=self._docker)
 
 
@@ -123,7 +123,7 @@ def kill_marked(mark: str, deadline: float) -> None:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Ids of the processes with this argument. A dead one that nobody waited for has none left."""
+    """Ids of the processes with this argument. A dead one that was not waited for has none left."""
     if not Path("/proc/self/cmdline").exists():  # macOS
         listing = subprocess.run(
             ["/bin/ps", "-axww", "-o", "pid=,command="], capture_output=True, text=True, check=False

@@ -2,7 +2,7 @@
 
 Replaces aiokafka's accumulator and its batches under aiokafka's sender (`batch_sender.py`), which
 keeps its work: one request per broker in flight, retries, sequence numbers of an idempotent
-producer. Owns the queue, the encoding of batches, and one future per append; knows nothing of
+producer. Owns the queue, the encoding of batches, and one future per append; independent of
 time-outs and reconnecting (`producer.py`).
 
 Appends that wait for a request in flight join the last unsent batch of their partition, in order,
@@ -126,7 +126,7 @@ class PendingBatch:
 
     def done(self, base_offset: int, timestamp: int, log_start_offset: int | None = None) -> None:  # noqa: ARG002  # the sender's arguments
         """The broker has acknowledged the batch."""
-        if base_offset < 0:  # a repeat that the broker knows, but no longer where it stands
+        if base_offset < 0:  # a repeat that the broker recognises, without its offset
             self._queue.on_acknowledged(self, KafkaError("appended, but at an unknown offset"))
             return
         if timestamp < 0:  # a topic with the time of creation

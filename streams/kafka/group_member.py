@@ -133,7 +133,7 @@ class KafkaMember:
         if not offsets:
             return
         try:
-            # A little more than one request: breaking one off leaves its error to nobody.
+            # A little more than one request: cancelling one loses its error.
             async with asyncio.timeout(self._kafka.request_timeout_s + 5 * RETRY_S):
                 await consumer.commit({self._full(p): offset for p, offset in offsets.items()})
         except (CommitFailedError, IllegalStateError) as e:

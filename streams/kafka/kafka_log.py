@@ -227,7 +227,7 @@ class KafkaLog:
     # --- for the readers and members of this connection ---
 
     def full_name(self, name: Partition) -> TopicPartition:
-        """A partition by the name that the broker knows."""
+        """A partition by its full name."""
         return TopicPartition(self.prefix + name.topic, name.partition)
 
     def forget(self, user: KafkaReader | KafkaMember | KafkaTransactionalWriter) -> None:

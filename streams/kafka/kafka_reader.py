@@ -70,7 +70,7 @@ class KafkaReader:
         self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
         self._names: dict[TopicPartition, Partition] = {}
         self._next: dict[TopicPartition, int] = {}  # offset of the next record to hand out
-        self._settled: dict[TopicPartition, int] = {}  # as `position` tells it
+        self._settled: dict[TopicPartition, int] = {}  # the results of `position`
         self._tails = _Tails()
         self._settle_from = 0.0
         self._silence_s = SILENT_TIMEOUTS * kafka.request_timeout_s

@@ -40,7 +40,7 @@ class KafkaSession(Protocol):
         """As `Log.end_offsets`."""
 
     def full_name(self, name: Partition) -> TopicPartition:
-        """A partition by the name that the broker knows."""
+        """A partition by its full name."""
 
     def forget(self, user: Any) -> None:
         """A reader or member has closed itself."""

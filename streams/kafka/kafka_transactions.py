@@ -179,7 +179,7 @@ async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> N
             raise
         raise cause from e
     finally:
-        for future in sent:  # else each that nobody awaits is logged as an error
+        for future in sent:  # a future that is not awaited is logged as an error
             future.add_done_callback(_retrieve)
 
 

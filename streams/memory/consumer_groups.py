@@ -71,7 +71,7 @@ class ConsumerGroup:
         self._complete()
 
     def waits_for(self, member: GroupMember) -> bool:
-        """A rebalance goes on and this member has not joined it yet."""
+        """A rebalance is in progress that this member has not joined yet."""
         return self._rejoined is not None and member.id not in self._rejoined
 
     def leave(self, member: GroupMember) -> None:

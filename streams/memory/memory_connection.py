@@ -29,7 +29,7 @@ class MemoryConnection(Protocol):
 
     @property
     def client_id(self) -> str:
-        """The name by which `BrokerFaults` knows this client."""
+        """The name of this client in `BrokerFaults`."""
 
     @property
     def is_killed(self) -> bool:

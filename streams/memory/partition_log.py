@@ -1,6 +1,6 @@
 """One partition of the in-memory broker: its records, and the cursors that read it.
 
-Owns offsets, deletion and compaction of one partition; knows nothing of clients, groups or time.
+Owns offsets, deletion and compaction of one partition; has no clients, groups or time.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PartitionLog:
         self.end = 0
         self.followers: dict[Cursor, None] = {}
         self.compacted_size = (
-            0  # records after the last compaction: tells when the next one is worth it
+            0  # records after the last compaction: with many of them the next one pays
         )
 
     def append(self, entries: Sequence[Entry], timestamp_ms: int) -> int:

@@ -229,7 +229,7 @@ class ReplyReader:
     async def _judge_end(self, number: int, reply: Reply, bare: UnconfirmedEnd) -> None:
         """An End is the only record of a request: decide whether earlier text was deleted.
 
-        The caller knows if there was some (`begun`). Otherwise there was none if the log still
+        `begun`: there was some, as the caller has seen. Otherwise there was none if the log still
         covers the whole time in which the request can have run.
         """
         assert reply.attached is not None, "only an attached reply may be truncated"

@@ -7,7 +7,7 @@ lost between its own position and that of the others.
 
 A queue is bounded. A subscriber that falls behind loses its subscription, not its place: it reads
 alone from its position on (`streams/views/follower.py`), and joins again when it is near the end.
-So a slow view never holds up another one. It applies nothing and knows no view.
+So a slow view never holds up another one. It applies nothing and imports no view.
 """
 
 from __future__ import annotations

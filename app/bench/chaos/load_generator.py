@@ -229,7 +229,7 @@ class LoadGenerator:
             expected.id = stream.response.headers[ID_HEADER]
         chat.gateways.append((self._clock.now(), name))
         async for chunk in stream:
-            position = int(stream._decoder._last_event_id or 0)  # noqa: SLF001  not told otherwise
+            position = int(stream._decoder._last_event_id or 0)  # noqa: SLF001  it has no accessor
             for choice in chunk.choices:
                 text, reason = choice.delta.content or "", choice.finish_reason
                 # The last chunk may have text only, which was held back before.

@@ -316,7 +316,7 @@ def memory_growth(samples: Iterable[MemorySample]) -> list[tuple[int, str]]:
 
 
 def recovery_s(result: OverloadResult) -> float:
-    """Seconds from the end of the overload until first texts come as before and nobody is refused.
+    """Seconds from the end of the overload to first texts as before, without a refused request.
 
     As before: no window of two seconds has twice the median of the time without load.
     """

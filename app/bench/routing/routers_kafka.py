@@ -136,7 +136,7 @@ async def bench_kafka_routers(
                         :SHOWN_DIFFERENCES
                     ]:
                         print_line(
-                            f"{each.router} knows of {each.key}: {each.actual}, not {each.expected}"
+                            f"{each.router} has {each.actual} for {each.key}, not {each.expected}"
                         )
                     progress(1 / (2 * len(counts)))
     return routers_report(phases)

@@ -3,7 +3,7 @@
     direct   eight streams of AsyncLLM.generate, with text, read to their ends
     memory   eight runs of a worker around the same engine, on the log in memory
     kafka    the same, on a real Kafka; its broker takes what it needs from the same cores, so
-             that this one says more of the machine than of the worker
+             that this one measures the machine more than the worker
 
 All take turns in the same run on the same engine, a tiny model on this machine's CPU. The cost of
 publishing the events of a step is measured with the publisher of the engine's cores, in a loop of

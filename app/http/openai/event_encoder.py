@@ -1,7 +1,7 @@
 """Encoder of the server-sent events of one response, from the pieces of its answers.
 
-Pure: pieces in, bytes out. Owns the choices and the token times of the response; knows neither the
-connection nor the log. The task of a response and the reader of the log both use it, one at a time
+Pure: pieces in, bytes out. Owns the choices and the token times of the response; without the
+connection and the log. The task of a response and the reader of the log both use it, one at a time
 (`app/http/openai/response_writer.py`).
 """
 

@@ -146,7 +146,7 @@ class Choice:
 def chunk(
     heading: ResponseHeader, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
 ) -> Json | None:
-    """What a stream tells of a piece that `choice` has taken; None for nothing, e.g. half a letter.
+    """The event of a piece that `choice` has taken; None for none, e.g. half a character.
 
     `with_usage`: the stream ends with token counts, and all chunks before say that they have none.
     """

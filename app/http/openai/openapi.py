@@ -214,7 +214,7 @@ _ATTACHING = [
 _HEADERS_IN = [
     _parameter("x-request-id", "header", "Comes back with the answer", _STRING),
     _parameter(
-        "x-kvlane-detach", "header", "true: it goes on when its client leaves", _STRING
+        "x-kvlane-detach", "header", "true: it continues after its client has disconnected", _STRING
     ),
 ]  # fmt: skip
 _WHOLE = "The answer; a stream of events with `stream`"

@@ -227,7 +227,7 @@ class CompletionResponse(Response):
                 for stream_id, choice in zip(self._options.ids, self._choices, strict=True)
             )
             return gateway_stopping(
-                f"this gateway is stopping; another one goes on: {', '.join(ways)}"
+                f"this gateway is stopping; another one continues the stream: {', '.join(ways)}"
             )
         return error_of_stream(error)
 

@@ -48,7 +48,7 @@ class _Config(msgspec.Struct):
 
 
 class ModelFiles(NamedTuple):
-    """What a folder says."""
+    """The content of a model folder."""
 
     tokenizer: bytes
     template: str | None
@@ -119,7 +119,7 @@ def card_of(
 
 
 def checksum_of(card: ModelCard) -> str:
-    """SHA-256, in hex, over all that a card says except its name and its checksum."""
+    """SHA-256, in hex, over all of a card except its name and its checksum."""
     content = msgspec.structs.replace(card, name="", checksum="")
     return sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 

@@ -31,7 +31,7 @@ MAX_SPARE_MODELS = 8
 
 
 class LoadFailed(Exception):
-    """A model could not be loaded, at this point of the clock; the cause says why."""
+    """A model could not be loaded, at this point of the clock; the cause has the reason."""
 
     def __init__(self, at: float) -> None:
         super().__init__("it could not be loaded")

@@ -26,7 +26,7 @@ BURST_WINDOW = 200
 """Requests over which this share is averaged."""
 INITIAL_LAG_MS, MAX_LAG_MS = 5.0, 50.0
 """The lag before one was measured, and the longest that is waited for: a log that stalls for
-seconds says nothing about the usual delay of its records."""
+seconds is no measure of the usual delay of its records."""
 LAG_WINDOW = 20
 """Decisions over which the lag is averaged."""
 ROUTER_EXPIRY_MS = 60_000

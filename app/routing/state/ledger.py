@@ -213,7 +213,7 @@ class LaneState:
         self._orphans: deque[tuple[int, str]] = deque()
 
     def request(self, request_id: str) -> RequestState | None:
-        """What is known of a request; of one that is over, no more than its outcome says."""
+        """The state of a request; of one that has ended, its outcome only."""
         outcome = self.finished.get(request_id)
         if outcome is not None:
             return RequestState(outcome.attempt, ended=outcome.code, last_ms=outcome.last_ms)
@@ -352,7 +352,7 @@ def _apply_run(
             run.tokens = run.prefill_tokens = record.prompt_tokens
     else:
         loads.remove(record.id, run_id, run)
-    if isinstance(record, Assigned):  # it knows better than the Started that may have overtaken it
+    if isinstance(record, Assigned):  # more exact than a Started that may have overtaken it
         booked = record.policy != "direct"  # who chooses the workers keeps the books there
         run.tokens = (record.prompt_tokens + record.base_tokens) * booked
         run.rank, run.prefill_tokens = record.rank, record.prefill_tokens

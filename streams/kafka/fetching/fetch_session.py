@@ -2,13 +2,13 @@
 
 A broker that has a session for a client remembers its partitions and positions. A request lists
 only the partitions that differ, and the response only those with records, an error or a new end.
-Pure: knows nothing of connections. The rules that keep both sides equal:
+Pure: no connections. The rules that keep both sides equal:
 
 - One request at a time. `positions` are those of the last request: the broker's side holds them
   as soon as it has read the request.
 - A partition that is not wanted (revoked, paused, led by another broker, or with records that wait
   in the client) is forgotten, else the broker would answer at once, again and again, with records
-  that nobody takes.
+  that no request waits for.
 - A request without a response leaves open which side the broker has: `restart`. So does every
   error of a whole response, such as an unknown session (70: the broker has restarted, or has
   evicted it) or an unexpected epoch (71).

@@ -139,7 +139,7 @@ class SessionFetch:
         return DecodedHeader(decode_header(buffer.getvalue()))
 
     def decode(self, buffer: BytesIO) -> FetchResponse:
-        """Called unless nobody waits for the response any more."""
+        """Called unless the request for the response was cancelled."""
         response = decode_response(buffer.getvalue())
         wanted = self.wanted
         topics = [
@@ -316,7 +316,7 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
                 if tp in buffered:
                     continue
                 if (position := state._position) is None:  # noqa: SLF001
-                    # Only a leader knows the offsets; a follower may serve the records.
+                    # Only a leader has the offsets; a follower may serve the records.
                     leader = self._node(self._client.cluster.leader_for_partition(tp))
                     has_leaderless |= leader is None
                     if leader is not None:
