@@ -118,7 +118,13 @@ class EngineSettings(BaseModel):
         gt=0,
         description="engine attached: time that a vLLM server with a KV connector holds the KV "
         "blocks of a prompt for another server, in seconds (30 by default in its NIXL "
-        "connectors); empty: it hands no prompts over",
+        "connectors), or that a SGLang server in disaggregation mode waits for the other one "
+        "(300 by default); empty: it hands no prompts over",
+    )
+    attach_bootstrap: str = Field(
+        "",
+        description="engine attached: address, host:port, where decode servers meet a SGLang "
+        "server that computes prompts, with its --disaggregation-bootstrap-port (8998 by default)",
     )
     validate_engine: bool = Field(
         False, description="check every engine output against the engine interface while it runs"
@@ -131,6 +137,19 @@ class EngineSettings(BaseModel):
         if value and not re.fullmatch(r"https?://[^/?#@\s]+", bare):
             raise ValueError("give http://host:port or https://host:port, without a path")
         return bare
+
+    @field_validator("attach_bootstrap")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if value and not re.fullmatch(r"([^\s/:@]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", value):
+            raise ValueError("give host:port, such as 10.0.0.7:8998")
+        return value
+
+    @property
+    def attach_bootstrap_address(self) -> tuple[str, int] | None:
+        """Host and port of `attach_bootstrap`."""
+        host, _, port = self.attach_bootstrap.rpartition(":")
+        return (host, int(port)) if host else None
 
     @field_validator("attach_events_endpoint", "attach_replay_endpoint")
     @classmethod
@@ -174,6 +193,8 @@ def _attachment_conflicts(settings: EngineSettings) -> Iterator[str]:
             "KVLANE_ATTACH_TRANSFER_LEASE_S has no effect with "
             f"KVLANE_ATTACH_KIND={settings.attach_kind}: such requests are not handed over"
         )
+    if settings.attach_bootstrap and settings.attach_transfer_lease_s is None:
+        yield "KVLANE_ATTACH_BOOTSTRAP needs KVLANE_ATTACH_TRANSFER_LEASE_S: set that too"
     if settings.attach_replay_endpoint and not settings.attach_events_endpoint:
         yield (
             "KVLANE_ATTACH_REPLAY_ENDPOINT repairs losses of KVLANE_ATTACH_EVENTS_ENDPOINT: "

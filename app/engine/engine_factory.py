@@ -114,6 +114,7 @@ def _attached(settings: Settings, clock: Clock) -> EngineAndFiles:
         AssumedLimits(settings.context_length, settings.block_size, settings.cache_blocks),
         served_name=serves_as,
         transfer_lease_s=settings.attach_transfer_lease_s,
+        bootstrap=settings.attach_bootstrap_address,
     )
     return EngineAndFiles(engine, files)
 

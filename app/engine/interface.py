@@ -29,6 +29,10 @@ Lifecycle of an engine: constructed, `start`, any number of concurrent `generate
    until the lease is over; its tokens are discarded. In phase decode it fetches the blocks named by
    `Request.prefill_result`, and generates the answer. It raises a retryable EngineError if they
    cannot be fetched.
+10. With a bootstrap host and port in its config, an engine meets another one in the room of
+   `Request.bootstrap_info`: both have the request at the same time. In phase prefill its last
+   output needs no `transfer`. In phase decode it waits for the blocks until its consumer leaves, or
+   until `abort`.
 """
 
 from __future__ import annotations

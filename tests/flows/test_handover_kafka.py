@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from app.engine.echo import echo_answer
+from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from app.engine.echo import EchoEngine, echo_answer
+from app.engine.interface import Engine
 from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
+from app.engine.simulated.transfers import KvTransfers
 from app.preprocessor import Preprocessor
 from app.router import Router
 from app.runtime.process import ProcessContext
@@ -20,26 +25,33 @@ from app.settings import Settings
 from app.worker import Worker
 from streams.brokers.broker_factory import Broker
 from streams.client import Client
-from streams.clock import SystemClock
+from streams.clock import Clock, SystemClock
 from streams.codecs import decode
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.prompt import Prompt
-from streams.records import Assigned, Chunk, LogRecord, Started
+from streams.records import Assigned, Chunk, LogRecord, PrefillDone, Started
 from streams.topics import LEDGER, RESPONSES
 from tests.harness.kafka_processes import provisioned
+from tests.harness.model_servers import TOKENIZER
+from tests.harness.sglang_servers import MeetingRooms, SglangServer
 
 LANES = 2
 REQUESTS, MAX_TOKENS = 60, 12
 BLOCK = 16
 WAIT_S = 60.0
+CLOCK, RNG = SystemClock(), random.Random(1)
 ROLES = {"p1": "prefill", "d1": "decode", "d2": "decode"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 
+EngineOf = Callable[[str, Clock], Engine]
+"""Makes the engine of a worker."""
+
+
 @asynccontextmanager
-async def deployment(settings: Settings) -> AsyncIterator[None]:
+async def deployment(settings: Settings, engine_of: EngineOf) -> AsyncIterator[None]:
     """A worker of each name in ROLES, a router and a preprocessor."""
     running: list[tuple[KafkaLog, ProcessContext, Worker | Router | Preprocessor]] = []
     for name in (*ROLES, "router", "preprocessor"):
@@ -48,12 +60,8 @@ async def deployment(settings: Settings) -> AsyncIterator[None]:
         await log.start()
         part: Worker | Router | Preprocessor
         if name in ROLES:
-            limits = EngineLimits(block_size=BLOCK, cache_blocks=4096)
-            engine = SimulatedEngine(
-                ctx.clock, limits, model="demo", context_length=8192, speedup=20
-            )
             own = settings.model_copy(update={"worker_role": ROLES[name], "worker_id": name})
-            part = Worker(log, own, ctx, engine)
+            part = Worker(log, own, ctx, engine_of(name, ctx.clock))
         else:
             part = (Router if name == "router" else Preprocessor)(log, settings, ctx)
         await part.start()
@@ -81,16 +89,75 @@ async def all_records(log: KafkaLog, topic: str) -> list[LogRecord]:
     return found
 
 
-async def test_answers_of_two_engines_equal_those_of_one(kafka: Broker, topic_prefix: str) -> None:
-    settings = Settings(
-        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
-        worker_id="-", router_id="r", status_port=None, hash_secret="tests",
+def simulated(transfers: KvTransfers | None, clock: Clock) -> SimulatedEngine:
+    limits = EngineLimits(block_size=BLOCK, cache_blocks=4096)
+    return SimulatedEngine(
+        clock, limits, model="demo", context_length=8192, speedup=20, transfers=transfers
+    )
+
+
+@pytest.mark.parametrize("path", ["sequential", "bootstrap"])
+async def test_answers_of_two_engines_are_those_of_one(
+    kafka: Broker, topic_prefix: str, path: str
+) -> None:
+    transfers = None if path == "sequential" else KvTransfers(CLOCK, has_bootstrap=True)
+    lengths = [*range(1, BLOCK + 2), *(RNG.randint(1, 4000) for _ in range(REQUESTS))][:REQUESTS]
+    ledger = await answered(
+        deployment_settings(kafka, topic_prefix), lengths,
+        lambda _, clock: simulated(transfers, clock),
     )  # fmt: skip
-    rng = random.Random(1)
-    lengths = [*range(1, BLOCK + 2), *(rng.randint(1, 4000) for _ in range(REQUESTS))][:REQUESTS]
-    prompts = [[rng.randrange(97, 123) for _ in range(length)] + [258] for length in lengths]
+    assert {f.record.worker for f in ledger if isinstance(f.record, Assigned)} == set(ROLES)
+    early = {f.record.id for f in ledger if is_phase(f, Assigned, "decode")}
+    for fact in ledger:
+        if is_phase(fact, PrefillDone, "prefill"):
+            decoded = next(f for f in ledger if is_decode_of(f, fact))
+            early -= {fact.record.id} if decoded.offset > fact.offset else set()
+    assert bool(early) == (path == "bootstrap")
+    if transfers is not None:
+        failed = (transfers.taken_twice, transfers.taken_late, transfers.invalid)
+        assert (failed, transfers.held_blocks, transfers._rooms) == ((0, 0, 0), 0, {})
+
+
+async def test_answers_of_servers_that_meet_are_those_of_one(
+    kafka: Broker, topic_prefix: str
+) -> None:
+    rooms = MeetingRooms()
+    async with AsyncExitStack() as stack:
+        servers = {}
+        for name, role in ROLES.items():
+            behind = EchoEngine(CLOCK, 0.001, max_num_seqs=64)
+            await behind.start("behind")
+            server = SglangServer(behind, "prefill" if role == "prefill" else "decode", rooms)
+            servers[name] = await stack.enter_async_context(server)
+
+        def engine_of(name: str, clock: Clock) -> Engine:
+            return AttachedEngine(
+                clock, ServerAddress(servers[name].url), TOKENIZER,
+                AssumedLimits(8192, BLOCK, 4096), served_name="demo", transfer_lease_s=300.0,
+                bootstrap=("10.0.0.7", 8998) if ROLES[name] == "prefill" else None,
+            )  # fmt: skip
+
+        settings = deployment_settings(kafka, topic_prefix, enforce_disaggregation=True)
+        lengths = [RNG.randint(1, 400) for _ in range(REQUESTS)]
+        await answered(settings, lengths, engine_of)
+    assert not rooms.faults
+    assert len(set(rooms.met)) == len(rooms.met) == REQUESTS
+
+
+def deployment_settings(kafka: Broker, topic_prefix: str, **over: Any) -> Settings:
+    return Settings(
+        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
+        worker_id="-", router_id="r", status_port=None, hash_secret="tests", **over,
+    )  # fmt: skip
+
+
+async def answered(
+    settings: Settings, lengths: Sequence[int], engine_of: EngineOf
+) -> list[LogRecord]:
+    """The ledger, after the answers to prompts of these lengths, which are checked."""
+    prompts = [[RNG.randrange(97, 123) for _ in range(length)] + [258] for length in lengths]
     async with provisioned(settings) as log, Client(log, SystemClock()) as client:
-        async with deployment(settings):
+        async with deployment(settings, engine_of):
             ids = []
             for prompt in prompts:
                 ids.append(client.new_request_id())
@@ -104,14 +171,17 @@ async def test_answers_of_two_engines_equal_those_of_one(kafka: Broker, topic_pr
     phases = defaultdict(list)
     for fact in ledger:
         if isinstance(fact.record, Assigned):
-            phases[fact.record.id].append((fact.record.phase, fact.record.worker))
-    assert [[phase for phase, _ in phases[name]] for name in ids] == [["prefill", "decode"]] * len(
-        ids
-    )
-    assert {worker for each in phases.values() for _, worker in each} == set(ROLES)
+            phases[fact.record.id].append(fact.record.phase)
+    assert [phases[name] for name in ids] == [["prefill", "decode"]] * len(ids)
     prefills = {str(f.record.run) for f in ledger if is_phase(f, Started, "prefill")}
-    assert len(prefills) == REQUESTS
+    assert len(prefills) == len(ids)
     assert not prefills & {f.record.run for f in responses if isinstance(f.record, Chunk)}
+    return ledger
+
+
+def is_decode_of(fact: LogRecord, prefilled: LogRecord) -> bool:
+    """Whether a record is the decision about the decode of this prefill."""
+    return is_phase(fact, Assigned, "decode") and fact.record.id == prefilled.record.id
 
 
 def is_phase(fact: LogRecord, kind: type, phase: str) -> bool:

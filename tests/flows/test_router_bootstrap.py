@@ -302,3 +302,24 @@ async def test_cancel_before_decode_has_room_still_dispatches_it(world: MemoryWo
     assert second.request.stop.max_tokens == 1
     assert meeting(second) == meeting(first)
     await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
+
+
+@scenario_test
+async def test_next_owner_goes_on_with_both_runs(world: MemoryWorld) -> None:
+    prefill, decode = workers(world)
+    router = await start_router(world)
+    for name in ("a", "b"):
+        append_record(world, REQUESTS, replace(LONG, id=name))
+    first, _ = prefill.start(await assigned(world, prefill)), await assigned(world, decode, 2)
+    prefill.start(prefill.received(Assignment)[1])
+    for second in decode.received(Assignment):
+        decode.start(second)
+    await world.sleep(1)
+    await router.stop()
+    await start_router(world, "r2")
+    await world.sleep(5)
+    assert not read_records(world, LEDGER, Fencing)
+    prefill.finish(first, "broken")
+    whole = await assigned(world, decode, 3)
+    assert (whole.phase, whole.attempt, whole.request.id) == ("aggregated", 1, first["id"])
+    assert len(read_records(world, LEDGER, Fencing, first["id"])) == 1

@@ -156,7 +156,7 @@ class ModelServer(HttpServer):
         await exchange.answer({})
 
     async def models(self, exchange: ServerExchange) -> None:
-        owner = self.kind if self.kind in ("vllm", "llamacpp") else "somebody"
+        owner = self.kind if self.kind in ("vllm", "sglang", "llamacpp") else "somebody"
         base = {"id": "tiny", "owned_by": owner, "max_model_len": 512}
         adapter = {"id": "ada", "owned_by": owner, "parent": "tiny"}
         await exchange.answer({"object": "list", "data": [base, adapter]})
@@ -265,7 +265,7 @@ class ModelServer(HttpServer):
 
     def _choice(self, body: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "text": TOKENIZER.decode(token_ids)}
-        if self.kind == "vllm" and body.get("return_token_ids"):
+        if self.kind in ("vllm", "sglang") and body.get("return_token_ids"):
             choice["token_ids"] = list(token_ids)
         if body.get("logprobs") is not None:
             if self.kind == "vllm":

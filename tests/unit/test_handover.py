@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Sequence
 from math import inf
 from typing import Any
@@ -18,11 +19,13 @@ from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
 from app.engine.simulated.transfers import KvTransfers, TransferModel, TransferParams
 from app.engine.validator import ValidatingEngine
+from app.lanes.handovers import bootstrap_info
 from app.preprocess.text.byte_level import ASSISTANT
 from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 from indexer.cache_events.engine_events import BlocksStored, EngineEvent
+from streams.clock import SystemClock
 from streams.codecs import pack_tokens
-from streams.records import Phase
+from streams.records import EngineConfig, Phase, WorkerCard
 from streams.request import PrefillResult, Request, StopConditions
 
 SHAPE = EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=4)
@@ -258,3 +261,57 @@ async def test_drain_ends_with_the_last_lease(pair: Pair) -> None:
     drained_at = pair.clock.now()
     await pair.engines["decode"].drain()
     assert pair.clock.now() == drained_at
+
+
+# --- rooms ---------------------------------------------------------------------------------------
+
+
+def test_room_of_a_prefill_worker_has_its_rank() -> None:
+    config = EngineConfig(model="m", bootstrap_host="h", bootstrap_port=1)
+    card = WorkerCard(id="p", slot=0, model="m", config=config, ranks=7)
+    rooms = [bootstrap_info(card, rank, random.Random(rank)) for rank in range(7)]
+    assert [room and room.bootstrap_room % 7 for room in rooms] == list(range(7))
+    assert all(room and 0 <= room.bootstrap_room < 2**63 for room in rooms)
+
+
+@pytest.mark.parametrize("engine", [{}, {"bootstrap_host": "h"}, {"bootstrap_port": 1}])
+def test_worker_without_a_bootstrap_endpoint_has_no_rooms(engine: dict[str, Any]) -> None:
+    card = WorkerCard(id="p", slot=0, model="m", config=EngineConfig(model="m", **engine))
+    assert bootstrap_info(card, 0, random.Random(1)) is None
+
+
+def meet_in_rooms(test: Callable[[KvTransfers], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test(KvTransfers(SystemClock(), TransferModel(lease_s=0.05), has_bootstrap=True)))
+
+
+def test_engines_meet_in_a_room_whichever_comes_first() -> None:
+    async def scenario(transfers: KvTransfers) -> None:
+        name = transfers.add_engine("p")
+        waiting = asyncio.ensure_future(transfers.meet(1))
+        await asyncio.sleep(0)
+        params = [transfers.offer(name, 5, 1, lambda: None, room) for room in (1, 2)]
+        assert [await waiting, await transfers.meet(2)] == params
+        for each in params:
+            assert transfers.take(each, 5).finish()
+        assert not transfers._rooms
+
+    meet_in_rooms(scenario)
+
+
+def test_room_is_gone_with_the_lease_of_its_offer() -> None:
+    async def scenario(transfers: KvTransfers) -> None:
+        transfers.offer(transfers.add_engine("p"), 5, 1, lambda: None, 1)
+        await asyncio.sleep(0.1)
+        assert (transfers.held_offers, transfers._rooms) == (0, {})
+
+    meet_in_rooms(scenario)
+
+
+def test_second_prefill_in_a_room_is_counted() -> None:
+    async def scenario(transfers: KvTransfers) -> None:
+        name = transfers.add_engine("p")
+        for _ in range(2):
+            transfers.offer(name, 5, 1, lambda: None, 1)
+        assert transfers.invalid == 1
+
+    meet_in_rooms(scenario)

@@ -96,9 +96,15 @@ class ServerDiscovery:
                     log.info("%s is not ready yet, %.0f s: %s", url, waited_s, e)
             await self._clock.sleep(RETRY_INTERVAL_S)
 
-    async def discover(self, name: str, tokenizer: Tokenizer) -> ServerInfo:
-        """Find the model `name` ("" for the only one) and the dialect. Raises EngineError."""
+    async def discover(
+        self, name: str, tokenizer: Tokenizer, *, has_transfers: bool = False
+    ) -> ServerInfo:
+        """Find the model `name` ("" for the only one) and the dialect. Raises EngineError.
+
+        `has_transfers`: whether it shares requests with another server.
+        """
         known = await self.look_up_model(name)
+        is_disaggregated = has_transfers and known.dialect.vendor == "sglang"
         model, owner, adapters = known.dialect.model, known.dialect.vendor, known.dialect.adapters
         await self._compare_tokens(model, tokenizer)
         prompt = tokenizer.encode_now(TOKENIZER_SAMPLE)
@@ -109,6 +115,7 @@ class ServerDiscovery:
             ("text", "text"),
         ):
             speech = ServerDialect(model, owner, prompts, answers, adapters)  # type: ignore[arg-type]
+            speech = speech._replace(is_disaggregated=is_disaggregated)
             if await self._understands(speech, prompt, tokenizer):
                 self._warn(speech)
                 return known._replace(dialect=speech)

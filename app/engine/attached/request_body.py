@@ -25,18 +25,25 @@ AnswerTokens = Literal["token_ids", "log_probs", "text"]
 """Where an answer has its token ids: in their own field, only in the log probabilities, or nowhere;
 then its text is tokenised again."""
 KV_TRANSFER_FIELD = "kv_transfer_params"
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""The bootstrap host of requests that a SGLang server in disaggregation mode answers alone."""
 FORBIDDEN_BIAS = -100.0
 """The logit bias of a forbidden token."""
 
 
 class ServerDialect(NamedTuple):
-    """The API dialect of one server. `vendor`: `owned_by` in its list of models."""
+    """The API dialect of one server. `vendor`: `owned_by` in its list of models.
+
+    `is_disaggregated`: whether it is a SGLang server in disaggregation mode, which needs another
+    one for each request.
+    """
 
     model: str
     vendor: str = ""
     prompt_form: Literal["tokens", "text"] = "tokens"
     answer_tokens: AnswerTokens = "token_ids"
     adapters: frozenset[str] = frozenset()
+    is_disaggregated: bool = False
 
     @property
     def is_vllm(self) -> bool:
@@ -59,7 +66,7 @@ def completion_body(
 
     Raises InvalidRequest for a field that the server does not support.
     """
-    _refuse(request)
+    _refuse(request, speech)
     sampling, stop = request.sampling, request.stop
     tokens = list(unpack_tokens(request.token_ids))
     body: dict[str, Any] = {
@@ -93,11 +100,14 @@ def prefill_body(
 ) -> dict[str, Any]:
     """The body of a prefill: a completion of one token, whose response has transfer parameters.
 
-    It is no stream, since only a whole response has them. Raises as `completion_body`.
+    It is no stream, since only a whole response has them. On the bootstrap path it has none, and
+    comes when the blocks were transferred. Raises as `completion_body`.
     """
     body = completion_body(request, speech, 1, text_of)
     del body["stream"], body["stream_options"]
     body.pop("min_tokens", None)
+    if speech.is_disaggregated:
+        return body
     return body | {KV_TRANSFER_FIELD: {"do_remote_decode": True, "do_remote_prefill": False}}
 
 
@@ -174,7 +184,7 @@ def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
     for field, value in unknown.items():
         if value:
             raise InvalidRequest(f"{field}: not supported by the server of this model")
-    body: dict[str, Any] = {}
+    body: dict[str, Any] = _meeting(request) if speech.is_disaggregated else {}
     if speech.vendor == "llamacpp" and sampling.repetition_penalty is not None:
         body["repeat_penalty"] = sampling.repetition_penalty
     if guided is None:
@@ -188,12 +198,30 @@ def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
     raise InvalidRequest("guided_decoding: the server of this model supports JSON schemas only")
 
 
-def _refuse(request: Request) -> None:
+def _meeting(request: Request) -> dict[str, Any]:
+    """Where a SGLang server meets the other one. Raises InvalidRequest for a whole request."""
+    if request.is_probe:
+        return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
+    info = request.bootstrap_info
+    if info is None:
+        raise InvalidRequest(
+            "a server in disaggregation mode serves no request alone: set "
+            "KVLANE_ATTACH_BOOTSTRAP of its prefill workers, and KVLANE_ENFORCE_DISAGGREGATION of "
+            "the routers"
+        )
+    return {
+        "bootstrap_host": info.bootstrap_host,
+        "bootstrap_port": info.bootstrap_port,
+        "bootstrap_room": info.bootstrap_room,
+    }
+
+
+def _refuse(request: Request, speech: ServerDialect) -> None:
     refuse_unknown_options(request, "beam search is not supported")
     if request.multi_modal_data or request.mm_processor_kwargs is not None:
         raise InvalidRequest("multi_modal_data: an attached server receives text only")
-    if request.bootstrap_info is not None:
-        raise InvalidRequest("bootstrap_info: not supported by an attached server")
+    if request.bootstrap_info is not None and not speech.is_disaggregated:
+        raise InvalidRequest("bootstrap_info: not supported by the server of this worker")
     if not request.token_ids and request.prompt_embeds is None:
         raise InvalidRequest("the prompt is empty")
 

@@ -59,7 +59,8 @@ class AttachedEngine(ServerEngine):
     """See the module. `served_name`: the model's name for clients; "" for the server's name.
 
     `transfer_lease_s`: how long the server holds the blocks of a prompt for another one; None if it
-    hands no prompts over. Only vLLM does.
+    hands no prompts over. Only vLLM and SGLang do. `bootstrap`: host and port where a SGLang server
+    that computes prompts meets the other one.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class AttachedEngine(ServerEngine):
         *,
         served_name: str = "",
         transfer_lease_s: float | None = None,
+        bootstrap: tuple[str, int] | None = None,
     ) -> None:
         super().__init__(clock, address)
         self._tokenizer = tokenizer
         self._guess = assumed
         self._serves_as = served_name
         self._transfer_lease_s = transfer_lease_s
+        self._bootstrap = bootstrap
         self._listener: KvEventListener | None = None
         self._context_length = assumed.context_length
         self.event_follower: ZmqEventFollower | None = None
@@ -94,13 +97,20 @@ class AttachedEngine(ServerEngine):
         """Wait for the server and discover its properties. Raises EngineError with advice."""
         where = self._where
         introduction = await self._connect(worker_id)
-        known = await introduction.discover(where.model, self._tokenizer)
+        has_transfers = self._transfer_lease_s is not None
+        known = await introduction.discover(
+            where.model, self._tokenizer, has_transfers=has_transfers
+        )
         self._dialect, self._versions = known.dialect, known.versions
         self._context_length = known.context_length or self._guess.context_length
-        if self._transfer_lease_s is not None and not known.dialect.is_vllm:
+        if has_transfers and not (known.dialect.is_vllm or known.dialect.is_disaggregated):
             raise EngineError(
-                f"KVLANE_ATTACH_TRANSFER_LEASE_S is set, but {where.url} is no vLLM server: only "
-                "these hand prompts over; unset it"
+                f"KVLANE_ATTACH_TRANSFER_LEASE_S is set, but {where.url} is neither a vLLM nor a "
+                "SGLang server: only these hand prompts over; unset it"
+            )
+        if self._bootstrap is not None and not known.dialect.is_disaggregated:
+            raise EngineError(
+                f"KVLANE_ATTACH_BOOTSTRAP is set, but {where.url} is no SGLang server; unset it"
             )
         health = await self._start_monitoring()
         if health.metrics.ranks > 1:
@@ -132,6 +142,7 @@ class AttachedEngine(ServerEngine):
                 self.event_follower = ZmqEventFollower(
                     where.events_endpoint, where.replay_endpoint, self._listener
                 )
+        host, port = self._bootstrap or (None, None)
         return EngineConfig(
             model=speech.model,
             served_model_name=self._serves_as or speech.model,
@@ -142,6 +153,8 @@ class AttachedEngine(ServerEngine):
             gives_tokens=speech.answer_tokens != "text",
             guesses_cache=self._estimate is not None and not where.events_endpoint,
             transfer_lease_s=self._transfer_lease_s,
+            bootstrap_host=host,
+            bootstrap_port=port,
         )
 
     # --- requests --------------------------------------------------------------------------------
