@@ -152,6 +152,7 @@ class Router:
             },
             resume=self._intake.resume,
             pause=self._intake.pause,
+            count_awaited=tail.count_awaited,
         )
         followers = {
             view.name: follower

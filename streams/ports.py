@@ -127,6 +127,9 @@ class Reader(Protocol):
         outage of the broker the poll returns nothing.
         """
 
+    def set_gather_s(self, gather_s: float) -> None:
+        """Change `gather_s` of `Log.reader` from the next request on."""
+
     def position(self, partition: Partition) -> int:
         """Every record below this offset was returned by a poll, or is known to be gone.
 

@@ -124,6 +124,8 @@ class RouterContext:
     """Lets the intake read a lane."""
     pause: Callable[[PartitionClaim], None] = lambda _: None
     """Stops the intake from reading a lane."""
+    count_awaited: Callable[[int], None] = lambda _: None
+    """Changes the number of records of the ledger for which requests wait."""
     timeouts: ReconcileTimeouts = field(default_factory=ReconcileTimeouts)
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     heartbeat_read: WaitQueue = field(default_factory=WaitQueue)

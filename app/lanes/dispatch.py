@@ -122,7 +122,9 @@ class Dispatcher:
         self._lane = lane
         self._ledger = Partition(LEDGER, lane)
         self._waits = waits
-        self.handovers = HandOvers(int(1000 * context.settings.handover_timeout_s))
+        self.handovers = HandOvers(
+            int(1000 * context.settings.handover_timeout_s), context.count_awaited
+        )
 
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
         """Dispatch a deferred prompt when there is room for it; or end it.

@@ -11,6 +11,7 @@ in `dispatch.py`.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 from app.lanes.waiting_requests import RemainingWork
@@ -62,10 +63,18 @@ class HandOvers:
     An owner that did not begin one never uses it: its predecessor may be doing so still.
     """
 
-    def __init__(self, timeout_ms: int) -> None:
-        """`timeout_ms`: longest time between the end of prefill and the begin of decode."""
+    def __init__(
+        self, timeout_ms: int, count_awaited: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """`timeout_ms`: longest time between the end of prefill and the begin of decode.
+
+        `count_awaited`: called with each change of the number of prefills whose end is awaited.
+        """
         self._timeout_ms = timeout_ms
+        self._count_awaited = count_awaited
         self._open: dict[str, HandOver] = {}
+        self._awaited: set[str] = set()
+        """Those of the sequential path whose prefill has not ended."""
         self._bytes = 0
 
     @property
@@ -91,6 +100,9 @@ class HandOvers:
         begun = HandOver(rest, prefill, now_ms, until_ms=until_ms, bootstrap=bootstrap)
         self._open[rest.request.id] = begun
         self._bytes += rest.request.prompt_bytes
+        if bootstrap is None:
+            self._awaited.add(rest.request.id)
+            self._count_awaited(1)
         return begun
 
     def on_record(self, fact: LogRecord) -> None:
@@ -109,6 +121,7 @@ class HandOvers:
         self._open[done.id] = known._replace(
             params=done.handoff, until_ms=until_ms, cached_tokens=done.cached_tokens
         )
+        self._end_wait(done.id)
 
     def usable(self, request_id: str, attempt: int) -> HandOver | None:
         """The hand-over of an attempt, if its decode may begin."""
@@ -137,6 +150,17 @@ class HandOvers:
         known = self._open.pop(request_id, None)
         if known is not None:
             self._bytes -= known.rest.request.prompt_bytes
+            self._end_wait(request_id)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for request_id in list(self._open):
+            self.drop(request_id)
+
+    def _end_wait(self, request_id: str) -> None:
+        if request_id in self._awaited:
+            self._awaited.remove(request_id)
+            self._count_awaited(-1)
 
 
 def bootstrap_info(card: WorkerCard, rank: int, rng: random.Random) -> BootstrapInfo | None:

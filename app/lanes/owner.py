@@ -285,6 +285,7 @@ class LaneOwner:
             job.cancel()
         self._jobs.clear()
         self._waiting.clear()
+        self._dispatcher.handovers.clear()
         for scheduler in (self._context.scheduler, self._context.batch_scheduler):
             keys = scheduler.waiting.keys
             keys -= {key for key in keys if key.lane == self._lane}

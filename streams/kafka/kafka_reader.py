@@ -24,6 +24,7 @@ from streams.kafka.aiokafka_client import (
     LazyConsumer,
     to_access_denied,
 )
+from streams.kafka.fetching.session_fetcher import SessionFetcher
 from streams.kafka.kafka_session import KafkaSession
 from streams.kafka.key_filter import KeyFilter
 from streams.kafka.record_batches import ReadRecord
@@ -52,6 +53,7 @@ class KafkaReader:
 
     def __init__(self, kafka: KafkaSession, *, moving: bool, gather_s: float = 0.0) -> None:
         self._kafka = kafka
+        self._gather_s = gather_s
         timeout_ms = int(1000 * _PATIENCE * kafka.request_timeout_s)
         reading = dict(MOVING_READER_OPTIONS if moving else READER_OPTIONS)
         if gather_s:
@@ -125,6 +127,13 @@ class KafkaReader:
         self._check_open()
         return batches
 
+    def set_gather_s(self, gather_s: float) -> None:
+        """Only of a reader that was made to gather records."""
+        assert self._gather_s, "the first requests of a consumer decide"
+        self._gather_s = gather_s
+        if self._consumer is not None:
+            SessionFetcher.set_gather_s(self._consumer, gather_s)
+
     def position(self, partition: Partition) -> int:
         """Every record below was returned by a poll, or is known to be gone."""
         return self._settled[self._kafka.full_name(partition)]
@@ -163,6 +172,8 @@ class KafkaReader:
         self._client = LazyConsumer(options, self._kafka.request_timeout_s)
 
     def _hand_over(self, consumer: AIOKafkaConsumer) -> None:
+        if self._gather_s:
+            SessionFetcher.set_gather_s(consumer, self._gather_s)
         consumer.assign(list(self._next))
         self._seek(consumer)
 

@@ -287,6 +287,10 @@ class MemoryReader:
             await self.cursor.wake_up.wait(wait_s)
             await self._log.check_alive()
 
+    def set_gather_s(self, gather_s: float) -> None:
+        """After the next poll."""
+        self._gather_s = self._log.broker.faults.gather_s(gather_s)
+
     def position(self, partition: Partition) -> int:
         """Every record below was returned by a poll or is gone."""
         return self.cursor.positions[partition]

@@ -29,6 +29,8 @@ RECORDS_PER_POLL = 500
 GATHER_S = 0.02
 """Records arrive up to so much later, and wake the process at most 50 times a second; the first
 ones after a pause arrive at once."""
+AWAITED_GATHER_S = 0.003
+"""While records are awaited."""
 MAX_QUEUED_RECORDS = 4 * RECORDS_PER_POLL
 """Records that wait for one subscriber. More of them wait only for a view that is paused, or that
 takes longer to apply records than all views together to read them."""
@@ -144,6 +146,7 @@ class TailReader:
         self._subscriptions: dict[TailSubscription, None] = {}
         self._wanted = asyncio.Event()
         self._error: Exception | None = None
+        self._awaited = 0
 
     def distance(self, positions: Mapping[Partition, int]) -> int:
         """Number of offsets that would be read again for a subscriber at these positions."""
@@ -167,6 +170,17 @@ class TailReader:
             yield subscription
         finally:
             self._remove(subscription)
+
+    def count_awaited(self, change: int) -> None:
+        """Add to the number of records for which work waits; with any, all arrive sooner."""
+        self._awaited += change
+        assert self._awaited >= 0, "each is subtracted once"
+        if self._reader is not None:
+            self._reader.set_gather_s(self._gather_s)
+
+    @property
+    def _gather_s(self) -> float:
+        return AWAITED_GATHER_S if self._awaited else GATHER_S
 
     async def run(self) -> None:
         """Read for the subscribers, until cancelled. To be called once.
@@ -231,7 +245,7 @@ class TailReader:
         if self._error is not None:
             return
         if self._reader is None:
-            self._reader = self._log.reader(moving=False, gather_s=GATHER_S)
+            self._reader = self._log.reader(moving=False, gather_s=self._gather_s)
         self._reader.assign(self._positions())
         if self._subscriptions:
             self._wanted.set()

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streams.codecs import decode as decoded
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
     Assigned,
@@ -27,6 +28,7 @@ from streams.request import (
     StopConditions,
 )
 from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from streams.views.tail_reader import AWAITED_GATHER_S
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -91,6 +93,28 @@ async def test_prompt_is_computed_by_a_prefill_worker_and_decoded_by_another(
     await world.sleep(5)
     assert len(prefill.received(Assignment)) == len(decode.received(Assignment)) == 1
     assert not read_records(world, RESPONSES, Fence)
+
+
+@scenario_test
+async def test_decode_does_not_wait_until_the_router_has_gathered_records(
+    world: MemoryWorld,
+) -> None:
+    world.faults.gathers = True
+    prefill, decode = workers(world)
+    await start_router(world)
+    late_ms = []
+    for n in range(8):
+        append_record(world, REQUESTS, replace(LONG, id=f"a{n}"))
+        first = await prefill_of(world, prefill, n + 1)
+        await world.sleep(0.1 + n / 1000)
+        prefill.start(first)
+        await world.sleep(0.002)
+        prefill.hand_over(first, PARAMS)
+        second = await prefill_of(world, decode, n + 1)
+        times = {type(decoded(r)): r.timestamp for r in world.records(LEDGER, key=f"a{n}")}
+        late_ms.append(times[Assigned] - times[PrefillDone])
+        decode.finish(decode.start(second), "stop")
+    assert max(late_ms) <= 1000 * AWAITED_GATHER_S + 1, late_ms
 
 
 @scenario_test

@@ -36,7 +36,8 @@ class Consumer:
         self.fetcher = Fetcher(
             cluster, self.subscription, prefetch_backoff=0.0, retry_backoff_ms=20, **options
         )
-        SessionFetcher.install(SimpleNamespace(_fetcher=self.fetcher))
+        self.client = SimpleNamespace(_fetcher=self.fetcher)
+        SessionFetcher.install(self.client)
         self.values: Counter[tuple[TopicPartition, int]] = Counter()
 
     def assign(self, positions: dict[TopicPartition, int]) -> None:
@@ -129,6 +130,22 @@ async def test_batching_consumer_does_not_wait_longer_after_many_records() -> No
     await consumer.until(lambda: (1000, 20) in node.waits[at:])
     await consumer.until(lambda: node.waits[-1] == (1, IDLE_WAIT_MS))
     assert set(node.waits[at:]) == {(1000, 20), (1, IDLE_WAIT_MS)}
+    await consumer.fetcher.close()
+
+
+async def test_consumer_that_gathers_for_a_shorter_time_waits_as_before_for_the_first() -> None:
+    consumer = Consumer(FetchCluster(LANES), fetch_min_bytes=1000, fetch_max_wait_ms=20)
+    node = consumer.node
+    consumer.assign(dict.fromkeys(LANES, 5))
+    await consumer.until(lambda: len(node.waits) > REQUESTS_WITHOUT_SESSION + 2)
+    for gather_ms in (3, 20):
+        SessionFetcher.set_gather_s(consumer.client, gather_ms / 1000)
+        at = len(node.waits)
+        consumer.cluster.ends[LANES[2]] += FEW_BYTES
+        few = (1000, gather_ms * SPARSE_WAIT_FACTOR)
+        await consumer.until(lambda at=at, ms=gather_ms: (1000, ms) in node.waits[at:])
+        await consumer.until(lambda: node.waits[-1] == (1, IDLE_WAIT_MS))
+        assert set(node.waits[at:]) <= {(1000, gather_ms), few, (1, IDLE_WAIT_MS)}
     await consumer.fetcher.close()
 
 

@@ -16,7 +16,7 @@ from streams.records import Ended
 from streams.topics import LEDGER, REGISTRY
 from streams.views import tail_reader
 from streams.views.follower import JOIN_DISTANCE, Follower
-from streams.views.tail_reader import GATHER_S, MAX_QUEUED_RECORDS, TailReader
+from streams.views.tail_reader import AWAITED_GATHER_S, GATHER_S, MAX_QUEUED_RECORDS, TailReader
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 from tests.unit.test_follower import FOR_NEWER_READERS, MALFORMED
@@ -157,6 +157,31 @@ async def test_records_arrive_together(world: MemoryWorld) -> None:
         await world.sleep(0.001)
     assert polls <= 1 / GATHER_S + 2
     assert 1000 - len(process.views[0].offsets(LANE_0)) <= 1000 * GATHER_S
+
+
+@scenario_test
+async def test_awaited_records_arrive_sooner(world: MemoryWorld) -> None:
+    world.faults.gathers = True
+    process = await a_process(world)
+    follower = process.follow(LANE_0)
+    await asyncio.wait_for(follower.wait_caught_up(), 5)
+
+    async def longest_lag() -> int:
+        """Records that are behind, at most; one is appended each millisecond."""
+        lags = []
+        for _ in range(200):
+            world.append(LEDGER, 0, *many(1))
+            await world.sleep(0.001)
+            lags.append(world.broker.log(*LANE_0).end - follower.positions()[LANE_0])
+        return max(lags[50:])
+
+    process.tail.count_awaited(1)
+    process.tail.count_awaited(1)
+    assert await longest_lag() <= 1000 * AWAITED_GATHER_S + 1
+    process.tail.count_awaited(-1)
+    assert await longest_lag() <= 1000 * AWAITED_GATHER_S + 1
+    process.tail.count_awaited(-1)
+    assert await longest_lag() >= 1000 * GATHER_S - 1
 
 
 @scenario_test

@@ -193,15 +193,23 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
             fetcher._max_partition_fetch_bytes,  # noqa: SLF001
             fetcher._client_rack or "",  # noqa: SLF001
         )
-        idle = sparse = options
-        if options.min_bytes > 1:
-            idle = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)
-            sparse = options._replace(max_wait_ms=SPARSE_WAIT_FACTOR * options.max_wait_ms)
-        fetcher._idle_options, fetcher._sparse_options = idle, sparse  # noqa: SLF001
+        fetcher._idle_options = fetcher._sparse_options = options  # noqa: SLF001
         fetcher.__class__ = cls
+        if options.min_bytes > 1:
+            cls.set_gather_s(consumer, options.max_wait_ms / 1000)
         fetcher._ended = []  # noqa: SLF001
         fetcher._fetch_task.cancel()  # noqa: SLF001  # it waits for an assignment
         fetcher._fetch_task = asyncio.create_task(fetcher._fetch_requests_routine())  # noqa: SLF001
+
+    @staticmethod
+    def set_gather_s(consumer: AIOKafkaConsumer, gather_s: float) -> None:
+        """Change the time for which a consumer gathers records, from the next request on."""
+        fetcher, wait_ms = consumer._fetcher, int(1000 * gather_s)  # noqa: SLF001
+        options = fetcher._options._replace(max_wait_ms=wait_ms)  # noqa: SLF001
+        fetcher._options = options  # noqa: SLF001
+        fetcher._idle_options = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)  # noqa: SLF001
+        sparse = options._replace(max_wait_ms=SPARSE_WAIT_FACTOR * wait_ms)
+        fetcher._sparse_options = sparse  # noqa: SLF001
 
     async def _fetch_requests_routine(self) -> None:
         """As aiokafka's, which waits for a set of futures at every turn.
