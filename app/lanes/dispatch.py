@@ -234,7 +234,7 @@ class Dispatcher:
         rest = self._decode_work(handover)
         stop = replace(rest.request.stop, max_tokens=len(rest.emitted) + 1, min_tokens=0)
         rest = rest._replace(request=replace(rest.request, stop=stop))
-        choice = await self._hold(rest, handover)
+        choice = await self._hold(rest, handover, is_cancellable=False)
         if isinstance(choice, Placement) and self._is_due(rest, "decode"):
             await self._dispatch(rest, choice, handover.until_ms)
 
@@ -284,7 +284,11 @@ class Dispatcher:
         return not (now.ended or now.attempt > rest.attempt or runs)
 
     async def _hold(
-        self, rest: RemainingWork, handover: HandOver | None = None
+        self,
+        rest: RemainingWork,
+        handover: HandOver | None = None,
+        *,
+        is_cancellable: bool = True,
     ) -> Placement | Rejection | DeferredRequest:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
 
@@ -317,7 +321,7 @@ class Dispatcher:
                     raise RenewalDue(request)
                 if key not in scheduler.waiting.keys:
                     scheduler.start_waiting(wanted)
-                with self._waits.begin(request.id):
+                with self._waits.begin(request.id, is_cancellable=is_cancellable):
                     await scheduler.wait_for_change(wanted, planned)
         finally:
             scheduler.leave(wanted)

@@ -109,7 +109,7 @@ class LaneOwner:
                 self._pause()
             return
         self._queue(fact, record)
-        if isinstance(record, Cancel) and record.id in self._waits.waiting_ids:
+        if isinstance(record, Cancel) and record.id in self._waits.cancellable_ids:
             job.cancel()  # `_ended` goes on with the Cancel
 
     def _queue(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:

@@ -40,21 +40,27 @@ class CancellableWaits:
 
     def __init__(self, is_cancelled: Callable[[str], bool]) -> None:
         self.waiting_ids: set[str] = set()
+        self.cancellable_ids: set[str] = set()
+        """Those of them that a Cancel ends."""
         self._is_cancelled = is_cancelled
 
     @contextmanager
-    def begin(self, request_id: str) -> Iterator[None]:
+    def begin(self, request_id: str, *, is_cancellable: bool = True) -> Iterator[None]:
         """Around every wait for workers and look-up: nothing is half done, and a Cancel ends it.
 
-        Raises RequestCancelled if a Cancel is here already; then no wait begins.
+        `is_cancellable`: False for a wait that a Cancel has caused. Raises RequestCancelled if a
+        Cancel is here already; then no wait begins.
         """
-        if self._is_cancelled(request_id):
+        if is_cancellable and self._is_cancelled(request_id):
             raise RequestCancelled(request_id)
         self.waiting_ids.add(request_id)
+        if is_cancellable:
+            self.cancellable_ids.add(request_id)
         try:
             yield
         finally:
             self.waiting_ids.discard(request_id)
+            self.cancellable_ids.discard(request_id)
 
 
 class RequestTermination:

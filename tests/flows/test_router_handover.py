@@ -669,7 +669,9 @@ async def test_cancelled_request_without_a_decode_worker_ends_with_its_hand_over
     append_record(world, REQUESTS, LONG)
     prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
     await world.sleep(1)
-    offset = append_record(world, REQUESTS, Cancel(id="a"))
+    append_record(world, REQUESTS, Cancel(id="a"))
+    await world.sleep(0.5)
+    offset = append_record(world, REQUESTS, Cancel(id="a"))  # while the first one is not done
     await wait_for_items(world, lambda: read_records(world, LEDGER, Ended))
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: group.committed.get(lane_of("a", world.lanes)) == offset + 1)
