@@ -251,6 +251,13 @@ async def test_router_and_gateway_hand_requests_over(
         for request_id in ids:
             phases = [(d.phase, d.worker) for d in fleet.decisions.decisions(request_id)]
             assert phases == [("prefill", "p"), ("decode", "d")]
+        for prompt, answer in zip(prompts, due, strict=True):  # whole, where it was decoded
+            again = await fleet.make_request(prompt, 10, nvext={"backend_instance_id": "d"})
+            assert await fleet.answer(again) == answer
+            (decision,) = fleet.decisions.decisions(again)
+            full, used = len(prompt) // BLOCK_SIZE, (len(prompt) - 1) // BLOCK_SIZE
+            assert decision.cached_tokens_predicted == full * BLOCK_SIZE
+            assert fleet.decisions.cached_tokens(again) == used * BLOCK_SIZE
         chat = [{"role": "user", "content": "Tell me about rivers and mountains."}]
         async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
             texts = [
