@@ -121,7 +121,7 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     waited in the router and was to go there, by arrival; where they are more than 16, `planned_ms`
     instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
     (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
-    how much later than others the router counted on it.
+    how much later than others the router counted on it. `prefill_share`: of its time lately.
     """
 
     worker: str
@@ -145,6 +145,21 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     curve: tuple[float, ...] = ()
     later_ms: float = 0.0
     planned_ms: float | None = None
+    prefill_share: float = 0.0
+
+
+class HandOverChoice(InternalRecord, frozen=True):
+    """The choice between a whole request and a hand-over, with the best worker for each part.
+
+    It was handed over if `prefill` and `decode` cost less than `whole`. `params`: the settings and
+    estimates in force, as in `Assigned`, with the time of the transfer. Decode is decided again
+    when the prompt is computed.
+    """
+
+    whole: Candidate
+    prefill: Candidate
+    decode: Candidate
+    params: dict[str, float]
 
 
 class SessionUse(InternalRecord, frozen=True):
@@ -168,7 +183,8 @@ class Assigned(InternalRecord, frozen=True):
     of the policy that were in force. `candidates`: the best ones, and the chosen one.
     `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: what was expected
     from here to its first token; both by policy predictive only. `known_ms`: append time of the
-    youngest record of the ledger that its router had read. `is_preemptible`: whether a run of class
+    youngest record of the ledger that its router had read. `choice`: whether to hand it over, where
+    that was a question of costs. `is_preemptible`: whether a run of class
     batch gives way; not if no other run could go on in the middle of its answer.
     """
 
@@ -198,6 +214,7 @@ class Assigned(InternalRecord, frozen=True):
     known_ms: int = 0
     service_class: ServiceClass = "interactive"
     is_preemptible: bool = True
+    choice: HandOverChoice | None = None
 
 
 class Started(InternalRecord, frozen=True):
@@ -569,7 +586,7 @@ class EngineConfig(InternalRecord, frozen=True):
     cache events are a guess. `kind`: what it takes. `unsupported`: features that it would ignore
     (`guided_decoding`, `logprobs`); requests for them are refused. `transfer_lease_s`: how long it
     holds the blocks of a prompt for another engine; None: it neither hands prompts over nor fetches
-    them.
+    them. `transfer_bytes_per_token`: size of these blocks.
     """
 
     model: str
@@ -590,6 +607,7 @@ class EngineConfig(InternalRecord, frozen=True):
     kind: ModelKind = "tokens"
     unsupported: tuple[str, ...] = ()
     transfer_lease_s: float | None = None
+    transfer_bytes_per_token: int | None = None
 
 
 class WorkerCard(InternalRecord, frozen=True):

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from app.audit.recompute import find_difference, has_inputs
-from app.routing.selection.cost_kernels import MISSED_TARGET_MS
+from app.routing.selection.cost_kernels import DECODE_PART, MISSED_TARGET_MS
+from app.routing.selection.handover import is_handed_over
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
 from app.routing.selection.select import Reconstructed, reconstruct
@@ -53,7 +54,8 @@ class DecisionReasons(msgspec.Struct, frozen=True):
 
     `lost_by`: cost of the first of these minus that of the chosen one, negative if it was cheaper;
     `lost_in`: the term with the largest difference, "" if costs have no terms. `difference`: the
-    first difference between the record and the recomputed decision, "" for none.
+    first difference between the record and the recomputed decision, "" for none. `choice`: why the
+    request was handed over or stayed whole, "" where that was no question of costs.
     """
 
     policy: str
@@ -64,6 +66,7 @@ class DecisionReasons(msgspec.Struct, frozen=True):
     lost_in: str
     words: str
     difference: str
+    choice: str = ""
 
 
 def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReasons | None:
@@ -91,6 +94,7 @@ def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReaso
         policy=decision.policy, unit=UNITS.get(decision.policy, ""), chosen=chosen, others=others,
         lost_by=lost_by, lost_in=lost_in, words=_words(decision, others, lost_by, lost_in),
         difference="" if unknown else find_difference(decision, session or ""),
+        choice=_choice_words(decision),
     )  # fmt: skip
 
 
@@ -115,6 +119,20 @@ def _words(  # noqa: PLR0911 - one for each kind of reason
         return f"the least cost of those that meet its targets; {name} came next and would miss one"
     mostly = f", mostly {lost_in}" if lost_in else ""
     return f"the least cost: {name} came next with {lost_by:.4g} {unit} more{mostly}"
+
+
+def _choice_words(decision: Assigned) -> str:
+    """Why a request was handed over or stayed whole."""
+    choice = decision.choice
+    if choice is None:
+        return ""
+    whole, prefill, decode = choice.whole, choice.prefill, choice.decode
+    both = f"{prefill.cost + decode.cost:.1f} ms handed over from {prefill.worker}"
+    detail = f"{decode.worker} ({choice.params['transfer_ms']:.1f} ms of it the transfer)"
+    alone = f"{whole.cost:.1f} ms whole on {whole.worker}"
+    if is_handed_over(choice):
+        return f"handed over: {both} to {detail}, {alone}"
+    return f"stayed whole: {alone}, {both} to {detail}"
 
 
 def _lost_in(chosen: ScoredCandidate, other: ScoredCandidate) -> str:
@@ -148,9 +166,10 @@ def _terms_of(decision: Assigned, recalled: Reconstructed, i: int) -> dict[str, 
     if recalled.prediction is not None:
         weight = decision.params.get("decode_weight", PredictiveWeights().decode_weight)
         terms = recalled.prediction.terms
+        is_received = decision.params.get("part") == DECODE_PART
         return {
             "wait": float(terms.wait_ms[i]),
-            "prefill": float(terms.prefill_ms[i]),
+            "transfer" if is_received else "prefill": float(terms.prefill_ms[i]),
             "stall": float(terms.decode_stall_ms[i]) * weight,
             "slower": float(terms.decode_slowdown_ms[i]) * weight,
             "decode": float(terms.decode_ms[i]) * weight,

@@ -1,8 +1,8 @@
 """Recomputation of recorded decisions, from their own records alone, to the last bit. Pure.
 
-Compared are the chosen rank, the cost of every candidate, the predicted cached tokens, the added
-prefill tokens, and the predicted time to first token. The queueing time of a request is not
-compared: it is an observation, not a decision.
+Compared are the choice between a whole request and a hand-over, the chosen rank, the cost of every
+candidate, the predicted cached tokens, the added prefill tokens, and the predicted time to first
+token. The queueing time of a request is not compared: it is an observation, not a decision.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from app.routing.selection.handover import is_handed_over, recompute_choice_costs
 from app.routing.selection.policies import POLICIES
 from app.routing.selection.select import recompute_choice, reconstruct
 from app.routing.worker_rank import WorkerRank
@@ -94,4 +95,19 @@ def find_difference(decision: Assigned, session: str = "") -> str:
     for name, (now, before) in expected.items():
         if now != before:
             return f"{name} is {now!r}, and was {before!r}"
+    return _choice_difference(decision)
+
+
+def _choice_difference(decision: Assigned) -> str:
+    """First difference of the recomputed choice between a whole request and a hand-over."""
+    choice, costs = decision.choice, recompute_choice_costs(decision)
+    if choice is None or costs is None:
+        return ""
+    names = ("a whole request", "prefill", "decode")
+    parts = (choice.whole, choice.prefill, choice.decode)
+    for name, part, cost in zip(names, parts, costs, strict=True):
+        if cost != part.cost:
+            return f"the cost of {name} is {cost!r}, and was {part.cost!r}"
+    if is_handed_over(choice) != (decision.phase == "prefill"):
+        return f"phase {decision.phase} costs more"
     return ""

@@ -216,7 +216,7 @@ def fields_of(record: Any) -> dict[str, Any]:
             fields["kind"] = record.kind
     for field in msgspec.structs.fields(record):
         value = getattr(record, field.name)
-        if field.name in _PLACE or field.name == "candidates" or value == field.default:
+        if field.name in _PLACE or field.name in ("candidates", "choice") or value == field.default:
             continue
         if field.name == "message" and isinstance(record, Finished) and record.code == "error":
             continue  # its engine may quote the prompt

@@ -142,6 +142,8 @@ def _show_decision(decision: ExplainedDecision, console: Console) -> None:
     )
     if reasons is not None:
         console.print(f"  {escape_text(reasons.words)}")
+        if reasons.choice:
+            console.print(f"  {escape_text(reasons.choice)}")
         if reasons.difference:
             console.print(f"  [red]recomputed, it differs:[/] {escape_text(reasons.difference)}")
 

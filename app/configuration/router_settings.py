@@ -46,6 +46,17 @@ class RouterSettings(BaseModel):
         "KVLANE_HANDOVER_MIN_SHARE of it, is computed by its decode worker",
     )
     handover_min_share: float = Field(0.7, ge=0, le=1, description="see KVLANE_HANDOVER_MIN_TOKENS")
+    transfer_bandwidth: float = Field(
+        12.5e9,
+        gt=0,
+        description="policy predictive: expected bandwidth of transfers of KV caches between "
+        "workers until it is measured, in bytes per second",
+    )
+    transfer_latency_ms: float = Field(
+        1.0,
+        ge=0,
+        description="policy predictive: expected latency of these transfers, in milliseconds",
+    )
     enforce_disaggregation: bool = Field(
         False,
         description="serve no request without a prefill worker; a model without one is not listed",

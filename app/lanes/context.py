@@ -21,7 +21,7 @@ from app.routing.queueing.fair_share import UNBOUNDED, FairQueue
 from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.reconcile import ReconcileTimeouts
 from app.routing.selection.batch_placement import BatchBounds
-from app.routing.selection.decision import Placement, RoutingConfig
+from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
 from app.routing.selection.handover import HandOverRules
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
@@ -74,7 +74,10 @@ def routing_config(settings: Settings) -> RoutingConfig:
     # Where nobody may wait, who is held for a better place would be refused beside a free one.
     max_queue_wait_s = settings.max_queue_wait_s if settings.max_queued_requests else 0.0
     predicting = PredictiveWeights(settings.decode_weight, max_queue_wait_s * 1000)
-    return RoutingConfig(settings.policy, weights, predicting, settings.session_affinity_tolerance)
+    transfers = TransferSpeed(settings.transfer_bandwidth, settings.transfer_latency_ms)
+    return RoutingConfig(
+        settings.policy, weights, predicting, settings.session_affinity_tolerance, transfers
+    )
 
 
 def _interactive_bound(settings: Settings) -> QueueSize:

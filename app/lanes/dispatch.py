@@ -24,7 +24,7 @@ from app.lanes.termination import CancellableWaits, RequestTermination
 from app.lanes.waiting_requests import DeferredRequest, LaneRequest, RemainingWork, RequestKey
 from app.routing.selection.decision import Placement, Rejection, Wait
 from app.routing.selection.eligibility import domain_taint
-from app.routing.selection.handover import prefill_request
+from app.routing.selection.handover import FirstPhase, prefill_request
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.ledger import RunId
 from app.routing.worker_rank import WorkerRank
@@ -49,6 +49,7 @@ RETRY_AFTER_S = 1.0
 """Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
 completes in a second."""
 
+DECODE = FirstPhase("decode")
 MAX_SPLIT_ATTEMPTS = 3
 """Attempts in which a prompt is handed over. With decode workers that are full for longer than a
 hand-over lasts, prompts would be computed again and again."""
@@ -304,14 +305,16 @@ class Dispatcher:
         key = wanted.key
         try:
             while s.broker_clock.now_ms() <= min(until_ms, rest.deadline_ms):
-                phase = "decode" if handover else self._first_phase(rest, wanted.prompt)
-                if phase != wanted.phase:
-                    wanted = replace(wanted, phase=phase)
+                first = DECODE if handover else self._first_phase(rest, wanted)
+                if first.phase != wanted.phase:
+                    wanted = replace(wanted, phase=first.phase)
                 planned = (
                     s.scheduler.dry_run(wanted)
                     if request.is_query
                     else await scheduler.schedule(wanted)
                 )
+                if isinstance(planned, Placement):
+                    return replace(planned, choice=first.choice)
                 if not isinstance(planned, Wait):
                     return planned
                 deferral = planned
@@ -345,10 +348,10 @@ class Dispatcher:
         since_ms = min(handover.since_ms, wanted.since_ms)
         return replace(wanted, phase="decode", since_ms=since_ms)
 
-    def _first_phase(self, rest: RemainingWork, prompt: PromptHashes) -> Phase:
+    def _first_phase(self, rest: RemainingWork, wanted: LaneRequest) -> FirstPhase:
         is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
         stays_whole = bool(rest.excluded) or is_late or not self.handovers.has_room
-        return self._context.scheduler.first_phase(prompt, stays_whole=stays_whole)
+        return self._context.scheduler.first_phase(wanted, stays_whole=stays_whole)
 
     def _refusal(
         self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
@@ -433,6 +436,7 @@ class Dispatcher:
             session=_session_use(request, choice), lora_name=adapter,
             known_ms=s.ledger.last_append_ms,
             service_class=request.service_class, is_preemptible=is_resumable(request),
+            choice=choice.choice,
         )  # fmt: skip
         assignment = Assignment(
             worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,

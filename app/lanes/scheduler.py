@@ -48,9 +48,14 @@ from app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from app.routing.selection.eligibility import CandidatePools, pinned_worker
-from app.routing.selection.handover import DEFAULT_RULES, HandOverRules, first_phase
-from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.eligibility import CandidatePools, can_take, pinned_worker
+from app.routing.selection.handover import (
+    DEFAULT_RULES,
+    WHOLE,
+    FirstPhase,
+    HandOverRules,
+    first_phase,
+)
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRuns
@@ -248,15 +253,19 @@ class Scheduler:
                 )
         return plan_batch(wanted, self._pending, None, self._plan)
 
-    def first_phase(self, prompt: PromptHashes, *, stays_whole: bool) -> Phase:
+    def first_phase(self, wanted: LaneRequest, *, stays_whole: bool) -> FirstPhase:
         """The phase that a request begins with; see `handover.first_phase`."""
-        now_ms = self._broker_clock.now_ms()
-        if not self._pools.pool(prompt.request.model, "prefill", now_ms).rows and (
+        now_ms, model = self._broker_clock.now_ms(), wanted.prompt.request.model
+        if not self._pools.pool(model, "prefill", now_ms).rows and (
             not self.handover_rules.is_enforced
         ):
-            return "aggregated"
-        state = self.routing_state(now_ms)
-        return first_phase(prompt, state, self.handover_rules, stays_whole=stays_whole)
+            return WHOLE
+        others = self._pending.reservations_of_others(wanted.key)
+        return first_phase(
+            wanted.prompt, self.routing_state(now_ms, others), self._tuning, self.handover_rules,
+            seed=wanted.seed, stays_whole=stays_whole,
+            full_workers=self.worker_capacity.full_workers(now_ms),
+        )  # fmt: skip
 
     def dry_run(self, wanted: LaneRequest) -> Decision:
         """The decision for a request now, without a reservation or any other effect."""
@@ -302,6 +311,8 @@ class Scheduler:
             performance.mean_output_tokens, performance.slowdown, others,
             count_output_tokens=self._counts_output,
             expected_followups=performance.expected_followups,
+            prefill_shares=performance.prefill_shares,
+            transfer_token_ms=performance.transfer_token_ms,
             stagger_ms=self._herd_avoidance.stagger_ms(
                 self._fleet.members, self._fleet.version, now_ms
             ),
@@ -399,10 +410,13 @@ class Scheduler:
         self._wake(self._pending.in_dispatch_order())
 
     def _wake_one(self, worker: str) -> None:
-        """Wake the first request of the phases that this worker serves."""
+        """Wake the first request of each phase that this worker serves."""
         member = self._fleet.members.get(worker) if self.waiting.changed.has_waiting else None
         if member is not None:
-            self._wake_first(member.card.model, member.card.role)
+            phases: tuple[Phase, ...] = ("aggregated", "prefill")
+            for phase in phases:
+                if can_take(member.card, phase):
+                    self._wake_first(member.card.model, phase)
 
     def _wake_first(self, model: str, phase: Phase) -> None:
         queues = self._classes.waiting_queues(model, "")

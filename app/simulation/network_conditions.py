@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from app.routing.selection.decision import TransferSpeed
+from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
+
 
 class NetworkConditions(NamedTuple):
     """Delays and routers. Default: one router, and only engines take time.
@@ -17,6 +20,7 @@ class NetworkConditions(NamedTuple):
     `ledger_lag_ms`: delay from a ledger record until routers read it; each router counts its own
     decisions at once. `shares_ledger`: whether routers read the decisions of each other.
     `publishes_curves`: whether worker cards contain the performance curves of the engines.
+    `transfer`: of KV caches between workers; None: it takes no time.
     """
 
     dispatch_delay_ms: float = 0.0
@@ -25,6 +29,14 @@ class NetworkConditions(NamedTuple):
     ledger_lag_ms: float = 0.0
     shares_ledger: bool = True
     publishes_curves: bool = True
+    transfer: TransferSpeed | None = None
+
+    def transfer_ms(self, tokens: int) -> float:
+        """Time of the transfer of a prompt."""
+        if self.transfer is None:
+            return 0.0
+        size = 1000 * tokens * DEFAULT_BYTES_PER_TOKEN
+        return self.transfer.latency_ms + size / self.transfer.bytes_per_s
 
 
 DEFAULT_CONDITIONS = NetworkConditions()

@@ -26,7 +26,7 @@ from app.routing.state.ledger import RunStatus
 from app.routing.state.performance import PerformanceModel
 from app.routing.worker_rank import WorkerRank
 from app.simulation.simulated_worker import SimulatedWorker
-from app.simulation.trace_requests import SIMULATION_SECRET
+from app.simulation.trace_requests import MODEL, SIMULATION_SECRET
 from indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
 from streams.ports import Partition
 from streams.record_base import InternalRecord
@@ -47,7 +47,6 @@ from streams.records import (
 
 HEARTBEAT_MS = 1000.0
 TIMEOUT_MS = 5000
-MODEL = "simulated"
 REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
 _ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 
@@ -55,7 +54,10 @@ LedgerRecord = Assigned | PrefillDone | Finished
 
 
 class SharedViews:
-    """Fleet and index. `keys`: key of each chunk in the index; `roles`: of the workers."""
+    """Fleet and index. `keys`: key of each chunk in the index; `roles`: of the workers.
+
+    `transfer_bytes_per_token`: on the cards; None: the engines transfer no caches.
+    """
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class SharedViews:
         *,
         publishes_curves: bool,
         roles: Sequence[Role],
+        transfer_bytes_per_token: int | None = None,
     ) -> None:
         self.fleet = Fleet()
         self._index = KvIndexView(SIMULATION_SECRET)
@@ -76,7 +79,8 @@ class SharedViews:
             model=MODEL, kv_cache_block_size=shape.block_size, total_kv_blocks=shape.cache_blocks,
             max_num_seqs=shape.max_sequences, max_num_batched_tokens=shape.max_batched_tokens,
             curve=shape.curves.coefficients() if publishes_curves else None,
-            transfer_lease_s=0.0,
+            transfer_lease_s=None if transfer_bytes_per_token is None else 0.0,
+            transfer_bytes_per_token=transfer_bytes_per_token,
         )  # fmt: skip
         for worker in workers:
             card = WorkerCard(
@@ -206,6 +210,8 @@ class RouterState:
             books.performance.mean_output_tokens, books.performance.slowdown, others,
             stagger_ms=self._later_ms if books.burst_detector.is_bursty else NO_STAGGER,
             expected_followups=books.performance.expected_followups,
+            prefill_shares=books.performance.prefill_shares,
+            transfer_token_ms=books.performance.transfer_token_ms,
         )  # fmt: skip
 
 

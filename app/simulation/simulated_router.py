@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 
+from msgspec.structs import replace
+
 from app.routing.queueing.batch_select import BatchContext, plan_batch
 from app.routing.queueing.pending import PendingRequest, PendingRequests
 from app.routing.selection.decision import Placement, Rejection, Reservation, RoutingConfig, Wait
+from app.routing.selection.handover import HandOverRules, first_phase
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
 from app.routing.worker_rank import WorkerRank
@@ -32,11 +35,15 @@ class SimulationFailed(Exception):
 
 @dataclass(slots=True)
 class SimulatedRouter:
-    """Simulated router, or its part for one phase. Requests are identified by their numbers."""
+    """Simulated router, or its part for phase decode. Requests are identified by their numbers.
+
+    `handover_rules`: None: requests stay whole.
+    """
 
     state: RouterState
     config: RoutingConfig
     phase: Phase = "aggregated"
+    handover_rules: HandOverRules | None = None
     waiting: dict[int, PendingRequest[int]] = field(default_factory=dict)
     """Waiting requests in order of arrival."""
     _due: dict[int, None] = field(default_factory=dict)
@@ -87,6 +94,9 @@ class SimulatedRouter:
             del self._retry_ms[self._retries[0][1]]
         while self._due:
             due, self._due = self._due, {}
+            for number in due:
+                if self.handover_rules is not None and number in self.waiting:
+                    self._choose_phase(number, self.handover_rules, now_ms)
             looking = [self.waiting[number] for number in due if number in self.waiting]
             by = None
             if self.config.holds_requests and self.phase != "decode" and len(looking) > 1:
@@ -107,11 +117,20 @@ class SimulatedRouter:
                     self._dispatched += 1
                     yield number, planned
 
+    def _choose_phase(self, number: int, rules: HandOverRules, now_ms: float) -> None:
+        wanted = self.waiting[number]
+        view = self.state.routing_state(now_ms, self._held.reservations_of_others(number))
+        first = first_phase(
+            wanted.prompt, view, self.config, rules, seed=wanted.seed, stays_whole=False
+        )
+        if first.phase != wanted.phase:
+            self.waiting[number] = replace(wanted, phase=first.phase)
+
     def _plan(self, wanted: PendingRequest[int], now_ms: float) -> Placement | Wait:
         others = self._held.reservations_of_others(wanted.key)
         planned = select_worker(
             wanted.prompt, self.state.routing_state(now_ms, others), self.config,
-            seed=wanted.seed, phase=self.phase, dispatched_count=self._dispatched,
+            seed=wanted.seed, phase=wanted.phase, dispatched_count=self._dispatched,
             queued_since_ms=wanted.since_ms,
         )  # fmt: skip
         if isinstance(planned, Rejection):

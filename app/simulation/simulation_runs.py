@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from app.engine.simulated.batch import EngineLimits
 from app.perf_curves import PerfCurves
 from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.handover import HandOverRules
 from app.routing.selection.policies import POLICIES, DynamoWeights
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
@@ -42,7 +43,8 @@ class SimulationRun(NamedTuple):
 
     `curves`: of all engines. `warmup_requests`: number of leading requests that are not in the
     figures. `prefill_workers`: so many of the workers compute prompts, the others only decode; 0:
-    each does both.
+    each does both. `handover_rules`: when prompts are handed over; None: never, or with such
+    workers always. `decode_weight`: of policy predictive, None for the default.
     """
 
     policy: str
@@ -54,6 +56,8 @@ class SimulationRun(NamedTuple):
     curves: PerfCurves = PerfCurves()
     warmup_requests: int = 0
     prefill_workers: int = 0
+    handover_rules: HandOverRules | None = None
+    decode_weight: float | None = None
 
 
 class PreparedTrace:
@@ -113,11 +117,14 @@ def _simulator(
     trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None]
 ) -> Simulator:
     tuning = parse_policy(run.policy)
+    if run.decode_weight is not None:
+        weights = tuning.predictive_weights._replace(decode_weight=run.decode_weight)
+        tuning = tuning._replace(predictive_weights=weights)
     coming = schedule_arrivals(trace.rows, trace.requests_for(tuning.policy), run.pace, run.seed)
     shape = EngineLimits(CHUNK_TOKENS, run.cache_blocks, curves=run.curves)
     return new_simulator(
         coming, run.workers, shape, tuning, run.seed, progress, run.conditions,
-        prefill_workers=run.prefill_workers,
+        prefill_workers=run.prefill_workers, handover_rules=run.handover_rules,
     )  # fmt: skip
 
 
@@ -150,6 +157,10 @@ def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str
 def _circumstances(run: SimulationRun) -> Iterator[str]:
     """Descriptions of the parameters that are not at their default."""
     usual = SimulationRun("", 0)
+    if run.handover_rules is not None:
+        yield "free roles"
+    if run.decode_weight is not None:
+        yield f"decode weight {run.decode_weight:g}"
     if run.prefill_workers:
         yield f"{run.prefill_workers} prefill + {run.workers - run.prefill_workers} decode"
     if run.cache_blocks != usual.cache_blocks:
@@ -169,6 +180,8 @@ def _network(there: NetworkConditions) -> Iterator[str]:
         yield f"{there.routers} routers"
         if not there.shares_ledger:
             yield "apart"
+    if there.transfer is not None:
+        yield f"transfers at {there.transfer.bytes_per_s / 1e9:g} GB/s"
     if there.ledger_lag_ms:
         yield f"lag {there.ledger_lag_ms:g} ms"
     if there.dispatch_delay_ms:

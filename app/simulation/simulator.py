@@ -4,8 +4,8 @@
                    ▲                                        │              │
                    └──────────── planned again ◄────────────┴──────────────┘
 
-With roles, a prefill worker computes the prompt and holds its blocks, until a decode worker, which
-is chosen then, has room for them and begins with decode.
+Where prompts are handed over, a prefill worker computes one and holds its blocks, until a decode
+worker, which is chosen then, has received them, has room for them and begins with decode.
 
 Decisions come from `app/routing/selection/select.py` and steps from `app/engine/simulated/step.py`,
 so the figures are those of the shipped code. No Kafka, no event loop, no clock: only engines and
@@ -27,7 +27,10 @@ from zlib import crc32
 from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from app.engine.simulated.step import release_held
 from app.routing.queueing.herd_avoidance import stagger_by_worker
-from app.routing.selection.decision import Placement, RoutingConfig
+from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
+from app.routing.selection.handover import NO_HASHES, HandOverRules, decode_request
+from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 from app.routing.worker_rank import WorkerRank
 from app.simulation.batch_work import BatchTask, BatchWork
 from app.simulation.event_queue import EventQueue
@@ -46,7 +49,7 @@ from app.simulation.simulated_request import SimulatedRequest, request_of
 from app.simulation.simulated_router import SimulatedRouter, SimulationFailed
 from app.simulation.simulated_worker import NEVER, SimulatedWorker
 from app.simulation.trace_requests import RequestArrival
-from app.traces.mooncake_trace import InvalidTrace
+from app.traces.mooncake_trace import CHUNK_TOKENS, InvalidTrace
 from streams.records import Phase, Role
 
 STARVATION_TIMEOUT_MS = 60_000.0
@@ -54,8 +57,8 @@ STARVATION_TIMEOUT_MS = 60_000.0
 
 
 class RouterSlot(NamedTuple):
-    """A router and its state. `router` plans whole requests, or with roles the prefill phase, and
-    `decode` the other phase."""
+    """A router and its state. `router` plans the first phase of requests, `decode` the other one,
+    where there are transfers."""
 
     router: SimulatedRouter
     state: RouterState
@@ -224,7 +227,7 @@ class Simulator:
                 if router.waiting:
                     router.on_worker_progress(self._progressed)
                     for number, decision in router.schedule(now_ms):
-                        self._send(self.requests[number], decision, router.phase, now_ms)
+                        self._send(self.requests[number], decision, decision.phase, now_ms)
         if self.batch is not None:
             self._place_batch(now_ms)
         self._wake_ms = min([seat.wake_ms for seat in self.router_slots])
@@ -241,8 +244,11 @@ class Simulator:
         """Dispatch a request. Its own router counts it at once, others when they read it."""
         worker = self.workers[decision.worker_rank.epoch]
         simulated.worker, simulated.sent_ms = worker.name, now_ms
-        admit = partial(self._admit, simulated, worker, phase)
-        self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+        delay_ms = self.conditions.dispatch_delay_ms
+        if phase == "decode":
+            delay_ms += self.conditions.transfer_ms(simulated.request.prompt.tokens)
+        admit = partial(self._admit, simulated, worker, phase, now_ms + delay_ms)
+        self._events.delay(now_ms, delay_ms, admit)
         knowledge = self.router_slots[simulated.router].state
         record = assigned_record(simulated.id, decision, phase)
         if not self.conditions.ledger_lag_ms:
@@ -258,8 +264,9 @@ class Simulator:
 
         self._events.delay(now_ms, self.conditions.ledger_lag_ms, read)
 
-    def _admit(self, simulated: SimulatedRequest, worker: SimulatedWorker, phase: Phase) -> None:
-        now_ms = simulated.sent_ms + self.conditions.dispatch_delay_ms
+    def _admit(
+        self, simulated: SimulatedRequest, worker: SimulatedWorker, phase: Phase, now_ms: float
+    ) -> None:
         request, is_prefill = simulated.request, phase == "prefill"
         output_tokens = 1 if is_prefill else request.output_tokens
         sequence = BatchSequence(
@@ -292,6 +299,8 @@ class Simulator:
         router = self.router_slots[simulated.router].decode
         assert router is not None, "a request is handed over where there are roles"
         seed, prompt = self.rng.getrandbits(32), simulated.request.prompt
+        request = decode_request(prompt.request, worker.name, b"", sequence.cached_tokens)
+        prompt = PromptHashes.from_hashes(request, prompt.tokens, NO_HASHES, CHUNK_TOKENS)
         came_ms = now_ms + self._event_delay_ms
         arrive = partial(router.on_arrival, prompt, simulated.number, seed, came_ms)
         self._events.delay(now_ms, self._event_delay_ms, arrive)
@@ -403,10 +412,13 @@ def new_simulator(
     batch: Callable[[SharedViews], BatchWork] | None = None,
     *,
     prefill_workers: int = 0,
+    handover_rules: HandOverRules | None = None,
 ) -> Simulator:
     """A run of a trace on equal workers with empty caches. `batch`: makes the work beside it.
 
-    `prefill_workers`: the first workers, which compute prompts alone; then the others only decode.
+    `prefill_workers`: the first workers, which compute prompts alone, while the others only decode;
+    0: each does both. `handover_rules`: when prompts are handed over; None: never, or with such
+    workers always.
 
     The result is a function of the arguments. `run` raises InvalidTrace for a request that fits
     into no cache, and SimulationFailed.
@@ -420,14 +432,20 @@ def new_simulator(
         for chunk, key in zip(arrival.request.chunks, arrival.request.keys, strict=True)
     }
     roles: list[Role] = ["aggregated"] * workers
-    phases: tuple[Phase, ...] = ("aggregated",)
     if prefill_workers:
         roles[:prefill_workers] = ["prefill"] * prefill_workers
         roles[prefill_workers:] = ["decode"] * (workers - prefill_workers)
-        phases = ("prefill", "decode")
+    if prefill_workers and handover_rules is None:
+        handover_rules = HandOverRules(is_enforced=True)
+    bytes_per_token = None
+    if handover_rules is not None:
+        bytes_per_token = 0 if conditions.transfer is None else DEFAULT_BYTES_PER_TOKEN
+        speed = conditions.transfer or TransferSpeed(latency_ms=0.0)
+        tuning = tuning._replace(transfer_speed=speed)
     views = SharedViews(
-        fleet, shape, keys, publishes_curves=conditions.publishes_curves, roles=roles
-    )
+        fleet, shape, keys, publishes_curves=conditions.publishes_curves, roles=roles,
+        transfer_bytes_per_token=bytes_per_token,
+    )  # fmt: skip
     books = LedgerReplica(conditions.ledger_lag_ms)
     seats = []
     routers = [f"router-{number}" for number in range(conditions.routers)]
@@ -437,8 +455,9 @@ def new_simulator(
             knowledge = RouterState(views, books, later)
         else:
             knowledge = RouterState(views, LedgerReplica())
-        first, *rest = [SimulatedRouter(knowledge, tuning, phase) for phase in phases]
-        seats.append(RouterSlot(first, knowledge, *rest))
+        first = SimulatedRouter(knowledge, tuning, handover_rules=handover_rules)
+        decode = None if handover_rules is None else SimulatedRouter(knowledge, tuning, "decode")
+        seats.append(RouterSlot(first, knowledge, decode))
     work = None if batch is None else batch(views)
     return Simulator(fleet, seats, views, conditions, arrivals, Random(seed), work, progress)
 

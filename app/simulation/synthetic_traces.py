@@ -6,6 +6,8 @@
                       overnight, with more output than shared-prefixes
     agent-tools       agents with long instructions and many tool calls in quick succession, some of
                       them parallel, each followed by the tool's output
+    long-prompts      short questions, and beside them one of fourteen with a document of 30,000 to
+                      60,000 tokens
 
 Sessions arrive as a Poisson process with a given mean rate of requests. Owns the parameters of
 these workloads; they are not fitted to a recording, and no policy was tuned on them.
@@ -23,6 +25,7 @@ from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 NAME_PREFIX = "gen:"
 """Prefix of a trace kind where a file name is allowed too."""
+LONG_PROMPTS = "long-prompts"
 SYSTEM_PROMPTS = 40
 MAX_PROMPT_TOKENS = 120_000
 """Maximum prompt length; a conversation ends before it."""
@@ -143,9 +146,16 @@ def _agent(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
         at_ms += 15 * 70 + _tokens(rng, 1500, 0.9, 60_000)
 
 
+def _document(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    is_long = rng.random() < 1 / 14
+    text.grow(rng.randint(30_000, 60_000) if is_long else _tokens(rng, 300, 0.8, 4000))
+    yield text.to_row(at_ms, _tokens(rng, 250, 0.6, 2000))
+
+
 TRACE_KINDS: Mapping[str, _SessionProfile] = {
     "shared-prefixes": _SessionProfile(_question, 1, (1_000, 12_000)),
     "offline": _SessionProfile(_offline, 1, (500, 2_000), system_prompts=8),
     "multi-turn": _SessionProfile(_conversation, 5, (200, 2_000)),
     "agent-tools": _SessionProfile(_agent, 15.3, (6_000, 20_000), system_prompts=8),
+    LONG_PROMPTS: _SessionProfile(_document, 1, (500, 1_500), system_prompts=8),
 }

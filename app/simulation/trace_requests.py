@@ -16,6 +16,7 @@ from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
 from streams.request import NO_HINTS, Hints, Request, SessionControl
 
+MODEL = "simulated"
 SIMULATION_SECRET = derive_secret(LOOPBACK_SECRET)
 
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -78,7 +79,7 @@ def _traced(number: int, row: TraceRow, block_size: int, *, in_session: bool) ->
         hints = Hints(session_control=SessionControl(session_id=_session(row)))
     return TraceRequest(
         PromptHashes.from_hashes(
-            Request(id=f"{number:06}", hints=hints),
+            Request(id=f"{number:06}", model=MODEL, hints=hints),
             row.input_length, local, block_size,
         ),
         max(row.output_length, 1),

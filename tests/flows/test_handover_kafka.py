@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
+from app.audit.recompute import find_difference
 from app.engine.attached.server_engine import ServerAddress
 from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from app.engine.echo import EchoEngine, echo_answer
@@ -18,6 +19,7 @@ from app.engine.interface import Engine
 from app.engine.simulated.batch import EngineLimits
 from app.engine.simulated.engine import SimulatedEngine
 from app.engine.simulated.transfers import KvTransfers
+from app.perf_curves import PerfCurves
 from app.preprocessor import Preprocessor
 from app.router import Router
 from app.runtime.process import ProcessContext
@@ -30,7 +32,7 @@ from streams.codecs import decode
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.prompt import Prompt
-from streams.records import Assigned, Chunk, LogRecord, PrefillDone, Started
+from streams.records import Assigned, Chunk, LogRecord, PrefillDone, Role, Started
 from streams.topics import LEDGER, RESPONSES
 from tests.harness.kafka_processes import provisioned
 from tests.harness.model_servers import TOKENIZER
@@ -41,7 +43,10 @@ REQUESTS, MAX_TOKENS = 60, 12
 BLOCK = 16
 WAIT_S = 60.0
 CLOCK, RNG = SystemClock(), random.Random(1)
-ROLES = {"p1": "prefill", "d1": "decode", "d2": "decode"}
+ROLES: dict[str, Role] = {"p1": "prefill", "d1": "decode", "d2": "decode"}
+FREE: dict[str, Role] = {"w1": "aggregated", "w2": "aggregated"}
+CURVES = {"w1": PerfCurves((0.0, 1e-3, 1.0), (0.0, 0.0, 2000.0), 2000.0), "w2": PerfCurves()}
+"""The first worker computes prompts fast and decodes slowly."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -51,16 +56,18 @@ EngineOf = Callable[[str, Clock], Engine]
 
 
 @asynccontextmanager
-async def deployment(settings: Settings, engine_of: EngineOf) -> AsyncIterator[None]:
-    """A worker of each name in ROLES, a router and a preprocessor."""
+async def deployment(
+    settings: Settings, engine_of: EngineOf, roles: Mapping[str, Role]
+) -> AsyncIterator[None]:
+    """A worker of each name in `roles`, a router and a preprocessor."""
     running: list[tuple[KafkaLog, ProcessContext, Worker | Router | Preprocessor]] = []
-    for name in (*ROLES, "router", "preprocessor"):
+    for name in (*roles, "router", "preprocessor"):
         log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
         ctx = ProcessContext(name)
         await log.start()
         part: Worker | Router | Preprocessor
-        if name in ROLES:
-            own = settings.model_copy(update={"worker_role": ROLES[name], "worker_id": name})
+        if name in roles:
+            own = settings.model_copy(update={"worker_role": roles[name], "worker_id": name})
             part = Worker(log, own, ctx, engine_of(name, ctx.clock))
         else:
             part = (Router if name == "router" else Preprocessor)(log, settings, ctx)
@@ -89,8 +96,10 @@ async def all_records(log: KafkaLog, topic: str) -> list[LogRecord]:
     return found
 
 
-def simulated(transfers: KvTransfers | None, clock: Clock) -> SimulatedEngine:
-    limits = EngineLimits(block_size=BLOCK, cache_blocks=4096)
+def simulated(
+    transfers: KvTransfers | None, clock: Clock, curves: PerfCurves = CURVES["w2"]
+) -> SimulatedEngine:
+    limits = EngineLimits(block_size=BLOCK, cache_blocks=4096, curves=curves)
     return SimulatedEngine(
         clock, limits, model="demo", context_length=8192, speedup=20, transfers=transfers
     )
@@ -151,13 +160,49 @@ def deployment_settings(kafka: Broker, topic_prefix: str, **over: Any) -> Settin
     )  # fmt: skip
 
 
+async def test_workers_without_a_role_share_requests(kafka: Broker, topic_prefix: str) -> None:
+    settings = deployment_settings(
+        kafka, topic_prefix, transfer_bandwidth=1e15, transfer_latency_ms=0.0
+    )
+    lengths = [RNG.randint(1, 4000) for _ in range(REQUESTS)]
+    ids, ledger, _ = await exchanged(
+        settings, lengths, lambda name, clock: simulated(None, clock, CURVES[name]), FREE
+    )
+    decisions = [fact.record for fact in ledger if isinstance(fact.record, Assigned)]
+    assert {each.id for each in decisions} == set(ids)
+    workers = defaultdict(list)
+    for each in decisions:
+        workers[each.id].append((each.phase, each.worker))
+    assert [("prefill", "w1"), ("decode", "w2")] in workers.values()
+    pairs = [{worker for _, worker in each} for each in workers.values() if len(each) > 1]
+    assert all(len(pair) == 2 for pair in pairs), "decode is on another worker"
+    assert [find_difference(each) for each in decisions] == [""] * len(decisions)
+
+
 async def answered(
     settings: Settings, lengths: Sequence[int], engine_of: EngineOf
 ) -> list[LogRecord]:
-    """The ledger, after the answers to prompts of these lengths, which are checked."""
+    """The ledger of prompts that were all handed over once."""
+    ids, ledger, responses = await exchanged(settings, lengths, engine_of, ROLES)
+    phases = defaultdict(list)
+    for fact in ledger:
+        if isinstance(fact.record, Assigned):
+            phases[fact.record.id].append(fact.record.phase)
+    assert [phases[name] for name in ids] == [["prefill", "decode"]] * len(ids)
+    prefills = {str(f.record.run) for f in ledger if is_phase(f, Started, "prefill")}
+    assert len(prefills) == len(ids)
+    assert not prefills & {f.record.run for f in responses if isinstance(f.record, Chunk)}
+    return ledger
+
+
+async def exchanged(
+    settings: Settings, lengths: Sequence[int], engine_of: EngineOf, roles: Mapping[str, Role]
+) -> tuple[list[str], list[LogRecord], list[LogRecord]]:
+    """The ids of prompts of these lengths, the ledger and the responses, after their answers were
+    checked."""
     prompts = [[RNG.randrange(97, 123) for _ in range(length)] + [258] for length in lengths]
     async with provisioned(settings) as log, Client(log, SystemClock()) as client:
-        async with deployment(settings, engine_of):
+        async with deployment(settings, engine_of, roles):
             ids = []
             for prompt in prompts:
                 ids.append(client.new_request_id())
@@ -168,15 +213,7 @@ async def answered(
         for prompt, answer in zip(prompts, answers, strict=True):
             assert list(answer.tokens) == echo_answer(prompt, MAX_TOKENS)
         ledger, responses = await all_records(log, LEDGER), await all_records(log, RESPONSES)
-    phases = defaultdict(list)
-    for fact in ledger:
-        if isinstance(fact.record, Assigned):
-            phases[fact.record.id].append(fact.record.phase)
-    assert [phases[name] for name in ids] == [["prefill", "decode"]] * len(ids)
-    prefills = {str(f.record.run) for f in ledger if is_phase(f, Started, "prefill")}
-    assert len(prefills) == len(ids)
-    assert not prefills & {f.record.run for f in responses if isinstance(f.record, Chunk)}
-    return ledger
+    return ids, ledger, responses
 
 
 def is_decode_of(fact: LogRecord, prefilled: LogRecord) -> bool:

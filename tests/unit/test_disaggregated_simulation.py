@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.routing.disagg import FLEETS, thresholds
+from app.bench.routing.disagg import FLEETS, free_thresholds, thresholds
 from app.engine.simulated.batch import EngineLimits
-from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.decision import RoutingConfig, TransferSpeed
+from app.routing.selection.handover import DEFAULT_RULES
+from app.routing.selection.predictive import PredictiveWeights
+from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import metrics_of
 from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulator import Simulator, new_simulator
@@ -108,6 +111,45 @@ def test_policy_predictive_balances_decode_workers() -> None:
     assert drawn.itl_p99 is not None
     assert even.itl_p99 < drawn.itl_p99
     assert even.itl_mean < drawn.itl_mean
+
+
+def test_free_roles_hand_over_what_costs_less_apart_and_hold_no_block_at_the_end() -> None:
+    rows = [row(15 * n, 500, 300, 1000 * n) for n in range(400)]
+    rows += [row(1500 + 400 * n, 30_000, 20, 1_000_000 * n + 999_000) for n in range(1, 11)]
+    rows.sort(key=lambda each: each.timestamp)
+    arrivals = schedule_arrivals(rows, trace_requests(rows), ArrivalRate(), 0)
+    config = RoutingConfig(predictive_weights=PredictiveWeights(decode_weight=0.1))
+    slow = NetworkConditions(transfer=TransferSpeed(bytes_per_s=12.5e9))
+    replay = new_simulator(
+        arrivals, 4, ENGINE, config, 0, conditions=slow, handover_rules=DEFAULT_RULES
+    )
+    done = replay.run()
+    split = [each for each in done if each.prefill_worker]
+    assert 0 < len(split) < len(done)
+    assert all(each.prefill_worker != each.worker for each in split)
+    assert all(each.held is None for each in done)
+    assert [worker.state.cache.used_blocks for worker in replay.workers] == [0] * 4
+
+
+def test_the_transfer_delays_the_first_token() -> None:
+    rows = [row(0, 5120, 2, 0)]
+    arrivals = schedule_arrivals(rows, trace_requests(rows), ArrivalRate(), 0)
+    speed = TransferSpeed(bytes_per_s=12.5e9, latency_ms=2.0)
+    (done,) = new_simulator(
+        arrivals, 2, ENGINE, RoutingConfig("round_robin"), 0, prefill_workers=1,
+        conditions=NetworkConditions(transfer=speed),
+    ).run()  # fmt: skip
+    assert done.first_token_ms == pytest.approx(111.279973 + 2 + 5120 * 131_072 / 12.5e6)
+
+
+def test_the_bars_of_free_roles_are_the_figures_of_whole_requests() -> None:
+    whole = FLEETS[0].round_robin
+    steady = whole._replace(itl_p99=0.8 * (whole.itl_p99 or 0), ttft_mean=2 * whole.ttft_mean)
+    assert all(bar.met for bar in free_thresholds("8", whole, whole, steady))
+    assert not any(bar.met for bar in free_thresholds("8"))
+    slower = whole._replace(ttft_mean=1.01 * whole.ttft_mean)
+    failed = [bar.name for bar in free_thresholds("8", whole, slower, steady) if not bar.met]
+    assert failed == ["8: free roles, mean TTFT to that of whole requests"]
 
 
 def test_thresholds_are_the_published_figures() -> None:

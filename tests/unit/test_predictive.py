@@ -22,7 +22,13 @@ from app.routing.queueing.batch_select import (
     uniform_groups,
 )
 from app.routing.queueing.pending import PendingRequest, PendingRequests
-from app.routing.selection.cost_kernels import STANDALONE, UNKNOWN
+from app.routing.selection.cost_kernels import (
+    DECODE_PART,
+    PREFILL_PART,
+    STANDALONE,
+    UNKNOWN,
+    WHOLE,
+)
 from app.routing.selection.decision import (
     Decision,
     Placement,
@@ -197,6 +203,27 @@ def test_preferred_taints_make_a_rank_cheaper() -> None:
     assert liked == pytest.approx(plain * math.exp(-math.tanh(1.0)))
 
 
+def test_a_prefill_for_another_worker_costs_no_decode() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900}
+    part = replace(ASK, part=PREFILL_PART)
+    assert one(row, part) == pytest.approx(Terms(3, 15 + 6, 2 * 15, 0, 0, 0))
+    assert float(predicted(row, send=part).costs[0]) == pytest.approx(24 + 0.01 * 30)
+
+
+def test_a_received_prompt_costs_its_transfer_a_step_and_the_room_of_a_second_copy() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900}
+    part = replace(ASK, part=DECODE_PART, transfer_ms=40.0, expected_followups=2.0)
+    found = one(row, part)
+    assert found == pytest.approx(Terms(3, 40 + 6.6, 0, 2 * 50 * 0.6, 200 * 6.6, 0.5 * 500 * 0.02))
+    total = 3 + 46.6 + 0.01 * (60 + 2 * 1320) + 0.5 * 500 * 0.02 / 2
+    assert float(predicted(row, send=part).costs[0]) == pytest.approx(total)
+
+
+def test_decode_takes_longer_beside_prefill() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900, "prefill_share": 0.75}
+    assert one(row).decode_ms == pytest.approx(4 * 200 * 6.6)
+
+
 # Holding
 
 
@@ -244,6 +271,7 @@ SPOTS = st.fixed_dictionaries({
     "busy_ms": st.floats(0, 900), "overlap_blocks": st.integers(0, 60),
     "host_blocks": st.integers(0, 5), "disk_blocks": st.integers(0, 5),
     "taint_weight": st.sampled_from([0.0, 0.0, 0.7]), "later_ms": st.sampled_from([0.0, 5.0]),
+    "prefill_share": st.sampled_from([0.0, 0.3, 0.95]),
     "ahead_ms": st.lists(st.floats(0, 500), max_size=3).map(tuple),
 })  # fmt: skip
 
@@ -266,15 +294,17 @@ def test_option_is_worth_the_same_to_the_bit_among_others_as_alone(
 @given(
     st.lists(SPOTS, min_size=1, max_size=9), st.integers(1, 9000), st.floats(1, 900),
     st.floats(0, 9000), st.floats(1, 10), st.sampled_from([math.inf, 100.0]),
+    st.sampled_from([WHOLE, PREFILL_PART, DECODE_PART]), st.floats(0, 500),
 )  # fmt: skip
 def test_kernel_and_the_plain_formulas_agree_to_the_bit(
     rows: list[dict[str, Any]], prompt: int, output: float, held: float, leads_to: float,
-    target_ms: float,
+    target_ms: float, part: int, transfer_ms: float,
 ) -> None:  # fmt: skip
     send = replace(
         ASK, prompt_tokens=prompt, output_tokens=output, most_cached_tokens=held,
         expected_followups=leads_to,
         ttft_target_ms=target_ms, itl_target_ms=target_ms / 5,
+        part=part, transfer_ms=transfer_ms,
     )  # fmt: skip
     found = predicted(*rows, send=send)
     candidates = record_decision(options(*rows), found.costs, 0, found.results).candidates

@@ -446,6 +446,7 @@ def test_engine_config_has_the_shape_of_the_engine() -> None:
             curve=CURVES.coefficients(),
             unsupported=("guided_decoding", "logprobs"),
             transfer_lease_s=2.0,
+            transfer_bytes_per_token=131_072,
         )
         await engine.cleanup()
 

@@ -11,11 +11,14 @@ import math
 from typing import NamedTuple
 
 from app.routing.selection.cost_kernels import (
+    DECODE_PART,
     DISK_SHARE,
     FOLLOWUP_STEPS,
     FULL_CACHE_WAIT,
     HOST_SHARE,
     MISSED_TARGET_MS,
+    PREFILL_PART,
+    SECOND_COPY,
 )
 from app.routing.selection.policies import DynamoWeights, RequestFeatures
 from app.routing.state.performance import recorded_profile
@@ -66,13 +69,20 @@ def predictive_cost(
         pace.prefill_ms(pace.chunk_tokens) / pace.chunk_tokens
     )
     slower_ms = candidate.open_runs * features.mean_output_tokens / 2 * (later_ms - step_ms)
-    own_ms = features.output_tokens * later_ms
-    decode_ms = candidate.open_runs * alone_ms + slower_ms + features.expected_followups * own_ms
-    ttft_ms = wait_ms + pace.prefill_ms(tokens, step_ms)
+    own_ms = features.output_tokens * later_ms / (1.0 - candidate.prefill_share)
+    stall_ms = candidate.open_runs * alone_ms
+    followups, prefill_ms = features.expected_followups - 1.0, pace.prefill_ms(tokens, step_ms)
+    if features.part == PREFILL_PART:
+        slower_ms = own_ms = 0.0
+    elif features.part == DECODE_PART:
+        stall_ms, prefill_ms = 0.0, features.transfer_ms + later_ms
+        token_ms = pace.prefill_ms(pace.chunk_tokens) / pace.chunk_tokens
+        replication_ms = SECOND_COPY * followups * prompt * token_ms
+        followups = 0.0
+    decode_ms = stall_ms + slower_ms + features.expected_followups * own_ms
+    ttft_ms = wait_ms + prefill_ms
     cost_ms = ttft_ms + decode_weight * decode_ms
-    cost_ms += (
-        features.expected_followups - 1.0
-    ) * FOLLOWUP_STEPS * later_ms + replication_ms / features.expected_followups
+    cost_ms += followups * FOLLOWUP_STEPS * later_ms + replication_ms / features.expected_followups
     cost_ms *= math.exp(-math.tanh(candidate.taint_weight))
     if ttft_ms > features.ttft_target_ms or later_ms > features.itl_target_ms:
         cost_ms += MISSED_TARGET_MS

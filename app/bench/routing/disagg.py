@@ -2,8 +2,13 @@
 
 Round robin validates the simulation: its figures are those of the offline replay of NVIDIA Dynamo
 (ai-dynamo-runtime 1.6.1) of the same trace, engine and fleet, without time for the transfer. The
-thresholds of our policy are the figures of that replay's KV router. A row of whole requests on as
-many workers stands beside them.
+thresholds of our policy with fixed roles, where all prompts are handed over, are the figures of
+that replay's KV router.
+
+With free roles each request stays whole or is handed over, whichever costs less, on as many workers
+that do both. Their thresholds are the figures of whole requests: by default the means must not be
+higher, and with a higher decode weight the slowest steps must be shorter. A generated trace with
+long prompts beside short ones has transfers that take time.
 """
 
 from __future__ import annotations
@@ -21,10 +26,22 @@ from app.bench.routing.policy_scenarios import (
     max_deviation,
 )
 from app.bench.routing.policy_simulation import TraceSet, published_trace, run_timed
+from app.routing.selection.decision import TransferSpeed
+from app.routing.selection.handover import DEFAULT_RULES
+from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import RunMetrics
 from app.simulation.simulation_runs import SimulationRun, result_row
+from app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
 from app.simulation.trace_requests import ArrivalRate
 from indexer.precompile import compile_all
+
+STEADY_WEIGHT = 0.2
+"""Decode weight of the rows that favour steady times between tokens."""
+STEADY_LIMIT = 0.8
+LONG_PROMPT_RUN = SimulationRun(
+    OWN_POLICY, 8, ArrivalRate(6.0), conditions=NetworkConditions(transfer=TransferSpeed())
+)
+"""Five requests a second and a worker: 0.3 of its time is prefill."""
 
 
 class KvRouterFigures(NamedTuple):
@@ -96,19 +113,52 @@ async def bench_disagg(
     if trace is not None:
         compile_all()
 
+    runs_of_fleet = 5
+
     def arrived(requests: int) -> None:
-        progress(requests / (3 * len(fleets) * REQUESTS))
+        progress(requests / (runs_of_fleet * len(fleets) * REQUESTS))
 
     for fleet in fleets:
+        whole = fleet.run_of(OWN_POLICY, is_split=False)
         runs = (
-            fleet.run_of("round_robin"),
-            fleet.run_of(OWN_POLICY),
-            fleet.run_of(OWN_POLICY, is_split=False),
-        )
+            fleet.run_of("round_robin"), fleet.run_of(OWN_POLICY), whole, *free_runs(whole)
+        )  # fmt: skip
         done = [] if trace is None else [run_timed(trace, run, arrived) for run in runs]
         rows += [result_row(*each) for each in done]
-        bars += thresholds(fleet, *[each.figures for each in done[:2]])
+        figures = [each.figures for each in done]
+        bars += thresholds(fleet, *figures[:2])
+        bars += free_thresholds(fleet.name, *figures[2:])
+    if trace is not None:
+        long = TraceSet(trace_file)[NAME_PREFIX + LONG_PROMPTS]
+        done = [run_timed(long, run) for run in (LONG_PROMPT_RUN, *free_runs(LONG_PROMPT_RUN))]
+        rows += [{"trace": LONG_PROMPTS, **result_row(*each)} for each in done]
+        bars += free_thresholds(LONG_PROMPTS, *[each.figures for each in done])
     return Report("disagg", rows, bars)
+
+
+def free_runs(whole: SimulationRun) -> tuple[SimulationRun, SimulationRun]:
+    """The run with free roles, by default and for steady times between tokens."""
+    free = whole._replace(handover_rules=DEFAULT_RULES)
+    return free, free._replace(decode_weight=STEADY_WEIGHT)
+
+
+def free_thresholds(
+    name: str,
+    whole: RunMetrics | None = None,
+    free: RunMetrics | None = None,
+    steady: RunMetrics | None = None,
+) -> Iterator[Threshold]:
+    """The bars of free roles; without figures they count as failed."""
+    for found, label, metric, limit in (
+        (free, "free roles, mean TTFT", "ttft_mean", 1.0),
+        (free, "free roles, mean E2E", "e2e_mean", 1.0),
+        (steady, f"decode weight {STEADY_WEIGHT:g}, mean E2E", "e2e_mean", 1.0),
+        (steady, f"decode weight {STEADY_WEIGHT:g}, p99 ITL", "itl_p99", STEADY_LIMIT),
+    ):
+        ratio = float("nan")
+        if whole is not None and found is not None:
+            ratio = getattr(found, metric) / getattr(whole, metric)
+        yield at_most(f"{name}: {label} to that of whole requests", ratio, "x", limit)
 
 
 def thresholds(

@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 from app.bench.report import Threshold, at_least, at_most
 from app.perf_curves import PerfCurves
+from app.simulation import synthetic_traces
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics
 from app.simulation.simulation_runs import SimulationRun
-from app.simulation.synthetic_traces import NAME_PREFIX, TRACE_KINDS
+from app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
 from app.simulation.trace_requests import ArrivalRate
 
 REQUESTS = 12_031
@@ -52,6 +53,8 @@ ENGINE_CURVES = (
 )
 """The published engine, one at half and one at double speed, and one of another shape."""
 GENERATED_WORKERS = 8
+TRACE_KINDS = tuple(kind for kind in synthetic_traces.TRACE_KINDS if kind != LONG_PROMPTS)
+"""The generated traces: all but that of `disagg.py`."""
 
 
 class FleetSetup(NamedTuple):

@@ -151,6 +151,7 @@ class SimulatedEngine(Engine):
             curve=self._shape.curves.coefficients(self._speedup),
             unsupported=TEXT_ONLY_UNSUPPORTED,
             transfer_lease_s=self._transfers.model.lease_s,
+            transfer_bytes_per_token=self._transfers.model.bytes_per_token,
         )
 
     async def generate(

@@ -35,7 +35,7 @@ from app.routing.selection.request_features import (
     invalid_weight,
     latency_targets,
 )
-from app.routing.selection.select import refreshed_table, reservation_rows
+from app.routing.selection.select import part_of, refreshed_table, reservation_rows
 from indexer.xxh3 import M64
 
 K = TypeVar("K", bound=Hashable)
@@ -173,6 +173,7 @@ def plan_uniform(
         board.features, board.hashes, *found, board.row_of_column, requests,
         np.array([each.seed & M64 for each in looking], np.uint64), chosen, others_at, others_ms,
         view.mean_output_tokens, view.expected_followups, tuning.predictive_weights.decode_weight,
+        part_of(looking[0].phase),
         NO_MULTIPLIER,
         np.empty((size, 3)), np.empty(size), np.empty((size, cost_kernels.RESULTS)), best,
     )  # fmt: skip

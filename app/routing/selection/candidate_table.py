@@ -24,7 +24,7 @@ from app.routing.selection.policies import Candidates, Reservations, rank_hashes
 from app.routing.state.active_load import NO_LOAD, ActiveLoad
 from app.routing.state.change_log import ChangeLog, TrackedDict
 from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile
+from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
 from app.routing.worker_rank import WorkerRank
 from indexer.epochs import CacheId
 from indexer.index import MatchDepths
@@ -226,6 +226,12 @@ class CandidateTable:
             self._read_changes(sources)
         self._read, self._seen = sources, counts
         cost_kernels.update_busy_time(self.features, float(now_ms))
+
+    def update_prefill_shares(self, shares: PrefillShares, now_ms: int) -> None:
+        """Set what part of its time each worker spends on prefill."""
+        column = self.features[:, cost_kernels.PREFILL_SHARE]
+        for worker, rows in self._rows_of.items():
+            column[rows] = shares.share(worker, now_ms)
 
     def _read_all(self, sources: TableInputs) -> None:
         self._read_beats(sources, self._rows_of)

@@ -18,12 +18,14 @@ from indexer.kernels import inlined, kernel
 (
     RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,
     BUSY_MS,
-    STAGGER_MS, PLANNED_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN, CAPACITY_TOKENS_COLUMN, CURVE,
-) = range(14)  # fmt: skip
+    STAGGER_MS, PLANNED_MS, PREFILL_SHARE, SLOWDOWN, CHUNK_TOKENS_COLUMN, CAPACITY_TOKENS_COLUMN,
+    CURVE,
+) = range(15)  # fmt: skip
 """Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs without a
 first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait for
-reservations that were recorded as one sum; from `CURVE` on the seven numbers of a curve
-(`PerfCurves.coefficients`)."""
+reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
+lately had prefill in its steps, 0 in fleets without transfers; from `CURVE` on the seven numbers of
+a curve (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
 (
     WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED,
@@ -34,10 +36,13 @@ when more time has passed than was expected. `CACHED`: tokens of the prompt that
 computed. `PLANNED`: the part of `WAIT` for reservations."""
 RESULTS = 10
 
+WHOLE, PREFILL_PART, DECODE_PART = range(3)
+"""The part of a request that is planned."""
+
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
 REQUEST_COLUMNS = 5
-RECORD_COLUMNS = 15
+RECORD_COLUMNS = 16
 """How many columns `record_candidates` fills."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
@@ -46,6 +51,9 @@ FULL_CACHE_WAIT = 1.5
 """Answers' times until enough of a full cache is free; 1 would be if all had just begun."""
 FOLLOWUP_STEPS = 1.5
 """Steps of decode in the time to a first token: half of the one under way, and one beside it."""
+SECOND_COPY = 0.5
+"""Share of the prefill that is computed again elsewhere for the room of a handed over prompt, which
+both workers have cached."""
 MISSED_TARGET_MS = 1e9
 """What it costs to miss a target of the request: more than anything else, so who misses one comes
 after all who meet them."""
@@ -183,6 +191,8 @@ def predict_costs(
     most_held: float,
     leads_to: float,
     weight: float,
+    part: int,
+    transfer_ms: float,
     ttft_target: float,
     itl_target: float,
     start: int,
@@ -195,7 +205,8 @@ def predict_costs(
 
     `others_at` and `others_ms`: options for which other requests are planned, and their prefill
     there, alone; -1 for those that are planned for none of these. `liking`: empty if costs stay as
-    they are. `most_held` may be UNKNOWN.
+    they are. `most_held` may be UNKNOWN. `part`: of the request; only that of decode has a
+    `transfer_ms`, until the blocks of the prompt are there.
     """
     most = _settle(
         spots, blocks, others_at, others_ms, block_size, prompt_tokens, weight, found
@@ -227,11 +238,18 @@ def predict_costs(
         prefill_ms = _prefill_ms(spot, tokens, step_ms)
         stall_ms = runs * alone_ms
         slower_ms = runs * mean_output / 2 * (later_ms - step_ms)
-        decode_ms = output_tokens * later_ms
+        decode_ms = output_tokens * later_ms / (1.0 - spot[PREFILL_SHARE])
         replication_ms = (most - held) * per_token_ms
+        followups = leads_to - 1.0
+        if part == PREFILL_PART:  # no decode follows there
+            slower_ms = decode_ms = 0.0
+        elif part == DECODE_PART:  # the first token comes with the first step
+            prefill_ms, stall_ms = transfer_ms + later_ms, 0.0
+            replication_ms = SECOND_COPY * followups * prompt_tokens * per_token_ms
+            followups = 0.0  # they come to the prefill worker
         ttft_ms = wait_ms + prefill_ms
         cost_ms = ttft_ms + weight * (stall_ms + slower_ms + leads_to * decode_ms)
-        cost_ms += (leads_to - 1.0) * FOLLOWUP_STEPS * later_ms + replication_ms / leads_to
+        cost_ms += followups * FOLLOWUP_STEPS * later_ms + replication_ms / leads_to
         if len(liking):
             cost_ms *= liking[i]
         if ttft_ms > ttft_target or later_ms > itl_target:
@@ -240,13 +258,9 @@ def predict_costs(
         hold_ms = 0.0 if shares else left_ms
         if bounded and prompts + added + output_tokens > capacity:
             hold_ms = np.inf
-        found[i, WAIT] = wait_ms
-        found[i, PREFILL] = prefill_ms
-        found[i, DECODE_STALL] = stall_ms
-        found[i, DECODE_SLOWDOWN] = slower_ms
-        found[i, DECODE] = decode_ms
-        found[i, REPLICATION] = replication_ms
-        found[i, HOLD] = hold_ms
+        found[i, WAIT], found[i, PREFILL], found[i, HOLD] = wait_ms, prefill_ms, hold_ms
+        found[i, DECODE_STALL], found[i, DECODE_SLOWDOWN] = stall_ms, slower_ms
+        found[i, DECODE], found[i, REPLICATION] = decode_ms, replication_ms
         costs[i] = cost_ms
     return argmin(costs, start, tags), most
 
@@ -300,6 +314,7 @@ def plan_uniform_batch(
     mean_output: float,
     leads_to: float,
     weight: float,
+    part: int,
     liking: Floats,
     blocks: Floats,
     costs: Floats,
@@ -321,7 +336,7 @@ def plan_uniform_batch(
         chosen, _ = predict_costs(
             spots, blocks, liking, others_at, others_ms, requests[n, REQUEST_BLOCK],
             requests[n, REQUEST_TOKENS], requests[n, REQUEST_OUTPUT], mean_output, UNKNOWN,
-            leads_to, weight,
+            leads_to, weight, part, 0.0,
             requests[n, REQUEST_TTFT], requests[n, REQUEST_ITL], seeds[n], tags, found, costs,
         )  # fmt: skip
         others_at[entry], others_ms[entry] = chosen, found[chosen, STANDALONE]
@@ -370,7 +385,7 @@ def record_candidates(costs: Floats, chosen: int, spots: Floats, blocks: Floats,
             int(spot[CAPACITY_TOKENS_COLUMN]),
         )
         row[12], row[13] = _bits(spot[BUSY_MS]), _bits(spot[SLOWDOWN])
-        row[14] = _bits(spot[STAGGER_MS])
+        row[14], row[15] = _bits(spot[STAGGER_MS]), _bits(spot[PREFILL_SHARE])
     return size
 
 
@@ -403,8 +418,8 @@ def warm_up() -> None:
     update_busy_time(spots, 1.0)
     scatter_overlap(none, np.zeros((1, 4), np.int64), none, blocks)
     predict_costs(
-        spots, blocks, np.ones(1), none, np.zeros(1), 16.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.01, np.inf,
-        np.inf, np.uint64(0), tags, found, costs,
+        spots, blocks, np.ones(1), none, np.zeros(1), 16.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.01,
+        WHOLE, 0.0, np.inf, np.inf, np.uint64(0), tags, found, costs,
     )  # fmt: skip
     dynamo_costs(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, costs)
     draw_random(np.uint64(0), tags, tags.copy())
@@ -417,5 +432,5 @@ def warm_up() -> None:
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
         np.ones((1, REQUEST_COLUMNS)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64),
         np.zeros(1), 1.0,
-        1.0, 0.01, np.ones(1), blocks, costs, found, found.copy(),
+        1.0, 0.01, WHOLE, np.ones(1), blocks, costs, found, found.copy(),
     )  # fmt: skip

@@ -22,9 +22,9 @@ from app.routing.selection.predictive import PredictiveWeights
 from app.routing.state.active_load import ActiveLoad, WorkerLoad
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS
+from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares
 from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate, EndCode, Phase
+from streams.records import Candidate, EndCode, HandOverChoice, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +61,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     `slowdown`: by worker, see `EngineProfile`. `reservations`: those of the other requests that are
     held here. `stagger_ms`: see `TableInputs`.
     `count_output_tokens`: whether output tokens of running requests count as load.
-    `expected_followups`: see `PerformanceModel`.
+    `expected_followups`, `prefill_shares`, `transfer_token_ms`: see `PerformanceModel`.
     """
 
     fleet: Fleet
@@ -76,6 +76,15 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     count_output_tokens: bool = True
     stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
     expected_followups: float = 1.0
+    prefill_shares: PrefillShares | None = None
+    transfer_token_ms: float | None = None
+
+
+class TransferSpeed(NamedTuple):
+    """The expected speed of transfers of KV caches between workers, until it is measured."""
+
+    bytes_per_s: float = 12.5e9
+    latency_ms: float = 1.0
 
 
 class RoutingConfig(NamedTuple):
@@ -87,6 +96,7 @@ class RoutingConfig(NamedTuple):
     weights: DynamoWeights = DynamoWeights()
     predictive_weights: PredictiveWeights = PredictiveWeights()
     session_affinity_tolerance: float = 1.0
+    transfer_speed: TransferSpeed = TransferSpeed()
 
     @property
     def holds_requests(self) -> bool:
@@ -110,7 +120,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     fields hold all inputs of the costs that are not in the request. `at_ms`: when it was decided.
     `session_rank`: the place of the request's session, if affinity was considered.
     `overlap_blocks`: blocks of the prompt cached at its place, in any tier. `phase`: the part of
-    the request that it is for.
+    the request that it is for; `choice`: whether that is all of it.
     """
 
     worker_rank: WorkerRank
@@ -127,6 +137,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     session_rank: WorkerRank | None = None
     overlap_blocks: int = 0
     phase: Phase = "aggregated"
+    choice: HandOverChoice | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -24,6 +24,7 @@ from app.routing.selection.cost_kernels import (
     PLANNED,
     PLANNED_MS,
     PREFILL_RUNS,
+    PREFILL_SHARE,
     PREFILL_TOKENS,
     RUNS,
     SLOWDOWN,
@@ -50,7 +51,7 @@ MAX_RECORDED_RESERVATIONS = 16
 """Reservations at a candidate up to which each is recorded, and beyond which only what they come
 to: 4096 waiting requests would fill each decision with 40 KB."""
 
-_ROW = Struct("qd10q3d")
+_ROW = Struct("qd10q4d")
 """As `cost_kernels.record_candidates` fills it. Read so, 16 rows become candidates in 6 us, by
 columns in 12.
 """
@@ -93,6 +94,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
         for (
             i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
             prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
+            prefill_share,
         ) in rows:  # fmt: skip
             worker, epoch, rank = places[i]
             if taints:
@@ -102,7 +104,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
-                    sums.get(i),
+                    sums.get(i), prefill_share,
                 ))  # fmt: skip
             else:
                 found.append(Candidate(
@@ -157,7 +159,7 @@ def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
         spot[RUNS], spot[TOKENS], spot[OPEN_TOKENS] = c.open_runs, c.prompt_tokens, c.open_tokens
         spot[PREFILL_TOKENS], spot[PREFILL_RUNS] = c.prefill_tokens, c.prefill_runs
         spot[BUSY_MS], spot[STAGGER_MS] = c.busy_ms, c.later_ms
-        spot[PLANNED_MS] = c.planned_ms or 0.0
+        spot[PLANNED_MS], spot[PREFILL_SHARE] = c.planned_ms or 0.0, c.prefill_share
         spot[SLOWDOWN:] = profile_columns(recorded_profile(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]

@@ -31,7 +31,7 @@ MAX_POOLS = 256
 
 _ROLES: dict[Phase, frozenset[Role]] = {
     "aggregated": frozenset({"aggregated", "decode"}),
-    "prefill": frozenset({"prefill"}),
+    "prefill": frozenset({"aggregated", "prefill"}),
     "decode": frozenset({"aggregated", "decode"}),
 }
 
@@ -60,6 +60,8 @@ class CandidatePool(NamedTuple):
     Right for one version of the fleet, until one of the workers has been silent for too long
     (`until_ms`), or one of the `silent` ones sent a heartbeat again. `has_load_limits`: some cards
     limit the load of their workers. `kinds`: the kinds of requests that the workers take.
+    `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have performance
+    curves; `has_prefill_role`, `has_decode_role`: some workers have that role.
     """
 
     rows: tuple[CandidateRow, ...]
@@ -71,6 +73,10 @@ class CandidatePool(NamedTuple):
     table: CandidateTable
     has_load_limits: bool = False
     kinds: frozenset[ModelKind] = frozenset({"tokens"})
+    has_transfers: bool = False
+    has_curves: bool = False
+    has_prefill_role: bool = False
+    has_decode_role: bool = False
 
 
 class NotEligible(NamedTuple):
@@ -85,6 +91,7 @@ class NotEligible(NamedTuple):
     retry: Literal["wait", "news", "none"] = "wait"
 
 
+NO_RECEIVER = "no other ready worker can fetch the prompt"
 NO_READY_WORKER = NotEligible("no worker is ready", "no_workers")
 
 
@@ -120,7 +127,7 @@ class CandidatePools:
         taints = (
             domain_taint(member.card.taints, self._transfer_domain)
             for member in self._fleet.members.values()
-            if model in ("", member.card.model) and _can_take(member.card, "decode")
+            if model in ("", member.card.model) and can_take(member.card, "decode")
         )
         return {taint for taint in taints if taint is not None}
 
@@ -138,7 +145,7 @@ class CandidatePools:
         serving = {
             worker: member
             for worker, member in sorted(fleet.members.items())
-            if model in ("", member.card.model) and _can_take(member.card, phase)
+            if model in ("", member.card.model) and can_take(member.card, phase)
         }
         if phase == "prefill" and self._transfer_domain:
             reachable = self._transfer_taints(model)
@@ -153,6 +160,9 @@ class CandidatePools:
         silent = tuple((w, at) for w, at in last_ms.items() if now_ms - at > timeout_ms)
         if before is not None and (before.version, before.workers) == (fleet.version, routable):
             return before._replace(until_ms=until_ms, silent=silent)
+        for (name, _), other in self._pools.items():
+            if (name, other.version, other.workers) == (model, fleet.version, routable):
+                return other._replace(until_ms=until_ms, silent=silent)  # of another phase
         size = block_size_of(fleet, model, (serving[w] for w in routable))
         rows = [row for w in routable for row in _rows(w, serving[w], size)]
         return CandidatePool(
@@ -165,10 +175,14 @@ class CandidatePools:
             table=CandidateTable(rows),
             has_load_limits=any(_is_bounded(row.card) for row in rows),
             kinds=frozenset(row.card.config.kind for row in rows),
+            has_transfers=any(row.card.config.transfer_lease_s is not None for row in rows),
+            has_curves=all(row.card.config.curve is not None for row in rows),
+            has_prefill_role=any(row.card.role == "prefill" for row in rows),
+            has_decode_role=any(row.card.role == "decode" for row in rows),
         )
 
 
-def _can_take(card: WorkerCard, phase: Phase) -> bool:
+def can_take(card: WorkerCard, phase: Phase) -> bool:
     """Whether a worker may execute a phase: by its role, and by the transfers of its engine."""
     transfers = card.config.transfer_lease_s is not None
     return card.role in _ROLES[phase] and (phase == "aggregated" or transfers)
@@ -299,6 +313,8 @@ def _rules(
         yield EligibilityRule(
             "no ready worker has all required_taints", lambda row: required <= row.taints
         )
+    if phase == "decode" and (source := hints.prefill_worker_id) is not None:
+        yield EligibilityRule(NO_RECEIVER, lambda row: row.worker_rank.worker != source)
     if adapter := hints.lora_name:
         yield EligibilityRule(
             "no ready worker serves the adapter of lora_name",
@@ -312,10 +328,12 @@ def _explain_empty(
     """The result if a rule leaves no ready place."""
     if pin is not None and rule.reason.startswith("the pinned"):
         return NotEligible(rule.reason, "pinned_busy")
+    if rule.reason == NO_RECEIVER:  # past its time the next attempt is whole
+        return NotEligible(rule.reason, "none_eligible")
     alive = (
         row
         for worker, member in fleet.live_members()
-        if request.model in ("", member.card.model) and _can_take(member.card, phase)
+        if request.model in ("", member.card.model) and can_take(member.card, phase)
         for row in _rows(worker, member, 0)
     )
     all_rules = list(_rules(request, phase, pin))
@@ -372,6 +390,8 @@ def _pin_error(request: Request, phase: Phase, pin: str, fleet: Fleet) -> NotEli
         fault = f"does not serve {request.model}"
     elif card.role not in _ROLES[phase]:
         fault = f"only does {card.role}"
+    elif not can_take(card, phase):
+        fault = "transfers no KV caches"
     elif rank >= card.ranks:
         fault = f"has no rank {rank}"
     return NotEligible(f"the pinned worker {pin} {fault}", "invalid", "none") if fault else None

@@ -13,17 +13,32 @@ finds the prompt in the cache of the worker that has computed it, so it costs li
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
-from app.routing.selection.decision import RoutingState
-from app.routing.selection.eligibility import NotEligible, filter_eligible
+from app.routing.selection import cost_kernels
+from app.routing.selection.decision import RoutingConfig, RoutingState
+from app.routing.selection.decision_record import candidates_from_record, record_decision
+from app.routing.selection.eligibility import NotEligible, domain_taint, filter_eligible
+from app.routing.selection.predictive import predict
 from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.select import refreshed_table
+from app.routing.selection.select import (
+    expected_transfer_ms,
+    features_for,
+    options_for,
+    part_of,
+    predictive_params,
+    recorded_features,
+    recorded_weights,
+    refreshed_table,
+)
 from app.routing.worker_rank import WorkerRank
 from indexer.events import Tier
-from streams.records import Phase
+from streams.records import Assigned, Candidate, HandOverChoice, Phase
 from streams.request import (
     BootstrapInfo,
     PrefillResult,
@@ -33,6 +48,7 @@ from streams.request import (
     RoutingConstraints,
 )
 
+NO_HASHES = np.empty(0, np.uint64)
 PREFERRED_DOMAIN_WEIGHT = 1.0
 """Weight of the preferred taint of a transfer domain, unless the request gives it another one."""
 
@@ -57,24 +73,150 @@ class HandOverRules(NamedTuple):
 DEFAULT_RULES = HandOverRules()
 
 
+class FirstPhase(NamedTuple):
+    """The phase that a request begins with; `choice`: with the costs, where they decided."""
+
+    phase: Phase
+    choice: HandOverChoice | None = None
+
+
+WHOLE = FirstPhase("aggregated")
+
+
 def first_phase(
-    prompt: PromptHashes, state: RoutingState, rules: HandOverRules, *, stays_whole: bool
-) -> Phase:
+    prompt: PromptHashes,
+    state: RoutingState,
+    config: RoutingConfig,
+    rules: HandOverRules,
+    *,
+    seed: int,
+    stays_whole: bool,
+    full_workers: Collection[tuple[str, int]] = (),
+) -> FirstPhase:
     """The phase that a request, or the rest of one, begins with.
 
     `stays_whole`: it is not handed over, but where that is enforced: it has failed on a worker, so
-    that a fault of the transfer does not end it.
+    that a fault of the transfer does not end it. `seed`, `full_workers`: as for `select_worker`.
     """
     request = prompt.request
     has_decode_worker = state.pools.pool(request.model, "decode", state.now_ms).rows
     if not (_can_be_split(request) and has_decode_worker):
-        return "aggregated"  # without it a prompt that is computed would wait in vain
+        return WHOLE  # without it a prompt that is computed would wait in vain
     if rules.is_enforced:
-        return "prefill"
+        return FirstPhase("prefill")
     if stays_whole or not _has_prefill_worker(request, state):
-        return "aggregated"
-    is_pinned = (request.hints.prefill_worker_id, request.hints.decode_worker_id) != (None, None)
-    return "prefill" if is_pinned or not _is_short(prompt, state, rules) else "aggregated"
+        return WHOLE
+    if (request.hints.prefill_worker_id, request.hints.decode_worker_id) != (None, None):
+        return FirstPhase("prefill")
+    pool = state.pools.pool(request.model, "prefill", state.now_ms)
+    if config.policy == "predictive" and pool.has_curves and not pool.has_prefill_role:
+        choice = _choose(prompt, state, config, rules, seed, full_workers)
+        if choice is not None:
+            return FirstPhase("prefill" if is_handed_over(choice) else "aggregated", choice)
+    stays = not pool.has_prefill_role or _is_short(prompt, state, rules)
+    return WHOLE if stays or _is_prefill_busier(request, state) else FirstPhase("prefill")
+
+
+def is_handed_over(choice: HandOverChoice) -> bool:
+    """Whether two workers cost less than one."""
+    return choice.prefill.cost + choice.decode.cost < choice.whole.cost
+
+
+def recompute_choice_costs(decision: Assigned) -> tuple[float, float, float] | None:
+    """The costs of a recorded choice by its inputs: of a whole request, prefill and decode."""
+    choice = decision.choice
+    if choice is None:
+        return None
+    features = recorded_features(replace(decision, params=choice.params))
+    weights = recorded_weights(choice.params)
+    whole, prefill, decode = (
+        float(predict(replace(features, **more), candidates_from_record((each,)), weights).costs[0])
+        for each, more in (
+            (choice.whole, {"part": cost_kernels.WHOLE}),
+            (
+                choice.prefill,
+                {
+                    "part": cost_kernels.PREFILL_PART,
+                    "most_cached_tokens": choice.params["most_held_tokens_prefill"],
+                },
+            ),
+            (choice.decode, {"part": cost_kernels.DECODE_PART}),
+        )
+    )
+    return whole, prefill, decode
+
+
+class _Best(NamedTuple):
+    """The option with the least cost for a part of a request, as it is recorded."""
+
+    candidate: Candidate
+    most_cached_tokens: float
+
+
+def _choose(
+    prompt: PromptHashes,
+    state: RoutingState,
+    config: RoutingConfig,
+    rules: HandOverRules,
+    seed: int,
+    full_workers: Collection[tuple[str, int]],
+) -> HandOverChoice | None:
+    """The costs of one worker and of two; None if either has no eligible worker now."""
+
+    def best(prompt: PromptHashes, phase: Phase, transfer_ms: float = 0.0) -> _Best | None:
+        request = prompt.request
+        pool = state.pools.pool(request.model, phase, state.now_ms)
+        rows = filter_eligible(
+            request, phase, pool, state.fleet,
+            full=full_workers, loads=(state.committed, state.in_flight),
+        )  # fmt: skip
+        if isinstance(rows, NotEligible):
+            return None
+        part = part_of(phase)
+        features = features_for(prompt, state, pool.block_size, seed, 0, part, transfer_ms)
+        options = options_for(phase, pool, rows, state, prompt)
+        prediction = predict(features, options, config.predictive_weights)
+        if prediction.best is None:
+            return None
+        record = record_decision(options, prediction.costs, prediction.best, prediction.results)
+        candidate = record.candidate(options.worker_ranks[prediction.best])
+        assert candidate is not None, "the chosen option is recorded"
+        return _Best(candidate, prediction.most_cached_tokens)
+
+    whole, prefill = best(prompt, "aggregated"), best(prompt, "prefill")
+    if whole is None or prefill is None:
+        return None
+    card = state.fleet.members[prefill.candidate.worker].card
+    transfer_ms = expected_transfer_ms(prompt.tokens, card.config, state, config)
+    taint = domain_taint(card.taints, rules.domain) if rules.domain else None
+    request = decode_request(prompt.request, prefill.candidate.worker, b"", 0)
+    decoded = PromptHashes.from_hashes(
+        within_domain(request, taint, rules), prompt.tokens, NO_HASHES, 1
+    )
+    decode = best(decoded, "decode", transfer_ms)
+    if decode is None:
+        return None
+    features = features_for(prompt, state, 0, seed, part=part_of("decode"), transfer_ms=transfer_ms)
+    params = predictive_params(features, config.predictive_weights) | {
+        "most_held_tokens": whole.most_cached_tokens,
+        "most_held_tokens_prefill": prefill.most_cached_tokens,
+    }
+    return HandOverChoice(whole.candidate, prefill.candidate, decode.candidate, params)
+
+
+def _is_prefill_busier(request: Request, state: RoutingState) -> bool:
+    """Whether a prompt begins at every prefill worker more than one step later than at some worker
+    that would take all of it."""
+
+    def waiting_tokens(phase: Phase, steps: int) -> float:
+        features = refreshed_table(
+            state.pools.pool(request.model, phase, state.now_ms), state
+        ).features
+        tokens = features[:, cost_kernels.PREFILL_TOKENS]
+        tokens = tokens + steps * features[:, cost_kernels.CHUNK_TOKENS_COLUMN]
+        return float(tokens.min(initial=math.inf))
+
+    return waiting_tokens("prefill", 0) > waiting_tokens("aggregated", 1)
 
 
 def _has_prefill_worker(request: Request, state: RoutingState) -> bool:

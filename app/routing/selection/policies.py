@@ -110,7 +110,7 @@ class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
     answer, `mean_output_tokens`: of any answer. `most_cached_tokens`: the largest number of prompt
     tokens cached at any one option; UNKNOWN if not computed yet. `expected_followups`: see
     `PerformanceModel`. Targets: the request's own, for the time to its first token and between
-    tokens.
+    tokens. `part`: of the request, see `cost_kernels.py`; `transfer_ms`: until its prompt is there.
     """
 
     id: str
@@ -126,6 +126,8 @@ class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
     expected_followups: float = 1.0
     ttft_target_ms: float = math.inf
     itl_target_ms: float = math.inf
+    part: int = cost_kernels.WHOLE
+    transfer_ms: float = 0.0
 
 
 class DynamoWeights(NamedTuple):

@@ -118,7 +118,8 @@ def predict(
         options.features, options.blocks, options.taint_multiplier, *options.reservations,
         float(features.block_size), float(features.prompt_tokens), features.output_tokens,
         features.mean_output_tokens, features.most_cached_tokens, features.expected_followups,
-        weights.decode_weight, features.ttft_target_ms, features.itl_target_ms,
+        weights.decode_weight, features.part, features.transfer_ms,
+        features.ttft_target_ms, features.itl_target_ms,
         as_u64(features.seed), options.hashes, found, costs,
     )  # fmt: skip
     return Prediction(found, costs, best if best >= 0 else None, most)

@@ -58,8 +58,17 @@ from app.routing.selection.request_features import (
 )
 from app.routing.selection.session_preference import affinity_tolerance, apply_affinity
 from app.routing.worker_rank import WorkerRank
-from streams.records import Assigned, Phase
+from streams.records import Assigned, EngineConfig, Phase
 from streams.request import Request, RouterConfigOverride
+
+_PARTS: Mapping[Phase, int] = {
+    "aggregated": cost_kernels.WHOLE,
+    "prefill": cost_kernels.PREFILL_PART,
+    "decode": cost_kernels.DECODE_PART,
+}
+DEFAULT_BYTES_PER_TOKEN = 131_072
+"""Of the KV cache of a token, for engines that report none: 16-bit keys and values of 32 layers
+with 8 heads of 128 numbers."""
 
 
 class Reconstructed(NamedTuple):
@@ -110,10 +119,13 @@ def select_worker(
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return _not_eligible(rows)
-    tuning = _for_phase(tuning, phase)
-    options = _options(phase, pool, rows, view, prompt)
+    tuning = _for_phase(tuning, phase, pool)
+    options = options_for(phase, pool, rows, view, prompt)
     weights = _overridden(tuning.weights, request.router_config_override)
-    features = _features(prompt, view, pool.block_size, seed, dispatched_count)
+    features = features_for(
+        prompt, view, pool.block_size, seed, dispatched_count, part_of(part),
+        _transfer_ms(prompt, view, tuning) if part == "decode" else 0.0,
+    )  # fmt: skip
     prediction: Prediction | None = None
     if tuning.policy == "predictive":
         prediction = predictive.predict(features, options, tuning.predictive_weights)
@@ -169,13 +181,39 @@ def select_worker(
     )
 
 
-def _for_phase(tuning: RoutingConfig, phase: Phase) -> RoutingConfig:
-    """The settings for a phase: decode goes to the worker with the shortest steps.
+def part_of(phase: Phase) -> int:
+    """The part of a request that a phase is, as kernels take it."""
+    return _PARTS[phase]
+
+
+def _transfer_ms(prompt: PromptHashes, view: RoutingState, tuning: RoutingConfig) -> float:
+    """Expected time of the transfer of a prompt from its prefill worker."""
+    source = view.fleet.members.get(prompt.request.hints.prefill_worker_id or "")
+    config = None if source is None else source.card.config
+    return expected_transfer_ms(prompt.tokens, config, view, tuning)
+
+
+def expected_transfer_ms(
+    tokens: int, config: EngineConfig | None, view: RoutingState, tuning: RoutingConfig
+) -> float:
+    """Expected time of the transfer of a prompt from a worker with this config: as measured, else
+    by the size of its blocks and the speed by the settings."""
+    if view.transfer_token_ms is not None:
+        return tokens * view.transfer_token_ms
+    size = None if config is None else config.transfer_bytes_per_token
+    size = DEFAULT_BYTES_PER_TOKEN if size is None else size
+    speed = tuning.transfer_speed
+    return speed.latency_ms + 1000 * tokens * size / speed.bytes_per_s
+
+
+def _for_phase(tuning: RoutingConfig, phase: Phase, pool: CandidatePool) -> RoutingConfig:
+    """The settings for a phase: among workers of role decode, decode goes to the one with the
+    shortest steps.
 
     With the usual weight the mean is less, but the slowest steps are slower: 5 prefill and 3 decode
     workers, conversation trace at 4 times its speed: mean ITL 22.8 for 26.6 ms, p99 33.9 for 31.4.
     """
-    if phase != "decode":
+    if phase != "decode" or not pool.has_decode_role:
         return tuning
     weights = tuning.predictive_weights._replace(decode_weight=0.0)
     return tuning._replace(predictive_weights=weights)
@@ -221,13 +259,16 @@ def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:
     if decision.policy in ("round_robin", "batch"):
         return Reconstructed(options, np.array([c.cost for c in candidates]))
     if decision.policy == "predictive":
-        known = {name: params[name] for name in PredictiveWeights._fields if name in params}
-        predicting = PredictiveWeights(**known)
-        prediction = predictive.predict(features, options, predicting)
+        prediction = predictive.predict(features, options, recorded_weights(params))
         return Reconstructed(options, prediction.costs, prediction)
     names = DynamoWeights._fields
     weights = DynamoWeights(**{name: params[name] for name in names if name in params})
     return Reconstructed(options, POLICIES[decision.policy](features, options, weights))
+
+
+def recorded_weights(params: Mapping[str, float]) -> PredictiveWeights:
+    known = {name: params[name] for name in PredictiveWeights._fields if name in params}
+    return PredictiveWeights(**known)
 
 
 def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
@@ -242,12 +283,15 @@ def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
         expected_followups=params.get("leads_to", 1.0),
         ttft_target_ms=params.get("ttft_target_ms", math.inf),
         itl_target_ms=params.get("itl_target_ms", math.inf),
+        part=int(params.get("part", cost_kernels.WHOLE)),
+        transfer_ms=params.get("transfer_ms", 0.0),
     )  # fmt: skip
 
 
-def _features(
-    prompt: PromptHashes, view: RoutingState, block_size: int, seed: int, turn: int
-) -> RequestFeatures:
+def features_for(
+    prompt: PromptHashes, view: RoutingState, block_size: int, seed: int, turn: int = 0,
+    part: int = cost_kernels.WHOLE, transfer_ms: float = 0.0,
+) -> RequestFeatures:  # fmt: skip
     """The features of a request that do not depend on its options."""
     request = prompt.request
     session = request.hints.session_control
@@ -257,17 +301,18 @@ def _features(
         request.id, prompt.tokens, block_size, seed, turn, session.session_id if session else "",
         least_prefill_tokens, expected_output_tokens(request, view.mean_output_tokens),
         view.mean_output_tokens, cost_kernels.UNKNOWN, view.expected_followups, ttft_target_ms,
-        itl_target_ms,
+        itl_target_ms, part, transfer_ms,
     )  # fmt: skip
 
 
-def _options(
+def options_for(
     phase: Phase,
     pool: CandidatePool,
     rows: Sequence[CandidateRow],
     view: RoutingState,
     prompt: PromptHashes,
 ) -> Candidates:
+    """The candidates for a phase of a request, at these rows of a pool."""
     board = refreshed_table(pool, view)
     if phase == "decode":  # the whole prompt comes from the prefill worker, whatever is cached
         blocks = np.zeros((len(pool.rows), 3))
@@ -300,6 +345,8 @@ def refreshed_table(pool: CandidatePool, view: RoutingState) -> CandidateTable:
         view.slowdown, view.stagger_ms,
     )  # fmt: skip
     pool.table.refresh(sources, view.now_ms)
+    if pool.has_transfers and pool.has_curves and view.prefill_shares is not None:
+        pool.table.update_prefill_shares(view.prefill_shares, view.now_ms)
     return pool.table
 
 
@@ -324,6 +371,26 @@ def _overridden(weights: DynamoWeights, override: RouterConfigOverride | None) -
     return weights._replace(**{name: x for name, x in asked.items() if x is not None})
 
 
+def predictive_params(features: RequestFeatures, weights: PredictiveWeights) -> dict[str, float]:
+    """The settings and estimates that costs of policy predictive depend on, as recorded."""
+    params: dict[str, float] = {
+        "decode_weight": weights.decode_weight,
+        "max_hold_ms": weights.max_hold_ms,
+        "output_tokens": features.output_tokens,
+        "mean_output_tokens": features.mean_output_tokens,
+        "leads_to": features.expected_followups,
+    }
+    if features.part != cost_kernels.WHOLE:
+        params["part"] = features.part
+    if features.part == cost_kernels.DECODE_PART:
+        params["transfer_ms"] = features.transfer_ms
+    if features.ttft_target_ms < math.inf:
+        params["ttft_target_ms"] = features.ttft_target_ms
+    if features.itl_target_ms < math.inf:
+        params["itl_target_ms"] = features.itl_target_ms
+    return params
+
+
 def _params(
     tuning: RoutingConfig,
     features: RequestFeatures,
@@ -335,18 +402,8 @@ def _params(
     """The settings in force, as recorded, with those of the request that only inform."""
     params: dict[str, float] = {}
     if prediction is not None:
-        params = {
-            "decode_weight": tuning.predictive_weights.decode_weight,
-            "max_hold_ms": tuning.predictive_weights.max_hold_ms,
-            "output_tokens": features.output_tokens,
-            "mean_output_tokens": features.mean_output_tokens,
-            "most_held_tokens": prediction.most_cached_tokens,
-            "leads_to": features.expected_followups,
-        }
-        if features.ttft_target_ms < math.inf:
-            params["ttft_target_ms"] = features.ttft_target_ms
-        if features.itl_target_ms < math.inf:
-            params["itl_target_ms"] = features.itl_target_ms
+        params = predictive_params(features, tuning.predictive_weights)
+        params["most_held_tokens"] = prediction.most_cached_tokens
     if tuning.policy == "dynamo":
         params |= weights._asdict()
         if weights.overlap_decay:

@@ -51,6 +51,9 @@ with: nothing is known of what is to come."""
 INITIAL_PROMPT_TOKENS = 100_000.0
 MAX_FOLLOWUPS = 10.0
 """A cached share beyond 0.9 means that little is new, not that prompts repeat for ever."""
+SHARE_DECAY_MS = 2000.0
+"""Time over which the share of prefill is taken: about the length of an answer."""
+MAX_SHARE = 0.95
 MAX_REMEMBERED = 10_000
 """Bound on workers, and on runs without a first token; the oldest are dropped."""
 
@@ -130,8 +133,34 @@ class SlowdownEstimate:
                 self.value = sorted(self._ratios)[len(self._ratios) // 2]
 
 
+class PrefillShares:
+    """The part of its time that each worker lately spends on prefill: decode is slower there.
+
+    A prefill counts with its expected time when it is assigned, and fades with `SHARE_DECAY_MS`.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def add(self, worker: str, prefill_ms: float, at_ms: int) -> None:
+        """Count a prefill on a worker."""
+        self._last[worker] = (self._value(worker, at_ms) + prefill_ms / SHARE_DECAY_MS, at_ms)
+        self._last.move_to_end(worker)
+        while len(self._last) > MAX_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def share(self, worker: str, now_ms: int) -> float:
+        """The share of a worker now, from 0 to `MAX_SHARE`."""
+        return min(self._value(worker, now_ms), MAX_SHARE)
+
+    def _value(self, worker: str, now_ms: int) -> float:
+        value, at_ms = self._last.get(worker, (0.0, now_ms))
+        return value * math.exp(-max(now_ms - at_ms, 0) / SHARE_DECAY_MS)
+
+
 class _Begun(NamedTuple):
-    """A run that found no prefill before it: its length, its worker, and a decode step there."""
+    """A run that found no prefill before it: its length, its worker, and a decode step there; of a
+    decode the steps until its first token."""
 
     worker: str
     tokens: int
@@ -146,13 +175,18 @@ class PerformanceModel:
     the same hardware. `mean_output_tokens`: mean length of an answer. `expected_followups`: how
     many requests one comes to, itself included, since others go on where its prompt ends: with a
     share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
-    `MAX_FOLLOWUPS`.
+    `MAX_FOLLOWUPS`. `transfer_token_ms`: time that the transfer of a KV cache takes per token of
+    the prompt, None until it is measured.
     """
 
     def __init__(self) -> None:
         self.slowdown = TrackedDict()
         self.mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self.expected_followups = 1.0
+        self.prefill_shares = PrefillShares()
+        self._transfers = deque[float](maxlen=MAX_RATIOS)
+        self._prefilled: OrderedDict[tuple[str, int], bool] = OrderedDict()
+        """Ids and attempts whose prompts are computed and not yet decoded."""
         self._prompt_tokens = INITIAL_PROMPT_TOKENS
         self._held_tokens = 0.0
         self._answers = OUTPUT_WEIGHT
@@ -165,8 +199,14 @@ class PerformanceModel:
         if isinstance(record, Assigned):
             if record.phase != "decode":  # whose prompt comes from a prefill worker
                 self._share(record)
-                self._begin(record)
+                self._begin(record, fact.timestamp_ms)
+            elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
+                self._begin(record, fact.timestamp_ms)
         elif isinstance(record, PrefillDone):
+            if record.phase == "prefill":
+                self._prefilled[record.id, record.attempt] = True
+                while len(self._prefilled) > MAX_REMEMBERED:
+                    self._prefilled.popitem(last=False)
             self._measure(record)
         elif isinstance(record, Finished):
             self._begun.pop(RunKey(record.id, record.attempt, record.phase), None)
@@ -176,6 +216,12 @@ class PerformanceModel:
                 self.mean_output_tokens += (
                     record.output_tokens - self.mean_output_tokens
                 ) / self._answers
+
+    @property
+    def transfer_token_ms(self) -> float | None:
+        if len(self._transfers) < MIN_RATIOS:
+            return None
+        return sorted(self._transfers)[len(self._transfers) // 2]
 
     def _share(self, decision: Assigned) -> None:
         held = decision.params.get("most_held_tokens")
@@ -187,25 +233,33 @@ class PerformanceModel:
         missing = 1 - self._held_tokens / self._prompt_tokens
         self.expected_followups = min(1 / missing, MAX_FOLLOWUPS) if missing > 0 else MAX_FOLLOWUPS
 
-    def _begin(self, decision: Assigned) -> None:
+    def _begin(self, decision: Assigned, at_ms: int) -> None:
         if decision.policy != "predictive":
             return
-        self._pass_over(decision)
+        is_decode = decision.phase == "decode"
+        if not is_decode:
+            self._pass_over(decision)
         place = (decision.worker, decision.epoch, decision.rank)
         for each in decision.candidates:
             if (each.worker, each.epoch, each.rank) == place:
                 break
         else:
             return
+        if not is_decode:
+            own_ms = recorded_profile(each).prefill_ms(decision.prefill_tokens)
+            self.prefill_shares.add(decision.worker, own_ms, at_ms)
         if each.prefill_runs:
             return
-        pace = recorded_profile(each, slowdown=1.0)  # else the factor measures itself
+        pace = recorded_profile(each, slowdown=each.slowness if is_decode else 1.0)
         tokens = each.prompt_tokens + each.open_runs * self.mean_output_tokens / 2
+        step_ms = pace.decode_ms(tokens) if each.open_runs else 0.0
+        if is_decode:  # the rest of the step under way, and the first one of its own
+            step_ms = step_ms / 2 + pace.decode_ms(tokens + decision.prompt_tokens)
         self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
             decision.worker,
             decision.prompt_tokens + decision.base_tokens,
             pace,
-            pace.decode_ms(tokens) if each.open_runs else 0.0,
+            step_ms,
         )
         while len(self._begun) > MAX_REMEMBERED:
             self._begun.popitem(last=False)
@@ -227,6 +281,10 @@ class PerformanceModel:
     def _measure(self, done: PrefillDone) -> None:
         begun = self._begun.pop(RunKey(done.id, done.attempt, done.phase), None)
         if begun is None or begun.worker != done.worker:
+            return
+        if done.phase == "decode":
+            took_ms = max(done.prefill_ms - begun.decode_ms, 0.0)
+            self._transfers.append(took_ms / max(begun.tokens, 1))
             return
         tokens = max(begun.tokens - done.cached_tokens, 1)
         expected_ms = begun.pace.prefill_ms(tokens, begun.decode_ms) + begun.decode_ms / 2
