@@ -136,7 +136,7 @@ async def test_request_that_continues_beside_deleted_replies_is_awaited(
 
 
 @scenario_test
-async def test_a_repetition_is_found_in_a_lane_that_is_never_quiet(world: MemoryWorld) -> None:
+async def test_repetition_is_found_in_lane_without_pauses(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     await results.start()
     lane = results.lane("a")

@@ -131,7 +131,7 @@ def test_free_roles_hand_over_what_costs_less_apart_and_hold_no_block_at_the_end
     assert [worker.state.cache.used_blocks for worker in replay.workers] == [0] * 4
 
 
-def test_the_transfer_delays_the_first_token() -> None:
+def test_transfer_delays_first_token() -> None:
     rows = [row(0, 5120, 2, 0)]
     arrivals = schedule_arrivals(rows, trace_requests(rows), ArrivalRate(), 0)
     speed = TransferSpeed(bytes_per_s=12.5e9, latency_ms=2.0)
@@ -142,7 +142,7 @@ def test_the_transfer_delays_the_first_token() -> None:
     assert done.first_token_ms == pytest.approx(111.279973 + 2 + 5120 * 131_072 / 12.5e6)
 
 
-def test_the_bars_of_free_roles_are_the_figures_of_whole_requests() -> None:
+def test_bars_of_free_roles_are_figures_of_whole_requests() -> None:
     whole = FLEETS[0].round_robin
     steady = whole._replace(itl_p99=0.8 * (whole.itl_p99 or 0), ttft_mean=2 * whole.ttft_mean)
     assert all(bar.met for bar in free_thresholds("8", whole, whole, steady))

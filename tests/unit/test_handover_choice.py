@@ -75,7 +75,7 @@ def with_many_decodes(routing: RoutingHarness, *names: str, runs: int = 100) -> 
             routing.add_load(name, 100)
 
 
-def test_a_long_prompt_is_computed_beside_no_decode_and_moved_to_other_ones(
+def test_long_prompt_is_computed_away_from_decodes_and_handed_over(
     routing: RoutingHarness,
 ) -> None:
     free_worker(routing, "busy")
@@ -90,7 +90,7 @@ def test_a_long_prompt_is_computed_beside_no_decode_and_moved_to_other_ones(
     assert found.choice.decode.worker == "busy"
 
 
-def test_a_request_stays_whole_where_a_transfer_would_only_cost_time(
+def test_request_stays_whole_where_transfer_only_costs_time(
     routing: RoutingHarness,
 ) -> None:
     free_worker(routing, "w1")
@@ -101,7 +101,7 @@ def test_a_request_stays_whole_where_a_transfer_would_only_cost_time(
     assert found.choice.params["transfer_ms"] == pytest.approx(1 + 8000 * 100_000 / 12.5e6)
 
 
-def test_a_slow_network_keeps_a_request_whole(routing: RoutingHarness) -> None:
+def test_slow_network_keeps_request_whole(routing: RoutingHarness) -> None:
     for name in ("busy", "idle"):
         free_worker(routing, name)
     with_many_decodes(routing, "busy", runs=300)
@@ -158,7 +158,7 @@ def test_prefill_workers_that_are_behind_by_more_than_a_step_are_passed_over(
     assert begun(routing) == FirstPhase("prefill")
 
 
-def test_a_worker_does_not_fetch_from_itself(routing: RoutingHarness) -> None:
+def test_worker_does_not_fetch_from_itself(routing: RoutingHarness) -> None:
     for name in ("w1", "w2"):
         free_worker(routing, name)
     with_many_decodes(routing, "w2")
@@ -169,7 +169,7 @@ def test_a_worker_does_not_fetch_from_itself(routing: RoutingHarness) -> None:
     assert planned.params["transfer_ms"] == pytest.approx(65.0)
 
 
-def test_a_pinned_prefill_worker_without_transfers_is_refused(routing: RoutingHarness) -> None:
+def test_pinned_prefill_worker_without_transfers_is_refused(routing: RoutingHarness) -> None:
     free_worker(routing, "w1", transfer_lease_s=None)
     request = replace(LONG, hints=Hints(prefill_worker_id="w1"))
     found = routing.plan("predictive", request=request, phase="prefill")
@@ -185,7 +185,7 @@ LOADS = st.lists(
 
 
 @given(LOADS, st.floats(1, 5), st.sampled_from([None, 0.0, 0.01]))
-def test_a_choice_is_recomputed_from_its_record_and_by_the_plain_formulas(
+def test_choice_is_recomputed_from_its_record_and_by_plain_formulas(
     loads: list[tuple[int, int, int, float]], followups: float, token_ms: float | None
 ) -> None:
     routing, shares = RoutingHarness(), PrefillShares()
@@ -229,7 +229,7 @@ def test_a_choice_is_recomputed_from_its_record_and_by_the_plain_formulas(
     assert plain == [each.cost for each in parts]
 
 
-def test_a_changed_record_of_a_choice_is_found(routing: RoutingHarness) -> None:
+def test_changed_record_of_choice_is_found(routing: RoutingHarness) -> None:
     for name in ("w1", "w2"):
         free_worker(routing, name)
     decision = decided(routing, begun(routing))
@@ -256,7 +256,7 @@ def recosted(decision: Assigned) -> Assigned:
     return replace(decision, choice=replace(choice, **new))
 
 
-def test_the_reason_of_a_choice_has_the_predicted_times_of_both(routing: RoutingHarness) -> None:
+def test_reason_of_choice_has_predicted_times_of_both(routing: RoutingHarness) -> None:
     for name in ("w1", "w2"):
         free_worker(routing, name)
     decision = decided(routing, begun(routing))
@@ -268,7 +268,7 @@ def test_the_reason_of_a_choice_has_the_predicted_times_of_both(routing: Routing
     assert "(65.0 ms of it the transfer)" in reasons.choice
 
 
-def test_the_share_of_prefill_fades(routing: RoutingHarness) -> None:
+def test_share_of_prefill_decays(routing: RoutingHarness) -> None:
     shares = PrefillShares()
     assert shares.share("w", 0) == 0.0
     shares.add("w", 1000.0, 0)
@@ -278,7 +278,7 @@ def test_the_share_of_prefill_fades(routing: RoutingHarness) -> None:
     assert shares.share("w", 2000) == 0.95
 
 
-def test_the_speed_of_transfers_is_learned_from_first_tokens(routing: RoutingHarness) -> None:
+def test_speed_of_transfers_is_learned_from_first_tokens(routing: RoutingHarness) -> None:
     for name in ("w1", "w2"):
         free_worker(routing, name)
     model, prompt = PerformanceModel(), PromptHashes(decode_request(LONG, "w1", b"{}", 0))

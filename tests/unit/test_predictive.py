@@ -203,14 +203,14 @@ def test_preferred_taints_make_a_rank_cheaper() -> None:
     assert liked == pytest.approx(plain * math.exp(-math.tanh(1.0)))
 
 
-def test_a_prefill_for_another_worker_costs_no_decode() -> None:
+def test_prefill_for_another_worker_costs_no_decode() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900}
     part = replace(ASK, part=PREFILL_PART)
     assert one(row, part) == pytest.approx(Terms(3, 15 + 6, 2 * 15, 0, 0, 0))
     assert float(predicted(row, send=part).costs[0]) == pytest.approx(24 + 0.01 * 30)
 
 
-def test_a_received_prompt_costs_its_transfer_a_step_and_the_room_of_a_second_copy() -> None:
+def test_received_prompt_costs_transfer_step_and_room_of_second_copy() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900}
     part = replace(ASK, part=DECODE_PART, transfer_ms=40.0, expected_followups=2.0)
     found = one(row, part)
