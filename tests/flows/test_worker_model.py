@@ -78,6 +78,7 @@ async def test_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> None
         model="demo", context_length=512, kv_cache_block_size=16, total_kv_blocks=128,
         max_num_seqs=256, max_num_batched_tokens=8192, curve=last.config.curve,
         unsupported=("guided_decoding", "logprobs"), transfer_lease_s=2.0,
+        transfer_bytes_per_token=131_072,
     )  # fmt: skip
     assert (await harness.model()).card == model
 

@@ -60,6 +60,10 @@ columns in 12.
 NOT_SUMMED: Mapping[int, float] = MappingProxyType({})
 
 
+NO_SHARE: float = Candidate.__struct_defaults__[-1]
+"""The default itself: a record omits a float only if it is the same object."""
+
+
 class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
     """The best options of a decision, and the chosen one, as they were.
 
@@ -104,7 +108,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
-                    sums.get(i), prefill_share,
+                    sums.get(i), prefill_share or NO_SHARE,
                 ))  # fmt: skip
             else:
                 found.append(Candidate(

@@ -223,11 +223,13 @@ def filter_eligible(
     excluded: Collection[str] = (),
     full: Collection[tuple[str, int]] = (),
     loads: Sequence[ActiveLoad] = (),
+    pin_phase: Phase | None = None,
 ) -> Sequence[CandidateRow] | NotEligible:
     """The eligible places for a phase of a request, or the reason why there is none.
 
     Workers in `excluded`, on which it failed before, count as long as there is no other one; those
     in `full`, with their epochs, do not. `loads`: parts of the load of places, to be added up.
+    `pin_phase`: the phase whose pinned worker counts, if another one.
 
     A request without constraints gets the rows of the pool as they are.
     """
@@ -238,7 +240,7 @@ def filter_eligible(
         and _takes(pool, request)
     ):
         return pool.rows or NO_READY_WORKER
-    pin = pinned_worker(hints, phase)
+    pin = pinned_worker(hints, pin_phase or phase)
     if pin is not None and (fault := _pin_error(request, phase, pin, fleet)) is not None:
         return fault
     rows: Sequence[CandidateRow] = pool.rows

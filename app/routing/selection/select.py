@@ -114,8 +114,8 @@ def select_worker(
         return Rejection("invalid", f"{fault} must be a number up to {MAX_WEIGHT:g}")
     pool = view.pools.pool(request.model, part, view.now_ms)
     rows = filter_eligible(
-        request, phase, pool, view.fleet,
-        excluded=excluded, full=full_workers, loads=(view.committed, view.in_flight),
+        request, part, pool, view.fleet, excluded=excluded, full=full_workers,
+        loads=(view.committed, view.in_flight), pin_phase=phase,
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return _not_eligible(rows)
