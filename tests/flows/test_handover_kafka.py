@@ -111,10 +111,8 @@ async def test_answers_of_two_engines_are_those_of_one(
 ) -> None:
     transfers = None if path == "sequential" else KvTransfers(CLOCK, has_bootstrap=True)
     lengths = [*range(1, BLOCK + 2), *(RNG.randint(1, 4000) for _ in range(REQUESTS))][:REQUESTS]
-    ledger = await answered(
-        deployment_settings(kafka, topic_prefix), lengths,
-        lambda _, clock: simulated(transfers, clock),
-    )  # fmt: skip
+    settings = deployment_settings(kafka, topic_prefix, enforce_disaggregation=True)
+    ledger = await answered(settings, lengths, lambda _, clock: simulated(transfers, clock))
     assert {f.record.worker for f in ledger if isinstance(f.record, Assigned)} == set(ROLES)
     early = {f.record.id for f in ledger if is_phase(f, Assigned, "decode")}
     for fact in ledger:
