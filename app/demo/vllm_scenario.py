@@ -161,7 +161,8 @@ class VllmScenario(DemoSession):
         speed = _speed(trace, DISAGGREGATED_PER_S)
         on_one = partial(self._run_request, worker=decode_worker)
         whole = await self.replay("one worker", trace, on_one, speed)
-        await self.restart_with_empty_caches({}, partial(self._warm_up, trace))
+        changes = {"enforce_disaggregation": True}
+        await self.restart_with_empty_caches(changes, partial(self._warm_up, trace))
         handed_over = await self.replay("handed over", trace, self._run_request, speed)
         self.show_runs(whole, handed_over)
         self._console.print()

@@ -194,16 +194,16 @@ async def test_gateway_and_the_topics_give_one_answer(deployed: Deployed) -> Non
 
 
 async def test_wrong_prompt_is_answered_with_the_name_of_its_field(deployed: Deployed) -> None:
-    for number, (body, named) in enumerate(
+    for number, (body, code, named) in enumerate(
         [
-            ({"messages": []}, "body.messages"),
-            (chat("x", temperature="hot"), "body.temperature"),
-            (chat("x") | {"model": "nobody"}, "body.model"),
-            (chat("word " * CONTEXT), f"length is {CONTEXT}"),
+            ({"messages": []}, "invalid", "body.messages"),
+            (chat("x", temperature="hot"), "invalid", "body.temperature"),
+            (chat("x") | {"model": "nobody"}, "model_not_found", "body.model"),
+            (chat("word " * CONTEXT), "invalid", f"length is {CONTEXT}"),
         ]
     ):
         prompt = Prompt(id=f"wrong-{number}", body=body)
         await deployed.client.publish(prompt)
         answer = await deployed.client.result(prompt.id, WAIT_S)
-        assert answer.code == "invalid"
+        assert answer.code == code
         assert named in answer.message
