@@ -45,7 +45,7 @@ test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh
-	.venv-vllm/bin/pytest tests/vllm -W default $(ARGS)  # vLLM's warnings are not for us to mend
+	.venv-vllm/bin/pytest tests/vllm -W default --maxfail 3 $(ARGS)  # vLLM warns about itself
 
 peers:  ## Build what the index is measured against (needs cargo): kvlane bench index --peers
 	@tests/peers/build.sh

@@ -132,6 +132,10 @@ class UvicornServer:
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
+            # uvicorn does not close them when it is cancelled. The event loop would take the next
+            # socket with the number of a closed one for one that it watches already.
+            for listener in getattr(self._server, "servers", ()):
+                listener.close()
             self._socket.close()
         if not self._server.should_exit:
             raise RuntimeError("the HTTP server ended by itself")

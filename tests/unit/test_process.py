@@ -12,6 +12,7 @@ from app.http.http_server import CannotListen, UvicornServer
 from app.operator_error import OperatorError
 from app.runtime.process import ProcessContext, run_process
 from app.settings import SettingsError
+from streams.clock import SystemClock
 from streams.errors import AccessDenied
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
@@ -146,3 +147,18 @@ async def test_port_that_is_taken_is_named_with_its_variable(world: MemoryWorld)
         taken = f"127.0.0.1:{port}: Address already in use. Set KVLANE_INDEXER_PORT to a free port"
         with pytest.raises(CannotListen, match=taken):
             await server.start()
+
+
+async def test_cancelled_server_leaves_no_reader_to_the_event_loop() -> None:
+    """The event loop would not watch the next socket with the number of such a reader."""
+    ctx = ProcessContext("x", SystemClock())
+    server = UvicornServer(FastAPI(), "127.0.0.1", 0, ctx)
+    await server.start()
+    listening = server._socket.fileno()
+    loop = asyncio.get_running_loop()
+    reader, writer = await asyncio.open_connection(*server._socket.getsockname())
+    writer.write(b"GET / HTTP/1.0\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+    writer.close()
+    await ctx.cancel_tasks()
+    assert not loop.remove_reader(listening)

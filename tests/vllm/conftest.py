@@ -19,16 +19,17 @@ from app.demo import tiny_model
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-START_S = 600
-"""Engines on a busy machine take this long to start, at worst."""
+TIMEOUT_S = 300
+"""Time limit of a test: its fixtures start up to three engines, which takes 45 s, and four times as
+long on a busy machine."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(START_S))
-            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's are not for us to mend
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM warns about itself
             if inspect.iscoroutinefunction(getattr(item, "function", None)):
                 item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
