@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
+from pydantic import SecretStr
+
 from app.local.deployment import (
     DeploymentPart,
     InProcessDeployment,
@@ -99,4 +101,6 @@ async def demo_environment(
 
 def _text(value: object) -> str:
     """A setting as the value of an environment variable."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import SecretStr
 from rich.console import Console
 
 from app import worker
@@ -142,6 +144,8 @@ def _changes(settings: Settings, broker: Broker) -> dict[str, Any]:
         "heartbeat_interval_s": HEARTBEAT_S,
         "drain_grace_s": DRAIN_GRACE_S,
     }
+    if not settings.hash_secret.get_secret_value():  # a broker in Docker may have another address
+        changes["hash_secret"] = SecretStr(secrets.token_hex())
     if broker.kind == "env":  # an existing cluster: keep away from its topics
         changes["topic_prefix"] = f"{settings.topic_prefix}demo."
     return changes
