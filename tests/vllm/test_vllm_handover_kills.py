@@ -16,13 +16,13 @@ from app.demo import demo_run, vllm_scenario
 from app.demo.demo_environment import demo_environment
 from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
 from app.demo.trace_prompts import TracePrompt
-from app.demo.vllm_scenario import VllmScenario
+from app.demo.vllm_scenario import MIN_COMPARED, MIN_HANDED_OVER, VllmScenario
 from app.local.deployment import deployment_parts
 from app.settings import Settings
 from streams.brokers.broker_factory import obtain_broker
 
 REQUESTS, KILLS = 200, 20
-RATE = 4.0
+RATE = 2.0
 ROUND = 20
 """Requests between the first of two kills and its worker's return, at least."""
 MOST_RUN_S = 2400
@@ -61,13 +61,17 @@ class KillScenario(VllmScenario):
         sent = prompts()
         on_one = partial(self._run_request, worker="worker-2")
         due = [answer.tokens for answer in (await self.replay("one", sent, on_one, 1.0)).answers]
-        await self.restart_with_empty_caches({}, partial(self._warm_up, sent))
+        enforced = {"enforce_disaggregation": True}
+        await self.restart_with_empty_caches(enforced, partial(self._warm_up, sent))
         quiet = await self.replay("quiet", sent, self._run_request, 1.0)
         assert [answer.tokens for answer in quiet.answers] == due
         phases = [[d.phase for d in self._decisions.decisions(a.id)] for a in quiet.answers]
-        assert phases.count(["prefill", "decode"]) >= 0.9 * REQUESTS
+        assert sum("decode" in each for each in phases) >= MIN_HANDED_OVER * REQUESTS
         errors = self._errors(quiet)
-        assert (errors.requests, errors.p95 <= 1) == (REQUESTS, True), errors
+        assert errors.requests >= MIN_COMPARED * REQUESTS
+        assert errors.p95 <= 1, errors
+        await self._deployment.restart({"router"}, {})  # whole, while one of both is away
+        await self._deployment.wait_ready(self.ready_timeout_s)
         before = self._decisions.handed_over_requests
         killing = asyncio.ensure_future(self._kill_workers())
         while not killing.done():
@@ -99,7 +103,7 @@ async def test_answers_are_those_of_one_engine_while_workers_are_killed(
 ) -> None:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     settings = Settings(_env_file=None)
-    with obtain_broker("auto", bootstrap_servers="", report=print) as broker:
+    with obtain_broker(settings.broker, bootstrap_servers="", report=print) as broker:
         changes = demo_run._changes(settings, broker)
         changes |= vllm_scenario.vllm_settings(folder, hands_over=True)
         async with demo_environment(
