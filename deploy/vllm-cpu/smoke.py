@@ -132,7 +132,7 @@ async def check(model: Path, since: float) -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as events:
             events.connect(endpoint.replace("*", "127.0.0.1"))
             events.subscribe(b"")
-            await asyncio.sleep(0.5)  # a subscription says nothing when it stands
+            await asyncio.sleep(0.5)  # a subscription is not acknowledged
             tokens = await check_cache(engine, events)
         report("cache events and prefix reuse hold", since)
         for role in ("kv_producer", "kv_consumer"):

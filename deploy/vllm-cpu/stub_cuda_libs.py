@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Let the CUDA build of torch load on a machine that has no GPU, without 1.9 GB of CUDA libraries.
+"""Stubs of 1.9 GB of CUDA libraries, so that the CUDA build of torch loads without a GPU.
 
 torch is linked against those libraries. Without a GPU none of them is ever called, yet the dynamic
-loader insists on the files and on every symbol. This script reads from the installed torch which
-symbols it wants from each library that is missing, and writes small shared objects with exactly
+loader needs the files and every symbol. This script reads from the installed torch which symbols it
+imports from each library that is missing, and writes small shared objects with exactly
 these symbols into torch/lib, where torch's RPATH finds them. Every stub function returns 1, which
-all of these interfaces understand as an error. The real cudart and cupti (13 MB) are installed, so
-`torch.cuda.is_available()` stays a truthful False.
+is an error code in all of these interfaces. The real cudart and cupti (13 MB) are installed, so
+`torch.cuda.is_available()` is False, as it should be.
 
 Run it with the interpreter of the environment that holds torch. Needs no compiler, leaves
 libraries that are installed alone, refuses to work beside a CUDA driver, and may be run again.
@@ -39,7 +39,7 @@ STUBBABLE = {
     "libnvrtc": r"nvrtc",
     "libnvshmem_host": r"nvshmem",
 }
-MARK = b"kvlane stub"  # in every file of ours, so that a real library is never replaced
+MARK = b"kvlane stub"  # in every stub, so that a real library is never replaced
 RETURN_1 = bytes.fromhex("b801000000c3")  # mov eax, 1; ret
 
 # The parts of the ELF format that are used here, 64 bit and little-endian (man 5 elf).
@@ -54,13 +54,13 @@ DT_VERSYM, DT_VERDEF, DT_VERDEFNUM = 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFD
 PT_LOAD, PT_DYNAMIC, PT_GNU_STACK = 1, 2, 0x6474E551
 READ, WRITE, EXECUTE = 4, 2, 1
 GLOBAL_FUNCTION = 0x12
-VERSION_NUMBER = 0x7FFF  # the topmost bit says whether the version is hidden
+VERSION_NUMBER = 0x7FFF  # without the topmost bit, set if the version is hidden
 
 Versions = dict[str, str | None]  # symbol → version, None where the symbol has none
 
 
 class Section(NamedTuple):
-    """Where a section lies in its file, in bytes."""
+    """Offset and size of a section in its file, in bytes."""
 
     offset: int
     size: int
@@ -77,7 +77,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedObject:
-    """What one shared object asks of others."""
+    """Requirements of one shared object: libraries, versions and symbols of others."""
 
     needed: list[str]
     wanted: list[Wanted]
@@ -117,7 +117,7 @@ def _needed(data: bytes, dynamic: Section, strings: int) -> Iterator[str]:
 def _versions(
     data: bytes, sections: dict[str, Section], strings: int
 ) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Number of each version asked for → library and name of the version."""
+    """Number of each required version → library and name of the version."""
     if ".gnu.version_r" not in sections:
         return
     offset = sections[".gnu.version_r"].offset
@@ -167,7 +167,7 @@ class Strings:
         self._offsets: dict[str, int] = {}
 
     def offset(self, text: str) -> int:
-        """Where this text begins, in bytes; added if it is new."""
+        """Offset of this text, in bytes; added if it is new."""
         if text not in self._offsets:
             self._offsets[text] = len(self.blob)
             self.blob += text.encode() + b"\0"
@@ -270,7 +270,7 @@ def _write_headers(blob: bytearray, read_size: int, dynamic_at: int) -> None:
 
 
 def missing_symbols(lib: Path) -> dict[str, Versions]:
-    """What the torch in this folder wants of each library that may be stubbed."""
+    """Symbols that the torch in this folder imports from each library that may be stubbed."""
     files = sorted([*lib.glob("lib*torch*.so"), *lib.glob("libc10*.so")])
     objects = [SharedObject.read(f) for f in files if f.name != "libtorch_cuda_linalg.so"]
     stems = {soname.split(".so")[0]: soname for obj in objects for soname in obj.needed}
@@ -288,7 +288,7 @@ def missing_symbols(lib: Path) -> dict[str, Versions]:
 
 
 def install(lib: Path, soname: str, versions: Versions) -> str:
-    """Write the stub unless something real is there; returns what was done."""
+    """Write the stub unless a real library is there; returns a line for the report."""
     if any(lib.parent.parent.glob(f"nvidia/*/lib/{soname}")):
         return "installed, kept"
     target = lib / soname
@@ -304,7 +304,7 @@ def install(lib: Path, soname: str, versions: Versions) -> str:
 
 
 def main() -> int:
-    """Stub what the torch of this environment lacks; returns the exit status."""
+    """Stub the missing libraries of this environment's torch; returns the exit status."""
     spec = importlib.util.find_spec("torch")  # finds without importing
     if spec is None or spec.origin is None:
         print("torch is not installed in this environment: run install.sh", file=sys.stderr)
