@@ -35,13 +35,13 @@ class BatchSettings(BaseModel):
     batch_max_slowdown: float = Field(
         0.05,
         ge=0,
-        description="by which part of themselves the decode steps of interactive requests may "
-        "become longer for batch requests beside them; beyond it batch requests wait or give way",
+        description="share by which batch requests may lengthen the decode steps of interactive "
+        "requests beside them; above it batch requests wait or are preempted",
     )
     max_queued_batch_requests: int = Field(
         128,
         ge=0,
-        description="requests of class batch that a router has room for, besides those above; "
+        description="requests of class batch that a router queues, besides interactive ones; "
         "further batch prompts wait in their topic",
     )
     batch_max_lines: int = Field(

@@ -31,8 +31,8 @@ class HttpSettings(BaseModel):
         0,
         ge=0,
         le=65535,
-        description="port of /livez, /readyz and /metrics of a router, worker or preprocessor; 0: "
-        "any free port, which is logged",
+        description="port of /livez, /readyz and /metrics of a router, worker, preprocessor or "
+        "collector; 0: any free port, which is logged",
     )
     http_max_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="largest HTTP request body, in bytes"

@@ -45,7 +45,9 @@ class RouterSettings(BaseModel):
         description="a prompt with fewer uncached tokens, which are also less than "
         "KVLANE_HANDOVER_MIN_SHARE of it, is computed by its decode worker",
     )
-    handover_min_share: float = Field(0.7, ge=0, le=1, description="see KVLANE_HANDOVER_MIN_TOKENS")
+    handover_min_share: float = Field(
+        0.7, ge=0, le=1, description="share of a prompt, see KVLANE_HANDOVER_MIN_TOKENS"
+    )
     transfer_bandwidth: float = Field(
         12.5e9,
         gt=0,
