@@ -12,14 +12,6 @@ from streams.prompt import Prompt
 from streams.records import Chunk, End
 
 __all__ = [
-    "BrokerUnavailable",
-    "Chunk",
-    "Client",
-    "End",
-    "KafkaConnection",
-    "KafkaLog",
-    "Prompt",
-    "Reply",
-    "StreamError",
-    "SystemClock",
-]
+    "BrokerUnavailable", "Chunk", "Client", "End", "KafkaConnection", "KafkaLog", "Prompt", "Reply",
+    "StreamError", "SystemClock",
+]  # fmt: skip

@@ -10,13 +10,6 @@ from indexer.events import CacheEvent, EventKind, encode_events
 from indexer.index import Index
 
 __all__ = [
-    "BlockHashes",
-    "CacheEvent",
-    "CacheId",
-    "EventKind",
-    "Index",
-    "encode_events",
-    "hash_blocks",
-    "index_secret",
-    "prompt_keys",
-]
+    "BlockHashes", "CacheEvent", "CacheId", "EventKind", "Index", "encode_events", "hash_blocks",
+    "index_secret", "prompt_keys",
+]  # fmt: skip

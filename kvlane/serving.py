@@ -26,17 +26,9 @@ if TYPE_CHECKING:
     from streams.ports import Log
 
 __all__ = [
-    "Engine",
-    "EngineConfig",
-    "EngineError",
-    "EngineOutput",
-    "GenerateContext",
-    "InvalidRequest",
-    "Request",
-    "prompt_tokens",
-    "token_usage",
-    "worker_app",
-]
+    "Engine", "EngineConfig", "EngineError", "EngineOutput", "GenerateContext", "InvalidRequest",
+    "Request", "prompt_tokens", "token_usage", "worker_app",
+]  # fmt: skip
 
 
 def prompt_tokens(request: Request) -> tuple[int, ...]:
