@@ -102,21 +102,21 @@ _ENDS = {
     "refused": _Meaning(HTTPStatus.BAD_REQUEST, "the request was refused"),
     "invalid": _Meaning(HTTPStatus.BAD_REQUEST, "the request is not valid"),
     "too_large": _Meaning(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the request is too large"),
-    "deadline": _Meaning(HTTPStatus.REQUEST_TIMEOUT, "the request took longer than it may"),
+    "deadline": _Meaning(HTTPStatus.REQUEST_TIMEOUT, "the time limit of the request is over"),
     "cancelled": _Meaning(CLIENT_LEFT, "the request was cancelled"),
-    "no_workers": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "no worker can take it", retry=True),
+    "no_workers": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "the model has no worker", retry=True),
     "none_eligible": _Meaning(
-        HTTPStatus.SERVICE_UNAVAILABLE, "no worker satisfies its constraints", retry=True
+        HTTPStatus.SERVICE_UNAVAILABLE, "no worker satisfies the request's constraints", retry=True
     ),
-    "all_busy": _Meaning(OVERLOADED, "all workers have enough to do", retry=True),
-    "pinned_gone": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker is gone"),
+    "all_busy": _Meaning(OVERLOADED, "all eligible workers are at capacity", retry=True),
+    "pinned_gone": _Meaning(HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker does not exist"),
     "pinned_busy": _Meaning(
-        HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker cannot take it", retry=True
+        HTTPStatus.SERVICE_UNAVAILABLE, "the pinned worker is at capacity", retry=True
     ),
     "pin_not_allowed": _Meaning(HTTPStatus.BAD_REQUEST, "the pinned worker is not allowed"),
     "model_not_found": _Meaning(HTTPStatus.NOT_FOUND, "no worker serves this model"),
-    "queue_full": _Meaning(OVERLOADED, "too many requests wait", retry=True),
-    "attempts": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "it failed on several workers"),
+    "queue_full": _Meaning(OVERLOADED, "the queue for workers is full", retry=True),
+    "attempts": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed on several workers"),
     "lost": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer cannot be continued"),
     "internal": _Meaning(HTTPStatus.INTERNAL_SERVER_ERROR, "the request failed"),
 }
@@ -159,7 +159,7 @@ def error_of_stream(error: Exception) -> ApiError:
     if isinstance(error, BrokerUnavailable | AppendFailed):
         return ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            "the log takes no requests at the moment",
+            "Kafka is temporarily unavailable",
             code="log_unavailable",
             retry_after_s=DEFAULT_RETRY_AFTER_S,
         )
@@ -168,12 +168,12 @@ def error_of_stream(error: Exception) -> ApiError:
     ):  # details are for operators and are in the log of the process
         return ApiError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            "the log refuses this gateway: its credentials or rights have to be changed",
+            "Kafka denied access: check the credentials and ACLs of this gateway",
             code="log_denied",
         )
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR,
-        "an error of the gateway; its log has the details",
+        "internal error of the gateway; its log has the details",
         code="internal",
     )
 

@@ -78,7 +78,7 @@ class ApiKeyStore:
             try:
                 ring = KeyRing(read_key_file(self._path))
             except KeyFileError as e:
-                log.error("the API keys stay those of before: %s", e)  # noqa: TRY400 - no traceback
+                log.error("keeping the previous API keys: %s", e)  # noqa: TRY400 - no traceback
                 continue
             self._take(ring)
             log.info("%s has changed: %d API keys", self._path, len(ring))
@@ -177,7 +177,7 @@ class Caller:
         return replace(request, tenant=tenant, cache_salt=salt, hints=hints)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer: the limits by the minute, and what is left of them."""
+        """Headers of the answer: the limits by the minute, and the rest of each."""
         if self._lease is None or self._clock is None:
             return []
         limits = self._lease.quota.headers(self._clock.now())
@@ -211,7 +211,7 @@ class AccessControl:
         """None: there are no keys."""
 
     def start(self) -> None:
-        """Follow the file of keys, and log what is open."""
+        """Follow the file of keys, and log whether HTTP is open to all."""
         settings, store = self._settings, self.store
         if store is not None:
             self._ctx.spawn("api keys", store.watch())
@@ -229,7 +229,7 @@ class AccessControl:
     def authenticate(self, scope: Scope, needs: Role) -> Caller:
         """The sender of a request, if it has the right to its path.
 
-        `needs`: the role for what is no probe. Raises ApiError, 401 or 403.
+        `needs`: the role for all paths but probes. Raises ApiError, 401 or 403.
         """
         path = scope["path"]
         if self.store is None or path in _PROBES:

@@ -29,8 +29,8 @@ class BodyWriter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a part may be written now. Otherwise ASGI's `send` does what is right: it waits
-        for a full socket, drops what a disconnected client cannot get, or raises.
+        """Whether a part may be written now. Otherwise ASGI's `send` handles it: it waits
+        for a full socket, drops data for a disconnected client, or raises.
         """
         cycle = self._cycle
         return not (

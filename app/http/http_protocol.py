@@ -25,12 +25,10 @@ HEAD_TIMEOUT_S = 20.0
 """Time limit for a head, from the opening of the connection or from its first byte."""
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 RESET_POLL_S = 0.1
-"""How often a half-closed connection is checked for a reset."""
+"""Interval of checks of a half-closed connection for a reset."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head: int | None = 0
@@ -90,12 +88,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _may_half_close(self) -> bool:
-        """Not under TLS, which has no half-closed connections, nor by HTTP/1.0, which knows no
+        """Not under TLS, which has no half-closed connections, nor by HTTP/1.0, which has no
         interim responses."""
         return self.scheme == "http" and self.scope["http_version"] == "1.1"
 
     def _check_for_reset(self) -> None:
-        """Take a reset for a disconnect: without reads, the event loop sees it at a write only."""
+        """Take a reset for a disconnect: without reads, only a write reports it."""
         connection = self.transport.get_extra_info("socket")
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()

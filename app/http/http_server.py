@@ -71,8 +71,6 @@ class _Server(uvicorn.Server):
 
 
 class UvicornServer:
-    """One server on one socket."""
-
     def __init__(
         self, app: ASGIApp, host: str, port: int, ctx: ProcessContext, setting: str = "http_port",
         *, tls: TlsFiles | None = None,
@@ -118,13 +116,13 @@ class UvicornServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its address."""
         host, port = self._socket.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def stop(self) -> None:
-        """Accept nothing more, and give what is under way a few seconds."""
+        """Accept nothing more, and give running responses a few seconds."""
         self._server.should_exit = True
         await self._task
 

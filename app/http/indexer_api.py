@@ -97,7 +97,6 @@ class IndexerApi:
         )
 
     def build_app(self) -> FastAPI:
-        """The application."""
         api = FastAPI(title="kvlane indexer", docs_url=None, redoc_url=None, openapi_url=None)
         for method, path, handler in (
             ("POST", "/query", self.query),

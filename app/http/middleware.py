@@ -1,6 +1,6 @@
 """HTTP middleware: request ids, response counts, and bounds on request bodies.
 
-Owns how many bytes of request bodies may be in memory at a time. Knows no endpoint.
+Owns the bound on bytes of request bodies in memory. Independent of endpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class RequestIdMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

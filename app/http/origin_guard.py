@@ -108,7 +108,7 @@ def _refused(message: str, code: str) -> ApiError:
 
 
 def _hostname(host: str) -> str:
-    """A Host header without its port; "" for what is none."""
+    """A Host header without its port; "" for an invalid one."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -114,7 +114,6 @@ class StatusServer:
             self._ctx.spawn("loop delay", self._loop_delay.watch(self._ctx.clock))
 
     async def stop(self) -> None:
-        """Close the port."""
         if self._server is not None:
             await self._server.stop()
 

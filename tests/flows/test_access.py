@@ -133,7 +133,7 @@ async def test_file_that_cannot_be_read_leaves_the_keys_and_is_logged_once(
     assert answer.status == 200
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1
-    assert errors[0].startswith(f"the API keys stay those of before: {keys.path}")
+    assert errors[0].startswith(f"keeping the previous API keys: {keys.path}")
     keys.change(KeyFile())
     await world.sleep(2)
     answer = await harness.send("GET", "/v1/models", headers=auth_headers(good)).wait_done()

@@ -81,7 +81,7 @@ class Connection:
         )
         if pushes:
             BodyWriter(self.cycle).offer(self.scope)
-        self.replies = MergedReplies([self.reply], run_on=False)
+        self.replies = MergedReplies([self.reply], detached=False)
         response = CompletionResponse(
             options, [choice], self._joined(), SystemClock(), METRICS, 600.0, 0.0
         )
@@ -418,7 +418,7 @@ class Served:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         @asynccontextmanager
         async def joined() -> AsyncIterator[MergedReplies]:
-            yield MergedReplies([self.reply], run_on=False)
+            yield MergedReplies([self.reply], detached=False)
 
         choice = Choice(keep=False)
         response = CompletionResponse(

@@ -103,7 +103,7 @@ async def multipart_body(request: Request, most_bytes: int) -> AsyncGenerator[Mu
     """The body of a request whose file may have `most_bytes`.
 
     Raises ApiError: 415 for another content type, 413 for an announced size above the limit, 400
-    for what is no multipart, 408 if nothing arrives; ClientDisconnect.
+    for a body that is no multipart, 408 if nothing arrives; ClientDisconnect.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":

@@ -131,7 +131,7 @@ class ActiveStreams:
     async def close(self) -> None:
         """Stop reading, and give the last Cancels their time to reach the log.
 
-        What is under way fails with LogClosed.
+        Open streams fail with LogClosed.
         """
         await self._replies.close()
         if self._cancels:
@@ -152,8 +152,8 @@ class ActiveStreams:
     def check_id(self, request_id: str, tenant: str) -> None:
         """Raises ApiError, 404, when the stream of this id is not this tenant's.
 
-        Ids that no gateway drew belong to whoever publishes to Kafka. They can be had here as long
-        as there is no secret, which means that all who reach this gateway are one.
+        Ids that no gateway made belong to clients of Kafka. They are readable here as long as there
+        is no secret: then all clients of this gateway are one tenant.
         """
         if self.seal.matches(request_id, tenant):
             return
@@ -177,7 +177,7 @@ class ActiveStreams:
         return self._clock.now() - self._replies.polled_at
 
     def check_capacity(self, answers: int) -> None:
-        """Raises ApiError when so many more answers are too many, or none are taken any more."""
+        """Raises ApiError when this number of answers is too many, or the gateway stops."""
         if self.is_stopping:
             raise gateway_stopping()
         self._check_log()
@@ -265,7 +265,6 @@ class ActiveStreams:
             raise _failure(e) or e from e
 
     def unsubscribe(self, reply: Reply) -> None:
-        """Stop reading a reply."""
         self._replies.detach(reply)
 
     def cancel(self, request_id: str, reason: str) -> None:
@@ -274,7 +273,7 @@ class ActiveStreams:
         Bound: as many as there may be answers. Beyond it (in an outage) requests run on, unread.
         """
         if len(self._cancels) >= self._settings.http_max_streams:
-            log.warning("%s runs on: too many Cancels wait for the log", request_id)
+            log.warning("%s keeps running: too many Cancels wait for Kafka", request_id)
             return
         cancel = self._ctx.spawn(f"cancel {request_id}", self._cancel(request_id, reason))
         self._cancels.add(cancel)
@@ -293,7 +292,7 @@ class ActiveStreams:
         try:
             await self._send_cancel(request_id, reason, CANCEL_TIMEOUT_S)
         except StreamError as e:
-            log.warning("%s runs on, its Cancel was not acknowledged: %s", request_id, e)
+            log.warning("%s keeps running: its Cancel was not acknowledged: %s", request_id, e)
 
     async def _send_cancel(self, request_id: str, reason: str, within_s: float) -> None:
         cancel = Cancel(id=request_id, reason=reason)

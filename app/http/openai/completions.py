@@ -95,7 +95,7 @@ class Completions:
         if prepared.requests[0].is_query:
             caller.require_operator("dry runs")
         parts.streams.check_capacity(answers)
-        run_on = request.headers.get(DETACH_HEADER, "").lower() == "true"
+        detached = request.headers.get(DETACH_HEADER, "").lower() == "true"
         choices = self._choices(parsed, prepared, model)
         caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
         requests = self._one_request_each(
@@ -107,13 +107,13 @@ class Completions:
             stream=parsed.stream,
             include_usage=parsed.include_usage,
             n=parsed.n,
-            reads_to_end=run_on and caller.is_counted,
+            reads_to_end=detached and caller.is_counted,
             interval=parsed.stream_interval,
         )
         return CompletionResponse(
             options,
             choices,
-            publish_and_read(parts.streams, requests, run_on=run_on),
+            publish_and_read(parts.streams, requests, detached=detached),
             parts.ctx.clock,
             parts.metrics,
             parts.settings.deadline_s + DEADLINE_MARGIN_S,

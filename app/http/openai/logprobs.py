@@ -1,6 +1,6 @@
 """Log probabilities in the two forms of the OpenAI API, for chats and for completions.
 
-Pure functions from tokens and `LogProb`s, as Chunks have them, to what is encoded to JSON. Knows no
+Pure functions from tokens and `LogProb`s, as Chunks have them, to values for JSON. Never here: the
 streams; the text of a token comes from the model.
 """
 

@@ -1,7 +1,7 @@
 """Merged replies: the pieces of several answers as one sequence, in order of arrival.
 
 Owns the streams of an HTTP request: reserves, subscribes, releases, and cancels what is unfinished
-unless the request is detached. Knows nothing of the form of responses.
+unless the request is detached. Independent of the form of responses.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ time gets its own HTTP status."""
 class MergedReplies:
     """Replies that are read together. `detached`: closing early does not cancel their requests."""
 
-    def __init__(self, replies: Sequence[Reply], *, run_on: bool) -> None:
+    def __init__(self, replies: Sequence[Reply], *, detached: bool) -> None:
         self.replies = replies
-        self.detached = run_on
+        self.detached = detached
         self._open = dict(enumerate(replies))
         self._queue: asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]] | None = None
         self._pumps: list[asyncio.Task[None]] = []
@@ -42,7 +42,6 @@ class MergedReplies:
 
     @property
     def unfinished(self) -> list[Reply]:
-        """The replies that have not ended."""
         return list(self._open.values())
 
     async def next_pieces(
@@ -51,7 +50,7 @@ class MergedReplies:
         """The next pieces of a reply, one at least, and the number of the reply.
 
         `sink`: as `Reply.next_pieces`; without effect if there are several replies.
-        Raises TimeoutError when none comes in time, and what a reply has failed with.
+        Raises TimeoutError when none comes in time, and the error of a failed reply.
         """
         number = 0
         if self._first:
@@ -75,7 +74,6 @@ class MergedReplies:
             self._first = await self.replies[0].next_pieces(within_s)
 
     async def close(self) -> None:
-        """Stop reading."""
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -117,7 +115,7 @@ def is_last(piece: ReplyPiece) -> bool:
 
 @asynccontextmanager
 async def publish_and_read(
-    streams: ActiveStreams, requests: Sequence[Request], *, run_on: bool
+    streams: ActiveStreams, requests: Sequence[Request], *, detached: bool
 ) -> AsyncGenerator[MergedReplies, None]:
     """Publish requests and read their replies. On exit, cancel unfinished ones unless detached.
 
@@ -126,7 +124,7 @@ async def publish_and_read(
     answers = len(requests)
     streams.reserve(answers)
     try:
-        joined = MergedReplies(await streams.publish(requests), run_on=run_on)
+        joined = MergedReplies(await streams.publish(requests), detached=detached)
         del requests  # their prompts need not be in memory for as long as the answers take
         try:
             yield joined
@@ -151,7 +149,7 @@ async def resume_reply(
     streams.reserve(1)
     try:
         reply = await streams.attach(request_id, begun=begun, may_begin_s=may_begin_s)
-        joined = MergedReplies([reply], run_on=True)
+        joined = MergedReplies([reply], detached=True)
         try:
             await _await_beginning(joined)
             yield joined

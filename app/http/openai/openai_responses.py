@@ -1,7 +1,7 @@
 """OpenAI response objects, built from the visible pieces of one answer or several.
 
 Pure functions: pieces (`Chunk`, `End`) in, objects of the OpenAI API out, ready to be encoded to
-JSON. Knows neither HTTP nor the log. Failed pieces are mapped in `app/http/api_errors.py`.
+JSON. Never here: HTTP and the log. Failed pieces are mapped in `app/http/api_errors.py`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def chunk(
 ) -> Json | None:
     """The event of a piece that `choice` has taken; None for none, e.g. half a character.
 
-    `with_usage`: the stream ends with token counts, and all chunks before say that they have none.
+    `with_usage`: the stream ends with token counts, and all chunks before have `usage: null`.
     """
     text = piece.text if isinstance(piece, Chunk) else ""
     if not choice.has_started:

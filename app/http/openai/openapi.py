@@ -99,7 +99,7 @@ _WIDER: Mapping[str, Mapping[str, Json]] = {
     },
     "StructuredOutputs": {"json": _FORM, "structural_tag": _FORM},
 }  # fmt: skip
-"""Fields whose validators take more than their annotations say, by the model's name."""
+"""Fields whose validators accept more than their annotations, by the model's name."""
 _OF_ALL: Mapping[str, Json] = {
     "stop": _nullable(_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}),
     "guided_json": _FORM,
@@ -161,7 +161,7 @@ _EVENTS: Json = {
 """Without a type: tools differ in whether a schema is that of the text or of an event."""
 
 _FAILURES = {
-    "400": "The request is not valid, or asks for what the model cannot do",
+    "400": "The request is not valid, or the model does not support it",
     "401": "No valid API key (where keys are needed)",
     "403": "Not allowed for this key, or from a web page of another site",
     "404": "No such model, stream or URL",
@@ -274,7 +274,6 @@ _NEW_BATCH: Json = {
 
 
 def _page(entity: Json) -> Json:
-    """A page of a list."""
     ends = {name: {"type": ["string", "null"]} for name in ("first_id", "last_id")}
     return _json(
         _listing("list", data={"type": "array", "items": entity}, has_more={"type": "boolean"})
@@ -283,7 +282,6 @@ def _page(entity: Json) -> Json:
 
 
 def _paging(most: int) -> list[Json]:
-    """The parameters of a list."""
     return [
         _parameter("limit", "query", "Most objects of a page", _COUNT | {"maximum": most}),
         _parameter("after", "query", "The last id of the page before", _STRING),
@@ -338,7 +336,7 @@ _OPERATIONS: Mapping[tuple[str, str], Json] = {
         "parameters": _ATTACHING,
         "responses": {
             "200": (
-                "What comes behind the position",
+                "The rest of the stream, behind the position",
                 _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS]}) | _EVENTS,
             )
         },

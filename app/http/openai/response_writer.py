@@ -93,7 +93,6 @@ class CompletionResponse(Response):
         self._sent_at = clock.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the whole response."""
         self._writer = body_writer_of(scope)
         try:
             work, within_s = self._respond(send), self._within_s + FLUSH_TIMEOUT_S
@@ -183,14 +182,14 @@ class CompletionResponse(Response):
         return events, None
 
     def _fill_silence(self, since: float) -> bytes:
-        """What to send when a wait has ended in vain; nothing if the sink has sent events."""
+        """Bytes to send when a wait timed out; nothing if the sink has sent events."""
         return b"" if self._sent_at > since else self._events.encode_held() or sse.KEEP_ALIVE
 
     def _push(self, piece: ReplyPiece) -> bool:
         """Write the event of a piece to the socket, as the sink of a stream with one choice.
 
         Leaves to the task the last piece, and all of them while the socket is full: then the reply
-        holds them, and the task sends together what has come.
+        holds them, and the task sends all of them together.
         """
         if self._writer is None or not self._writer.is_ready or is_last(piece):
             return False
@@ -219,7 +218,7 @@ class CompletionResponse(Response):
     def _broken(self, error: Exception, joined: MergedReplies) -> ApiError:
         """The HTTP error for a failed read."""
         if not isinstance(error, StreamError):
-            log.error("%s cannot be read on", self._options.ids, exc_info=error)
+            log.error("reading %s failed", self._options.ids, exc_info=error)
         elif isinstance(error, LogClosed) and self._options.stream:
             joined.detached = True  # the client can resume at another gateway
             ways = (
@@ -258,7 +257,7 @@ async def run_until_disconnect(
     def end(departed: asyncio.Task[None]) -> None:
         if departed.cancelled():
             return
-        departed.exception()  # a client that cannot be read any more has left, too
+        departed.exception()  # a connection that cannot be read is closed, too
         if not (is_over or limit.expired()):
             limit.reschedule(loop.time())
 

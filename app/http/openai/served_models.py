@@ -57,7 +57,7 @@ class ServedModels:
         self._as_of: int | None = None
 
     def on_records(self, _: Partition, facts: Sequence[LogRecord]) -> None:
-        """Remember the names of models in new records of the registry."""
+        """Keep the names of models in new records of the registry."""
         for fact in facts:
             if isinstance(fact.record, WorkerCard):
                 self._known[fact.record.model] = None
