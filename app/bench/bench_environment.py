@@ -142,7 +142,6 @@ class BenchEnvironment:
         return card
 
     def stop_process(self, process: ManagedProcess) -> None:
-        """Stop one of the processes."""
         self._children.remove(process)
         process.stop(STOP_TIMEOUT_S)
 
@@ -151,7 +150,6 @@ class BenchEnvironment:
         self._children.remove(process)
 
     def stop_all(self) -> None:
-        """Stop all processes at once."""
         for child in self._children:
             child.terminate()
         while self._children:

@@ -119,7 +119,6 @@ class ProfiledProcess:
         return ("app.bench.cpu_profile", str(file), *module)
 
     def start(self) -> None:
-        """Start sampling."""
         self._file.unlink(missing_ok=True)
         os.kill(self._process.pid, signal.SIGUSR1)
 

@@ -22,7 +22,6 @@ class SeedResult(NamedTuple):
 
 
 def simulate_seed(seed: int) -> SeedResult:
-    """Simulate one seed."""
     from app.testing.seed_simulation import simulate_seed
 
     began = time.perf_counter()

@@ -21,8 +21,8 @@ RECORD_US = 120 + 24
 """CPU time of the views and of decoding for the records of a request (the same); every router
 spends it on every request."""
 IDLE_CORES, IDLE_WORKERS = 0.0225, 64
-"""CPU time a second of an idle router beside so many workers (the same). All of it is counted as
-work for heartbeats, which is an upper bound."""
+"""CPU time a second of an idle router, and its number of workers (the same). All of it
+is counted as work for heartbeats, which is an upper bound."""
 GATEWAY_REQUESTS_S = 971
 """Requests a second of one gateway, prompts of 100 tokens (`kvlane bench gateway`)."""
 TOKEN_US = {1: 38.8, 8: 9.25}

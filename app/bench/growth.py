@@ -81,7 +81,6 @@ class GrowthFigure(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Limit of the factor."""
         _, usual, most = self.costs_us
         logarithm = math.log(most) / math.log(max(usual, 2))
         return TOLERANCE * logarithm * (most / usual if self.is_scan else 1)
@@ -163,7 +162,7 @@ def _in_process(scale: GrowthScale) -> Iterator[GrowthFigure]:
 
 
 def _index_times(blocks: int) -> tuple[float, float]:
-    """CPU time in us of a stored block, and of a match, in an index of so many blocks."""
+    """CPU time in us of a stored block, and of a match, in an index with `blocks` blocks."""
     index, rng = Index(SECRET), np.random.default_rng(5)
     prompts, stored_s = [], 0.0
     for number in range(blocks // STORE_BLOCKS):

@@ -59,7 +59,6 @@ class ProcessGroup:
 
     @property
     def processes(self) -> Mapping[str, ManagedProcess]:
-        """The processes by name."""
         return self._children
 
     def start(self, *names: str) -> None:
@@ -89,11 +88,9 @@ class ProcessGroup:
         self._on.forget_process(child)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP."""
         self._children[name].pause()
 
     def resume(self, name: str) -> None:
-        """SIGCONT."""
         self._children[name].resume()
 
     async def restart(self, name: str) -> None:

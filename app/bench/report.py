@@ -62,7 +62,6 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def is_passed(self) -> bool:
-        """Whether the figures pass all thresholds."""
         return all(bar.met for bar in self.bars)
 
     def show(self, console: Console) -> None:
@@ -83,7 +82,6 @@ class Report(msgspec.Struct, frozen=True):
             console.print(f"{bar.name}: {shown}", highlight=False)
 
     def write(self, file: Path) -> None:
-        """Write the report as JSON."""
         file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
@@ -98,7 +96,7 @@ def at_least(name: str, value: float, unit: str, limit: float) -> Threshold:
 
 
 def none_of(name: str, count: float, unit: str = "") -> Threshold:
-    """A number of faults, of which none is allowed."""
+    """A number of faults; none is allowed."""
     return Threshold(name, count, unit, "0", not count)
 
 

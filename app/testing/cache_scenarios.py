@@ -3,7 +3,7 @@
 In these worlds engines keep the blocks of prompts, routers and indexers build their index from the
 workers' events, and a starting process reads the newest whole snapshot first. Faults here: an
 indexer is killed while it writes a snapshot, parts of one are deleted, and junk is written among
-them. In the end all indexes must be equal, and equal to what the workers have published.
+them. In the end all indexes must be equal to each other and to the workers' published events.
 """
 
 # ruff: noqa: SLF001 - compares the private state of processes
@@ -67,7 +67,7 @@ class SnapshotFaults:
 def differing_indexes(world: SimulatedWorld) -> Iterator[str]:
     """Indexes that differ from others at the same position of a partition.
 
-    Truncated partitions are left out: a process that started later cannot know what was deleted.
+    Truncated partitions are left out: a process that started later never read those records.
     """
     if not world.parameters.has_caches:
         return
@@ -104,7 +104,7 @@ def incomplete_indexes(world: SimulatedWorld) -> Iterator[str]:
             blocks = known.total_blocks if known is not None else 0
             if bridge.batch_due_at() is None and blocks != bridge.held_blocks:
                 held = bridge.held_blocks
-                yield f"caches: {label} knows {blocks} of {held} blocks of {node.label}"
+                yield f"caches: {label} has {blocks} of {held} blocks of {node.label}"
 
 
 def _indexes(world: SimulatedWorld) -> Iterator[tuple[str, KvIndexView]]:

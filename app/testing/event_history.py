@@ -19,8 +19,6 @@ from streams.records import Heartbeat, Probe
 
 
 class EventHistory:
-    """The history of one simulation."""
-
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
         self.is_closed = False

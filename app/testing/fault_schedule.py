@@ -43,20 +43,18 @@ WEIGHT_FACTORS = (0.0, 0.3, 1.0, 1.0, 5.0)
 
 
 class SimulationFaults:
-    """The faults of one seed."""
-
     def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
         self._rng = rng = random.Random(f"{world.seed} chaos")
-        deeds: list[tuple[float, Callable[[], None]]] = [
+        faults: list[tuple[float, Callable[[], None]]] = [
             (2.0, self._kill_router),
             (2.0, self._kill_worker),
             (1.5, self._pause_router),
             (1.5, self._pause_worker),
             (0.5, self._terminate),
-            (1.0, self._accuse),
+            (1.0, self._declare_lost),
             (1.0, self._evict),
-            (0.4, self._usurp),
+            (0.4, self._reuse_worker_id),
             (0.2, self._cut),
             (0.3, self._outage),
             (0.5, self._depose),
@@ -64,31 +62,31 @@ class SimulationFaults:
             (1.5, self._kill_edge),
             (0.7, self._pause_edge),
         ]
-        world.broker.on_append = self._lie_in_wait
+        world.broker.on_append = self._hit_after_append
         world.on_response_event = self._interrupt
-        world.network.on_answer = self._lie_in_wait_for_commits
+        world.network.on_answer = self._hit_after_commit
         self._tearing = SnapshotFaults(world)
         if world.parameters.indexers:
-            deeds += [(1.0, self._kill_indexer), (0.5, self._pause_indexer)]
+            faults += [(1.0, self._kill_indexer), (0.5, self._pause_indexer)]
         if world.parameters.collectors:
-            deeds += [
+            faults += [
                 (2.0, self._kill_collector), (1.0, self._pause_collector),
                 (1.0, self._evict_collector),
             ]  # fmt: skip
         # Each seed weights the faults in its own way: some are left out, some come in swarms, so
         # that rare ones meet. With equal weights all seeds would be alike.
-        self._deeds = [(weight * rng.choice(WEIGHT_FACTORS), deed) for weight, deed in deeds]
+        self._faults = [(weight * rng.choice(WEIGHT_FACTORS), fault) for weight, fault in faults]
         self._every_s = rng.choice((0.3, 0.8, 0.8, 2.0))
 
     async def run(self) -> None:
         """Inject faults until the time for faults is over."""
         world, rng = self._world, self._rng
-        weights = [weight + 1e-9 for weight, _ in self._deeds]
+        weights = [weight + 1e-9 for weight, _ in self._faults]
         while True:
             await world.clock.sleep(rng.expovariate(1 / self._every_s))
             if world.loop.time() >= world.parameters.faults_s:
                 return
-            rng.choices(self._deeds, weights)[0][1]()
+            rng.choices(self._faults, weights)[0][1]()
 
     def stop(self) -> None:
         """Stop all faults and resume paused processes."""
@@ -103,12 +101,12 @@ class SimulationFaults:
         for node in world.running():
             world.resume(node)
 
-    def _lie_in_wait_for_commits(self, client: str, operation: Operation) -> None:
+    def _hit_after_commit(self, client: str, operation: Operation) -> None:
         """Maybe hit a process that has committed: work before that offset is not repeated."""
         if operation == "commit":
             self._strike(client, COMMITS)
 
-    def _lie_in_wait(self, topic: str) -> None:
+    def _hit_after_append(self, topic: str) -> None:
         """Maybe hit a process whose record is appended but not yet acknowledged."""
         self._tearing.on_append(topic)
         self._strike(PROCESS.get(), topic)
@@ -179,18 +177,18 @@ class SimulationFaults:
         if (node := self._victim(self._rng.choice(("router", "worker", *EDGE_KINDS)))) is not None:
             self._world.terminate(node)
 
-    def _accuse(self) -> None:
+    def _declare_lost(self) -> None:
         """A router declares a live worker lost."""
-        accuser, victim = self._victim("router"), self._victim("worker")
-        if accuser is None or victim is None or accuser.state != "up":
+        router, victim = self._victim("router"), self._victim("worker")
+        if router is None or victim is None or router.state != "up":
             return
-        assert isinstance(accuser.process, Router)
+        assert isinstance(router.process, Router)
         assert isinstance(victim.process, Worker)
         epoch = victim.process.epoch
         if epoch is not None:
-            self._world.history.add_event(f"{accuser.label} falsely suspects {victim.label}")
-            declaring = accuser.process._deaths._declare(victim.name, epoch)
-            self._world.run_in(accuser, "accusation", declaring)
+            self._world.history.add_event(f"{router.label} falsely suspects {victim.label}")
+            declaring = router.process._deaths._declare(victim.name, epoch)
+            self._world.run_in(router, "false suspicion", declaring)
 
     def _evict(self) -> None:
         self._evict_of(self._victim(self._rng.choice(("router", "router", "preprocessor"))))
@@ -206,7 +204,7 @@ class SimulationFaults:
                 self._world.history.add_event(f"the group evicts {member}")
                 group.evict(member)
 
-    def _usurp(self) -> None:
+    def _reuse_worker_id(self) -> None:
         """A second worker starts under the id of a running one."""
         if (node := self._victim("worker")) is not None:
             self._world.start_process(node.kind, node.name)

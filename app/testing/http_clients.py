@@ -38,7 +38,7 @@ class Disconnected(Exception):
 
 
 class HttpClient:
-    """One request of an HTTP client, and what it has received."""
+    """One request of an HTTP client, and its response so far."""
 
     def __init__(self, world: SimulatedWorld, number: int, rng: random.Random) -> None:
         self.name = f"caller-{number}"
@@ -78,14 +78,14 @@ class HttpClient:
 
     async def _try(self, gateway: SimulatedProcess) -> None:
         stream = self._go_on(gateway) if self.id else self._send(gateway)
-        heard = 0
+        received = 0
         async with aclosing(stream) as events:
             async for event in events:
                 self._take(event)
-                heard += 1
+                received += 1
                 if self._world.on_response_event is not None:
                     self._world.on_response_event(gateway)
-                if heard == self.disconnects_after and not self.outcome:
+                if received == self.disconnects_after and not self.outcome:
                     self.outcome = "left"
                 if self.outcome:
                     return
@@ -151,7 +151,7 @@ class HttpClient:
     def _turned_down(self, status: int, code: str) -> None:
         self._world.history.add_event(f"{self.name} gets {status} {code}")
         if code in RETRYABLE_CODES and not self.position:
-            self.id = ""  # start over: whatever became of that request is not checked
+            self.id = ""  # start over: the result of that request is not checked
         else:
             self._failed(code)
 
@@ -164,8 +164,6 @@ class HttpClient:
 
 
 class HttpClients:
-    """The HTTP clients of one seed."""
-
     def __init__(self, world: SimulatedWorld) -> None:
         rng = random.Random(f"{world.seed} calling")
         count = rng.randint(1, MAX_HTTP_CLIENTS) if world.parameters.gateways else 0

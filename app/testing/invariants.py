@@ -2,7 +2,7 @@
 
     readers      see the streams that `stream_checks.py` expects
     routers      hold the same Load at the same positions; no open request, no load left
-    results      one for each request that wants one, equal to its stream (`result_checks.py`)
+    results      one for each request that asks for one, equal to its stream (`result_checks.py`)
     groups       have committed everything
     hand-overs   are used once, in time; no block is held past its lease; no client's cancel
                  interrupts a transfer
@@ -141,7 +141,7 @@ def _different(world: SimulatedWorld) -> Iterator[str]:
     for label, router in _routers(world):
         for lane, state in states.items():
             if router._load.state_hash(Partition(LEDGER, lane)) != state:
-                yield f"different: {label} holds another Load of lane {lane} than its records say"
+                yield f"different: {label} differs from the replayed records of lane {lane}"
         yield from _left_over(label, router)
     fleets = {router._fleet.state_hash(Partition(REGISTRY, 0)) for _, router in _routers(world)}
     if len(fleets) > 1:

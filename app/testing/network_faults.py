@@ -24,7 +24,7 @@ class FaultProfile(NamedTuple):
     delayed: float = 0.015
     reordered: float = 0.015
     max_delay_s: float = 3.0
-    """Latest arrival of an append that its client has given up."""
+    """Latest arrival of an append whose client no longer waits."""
     unanswered: float = 0.03
     slow: float = 0.08
     """Probability of a slow operation, up to `max_latency_s`; otherwise it takes milliseconds."""
@@ -53,7 +53,6 @@ class NetworkFaults(BrokerFaults):
         """Called when an operation has taken effect, before its client gets the answer."""
 
     def clear(self) -> None:
-        """End all faults."""
         self.profile = NO_FAULTS
 
     def latency_s(self, client: str, operation: Operation) -> float:

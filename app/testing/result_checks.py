@@ -1,6 +1,6 @@
 """Checks of the results that collectors have written, once the world has drained.
 
-A reader that reads committed sees one result for each request that wants one, with the text that
+A reader that reads committed gets one result for each request that asks for one, with the text that
 readers of its stream have seen, and none for any other request.
 """
 
@@ -31,18 +31,18 @@ def result_violations(world: SimulatedWorld, kafka_clients: KafkaClients) -> Ite
     for request_id, question in kafka_clients.requests.items():
         found = written.pop(request_id, [])
         if len(found) != question.wants_result:
-            yield f"results: {request_id} has {len(found)}, and wants {int(question.wants_result)}"
+            yield f"results: {request_id} has {len(found)}, not {int(question.wants_result)}"
         lane = lane_of(request_id, world.parameters.lanes)
         is_cut = any(Partition(topic, lane) in world.truncated for topic in (REQUESTS, RESPONSES))
         for result in found:
             if not is_cut and (difference := _difference(result, shown[request_id])):
                 yield f"result: {request_id} {difference}"
     for request_id in written:
-        yield f"results: {request_id} has one, and wants none"
+        yield f"results: {request_id} has a result, expected none"
 
 
 def _difference(result: Result, seen: Transcript) -> str:
-    """How a result differs from the stream of its request; "" if it does not."""
+    """Difference between a result and the stream of its request; "" for none."""
     if not seen.is_over:
         return f"has a result ({result.status}) and goes on"
     is_whole = seen.finish_reason in ("stop", "length") or (

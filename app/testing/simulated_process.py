@@ -117,7 +117,6 @@ class SimulatedProcess:
         self.is_gone.set()
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self._stop_requested.set()
 
     def _build(self) -> Router | Worker | Preprocessor | Gateway | Indexer | Collector:

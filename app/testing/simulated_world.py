@@ -140,20 +140,17 @@ class SimulatedWorld:
         node.kill()
 
     def pause(self, node: SimulatedProcess) -> None:
-        """SIGSTOP."""
         self.history.add_event(f"{node.label} is paused")
         self.loop.pause(node.label)
         node.log.suspend()
 
     def resume(self, node: SimulatedProcess) -> None:
-        """SIGCONT."""
         if node.exists and self.loop.is_paused(node.label):
             self.history.add_event(f"{node.label} is resumed")
             node.log.resume()
             self.loop.resume(node.label)
 
     def terminate(self, node: SimulatedProcess) -> None:
-        """SIGTERM."""
         self.history.add_event(f"{node.label} is asked to stop")
         node.terminate()
 

@@ -117,12 +117,12 @@ def _misheard(call: HttpClient, seen: Transcript, causes: _Causes) -> Iterator[s
         return
     if call.outcome == "left":
         if not seen.text.startswith(call.text):
-            yield f"heard: {call.name} {call.text!r}, {call.id} shows {seen.text!r}"
+            yield f"received: {call.name} {call.text!r}, {call.id} shows {seen.text!r}"
     elif call.outcome in ("stream_not_found", "lost") and causes.are_cut(call.id):
         pass  # a late reader cannot read records that were deleted
     elif call.outcome != _code(seen) or not _has_expected_text(call, seen):
         yield (
-            f"heard: {call.name} {call.text!r} and {call.outcome}, "
+            f"received: {call.name} {call.text!r} and {call.outcome}, "
             f"{call.id} shows {seen.text!r} and {_code(seen)}"
         )
 

@@ -6,7 +6,7 @@ Everything in one loop, under one seed, runs the same way every time.
 
 A *process* is a set of tasks that share the context variable `PROCESS`; tasks inherit it from the
 task that creates them. The order among processes is drawn from the seed; within one process it is
-the order asyncio promises. A held process does not run at all, whatever its tasks are doing: its
+the order asyncio guarantees. A held process does not run at all: its
 callbacks and timers queue up until it is released. That is SIGSTOP, and without a release kill -9.
 
 There is no I/O in this loop: sockets, threads and subprocesses do not work in it.
@@ -91,7 +91,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.extendleft(reversed(self._held.pop(process, [])))
 
     def is_paused(self, process: str) -> bool:
-        """Whether the process is stopped."""
         return process in self._held
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -141,7 +140,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _run_shuffled(self) -> None:
-        """Run what is ready: processes in random order, each one's callbacks in theirs."""
+        """Run ready callbacks: processes in random order, each one's callbacks in theirs."""
         ready, held = self._ready, self._held
         if len(ready) == 1 and not held:
             self._run((ready.popleft(),))
@@ -203,7 +202,7 @@ class VirtualClock:
         return self._loop._now * self._rate
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970 as this process believes."""
+        """Milliseconds since 1970 by this process's clock."""
         return START_MS + self._ahead_ms + int(self.now() * 1000)
 
     async def sleep(self, seconds: float) -> None:

@@ -710,7 +710,7 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         Mutation(
             "from-start",
-            "heard",
+            "received",
             "resuming a stream from a position",
             _answers_from_their_beginning,
         ),

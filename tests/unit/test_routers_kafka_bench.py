@@ -43,11 +43,11 @@ def test_routers_that_are_right_meet_all_bars_whatever_their_times() -> None:
 
 def test_each_kind_of_error_misses_its_bar() -> None:
     wrong = phase(log_differences=[StateDifference("r2", "w1", None, LoadFigures(1, 5, 4))])
-    assert missed(wrong) == ["what routers know unlike the log, at the same positions"]
+    assert missed(wrong) == ["differences between views and log, at equal positions"]
     late = [IDLE, IDLE._replace(router="r2", positions={Partition("ledger", 0): 6})]
-    assert missed(phase(2, final_views=late)) == ["unlike each other, when all was over"]
+    assert missed(phase(2, final_views=late)) == ["differences between views, at the end"]
     busy = [IDLE, IDLE._replace(router="r2", unconfirmed=1)]
-    assert missed(phase(2, final_views=busy)) == ["views with something open, when all was over"]
+    assert missed(phase(2, final_views=busy)) == ["views with open requests, at the end"]
     assert missed(phase(unfinished=1)) == ["requests without an end"]
     assert missed(phase(deciders=frozenset(["r1"]))) == ["routers that decided nothing"]
 

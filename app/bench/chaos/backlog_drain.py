@@ -111,7 +111,7 @@ class MemorySeries(NamedTuple):
 
 @dataclass
 class BacklogResult:
-    """What the drain has shown. `results_of`: number of results, by prompt; `verdicts`: of the
+    """Result of the drain. `results_of`: number of results, by prompt; `verdicts`: of the
     interactive requests."""
 
     phases: list[PhaseFigures]
@@ -236,7 +236,7 @@ class ResultCounter:
         """Results of other requests."""
 
     async def run(self) -> None:
-        """Read until cancelled; raises what the reader raises."""
+        """Read until cancelled; raises the errors of the reader."""
         numbers = range(await self._on.log.partitions(RESULTS))
         reader = self._on.log.reader(moving=False)
         reader.assign({Partition(RESULTS, n): 0 for n in numbers})
@@ -344,7 +344,7 @@ class BacklogDrain:
         )
 
     async def _wait_received(self, count: int) -> None:
-        """Wait for so many results; returns also when there are no more for STALL_S."""
+        """Wait for a number of results; returns also when there are no more for STALL_S."""
         changed_at = self._clock.now()
         while self._results.received < count and self._clock.now() < changed_at + STALL_S:
             await self._clock.sleep(POLL_S / 10)
@@ -373,7 +373,6 @@ class BacklogDrain:
             await self._clock.sleep(SAMPLE_INTERVAL_S)
 
     def result(self) -> BacklogResult:
-        """What it found, after `run`."""
         results = self._results
         return BacklogResult(
             self._phases, results.counts, results.wrong, results.unknown,

@@ -1,9 +1,9 @@
 """Fault injection into real processes under load, on Kafka: no token lost, none repeated.
 
-    crowd (this process) ──HTTP──► gateways ─► requests ─► routers ─► workers ─► responses ─► crowd
-                         ──────────────────► prompts, responses
-    striker (this process): kill -9, SIGSTOP and SIGCONT, SIGTERM; kill or stop one of three brokers
-    witness (this process): reads requests, ledger, responses, kv-events beside the crowd
+    load (this process) ──HTTP──► gateways ─► requests ─► routers ─► workers ─► responses ─► load
+                        ──────────────────► prompts, responses
+    faults (this process): kill -9, SIGSTOP and SIGCONT, SIGTERM; kill or stop one of three brokers
+    observer (this process): reads requests, ledger, responses, kv-events beside the load
 
 Timeouts are the defaults. The engine is slower than the hardware it simulates, so that answers take
 seconds in few chunks, and a request may have more attempts (`ENGINE_SETTINGS`). Every round is a
@@ -253,8 +253,6 @@ class FaultRound(NamedTuple):
 
 
 class ChaosRun:
-    """Runs rounds and writes their lines."""
-
     def __init__(
         self,
         there: ChaosDeployment,

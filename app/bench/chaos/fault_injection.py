@@ -113,8 +113,6 @@ def _victims(
 
 
 class FaultInjector:
-    """Injects faults and restores the targets."""
-
     def __init__(
         self, processes: ProcessGroup, broker: JvmBroker | None, log: KafkaLog, clock: Clock
     ) -> None:

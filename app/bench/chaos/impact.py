@@ -190,7 +190,6 @@ def round_line(
 
 
 def _failed_row(gap: Gap, start: float, request: ObservedRequest | None) -> dict[str, Any]:
-    """The details of a gap."""
     chat = gap.chat
     return {
         "id": chat.expected.id, "cause": gap.cause, "gap_ms": round(1000 * gap.seconds),
@@ -201,7 +200,7 @@ def _failed_row(gap: Gap, start: float, request: ObservedRequest | None) -> dict
 
 
 def _slow(chat: Conversation, start: float, request: ObservedRequest | None) -> dict[str, Any]:
-    """Where a request waited: seconds after the first fault, then after the request was sent."""
+    """Wait of a request: seconds after the first fault, then after the request was sent."""
     expected = chat.expected
     steps: dict[str, Any] = {}
     if request is not None and request.requested_at is not None:
@@ -296,7 +295,7 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     late_s = max((line.get("late_ms", 0) for line in lines), default=0) / 1000
     limit = f"<= {LATENESS_LIMIT_S:g}"
     is_met = late_s <= LATENESS_LIMIT_S
-    bars.append(Threshold("those who ask were behind, at most", late_s, "s", limit, is_met))
+    bars.append(Threshold("greatest delay of the load generator", late_s, "s", limit, is_met))
     bars += [Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named]
     bars.append(none_of("requests on the log without an end", unended))
     if any("handover_ms" in line for line in lines):

@@ -1,10 +1,10 @@
 """Open-loop load generator: OpenAI and Kafka clients with reconnects and retries.
 
 Requests are due at fixed times, independently of the answers. A client whose connection breaks
-resumes at another gateway with `GET /v1/streams/{id}` and `Last-Event-ID`; a header of its request
-says that disconnecting must not cancel it. Rejected requests, and those without a response before
-their id is known, are sent again. Each answer is compared with the expected text of the engine.
-Knows nothing of the injected faults.
+resumes at another gateway with `GET /v1/streams/{id}` and `Last-Event-ID`; a header keeps its
+request from being cancelled. Rejected requests, and those without a response before their id is
+known, are sent again. Each answer is compared with the expected text of the engine. Never injects
+faults.
 """
 
 from __future__ import annotations
@@ -135,7 +135,6 @@ class LoadGenerator:
                     await self._clock.sleep(RETRY_DELAY_S)
 
     async def drain(self) -> None:
-        """Wait for the requests in flight."""
         if self._open:
             await asyncio.wait(self._open, timeout=REQUEST_TIMEOUT_S + READ_TIMEOUT_S)
 

@@ -43,8 +43,6 @@ class WorkerLoss(NamedTuple):
 
 
 class ObservedRequest:
-    """One request in the log."""
-
     def __init__(self, request_id: str) -> None:
         self.transcript = Transcript(request_id)
         self.assigned: list[tuple[float, str]] = []
@@ -73,7 +71,6 @@ class LogObserver:
         self._lost: set[tuple[str, int]] = set()
 
     async def end_offsets(self) -> dict[Partition, int]:
-        """The current end offsets."""
         positions: dict[Partition, int] = {}
         for topic in (REQUESTS, LEDGER, RESPONSES, KV_EVENTS, RESULTS):
             numbers = range(await self._log.partitions(topic))

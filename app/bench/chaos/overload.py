@@ -189,7 +189,6 @@ class OverloadLoad:
         await self._clock.sleep(max(0.0, began + seconds - self._clock.now()))
 
     async def drain(self) -> None:
-        """Wait for the requests in flight."""
         if self._open:
             await asyncio.wait(self._open, timeout=REQUEST_TIMEOUT_S)
 
@@ -303,8 +302,8 @@ def _row(phase: str, found: OverloadResult) -> dict[str, Any]:
 
 
 def memory_growth(samples: Iterable[MemorySample]) -> list[tuple[int, str]]:
-    """How much more memory each process had at most in the second half of the overload, than in
-    the first: what is kept for every request shows, what a burst takes once does not."""
+    """Growth of each process's peak memory from the first half of the overload to the second:
+    memory that is kept for every request shows, that of one burst does not."""
     by_part: dict[str, list[int]] = {}
     for sample in samples:
         if sample.phase == "overload":

@@ -163,7 +163,6 @@ class SoakPart(NamedTuple):
         return 1000 * percentile([answer.ttft_s for answer in self.answers], share)
 
     def row(self, number: int) -> dict[str, Any]:
-        """Its row of the table."""
         kinds: dict[str, float] = {}
         for name, rss_bytes in self.rss_bytes.items():
             kind = name.partition("-")[0]

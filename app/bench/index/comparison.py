@@ -63,7 +63,6 @@ class IndexFigure(NamedTuple):
         return self.ratio >= least and (not worst or self.worst_ratio >= worst)
 
     def row(self) -> dict[str, Any]:
-        """The row of the report."""
         return {
             "measure": self.measure,
             "blocks": self.setup.blocks,

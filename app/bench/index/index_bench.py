@@ -149,8 +149,6 @@ async def bench_index_pauses(progress: Callable[[float], None]) -> Report:
 
 
 class IndexBench:
-    """One run of the benchmark."""
-
     def __init__(self, form: IndexScale, crate: PeerCrate | None, trace: Path) -> None:
         self._form = form
         self._crate = crate

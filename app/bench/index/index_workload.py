@@ -48,11 +48,9 @@ class OperationBatch(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """The blocks of all operations."""
         return int(self.rows["blocks"].sum())
 
     def subset(self, rows: slice | NDArray[np.intp]) -> OperationBatch:
-        """Some of the operations."""
         return self._replace(rows=np.ascontiguousarray(self.rows[rows]))
 
     def groups(self, size: int) -> Iterator[OperationBatch]:
@@ -209,7 +207,6 @@ class CachedSequences:
         return rows
 
     def _named(self, local: U64Column) -> tuple[U64Column, U64Column]:
-        """Chain hashes and keys."""
         keys = np.empty_like(local)
         for row, own in zip(keys, local, strict=True):
             row[:] = prompt_keys(own, SECRET)
@@ -348,7 +345,6 @@ def _chosen(
 
 
 def _leading(chunks: list[int], cache: OrderedDict[int, None]) -> int:
-    """The number of leading cached chunks."""
     for i, chunk in enumerate(chunks):
         if chunk not in cache:
             return i

@@ -79,7 +79,6 @@ def ticks_now(_: Any) -> Any:
 
 @kernel(types.uint64())
 def ticks() -> Any:
-    """The counter, for its calibration."""
     return ticks_now()
 
 
@@ -92,7 +91,6 @@ def ticks_per_us() -> float:
 
 
 def compile_kernels() -> None:
-    """Compile all timed kernels."""
     side, cached = KernelIndex(1), make_sequences(IndexSetup(16, 1, 1 << 13))
     side.apply(cached.store_batch(np.arange(cached.sequence_count)))  # the table grows
     side.match(cached.local)

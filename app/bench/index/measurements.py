@@ -65,14 +65,11 @@ class AnswerComparison:
             self.differing += sum(one != two for one, two in zip(first, other, strict=True))
 
     def compare_rows(self, one: Sequence[object], other: Sequence[object]) -> None:
-        """Compare two rows."""
         self.compared += 1
         self.differing += list(one) != list(other)
 
 
 class IndexMeasurements:
-    """The measurements on one filled set-up."""
-
     def __init__(
         self,
         sequences: CachedSequences,
@@ -215,7 +212,6 @@ class IndexMeasurements:
 
 
 def close_sides(sides: dict[str, MeasuredIndex]) -> None:
-    """Free the memory of all sides."""
     for side in sides.values():
         side.close()
 

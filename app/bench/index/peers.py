@@ -65,7 +65,7 @@ class PeerStructure(IntEnum):
     TREE = 0
     """`RadixTree`: one thread."""
     CONCURRENT = 1
-    """`ConcurrentRadixTreeCompressed`: what its routers use."""
+    """`ConcurrentRadixTreeCompressed`, which its routers use."""
     POSITIONAL = 2
     """`PositionalIndexer`, jumps of 32 blocks."""
 
@@ -95,7 +95,6 @@ class PeerCrate:
         return chain
 
     def local_hashes(self, tokens: Tokens, block_size: int) -> U64Column:
-        """Local hashes of a prompt."""
         local = np.empty(len(tokens) // block_size, np.uint64)
         count = self.call.peer_local_hashes(_at(tokens), len(tokens), block_size, _at(local))
         assert count == len(local)

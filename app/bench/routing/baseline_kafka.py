@@ -53,7 +53,6 @@ class BareProducer:
             )  # fmt: skip
 
     async def close(self) -> None:
-        """Send the queued records, and disconnect."""
         await self._producer.stop()
 
 

@@ -45,7 +45,6 @@ class BurstyWorkload:
         self._ids = RequestIds(clock, random.Random(3))
 
     def one_burst(self) -> list[TimedRequest]:
-        """A single burst."""
         return list(self._burst(0.0, self._beginnings()))
 
     def requests_for(self, arrivals: str, seconds: float) -> list[TimedRequest]:

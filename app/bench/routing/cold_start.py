@@ -133,8 +133,6 @@ class BlockPublishers:
 
 
 class ColdStarts:
-    """Starts, measures and stops processes."""
-
     def __init__(self, on: BenchEnvironment, print_line: PrintLine) -> None:
         self._on = on
         self._print_line = print_line

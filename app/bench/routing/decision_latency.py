@@ -73,7 +73,7 @@ QUEUED_REQUESTS, QUEUED_WORKERS = 100, 64
 QUEUE_SIZES = (10, 100, 1000, 4096)
 """Waiting requests among which one is decided about; the last is the bound by default."""
 GROWTH_LIMIT = 2.0
-"""How many times as long a decision may take with the most of them as with the fewest."""
+"""Ratio of a decision's time with the most of them to that with the fewest, at most."""
 MODEL = "m"
 
 
@@ -102,7 +102,6 @@ class TimedIndex(BlockIndex):
     match_s = 0.0
 
     def match_depths(self, local: NDArray[np.uint64]) -> MatchDepths:
-        """The match, timed."""
         began = time.thread_time()
         found = super().match_depths(local)
         self.match_s = time.thread_time() - began
@@ -143,7 +142,6 @@ async def bench_decisions(
 
 
 def decision_thresholds(rows: list[dict[str, Any]]) -> Iterator[Threshold]:
-    """The thresholds."""
     for workers, limit in ((64, LIMIT_64_WORKERS_US), (512, LIMIT_512_WORKERS_US)):
         for row in rows:
             if (row["workers"], row["what"]) == (workers, "decision"):

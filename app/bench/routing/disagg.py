@@ -63,7 +63,6 @@ class SplitFleet(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in reports."""
         return f"{self.prefill_workers}+{self.decode_workers} x{self.speed:g}"
 
     def run_of(self, policy: str, *, is_split: bool = True) -> SimulationRun:

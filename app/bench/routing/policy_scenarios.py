@@ -72,7 +72,6 @@ class FleetSetup(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in reports."""
         return f"{self.workers}x{self.speed:g}"
 
 
@@ -142,7 +141,6 @@ class Scenario(NamedTuple):
 def trace_scenario(
     setup: FleetSetup, jitter_s: float = 0.0, conditions: NetworkConditions = DEFAULT_CONDITIONS
 ) -> Scenario:
-    """The conversation trace on a fleet."""
     like = SimulationRun(
         "", setup.workers, ArrivalRate(setup.speed, jitter_s), conditions=conditions
     )
@@ -151,7 +149,6 @@ def trace_scenario(
 
 
 def generated_scenario(kind: str) -> Scenario:
-    """A generated trace."""
     return Scenario(NAME_PREFIX + kind, SimulationRun("", GENERATED_WORKERS), kind)
 
 
@@ -221,7 +218,6 @@ class ThresholdChecks:
         return at_most(name, ratio, "x", limit)
 
     def all(self) -> Iterator[Threshold]:
-        """Thresholds of all scenarios."""
         for setup in SETUPS:
             yield self.published(setup)
         for setup in SETUPS:

@@ -107,7 +107,7 @@ class TraceSet:
     def _rows(self, name: str) -> list[TraceRow]:
         if name != CONVERSATION:
             return generate_trace(name.removeprefix(NAME_PREFIX), TraceSize())
-        assert self.file is not None, "its runs are not wanted without it"
+        assert self.file is not None, "the caller skips its runs without the file"
         return read_trace(self.file)
 
 

@@ -48,12 +48,10 @@ class ResultCache:
             ) from e
 
     def get(self, play: ScenarioRun) -> ScenarioResult | None:
-        """The cached result of a run."""
         known = self._lines.get(repr(play))
         return None if known is None else ScenarioResult(play, *known)
 
     def put(self, done: ScenarioResult) -> None:
-        """Append the result of a run."""
         if self._file is None:
             return
         line: dict[str, Any] = {

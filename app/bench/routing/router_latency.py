@@ -160,8 +160,6 @@ async def _prepare(
 
 
 class RouterLatencyBench:
-    """The sequence of all rounds."""
-
     def __init__(
         self, on: BenchEnvironment, sides: list[RouterLatencySide], profiled: ProfiledProcess
     ) -> None:

@@ -2,7 +2,7 @@
 
 A cheap client, so that the router on the same machine is measured and not the client: records are
 encoded before a round begins, and sent by the bare client without a task for each. A request costs
-it about as much as a tenth of what it costs the router.
+it about a tenth of the router's cost.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RouterLatencyRound(NamedTuple):
     """Figures of one side in one round. Times in ms; CPU time in us per request.
 
     `answered_per_s`: assignments that came while requests were sent; `beyond_idle_us`: the CPU time
-    without what the processes take without requests; `client_us`: that of this process.
+    without the idle cost of the processes; `client_us`: that of this process.
     """
 
     side: str
@@ -79,7 +79,6 @@ class SharedPrefixPrompts:
         self._shared = [self._tokens(SHARED_TOKENS) for _ in range(WORKERS)]
 
     def requests(self, count: int) -> list[PreparedRequest]:
-        """Records of new requests."""
         return [self._request() for _ in range(count)]
 
     def _request(self) -> PreparedRequest:

@@ -37,8 +37,6 @@ _LOADS = {
 
 
 class LoadFigures(NamedTuple):
-    """Active load of a worker."""
-
     open_runs: int = 0
     open_tokens: int = 0
     prefill_tokens: int = 0
@@ -66,7 +64,7 @@ class RouterView(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this router sees no active load and no queued request."""
+        """Whether this router has no active load and no queued request."""
         return not (self.figures.loads or self.queued or self.unconfirmed)
 
 

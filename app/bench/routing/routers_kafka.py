@@ -328,9 +328,9 @@ def routers_report(phases: Sequence[RouterPhase]) -> Report:
     left = sum(phase.unfinished for phase in phases)
     idle = sum(phase.routers - len(phase.deciders) for phase in phases)
     bars = [
-        none_of("what routers know unlike the log, at the same positions", wrong),
-        none_of("unlike each other, when all was over", unlike),
-        none_of("views with something open, when all was over", busy),
+        none_of("differences between views and log, at equal positions", wrong),
+        none_of("differences between views, at the end", unlike),
+        none_of("views with open requests, at the end", busy),
         none_of("requests without an end", left),
         none_of("routers that decided nothing", idle),
     ]

@@ -40,7 +40,6 @@ class RouterDeployment(NamedTuple):
 
     @property
     def simulation_run(self) -> SimulationRun:
-        """The simulation run of this deployment."""
         conditions = NetworkConditions(
             routers=self.routers, ledger_lag_ms=LAG_MS, shares_ledger=self.shares_ledger
         )
@@ -121,7 +120,7 @@ def router_thresholds(results: dict[RouterDeployment, RouterResult]) -> list[Thr
         Threshold(f"1 -> {MAX_ROUTERS} routers: reuse lost", lost * 100, "points", "<= 1",
             lost <= LOST_REUSE_LIMIT),
         Threshold(f"{MAX_ROUTERS} routers in bursts: mean TTFT, "
-            "to routers that know nothing of each other",
+            "against routers without a shared ledger",
             bursts / apart, "x", "<= 1", bursts <= apart),
     ]  # fmt: skip
 

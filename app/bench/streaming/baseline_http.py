@@ -42,7 +42,6 @@ class StepClock:
         self._clock: asyncio.Task[None] | None = None
 
     def add_stream(self) -> None:
-        """Count one more answer."""
         self._begun += 1
         if self._begun >= self._total:
             self._all_there.set()
@@ -50,7 +49,6 @@ class StepClock:
             self._clock = asyncio.create_task(self._run())
 
     async def next_text(self) -> str:
-        """The text of the next step."""
         turn: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         return await turn
@@ -70,7 +68,6 @@ class StepClock:
 
 
 async def completion_events(step_clock: StepClock) -> AsyncIterator[bytes]:
-    """The SSE events of one answer."""
     choice, heading = Choice(keep=False), ResponseHeader("chat", "id-1", "bench", 1700000000)
     words = ChunkEncoder(heading, 0, with_usage=False)
     step_clock.add_stream()
@@ -87,7 +84,6 @@ async def completion_events(step_clock: StepClock) -> AsyncIterator[bytes]:
 
 
 def create_app(step_clock: StepClock) -> FastAPI:
-    """The application."""
     api = FastAPI()
 
     @api.post("/v1/chat/completions")

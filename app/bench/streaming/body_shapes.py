@@ -18,7 +18,6 @@ class BodyShape(NamedTuple):
 
 
 def body_shapes(model: str, size: int = BODY_BYTES) -> list[BodyShape]:
-    """All shapes, for a model."""
     head = b'"model":"%s",' % model.encode()
     return [
         BodyShape(name, kind, b"{" + head + make(size - len(head) - 300) + b"}")

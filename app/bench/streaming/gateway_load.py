@@ -123,8 +123,6 @@ async def bench_gateway(
 
 
 class GatewayLoad:
-    """The measurements and their results."""
-
     def __init__(
         self,
         on: BenchEnvironment,
@@ -214,7 +212,6 @@ class GatewayLoad:
         return loop_delay_buckets(await metrics_page(self._ports["gateway"]))
 
     def report(self) -> Report:
-        """The report of all measurements."""
         rows: list[dict[str, Any]] = [
             {
                 "prompt": f"{length} tokens, {CONNECTIONS} connections",

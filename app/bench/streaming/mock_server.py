@@ -28,15 +28,12 @@ _HEAD = {"id": "mock", "created": 1700000000, "model": MODEL}
 
 
 class MockServer:
-    """The ASGI application."""
-
     def __init__(self, steps_per_s: float) -> None:
         self._pause_s = 1 / steps_per_s
         self._waiting: list[asyncio.Future[str]] = []
         self._clock: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        """Serve a request."""
         if scope["type"] != "http":
             return
         path = scope["path"]

@@ -54,7 +54,6 @@ class ServingSide(NamedTuple):
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of the processes."""
         return sum(process.cpu_s for process in self.processes)
 
 

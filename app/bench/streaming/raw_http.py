@@ -97,5 +97,4 @@ class HttpConnection:
         return int(head.split(b" ", 2)[1])
 
     def close(self) -> None:
-        """Close the connection."""
         self._writer.close()

@@ -37,8 +37,6 @@ def timestamped_text(tokens: int) -> str:
 
 
 class TokenFeeder:
-    """Steps all open answers together."""
-
     def __init__(
         self, writer: ChunkWriter, tokens: int, step: int, steps_per_s: float, total: int
     ) -> None:

@@ -57,7 +57,6 @@ class TokenRound(NamedTuple):
 
     @property
     def total_cpu_us(self) -> float:
-        """CPU time of all processes."""
         return sum(self.cpu_us.values())
 
 

@@ -2,7 +2,7 @@
 
     direct   eight streams of AsyncLLM.generate, with text, read to their ends
     memory   eight runs of a worker around the same engine, on the log in memory
-    kafka    the same, on a real Kafka; its broker takes what it needs from the same cores, so
+    kafka    the same, on a real Kafka; its broker runs on the same cores, so
              that this one measures the machine more than the worker
 
 All take turns in the same run on the same engine, a tiny model on this machine's CPU. The cost of
@@ -83,7 +83,6 @@ class BorrowedEngine(Engine):
         self.listener: KvEventListener | None = None
 
     def set_kv_event_listener(self, listener: KvEventListener) -> None:
-        """Set the listener for cache events."""
         self.listener = listener
 
     async def start(self, worker_id: str) -> EngineConfig:
@@ -94,7 +93,6 @@ class BorrowedEngine(Engine):
     def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        """The stream of the engine."""
         return self._engine.generate(request, context)
 
     async def cleanup(self) -> None:
@@ -123,11 +121,9 @@ class VllmWorkerSide:
         return self._engine.listener
 
     async def start(self) -> None:
-        """Register the worker."""
         await self._worker.start()
 
     async def stop(self) -> None:
-        """End it."""
         await self._worker.stop()
         await self.context.cancel_tasks()
 
