@@ -6,9 +6,9 @@
             print(piece.text if isinstance(piece, Chunk) else piece.code, end="")
 
 A client publishes to `prompts` and reads `responses`; it needs no rights on any other topic. All
-readers see the same reply (`streams/responses/transcript.py`), whatever workers, routers or brokers
-failed in the meantime. The client has no durable state: another client, or the same program after a
-restart, continues with the request id alone, as long as the log keeps the records.
+readers get the same reply (`streams/responses/transcript.py`), even if workers, routers or
+brokers failed in the meantime. The client has no durable state: another client, or the same program
+after a restart, continues with the request id alone, as long as the log keeps the records.
 
 It never closes the log that it was given, and reads only the lanes of `responses` that are in use.
 """

@@ -52,8 +52,8 @@ windows)."""
 class BrokerClock:
     """An estimate of the broker's append time, in milliseconds, from the records that were read.
 
-    Deadlines and ages are in broker time, because it is the one clock that every process sees
-    alike. A record with append time t, read at local time m, shows that the clock of its broker had
+    Deadlines and ages are in broker time, because it is the one clock that is the same for every
+    process. A record with append time t, read at local time m, shows that its broker's clock had
     reached t; the local clock extrapolates from there. The estimate is the latest time shown by
     the records of the last one to two windows; older ones count only while there are no newer ones.
     So it lags by at most the delay of the freshest record, and leads by at most the difference
@@ -64,7 +64,7 @@ class BrokerClock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since_ms = 0.0  # when the present window began
-        self._present_ms = _NEVER  # most that broker time was ahead of ours, in this window
+        self._present_ms = _NEVER  # most that broker time was ahead of local time, in this window
         self._before_ms = _NEVER  # and in the one before
 
     def observe(self, timestamp_ms: int) -> None:

@@ -104,7 +104,7 @@ def decode(record: Record) -> AnyRecord:
     """The record in a log entry.
 
     Raises NewerRecord for a record that is marked for newer readers, Malformed for anything else
-    that is not a record of kvlane (UnknownType for a type that this version does not know).
+    that is not a record of kvlane (UnknownType for a type that this version lacks).
     """
     headers = record.headers
     if len(headers) > 1:  # kvlane's have one, tombstones two

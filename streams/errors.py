@@ -6,11 +6,11 @@
     ├── TopicMismatch         a topic is missing or has another number of partitions than expected
     ├── RecordError
     │   ├── Malformed         bytes that do not match the type in their header
-    │   │   └── UnknownType   a record type this version does not know
+    │   │   └── UnknownType   a record type that this version lacks
     │   ├── NewerRecord       a record that its writer has reserved for newer readers
     │   └── RecordTooLarge    above max.message.bytes
     ├── AppendFailed          no acknowledgement: the record may or may not be in the log
-    ├── PositionLost          a reader's position lies outside of the log
+    ├── PositionLost          a reader's position is outside the log
     ├── NotFound              the log is complete, and has no record of the request
     ├── NothingToSkip         a position that holds no record which readers stop at
     ├── OwnershipLost         a commit for a partition that this member no longer owns
@@ -60,7 +60,7 @@ class Malformed(RecordError):
 
 
 class UnknownType(Malformed):
-    """A record type that this version does not know. Readers skip it, like any malformed record.
+    """A record type that this version lacks. Readers skip it, like any malformed record.
 
     The writer marks records that readers must not skip (`NewerRecord`).
     """
@@ -98,7 +98,7 @@ class AppendFailed(StreamError):
 
 
 class PositionLost(StreamError):
-    """The position lies outside of the log: records were deleted before they were read."""
+    """The position is outside the log: records were deleted before they were read."""
 
     def __init__(self, topic: str, partition: int, wanted: int, start: int) -> None:
         super().__init__(f"{topic}[{partition}]: wanted offset {wanted}, the log starts at {start}")

@@ -134,7 +134,7 @@ class Reader(Protocol):
         """Every record below this offset was returned by a poll, or is known to be gone.
 
         Compaction and retention leave gaps, also at the end of a log. A later poll that finds
-        nothing left in a partition moves its position to the end that it saw, even while other
+        nothing left in a partition moves its position to the end at that time, even while other
         partitions keep returning records, so that waiting for an end offset terminates.
         """
 
@@ -244,7 +244,7 @@ class Log(Protocol):
         """Append records to several partitions at once, each as `append_batch` does.
 
         Returns without waiting: one future per partition completes or raises as `append_batch`
-        would, by itself. Cancelling one gives up waiting, not the append. The append stands behind
+        would, by itself. Cancelling one ends the wait, not the append. The append is behind
         all earlier calls for its partition, and before all later ones.
         """
 

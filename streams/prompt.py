@@ -56,7 +56,7 @@ class Prompt(BaseModel):
         "them. A prompt in topic `batch` is of that class in any case",
     )
     result: bool = Field(
-        default=False, description="whether a record on `results` is wanted for the whole answer"
+        default=False, description="whether the whole answer becomes a record on `results`"
     )
     metadata: dict[str, Any] = Field(
         default_factory=dict, description="any JSON object of at most 16 KiB, copied to the result"
@@ -76,7 +76,7 @@ class Prompt(BaseModel):
     @classmethod
     def _check_metadata(cls, metadata: dict[str, Any]) -> dict[str, Any]:
         if metadata and (size := len(msgspec.json.encode(metadata))) > MAX_METADATA_BYTES:
-            raise ValueError(f"has {size} bytes as JSON, {MAX_METADATA_BYTES} are the most")
+            raise ValueError(f"has {size} bytes as JSON, above {MAX_METADATA_BYTES}")
         return metadata
 
 

@@ -10,11 +10,11 @@ from typing import Literal
 import msgspec
 
 ModelKind = Literal["tokens", "chat", "completion", "embedding"]
-"""What a model takes: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
+"""Input of a model: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
 ServiceClass = Literal["interactive", "batch"]
 """Class of work of a request: batch requests wait until interactive ones leave capacity."""
 Json = bytes
-"""A JSON value of whatever form, in UTF-8: passed on as it came, read by its receiver only."""
+"""A JSON value of any form, in UTF-8: passed on unchanged, read by its receiver only."""
 
 
 class InternalRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
@@ -27,5 +27,5 @@ class PublicRecord(
     """A record that clients read: a JSON object with its type in field `t`.
 
     Codes and reasons in them are plain strings: clients are not upgraded before the writers, and
-    one that does not know a new code must still see the end that it comes with.
+    one without a new code must still see the end that it comes with.
     """

@@ -31,7 +31,7 @@ SLOW_APPEND_S = 1.0
 other processes too. Usually one takes a few milliseconds, on a busy machine a hundred."""
 
 RETRY_WAIT_S = 15.0
-"""How long a failed append waits while another one to the same target is being retried. It retries
+"""Wait of a failed append while another one to the same target is being retried. It retries
 as soon as that one is acknowledged, and by itself, because that one may fail for its size."""
 
 AppendTarget = tuple[str, object]

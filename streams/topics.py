@@ -45,10 +45,10 @@ SNAPSHOTS = "snapshots"
 DEAD_LETTERS = "dead-letters"
 
 FILE_RETENTION_MS = 30 * 24 * 3_600_000
-"""How long files of the Files API and batch jobs are kept. Card and content expire together."""
+"""Time that files of the Files API and batch jobs are kept. Card and content expire together."""
 
 PER_LANE = -1
-"""Stands for "as many as there are lanes" in the table."""
+"""In the table: as many partitions as there are lanes."""
 
 DEFAULT_LANES = 8
 """Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.

@@ -174,7 +174,7 @@ class ExternalBroker(Broker):
                 return self
 
     def check_running(self) -> None:
-        """See `Broker`. The listeners may want TLS or SASL, so only the connection is tried."""
+        """See `Broker`. The listeners may require TLS or SASL, so only the connection is tried."""
         reasons = []
         for server in self.bootstrap_servers.split(","):
             host, _, port = server.strip().rpartition(":")

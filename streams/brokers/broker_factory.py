@@ -56,7 +56,7 @@ def obtain_broker(
     `bootstrap_servers` are the given ones, if any: "env" needs them and "auto" takes them.
     `brokers` above 1 starts a cluster, which runs in JVMs. `port` is for the first broker that is
     started, 0 for a free one. `full_jit` is for measurements, `kept` for data that outlive it.
-    `report` takes what a waiting person wants to know, one line at a time.
+    `report` is called with lines on the progress, for a person who waits.
 
     Raises BrokerUnavailable when the kind asked for cannot be had; given servers that do not
     answer are an error with "auto" too.

@@ -79,7 +79,7 @@ class DockerBroker(Broker):
         self._container: Any = None
 
     def start(self) -> Self:
-        """See `Broker`. Says within two seconds when no daemon answers."""
+        """See `Broker`. Raises within two seconds when no daemon answers."""
         if self._guard is not None:
             return self
         self.image = find_image(self._report)

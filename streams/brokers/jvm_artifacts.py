@@ -78,7 +78,7 @@ _POM = (
 
 
 def cache_directory() -> Path:
-    """Where jars and prepared starts are kept: KVLANE_CACHE_DIR, or ~/.cache/kvlane."""
+    """Folder of jars and prepared starts: KVLANE_CACHE_DIR, or ~/.cache/kvlane."""
     given = os.environ.get("KVLANE_CACHE_DIR")
     return Path(given).absolute() if given else Path.home() / ".cache" / "kvlane"
 

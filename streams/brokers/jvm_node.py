@@ -1,6 +1,6 @@
 """One Kafka broker process on this machine, which can be killed, paused and started again.
 
-Where its data, settings and class archive come from is determined by `jvm`.
+`jvm` determines its data, settings and class archive.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class JvmNode:
             os.kill(self.pid, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """From now on none of its files can grow, which is what a full disk is to it.
+        """From now on none of its files can grow, as on a full disk.
 
         It ends itself when it next writes; started again, it has room. Linux only, as it is a limit
         that is set for a process that runs.
@@ -161,7 +161,7 @@ class JvmNode:
             raise BrokerUnavailable(f"broker {self.number} has not ended") from None
 
     def log_tail(self) -> str:
-        """The end of what the broker wrote, for people."""
+        """The end of the broker's output, for people."""
         written = []
         for name in ("output.log", "server.log"):
             log = self._directory / "logs" / name

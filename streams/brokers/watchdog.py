@@ -44,7 +44,7 @@ class ProcessGuard:
 
     `directory` is made under `parent` (default: the system's temporary directory). Processes must
     be started with `mark` as an argument, containers with `label`, where `docker` is true. The
-    watchdog inherits the file descriptors `inherited`, and so what is locked by them.
+    watchdog inherits the file descriptors `inherited`, and so their locks.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def kill_marked(mark: str, deadline: float) -> None:
     while time.monotonic() < min(settled_at, deadline):
         for process in marked_processes(mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getpgid(process) == process:  # with what it started itself
+                if os.getpgid(process) == process:  # with its own child processes
                     os.killpg(process, signal.SIGKILL)
                 os.kill(process, signal.SIGKILL)
             settled_at = time.monotonic() + _SETTLED_S
@@ -149,7 +149,7 @@ def remove_labelled(name: str, deadline: float) -> None:
         from testcontainers.core.docker_client import DockerClient
 
         daemon = DockerClient(timeout=5).client
-    except Exception:  # noqa: BLE001 - no daemon any more, so nothing of ours runs in it
+    except Exception:  # noqa: BLE001 - without a daemon no container runs
         return
     with contextlib.closing(daemon):
         settled_at = time.monotonic() + 2.0

@@ -2,7 +2,7 @@
 
 Owns four things: the classification of errors that a retry cannot cure, patches of aiokafka, the
 lifecycle of a consumer (connected on first use, always stopped), and the rate limit of aiokafka's
-log messages. Knows nothing of topics and records.
+log messages. Never here: topics and records.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SILENT_TIMEOUTS = 5
 
 READER_OPTIONS: Mapping[str, Any] = {
     "enable_auto_commit": False,
-    # A position outside the log must be heard of; every other policy jumps without a word.
+    # A position outside the log must be reported; every other policy jumps silently.
     "auto_offset_reset": "none",
     # One partition's answer must hold the largest batch; the whole answer bounds the memory that
     # a consumer takes for what it has fetched ahead, for each broker.
@@ -347,7 +347,7 @@ _calm = LogRateLimiter()
 
 
 def limit_client_logs() -> None:
-    """Filter every logger of the client, and ours around it. Idempotent.
+    """Filter every logger of the client, and those of this folder. Idempotent.
 
     One by one, since a filter on their parent would see nothing.
     """

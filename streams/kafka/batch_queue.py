@@ -97,13 +97,12 @@ class PendingBatch:
         return self._data is not None
 
     def add(self, append: PendingAppend) -> None:
-        """Add an append behind the others."""
         self.appends.append(append)
         self.size += append.size
         self.record_count += len(append.entries)
 
     def remove(self, append: PendingAppend) -> None:
-        """Remove an append that was given up before the batch was sent."""
+        """Remove an append that was cancelled before the batch was sent."""
         self.appends.remove(append)
         self.size -= append.size
         self.record_count -= len(append.entries)
@@ -267,7 +266,7 @@ class BatchQueue:
             self._on_broken(error)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all appends; the queue is not used any more."""
+        """Fail all appends; the queue is not used after that."""
         for batch in self._batches():
             self._fail(batch, error)
         self._unsent.clear()

@@ -3,7 +3,7 @@
 Retries, errors of partitions, idempotence and time-outs stay aiokafka's. Its codec walks a schema
 for each field of each partition, and its loop waits for a set of futures at every turn; here the
 layout of version 7 is in four structs, and one future is completed by new batches and by requests
-that end. A broker that does not know version 7 gets aiokafka's own request. Layout:
+that end. A broker without version 7 gets aiokafka's own request. Layout:
 https://kafka.apache.org/protocol#The_Messages_Produce; tests compare it with aiokafka's classes.
 """
 
@@ -50,7 +50,7 @@ class BatchRequest:
             self._by_topic.setdefault(topic, []).append((partition, data))
 
     def prepare(self, versions: dict[int, tuple[int, int]]) -> Any:
-        """What a connection encodes: this, or aiokafka's struct for a broker of other versions."""
+        """The request to encode: this, or aiokafka's struct for a broker of other versions."""
         lowest, highest = versions.get(self.API_KEY, (0, 0))
         if lowest <= self.API_VERSION <= highest:
             return self
@@ -71,7 +71,6 @@ class BatchRequest:
         )
 
     def encode(self) -> bytes:
-        """The body of the request."""
         pieces = [_REQUEST.pack(-1, _ALL_REPLICAS, self._timeout_ms, len(self._by_topic))]
         for topic, batches in self._by_topic.items():
             name = topic.encode()

@@ -77,7 +77,7 @@ def _snappy(data: bytes, most: int) -> bytes:
     blocks = _xerial_blocks(data) if data.startswith(_XERIAL) else [data]
     size = sum(cramjam.snappy.decompress_raw_len(block) for block in blocks)
     if size > most:
-        raise DecompressionError(f"snappy: {size} bytes uncompressed, {most} are the most")
+        raise DecompressionError(f"snappy: {size} bytes uncompressed, above {most}")
     return b"".join(bytes(cramjam.snappy.decompress_raw(block)) for block in blocks)
 
 
@@ -128,7 +128,7 @@ def _lz4_bound(data: bytes, most: int) -> int:
 def _zstd(data: bytes, most: int) -> bytes:
     size = zstandard.frame_content_size(data)  # -1: the frame does not declare it
     if size > most:
-        raise DecompressionError(f"zstd: {size} bytes uncompressed, {most} are the most")
+        raise DecompressionError(f"zstd: {size} bytes uncompressed, above {most}")
     reader = _decompressor(most).stream_reader(data, read_across_frames=True)
     if size > 0:
         content: bytes = reader.read(size)

@@ -78,8 +78,8 @@ class KafkaMember:
         )
         self._consumer: Any = None  # the one that is in the group
         self._granted: frozenset[int] | None = None  # given by the group, not taken over yet
-        self._next: dict[int, int] = {}  # what we own: offset of the next record to hand out
-        self._reading: set[int] = set()  # what was resumed
+        self._next: dict[int, int] = {}  # owned partitions: offset of the next record to hand out
+        self._reading: set[int] = set()  # the resumed ones
         self._generation = 0
         self._unsettled_from = _NEVER  # when the rebalance began that is not over; inf: none
         self._waiting: asyncio.Timeout | None = None
@@ -137,7 +137,7 @@ class KafkaMember:
             async with asyncio.timeout(self._kafka.request_timeout_s + 5 * RETRY_S):
                 await consumer.commit({self._full(p): offset for p, offset in offsets.items()})
         except (CommitFailedError, IllegalStateError) as e:
-            raise OwnershipLost(f"{self._topic}: the group {self._group} has moved on") from e
+            raise OwnershipLost(f"{self._topic}: {self._group} has a new generation") from e
         except TimeoutError as e:
             raise AppendFailed(f"{self._topic}: no answer to a commit") from e
         except KafkaError as e:
@@ -157,7 +157,6 @@ class KafkaMember:
     # --- called by the client, through the listener ---
 
     def on_granted(self, consumer: Any, partitions: Iterable[TopicPartition]) -> None:
-        """The group has assigned these partitions."""
         if self._consumer is consumer:  # and not one that was dropped
             self._unsettled_from = _NEVER
             consumer.pause(*partitions)
@@ -165,7 +164,6 @@ class KafkaMember:
             self._wake()
 
     def on_revoked(self, consumer: Any) -> None:
-        """The group has revoked all partitions."""
         if self._consumer is not consumer:
             return
         self._generation += 1
@@ -287,7 +285,7 @@ class KafkaMember:
         try:
             start = (await self._kafka.start_offsets(self._topic, [partition]))[partition]
         except BrokerUnavailable:
-            return  # the client will say so again
+            return  # the client reports it again
         if generation == self._generation and self._next.get(partition) == wanted:
             self._alarm(partition, wanted, start)
             self._next[partition] = start
@@ -296,7 +294,7 @@ class KafkaMember:
     def _watch(self, now: float) -> None:
         """Rejoin if a rebalance does not end.
 
-        aiokafka keeps trying addresses where no broker is any more.
+        aiokafka keeps trying addresses of brokers that are gone.
         """
         if now - self._unsettled_from > SILENT_TIMEOUTS * self._session_s:
             self._join_anew("a rebalance does not end")

@@ -44,8 +44,8 @@ from streams.topics import partition_of
 
 T = TypeVar("T")
 
-_HEARSAY_S = 2.0
-"""A busy broker may not know a new topic yet; after this long the topic does not exist."""
+_TOPIC_VISIBLE_S = 2.0
+"""A busy broker may not list a new topic yet; after this long the topic does not exist."""
 
 
 class KafkaLog:
@@ -116,7 +116,7 @@ class KafkaLog:
         self._check_open()
         if topic in self._partitions and not self._finders.get(topic):
             return self._partitions[topic]
-        until = asyncio.get_running_loop().time() + _HEARSAY_S
+        until = asyncio.get_running_loop().time() + _TOPIC_VISIBLE_S
         self._finders[topic] += 1
         try:
             async with asyncio.timeout_at(until + self._open_producer().append_timeout_s):
@@ -138,7 +138,7 @@ class KafkaLog:
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """Append one entry, and wait for its acknowledgement at most three request time-outs.
 
-        As long again, and two seconds, to hear of a topic that was not written to before.
+        As long again, and two seconds, for a topic that was not written to before.
 
         An append that failed or was cancelled may be in the log, now or a little later; see
         `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicMismatch,
@@ -190,7 +190,7 @@ class KafkaLog:
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset at or after a time; the end when there is none."""
-        # The end is taken first: what is appended between the questions lies behind it.
+        # The end is taken first: records appended between the two queries are behind it.
         end = (await self.end_offsets(topic, [partition]))[partition]
         tp = self._existing(topic, partition)
         found = await self._retry_query(
@@ -254,7 +254,7 @@ class KafkaLog:
                             raise to_access_denied(e, topic) from e
                         error = e
                         if isinstance(e, KafkaTimeoutError):
-                            # The client keeps what it knew of the leaders; a new one does not.
+                            # The client keeps its old leaders; a new one does not.
                             self._query_consumer.drop()
                     self._check_open()
                     await asyncio.sleep(RETRY_S)

@@ -69,7 +69,7 @@ class KafkaReader:
         self._is_committed = False
         """Whether it reads committed records only."""
         self._client = LazyConsumer(options, kafka.request_timeout_s)
-        self._consumer: AIOKafkaConsumer | None = None  # the one that has our assignment
+        self._consumer: AIOKafkaConsumer | None = None  # the one with the assignment
         self._names: dict[TopicPartition, Partition] = {}
         self._next: dict[TopicPartition, int] = {}  # offset of the next record to hand out
         self._settled: dict[TopicPartition, int] = {}  # the results of `position`
@@ -146,7 +146,7 @@ class KafkaReader:
         await self._client.close()
 
     async def _ready(self, timeout_s: float) -> AIOKafkaConsumer | None:
-        """The consumer with our assignment; None when there is none to read from yet."""
+        """The consumer with the assignment; None when there is none to read from yet."""
         if not self._next:
             return None
         if self._consumer is None:

@@ -102,7 +102,7 @@ class Producer:
         return future
 
     async def close(self) -> None:
-        """Wait for what is queued, at most for one request time-out, and disconnect. Idempotent."""
+        """Wait for queued records, at most for one request time-out, and disconnect. Idempotent."""
         self._closed = True
         if self._look_at_deadlines is not None:
             self._look_at_deadlines.cancel()

@@ -55,7 +55,7 @@ TOPIC_CHECK_INTERVAL_S = 10.0
 """Interval between checks that the topics still exist."""
 _DEADLINE_S = 30.0
 _OF_LANES = frozenset({REQUESTS, LEDGER, RESPONSES})
-"""Topics that have as many partitions as there are lanes, whatever is set."""
+"""Topics that have as many partitions as there are lanes, whatever the settings."""
 _OF_THE_TABLE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -183,7 +183,7 @@ async def watch_topics(
 
     Nothing else detects it: to a reader, a deleted topic is one without new records. Raises
     TopicMismatch if one was missing, or had another number of partitions, twice in a row: a broker
-    that has just restarted may not know all of them yet.
+    that has just restarted may not list all of them yet.
     """
     before: dict[str, int] = {}
     differed: dict[str, int] = {}

@@ -8,7 +8,7 @@ partitions change cancels its requests at every change, and never times out at a
 So if a connection has pending requests and no response for a while, the other brokers are asked in
 turn for the members of the cluster. If the broker is no longer one, its connection is closed: the
 pending requests fail, and the client repeats them at the new leaders. A broker that is still a
-member has until the request time-out. Knows nothing of producers, consumers and their requests.
+member has until the request time-out. Never here: producers, consumers, requests.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class _Watch:
             self._transport.abort()
 
     def _judge(self, connection: AIOKafkaConnection, now: float) -> None:
-        if now - self._looked_at > 2 * self._every_s:  # we were stopped: responses may be buffered
+        if now - self._looked_at > 2 * self._every_s:
+            # this process was stopped: responses may be buffered
             self._waits_from = now
         self._looked_at = now
         silent_s = now - max(self._waits_from, connection._last_action)  # noqa: SLF001
@@ -134,7 +135,7 @@ class _Watch:
         self._turn += 1
         if others:
             return others[self._turn % len(others)]
-        # Whoever connects holds the lock until that is done, maybe to the broker that hangs.
+        # A task that connects, maybe to the broker that hangs, holds the lock until that is done.
         if not ids or client._get_conn_lock.locked():  # noqa: SLF001
             return None
         return await client._get_conn(ids[self._turn % len(ids)])  # noqa: SLF001

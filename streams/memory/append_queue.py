@@ -43,7 +43,7 @@ class AppendQueue:
         if (latency_s := broker.faults.latency_s(client.client_id, "append")) > 0:
             try:
                 await broker.clock.sleep(latency_s)
-            except asyncio.CancelledError:  # only the caller has given up
+            except asyncio.CancelledError:  # only the caller stops waiting
                 self._later(broker.faults.late_s(client.client_id), self.arrive, sending)
                 raise
         self.arrive(sending)
@@ -67,7 +67,6 @@ class AppendQueue:
                 self._arrive(sending)
 
     def flush(self) -> None:
-        """All pending appends arrive."""
         if self._under_way:
             self.arrive(self._under_way[-1])
 

@@ -16,8 +16,6 @@ Operation = Literal["append", "offsets", "poll", "commit", "heartbeat", "leave"]
 
 
 class AppendFate(Enum):
-    """The outcome of one append."""
-
     KEPT = "kept"
     LOST = "lost"
     """Nothing is appended, AppendFailed is raised."""
@@ -44,11 +42,11 @@ class BrokerFaults:
         return 0.0
 
     def gather_s(self, wanted_s: float) -> float:
-        """How long records wait for others for a reader that asked for so long."""
+        """Time that records wait for others, for a reader that asked for `wanted_s`."""
         return 0.0
 
     def late_s(self, client: str) -> float:
-        """How long an abandoned append remains in transit."""
+        """Time that an abandoned append remains in transit."""
         return 0.0
 
     def departed(self, client: str) -> bool:

@@ -1,6 +1,6 @@
 """Consumer groups of the in-memory broker, after Kafka's classic protocol with eager rebalances.
 
-A change of members starts a rebalance: every member learns of it at its next heartbeat, releases
+A change of members starts a rebalance: every member is notified at its next heartbeat, releases
 all its partitions and rejoins; when all have, or after the session time-out, a new generation
 begins and the range assignor distributes the partitions. Commits count only in the generation in
 which they were sent. A member whose client is silent for the session time-out, or that does not
@@ -24,7 +24,7 @@ NEVER = float("inf")
 
 
 class GroupMember(Protocol):
-    """A member as its group sees it."""
+    """A member, in the state of its group."""
 
     @property
     def id(self) -> str:
@@ -39,7 +39,7 @@ class GroupMember(Protocol):
 
 
 class ConsumerGroup:
-    """One group on one topic, as its coordinator sees it."""
+    """One group on one topic, as its coordinator has it."""
 
     def __init__(self, clock: Clock, topic: str, partitions: int, session_timeout_s: float) -> None:
         self.topic = topic
@@ -75,7 +75,6 @@ class ConsumerGroup:
         return self._rejoined is not None and member.id not in self._rejoined
 
     def leave(self, member: GroupMember) -> None:
-        """The member leaves voluntarily."""
         if self.members.pop(member.id, None) is not None:
             self._rebalance()
 
@@ -96,7 +95,6 @@ class ConsumerGroup:
             self._rebalance()
 
     def next_change(self) -> float:
-        """The time of the next time-out."""
         expiries = (m.expires_at() for m in self.members.values())
         return min(self._rebalance_ends, min(expiries, default=NEVER))
 

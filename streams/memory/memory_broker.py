@@ -100,7 +100,6 @@ class MemoryBroker:
             raise TopicMismatch(f"no partition {partition} of topic {topic!r}") from None
 
     def records(self, topic: str, partition: int) -> Sequence[MemoryRecord]:
-        """The records of one partition."""
         return self.log(topic, partition).records
 
     def append(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
@@ -116,7 +115,7 @@ class MemoryBroker:
         self.log(topic, partition).delete_before(before)
 
     def compact(self, topic: str) -> None:
-        """Compact now, keeping what is younger than the compaction lag."""
+        """Compact now, keeping records younger than the compaction lag."""
         now_ms = self.now_ms()
         for log in self._logs[topic]:
             log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)

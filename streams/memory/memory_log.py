@@ -29,7 +29,7 @@ from streams.topics import MAX_RECORD_BYTES, REGISTRY, partition_of
 
 MAX_BATCH_BYTES = 1024 * 1024
 CONNECT_S, RECONNECT_S = 12.0, 0.5
-"""How long `start` waits for a broker, and its retry interval, as with a real broker."""
+"""Limit of the wait of `start` for a broker, and its retry interval, as with a real broker."""
 _RECORD_OVERHEAD = 90  # bytes around key, value and headers in a batch of one record
 
 
@@ -70,7 +70,7 @@ class MemoryLog:
             await user.close()
 
     def kill(self) -> None:
-        """As kill -9: no call returns any more, and nothing more is sent.
+        """As kill -9: no further call returns, and nothing more is sent.
 
         Appends that had left the process arrive a little later (`BrokerFaults.departed`), others
         are lost; group memberships end by their session time-out.
@@ -104,7 +104,6 @@ class MemoryLog:
         return self.broker.partitions[topic]
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
-        """Append one record."""
         self.check_open()
         assert entry.key is not None or entry.value is not None, "the client of Kafka refuses it"
         if _bytes(entry) > MAX_RECORD_BYTES:
@@ -171,7 +170,6 @@ class MemoryLog:
         moving: bool = True,  # noqa: ARG002  each position waits alone
         gather_s: float = 0.0,
     ) -> MemoryReader:
-        """A reader; closed with this connection."""
         self.check_open()
         reader = MemoryReader(self, gather_s)
         self._users[reader] = None
@@ -296,7 +294,7 @@ class MemoryReader:
         return self.cursor.positions[partition]
 
     async def close(self) -> None:
-        """Forget all positions; a poll that waits raises LogClosed."""
+        """Drop all positions; a poll that waits raises LogClosed."""
         self._closed = True
         self.cursor.clear()
         self.cursor.wake_up.notify()

@@ -1,7 +1,7 @@
 """One member of a consumer group of the in-memory broker.
 
-Owns which partitions it believes to be its own and from where they are read; what the group
-decides is in `streams/memory/consumer_groups.py`.
+Owns its copy of the assignment, which may be out of date, and the positions; the decisions of the
+group are in `streams/memory/consumer_groups.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MemoryMember:
         self._closed = False
 
     async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
-        """Hear from the group, then the next records."""
+        """Contact the group, then return the next records."""
         self._check_open()
         clock = self._connection.broker.clock
         deadline = clock.now() + timeout_s
@@ -78,7 +78,7 @@ class MemoryMember:
             self._starts[partition] = reached if position is None else position
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
-        """Commit next offsets in the generation this member believes in."""
+        """Commit next offsets in the generation that this member last joined."""
         self._check_open()
         generation, lost = self._generation, offsets.keys() - self._owned
         if lost:
@@ -111,11 +111,11 @@ class MemoryMember:
         return NEVER if self._polling else self._polled_at + broker.max_poll_interval_s
 
     def check_timeouts(self) -> None:
-        """Let the group notice time-outs that have passed by now."""
+        """Expire members of the group whose time-outs have passed."""
         self._group.expire()
 
     def _news(self) -> bool:
-        """Whether the group has something to tell that this member does not know."""
+        """Whether the group's state differs from this member's copy."""
         group = self._group
         group.expire()
         if self.id not in group.members:
@@ -123,7 +123,7 @@ class MemoryMember:
         return group.waits_for(self) or (group.is_stable and self._generation != group.generation)
 
     def _attend(self) -> None:
-        """Hear from the group: give up, join, take over."""
+        """Contact the group: release partitions, join, take over."""
         group = self._group
         group.expire()
         if self.id not in group.members:

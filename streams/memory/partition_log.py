@@ -78,19 +78,16 @@ class Cursor:
         self.wake_up.notify()
 
     def remove(self, name: Partition) -> None:
-        """Read this partition no more."""
         if (log := self._logs.pop(name, None)) is not None:
             del self.positions[name]
             self.ready.pop(log, None)
             log.followers.pop(self, None)
 
     def clear(self) -> None:
-        """Read nothing any more."""
         for name in list(self._logs):
             self.remove(name)
 
     def on_append(self, log: PartitionLog) -> None:
-        """A partition has new records."""
         self.ready[log] = None
         self.wake_up.notify()
 
@@ -173,8 +170,8 @@ class PartitionLog:
     def compact(self, before_ms: int, tombstones_before_ms: int) -> None:
         """Of the records appended before `before_ms`, keep the last one of each key.
 
-        Tombstones appended before `tombstones_before_ms` go too. The newest record stays whatever
-        it is, as the active segment of a broker does.
+        Tombstones appended before `tombstones_before_ms` go too. The newest record stays in
+        any case, like the active segment of a broker.
         """
         last = {r.key: r.offset for r in self.records if r.timestamp < before_ms}
         newest = self.end - 1

@@ -21,7 +21,7 @@ from streams.topics import DEAD_LETTERS
 
 MAX_REASON_BYTES = 500
 MAX_TYPE_BYTES = 100
-"""In bytes: bounds a dead letter, so that it can be written whatever the record is."""
+"""In bytes: bounds a dead letter, so that it can be written for any record."""
 UNREADABLE_HEADER = "unreadable"
 KEPT_HEADER_PREFIX = "header_"
 """Prefix of the names of kept headers."""

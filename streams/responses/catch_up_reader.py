@@ -87,7 +87,6 @@ class CatchUpReader:
                     del self._waiting[queue]
 
     def all_replies(self) -> list[Reply]:
-        """All awaited replies."""
         read = [reply for lane in self.active_passes.values() for reply in lane.all_replies()]
         return read + [reply for waiting in self._waiting.values() for reply in waiting]
 

@@ -32,7 +32,6 @@ class PartitionTail:
         """Whether it is read even if no reply is awaited in it."""
 
     def add(self, reply: Reply) -> None:
-        """Start to feed a reply."""
         self.replies.setdefault(reply.key, []).append(reply)
         if reply.expected_before < NO_OFFSET and not reply.has_begun:
             self._due[reply] = None
@@ -73,17 +72,14 @@ class PartitionTail:
         ]
 
     def all_replies(self) -> list[Reply]:
-        """All replies awaited here."""
         return [reply for awaiting in self.replies.values() for reply in awaiting]
 
 
 class LiveReader:
-    """The reader and its lanes."""
-
     def __init__(
         self, reader: Reader, clock: Clock, linger_s: float, broker_clock: BrokerClock
     ) -> None:
-        """`linger_s`: how long a lane is read after its last reply."""
+        """`linger_s`: time that a lane is read after its last reply."""
         self.lanes: dict[int, PartitionTail] = {}
         self.last_poll_at = clock.now()
         self._reader = reader
@@ -100,13 +96,11 @@ class LiveReader:
         return lane
 
     def remove(self, number: int, reply: Reply) -> None:
-        """Stop feeding a reply."""
         if (lane := self.lanes.get(number)) is not None:
             lane.remove(reply)
             lane.idle_since = self._clock.now()
 
     def all_replies(self) -> list[Reply]:
-        """All awaited replies."""
         return [reply for lane in self.lanes.values() for reply in lane.all_replies()]
 
     async def poll(self) -> list[tuple[int, Reply]]:

@@ -33,7 +33,7 @@ IDLE_LANE_TTL_S = 60.0
 for a new reading position, which costs up to a pending fetch."""
 
 CLOCK_MARGIN_MS = 300_000
-"""How far the clock that an id was made with may be ahead of the broker's. Reading five more
+"""Lead of the clock that an id was made with over the broker's, at most. Reading five more
 minutes of a lane takes a fraction of a second."""
 
 MAX_REQUEST_LIFETIME_MS = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) // 2
@@ -83,7 +83,6 @@ class ReplyReader:
         self._error: Exception | None = None
 
     def start(self) -> None:
-        """Start reading."""
         runs = {"live": self._follow, **self._history.reader_tasks()}
         self._tasks = [
             asyncio.create_task(self._guarded(run), name=f"replies/{name}")

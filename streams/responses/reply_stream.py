@@ -192,7 +192,8 @@ class Reply:
         """Take all buffered pieces, at least one; otherwise as `next_piece`.
 
         `sink` gets the pieces that arrive while this waits, in order. The first that it leaves ends
-        the wait, and so does the time limit, whatever the sink took. Its error fails the reply.
+        the wait, and so does the time limit, even if the sink took pieces. Its error fails the
+        reply.
         """
         if not self._pieces:
             await self._awaited(timeout_s, sink)
@@ -201,7 +202,7 @@ class Reply:
         return pieces
 
     def cancel_timer(self) -> None:
-        """Cancel the timer, when no task awaits pieces any more."""
+        """Cancel the timer, once no task awaits pieces."""
         if self._alarm is not None and self._waiter is None:
             self._alarm.cancel()
             self._alarm = None
@@ -273,7 +274,6 @@ class Reply:
 
 
 def merge_chunks(chunks: Sequence[Chunk]) -> Chunk:
-    """Merge successive visible Chunks into one."""
     last = chunks[-1]
     return Chunk(
         id=last.id,

@@ -83,7 +83,6 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """The text shown so far."""
         parts = self._parts
         if len(parts) > 1:
             parts[:] = ["".join(parts)]

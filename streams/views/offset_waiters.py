@@ -1,7 +1,7 @@
 """Offset waiters: tasks that wait until a partition is applied up to an offset.
 
 One heap per source, so that moving a position costs nothing without waiters, and each waiter is
-woken once, when its offset is reached. Knows nothing of records or views.
+woken once, when its offset is reached. Never reads records or views.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class OffsetWaiters:
 
     @property
     def pending_partitions(self) -> Collection[Partition]:
-        """The partitions with a waiter."""
         return [source for source in self._heaps if source is not None]
 
     async def wait(self, source: WaitKey, offset: int) -> None:

@@ -88,7 +88,6 @@ class SnapshotAssembler:
 
 
 def part_entry(view: str, source: Partition, checksum: str, number: int, part: bytes) -> Entry:
-    """The record of a part."""
     headers = ((TYPE_HEADER, _PART), (_SNAPSHOT, checksum.encode()), (_NUMBER, b"%d" % number))
     return Entry(f"{view}/{source.partition}/{number}".encode(), part, headers)
 

@@ -80,7 +80,7 @@ def capture(view: MaterializedView, source: Partition) -> CapturedState:
 
 
 class SnapshotStore:
-    """Writes and reads snapshots over one log. Remembers the pointers read so far."""
+    """Writes and reads snapshots over one log. Caches the pointers read so far."""
 
     def __init__(self, log: Log, clock: Clock, *, load_timeout_s: float = 60.0) -> None:
         self._log = log

@@ -130,7 +130,6 @@ class TailSubscription:
         return not self._is_behind
 
     def fail(self, error: Exception) -> None:
-        """End the subscription."""
         self._error = error
         self._changed.set()
 

@@ -70,7 +70,6 @@ class FetchResponse(NamedTuple):
 def encode_header(
     correlation_id: int, client_id: str, api_key: int = API_KEY, version: int = API_VERSION
 ) -> bytes:
-    """The header of a request."""
     name = client_id.encode()
     return _HEADER.pack(api_key, version, correlation_id, len(name)) + name
 

@@ -2,8 +2,8 @@
 
 Owns the sessions of one consumer, one per broker, and the plan of its assignment: the partitions by
 the broker that serves them. Requests and responses of version 11 go through `fetch_codec`; a broker
-that does not know it is asked by aiokafka's own code. Buffers, wake-ups, resets of positions,
-errors of partitions and preferred read replicas stay aiokafka's.
+that lacks it is asked by aiokafka's own code. Buffers, wake-ups, resets of positions, errors of
+partitions and preferred read replicas stay aiokafka's.
 
 aiokafka walks all partitions at every wake-up, and lists all of them in every request. Here a
 broker whose response is awaited is skipped as a whole, so each partition is looked at once per
@@ -66,7 +66,6 @@ class EncodedHeader(NamedTuple):
     data: bytes
 
     def encode(self) -> bytes:
-        """The bytes."""
         return self.data
 
 
@@ -109,7 +108,7 @@ class SessionFetch:
         return list(by_topic.items())
 
     def prepare(self, versions: dict[int, tuple[int, int]]) -> Any:
-        """What a connection encodes: this, or aiokafka's struct for a broker of other versions."""
+        """The request to encode: this, or aiokafka's struct for a broker of other versions."""
         lowest, highest = versions.get(API_KEY, (0, 0))
         if lowest <= API_VERSION <= highest:
             return self
@@ -165,8 +164,6 @@ class _Plan(NamedTuple):
 
 
 class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
-    """The fetcher of one consumer."""
-
     _sessions: dict[int, FetchSession]
     _plan: _Plan | None
     _options: FetchOptions
@@ -402,7 +399,7 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         return has_news
 
     def _note(self, assignment: Any, fetch: SessionFetch, response: FetchResponse) -> None:
-        """Note ends of partitions, and the time of the response about all that were wanted.
+        """Note ends of partitions, and the time of the response, for all requested ones.
 
         A broker reports an end once, so it is noted even if the position has changed meanwhile. A
         throttled response is about nothing.
