@@ -101,7 +101,6 @@ def local_hashes(
 
 
 def sequence_hashes(local: NDArray[np.uint64], *, seed: int = BASE_SEED) -> NDArray[np.uint64]:
-    """Sequence hashes of given local hashes."""
     chained = np.empty(len(local), np.uint64)
     chain_hashes(np.ascontiguousarray(local), seed & M64, chained)
     return chained

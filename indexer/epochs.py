@@ -13,7 +13,7 @@ a table). All state belongs to the partition that a record came from:
 - *cleared* leaves a rank without blocks, in all tiers. From then on the rank is complete: all its
   blocks were announced in the records read. A gap, or a start in the middle, makes it incomplete.
 
-Knows no blocks: a subclass of `CacheState` in each index holds them. `IndexBase` has the methods of
+Blocks are in a subclass of `CacheState` of each index. `IndexBase` has the methods of
 an index that need no blocks.
 """
 
@@ -80,16 +80,13 @@ class CacheState:
 
     @property
     def tier_block_counts(self) -> tuple[int, ...]:
-        """Number of blocks in each tier."""
         raise NotImplementedError
 
     @property
     def block_count(self) -> int:
-        """Number of blocks over all tiers."""
         return sum(self.tier_block_counts)
 
     def drop_blocks(self) -> None:
-        """Drop all blocks."""
         raise NotImplementedError
 
 
@@ -116,13 +113,11 @@ class EpochTracker(Generic[R]):
             yield from self.caches_of(partition)
 
     def caches_of(self, partition: int) -> Iterator[tuple[CacheId, R]]:
-        """The caches of a partition."""
         for worker, known in self._partitions.get(partition, {}).items():
             for number, rank in known.ranks.items():
                 yield CacheId(worker, number), rank
 
     def find_cache(self, holder: CacheId) -> R | None:
-        """A cache, in any partition."""
         return next((rank for known, rank in self if known == holder), None)
 
     def advance_to(self, partition: int, holder: CacheId, epoch: int, event_id: int) -> R | None:
@@ -255,7 +250,6 @@ class IndexBase(Generic[R]):
         self._epochs.drop_worker(partition, worker)
 
     def cache_sizes(self) -> dict[CacheId, CacheSize]:
-        """Size of each cache."""
         return {
             holder: CacheSize(rank.tier_block_counts, rank.is_complete)
             for holder, rank in self._epochs

@@ -58,7 +58,6 @@ class ReferenceIndex(IndexBase[_Rank]):
         first_event_id: int,
         events: Sequence[CacheEvent],
     ) -> None:
-        """Apply the events of one record."""
         rank = self._epochs.advance_to(partition, holder, epoch, first_event_id)
         if rank is None:
             self.counters.stale_events += len(events)
@@ -97,7 +96,6 @@ class ReferenceIndex(IndexBase[_Rank]):
     # --- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, partition: int) -> bytes:
-        """Snapshot of a partition."""
         tiers = [tier for _, rank in self._epochs.caches_of(partition) for tier in rank.tiers]
         header = {
             "fingerprint": self._fingerprint,

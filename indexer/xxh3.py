@@ -151,7 +151,6 @@ def _long(data: bytes, seed: int) -> int:
 
 
 def _accumulate(data: bytes, at: int, secret: list[int], key: int, sums: list[int]) -> None:
-    """Accumulate one stripe."""
     for lane in range(8):
         word = _u64(data, at + 8 * lane)
         mixed = word ^ secret[key + 8 * lane]

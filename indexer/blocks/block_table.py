@@ -171,7 +171,6 @@ def lookup_set(table: BlockTable, key: np.uint64) -> np.uint64:
 
 @inlined
 def prefetch_slot(table: BlockTable, key: np.uint64) -> None:
-    """Prefetch the slot of a key."""
     at = home_slot(key, table.state[CAPACITY])
     if at < table.state[FRONTIER]:
         prefetch(table.larger, 2 * home_slot(key, table.state[NEXT_CAPACITY]))
@@ -261,7 +260,6 @@ def first_count(firsts: NDArray[np.uint64], home: int) -> tuple[int, np.uint64, 
 
 @inlined
 def count_first(firsts: NDArray[np.uint64], home: int) -> None:
-    """Count a first block."""
     word, bit, count = first_count(firsts, home)
     if count != LARGEST_COUNT:
         firsts[word] += np.uint64(1) << bit

@@ -8,7 +8,7 @@ per block.
 
 A row never changes while a block refers to it. `references` counts the blocks; at 0 the row is
 retired, and reused only when no other row is left: `generation` is then incremented, as with every
-reallocation of the rows, so that a concurrent reader notices that its set may have been reused, and
+reallocation of the rows, so that a concurrent reader detects that its set may have been reused, and
 retries.
 
 Set 0 is the empty set. The hash of a set is the xor of the random numbers of its columns (Zobrist
@@ -241,7 +241,6 @@ def _remove_from_buckets(sets: HolderSets, number: int) -> None:
 
 @kernel()
 def _insert_into_buckets(sets: HolderSets, numbers: NDArray[np.int64]) -> None:
-    """Insert sets into the buckets."""
     mask = len(sets.buckets) - 1
     for number in numbers:
         bucket = np.int64(sets.hashes[number] & np.uint64(mask))

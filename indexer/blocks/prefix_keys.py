@@ -78,7 +78,6 @@ def key_at(scratch: SearchScratch, position: int) -> np.uint64:
 
 @inlined
 def first_key(mixing: KeyConstants, local: NDArray[np.uint64]) -> np.uint64:
-    """Key of the first block."""
     total = addend(local[0] ^ mixing.start, mixing.first, mixing.second)
     return total if total != ZERO else KEY_FOR_ZERO
 

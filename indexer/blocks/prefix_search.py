@@ -93,13 +93,11 @@ def match_prefix(
 
 @inlined
 def pack_point(position: int, number: np.uint64) -> np.uint64:
-    """Pack a position and its set."""
     return (np.uint64(position) << U32) | number
 
 
 @inlined
 def position_of(packed: np.uint64) -> int:
-    """Position of a point."""
     return np.int64(packed >> U32)
 
 

@@ -31,7 +31,6 @@ class TierPart(NamedTuple):
 
 
 def encode_snapshot(fingerprint: str, workers: dict[str, Any], tiers: Sequence[TierPart]) -> bytes:
-    """Encode workers and blocks."""
     header = {
         "fingerprint": fingerprint,
         "workers": workers,

@@ -70,7 +70,6 @@ class TierStore:
 
     @property
     def view(self) -> TierView:
-        """The current arrays."""
         return self._views[self._tier]
 
     @property

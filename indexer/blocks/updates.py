@@ -79,7 +79,7 @@ def placed(before: np.uint64, position: int, number: int) -> np.uint64:
 
 @inlined
 def has_capacity(table: BlockTable, sets: HolderSets, column: int, keys: int) -> bool:
-    """Whether table and sets have room for the column and so many keys, also while they grow.
+    """Whether table and sets have room for the column and `keys` keys, also while they grow.
 
     Adding or removing one column creates at most one new set per existing set.
     """

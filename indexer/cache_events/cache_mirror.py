@@ -12,7 +12,7 @@ Lower tiers are published as they are: they continue prefixes of nearer tiers, a
 in one of them means nothing.
 
 Dicts of integers and flat tuples, no objects: the garbage collector walks 400 000 blocks in 7 ms
-this way, and took 117 ms for objects, during which the event loop stands still. Owns no time, no
+this way, and took 117 ms for objects, during which the event loop is blocked. Owns no time, no
 batches and no engine hashes; see `indexer/cache_events/event_normalizer.py`.
 """
 
@@ -56,7 +56,7 @@ class CacheMirror:
         """Blocks of the device tier, published or not, by parent, held or not. A parent nearly
         always has one child, so only forks cost a set."""
         self._published = {ROOT}
-        """Blocks of the device tier that readers of the log believe to be there."""
+        """Blocks of the device tier, by the records in the log."""
         self._unannounced: list[list[int]] = [[] for _ in Tier]
         """Blocks to publish again by tier, the next one last. In the device tier, their
         descendants follow."""

@@ -1,8 +1,8 @@
 """Cache events as engines publish them: blocks under opaque, engine-specific hashes.
 
 Owns the types, which follow vLLM's, and the rules for which of them concern a prefix index: kinds
-of attention, media, localities. Knows no wire format; `indexer/cache_events/event_normalizer.py`
-converts these events to canonical ones.
+of attention, media, localities. Never here: the wire format, and the
+conversion to canonical events (`indexer/cache_events/event_normalizer.py`).
 """
 
 from __future__ import annotations

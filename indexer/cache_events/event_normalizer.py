@@ -13,8 +13,8 @@ One cache event has a representation per step of its way from the engine to the 
     `streams/records.py`         the columns as a Kafka record `EventRows`
     `indexer/events.py`          keys, the columns decoded as arrays
 
-Engine hashes are opaque. The bridge sees a block's tokens once, when it is stored, computes its
-key, and remembers the engine's hash for later events that continue or remove the block. An engine
+Engine hashes are opaque. The normalizer gets a block's tokens once, when it is stored, computes its
+key, and keeps the engine's hash for later events that continue or remove the block. An engine
 may store a block several times and removes it as often: references are counted, and only the first
 and the last change anything for readers. Many engine hashes can map to one key.
 

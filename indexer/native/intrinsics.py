@@ -5,7 +5,7 @@ reads; nothing else in the project uses raw memory. All of them take an array an
 unchecked.
 
 A *pair* is two neighbouring u64, 16 bytes aligned at 16. It is read and written in one instruction,
-which is atomic on processors with AVX and from ARMv8.4 on, so no reader sees half a pair.
+which is atomic on processors with AVX and from ARMv8.4 on, so no reader gets half a pair.
 """
 
 from __future__ import annotations

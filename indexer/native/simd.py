@@ -114,7 +114,6 @@ def broadcast(_typing: Any, _a: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_lanes(_typing: Any, _a: Any, _b: Any) -> Any:
-    """Add lane by lane."""
     return simd(simd, simd), lambda _context, builder, _signature, args: builder.add(*args)
 
 
@@ -126,7 +125,6 @@ def mul_lanes(_typing: Any, _a: Any, _b: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def xor_lanes(_typing: Any, _a: Any, _b: Any) -> Any:
-    """Xor lane by lane."""
     return simd(simd, simd), lambda _context, builder, _signature, args: builder.xor(*args)
 
 

@@ -83,7 +83,6 @@ def avalanche(h: Word) -> Word:
 
 @inlined
 def rotate_left(h: Word, bits: Word) -> Word:
-    """Rotate to the left."""
     return (h << bits) | (h >> (u64(64) - bits))
 
 
