@@ -91,8 +91,6 @@ async def first_of(stream: AsyncGenerator[EngineOutput, None]) -> EngineOutput:
 
 
 class Conformance:
-    """See the module."""
-
     async def test_engine_is_ready_when_start_returns(self, subject: Subject) -> None:
         answer = await subject.run(subject.make_request(subject.prompt(20)))
         assert len(answer.tokens) == 8

@@ -90,7 +90,6 @@ class Deployment:
                 await self._clock.sleep(POLL_S)
 
     def kill(self, *names: str) -> None:
-        """SIGKILL all of them at once."""
         self.check()
         for name in names:
             self._running[name].send_signal(signal.SIGKILL)

@@ -13,8 +13,6 @@ from app.engine.simulated.batch import EngineLimits
 
 @dataclass(eq=False)
 class PlainBlock:
-    """One block of memory."""
-
     name: int | None = None
     users: int = 0
     released: int = 0

@@ -652,7 +652,6 @@ async def test_tokens_on_the_log_are_those_of_the_prompt(world: MemoryWorld) -> 
 
 
 def references(value: Any) -> list[str]:
-    """Every reference in a JSON value."""
     if isinstance(value, list):
         return [found for item in value for found in references(item)]
     if not isinstance(value, dict):

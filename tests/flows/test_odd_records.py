@@ -76,7 +76,6 @@ class Place:
 
 
 def send(world: MemoryWorld, name: str, **body: str) -> None:
-    """Publish a prompt."""
     body = {"prompt": f"hello {name}"} | body
     prompt = {"id": name, "kind": "completion", "body": body}
     partition = partition_of(name.encode(), world.broker.partitions[PROMPTS])

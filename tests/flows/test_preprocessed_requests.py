@@ -58,7 +58,6 @@ WRITTEN: dict[str, Any] = {
 
 
 def records(world: MemoryWorld) -> list[AnyRecord]:
-    """The records on `requests`."""
     return [decode(record) for record in world.all_records(REQUESTS)]
 
 

@@ -71,8 +71,6 @@ class Caches:
 
 
 class Replica:
-    """A process of the indexer."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int, output: Path) -> None:
         self.process = process
         self.output = output

@@ -73,8 +73,6 @@ Run = Callable[..., "Process"]
 
 
 class Process:
-    """One process under `faststream run`."""
-
     def __init__(self, app: str, folder: Path, environment: Mapping[str, str]) -> None:
         self.output = folder / "output.log"
         with self.output.open("wb") as output:

@@ -41,7 +41,6 @@ def form(content: bytes | None, *, filename: str = "in.jsonl", **fields: str) ->
 
 
 def chat_line(name: str, url: str = CHATS, **over: Any) -> dict[str, Any]:
-    """A line of a batch's input."""
     body = {"model": "demo", "messages": [{"role": "user", "content": f"say {name}"}]}
     return {"custom_id": name, "method": "POST", "url": url, "body": body} | over
 
@@ -141,7 +140,6 @@ class BatchHarness:
         return await self.gateway.send(method, path, body, headers).wait_done()
 
     async def upload(self, content: bytes, token: str = "") -> str:
-        """The id of a new file."""
         headers = auth_headers(token) if token else {}
         answer = HttpExchange(
             self.gateway.gateway.http, "POST", "/v1/files", form(content), FORM | headers

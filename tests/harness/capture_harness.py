@@ -104,7 +104,6 @@ async def capture_lines(
 
 
 def write_capture(lines: Sequence[AnyCaptureLine], file: Path) -> Path:
-    """Write lines into a file."""
     with created_capture(file) as out:
         for line in lines:
             out.write_line(line)

@@ -31,8 +31,6 @@ READ_BACK_S = 0.05
 
 
 class RankedEchoEngine(EchoEngine):
-    """An echo engine with several ranks."""
-
     async def start(self, worker_id: str) -> EngineConfig:
         return replace(await super().start(worker_id), data_parallel_size=3)
 
@@ -140,7 +138,6 @@ class ClusterHarness(GatewayHarness):
 
 
 def slow_engine(world: MemoryWorld) -> Engine:
-    """A very slow engine."""
     return EchoEngine(world.clock, 1000.0, model="demo", context_length=CONTEXT)
 
 

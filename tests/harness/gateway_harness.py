@@ -79,7 +79,6 @@ class GatewayHarness:
         return await self.start_worker("w1", model, **over)
 
     async def start_router(self, name: str = "r1", **over: Any) -> Router:
-        """A router that has started."""
         ctx = ProcessContext(name, self.world.clock, random.Random(name))
         router = Router(await self.world.connect(name), memory_settings(**over), ctx)
         await router.start()
@@ -148,7 +147,6 @@ class GatewayHarness:
         return [cancel.id for cancel in self.cancels()]
 
     def end_request(self, request_id: str, code: str, **over: Any) -> None:
-        """A router ends a request."""
         lane = lane_of(request_id, self.world.lanes)
         self.world.append(RESPONSES, lane, End(id=request_id, code=code, **over), key=request_id)
 

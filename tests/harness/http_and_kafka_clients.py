@@ -69,7 +69,6 @@ class DeploymentClients:
         sent.add_text(text, choice.finish_reason, CLOCK.now())
 
     async def publish(self, kind: TokenizedKind, body: dict[str, Any]) -> DemoAnswer:
-        """Publish a prompt to Kafka."""
         sent = await self.judge.expect_answer(self.client.new_request_id(), kind, body)
         await self.client.publish(Prompt(id=sent.id, kind=kind, body=body))
         self.published.append(sent)

@@ -79,7 +79,6 @@ class HttpExchange:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object of the body."""
         got: dict[str, Any] = self.json["error"]
         assert set(got) == {"message", "type", "param", "code"}
         return got

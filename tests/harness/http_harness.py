@@ -46,7 +46,6 @@ class HttpHarness:
         )
 
     async def start_worker(self, name: str, make: Callable[[ProcessContext], Engine]) -> Worker:
-        """A worker that has started."""
         log, settings, ctx = await self.process_arguments(name)
         worker = Worker(log, settings, ctx, make(ctx), worker_id=name)
         await worker.start()
@@ -66,8 +65,6 @@ class HttpHarness:
 
 
 def connect_to(broker: MemoryBroker) -> Connect:
-    """Connections to a log in memory."""
-
     async def connect(name: str) -> Log:
         log = MemoryLog(broker, name)
         await log.start()

@@ -43,7 +43,6 @@ class ResultsHarness:
         await ctx.cancel_tasks()
 
     async def stop(self, name: str = "c1") -> None:
-        """Stop a collector, as SIGTERM does."""
         log, ctx, collector = self.running.pop(name)
         await collector.stop()
         await ctx.cancel_tasks()

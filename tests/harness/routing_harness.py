@@ -117,7 +117,6 @@ class RoutingHarness:
         return planned
 
     def plan_hints(self, **over: Any) -> Decision:
-        """Plan a request with hints."""
         request = Request(id="a", model="m", token_ids=TOKENS, hints=Hints(**over))
         return self.plan(request=request)
 

@@ -19,8 +19,6 @@ class Reported(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A response."""
-
     error: int
     session_id: int
     partitions: dict[TopicPartition, Reported]
@@ -51,7 +49,6 @@ class SessionBroker:
         self._last_id = 0
 
     def positions(self, session_id: int) -> dict[TopicPartition, int]:
-        """The partitions of a session."""
         return {tp: c.offset for tp, c in self.sessions[session_id].partitions.items()}
 
     def fetch(
@@ -61,7 +58,6 @@ class SessionBroker:
         positions: Iterable[tuple[TopicPartition, int]],
         forgotten: Iterable[TopicPartition],
     ) -> Answer:
-        """Answer a request."""
         if epoch <= 0:
             self.sessions.pop(session_id, None)
             return self._full(dict(positions), opening=epoch == 0)

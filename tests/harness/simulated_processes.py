@@ -61,7 +61,6 @@ class SimulatedProcesses:
         return processes
 
     async def router(self, name: str = "r1", **over: Any) -> Router:
-        """Start a router."""
         settings = Settings(_env_file=None, **({"router_id": name, "worker_id": "-"} | over))
         ctx = ProcessContext(name, self.world.clock, random.Random(name))
         router = Router(await self._connect(name), settings, ctx, name)
@@ -96,12 +95,10 @@ class SimulatedProcesses:
     # --- faults ----------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
         self._strike(name)
         self._logs[name].kill()
 
     def stop(self, name: str) -> None:
-        """SIGSTOP."""
         self._strike(name)
         self._logs[name].suspend()
 
@@ -111,7 +108,6 @@ class SimulatedProcesses:
             self._struck[name].set_result(None)
 
     def resume(self, name: str) -> None:
-        """SIGCONT."""
         self._logs[name].resume()
         self._loop.resume(name)
 

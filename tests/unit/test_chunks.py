@@ -28,8 +28,6 @@ WIDE_TEXT = "\x01" * 500  # six bytes each in JSON
 
 
 class Sent:
-    """Takes batches; fails when told to."""
-
     def __init__(self) -> None:
         self.batches: list[list[Chunk]] = []
         self.calls = 0

@@ -55,7 +55,6 @@ class Pair:
         return [output async for output in self.engines[phase].generate(request, context)]
 
     async def prefill(self, tokens: Sequence[int] = PROMPT, **more: Any) -> bytes:
-        """The transfer of a prefill."""
         request = make_request(tokens, 1, **more)
         transfer = (await self.outputs("prefill", request))[-1].transfer
         assert transfer is not None
@@ -64,7 +63,6 @@ class Pair:
     async def decode(
         self, transfer: bytes, tokens: Sequence[int] = PROMPT, max_tokens: int = 8
     ) -> list[int]:
-        """The tokens of a decode."""
         handed = PrefillResult(disaggregated_params=transfer)
         request = make_request(tokens, max_tokens, prefill_result=handed)
         outputs = await self.outputs("decode", request)

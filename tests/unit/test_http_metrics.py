@@ -9,7 +9,6 @@ from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 
 
 def observed(metrics: GatewayMetrics, name: str) -> tuple[float, float]:
-    """How many, and their sum."""
     count = metrics.registry.get_sample_value(f"kvlane_gateway_{name}_seconds_count")
     total = metrics.registry.get_sample_value(f"kvlane_gateway_{name}_seconds_sum")
     assert count is not None

@@ -237,8 +237,6 @@ async def test_answer_completes_the_character_its_prompt_ends_with() -> None:
 
 
 class CountingPool(InlinePool):
-    """A pool that counts its jobs."""
-
     def __init__(self) -> None:
         self.jobs = 0
 

@@ -13,8 +13,6 @@ SOURCE = Partition(CAPACITY, 0)
 
 
 class Clock:
-    """A clock that the test moves."""
-
     def __init__(self) -> None:
         self.at = 100.0
 

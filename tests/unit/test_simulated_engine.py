@@ -48,8 +48,6 @@ def request(
 
 @dataclass
 class Answer:
-    """What came out of one stream."""
-
     context: GenerateContext
     tokens: list[int] = field(default_factory=list)
     at: list[float] = field(default_factory=list)

@@ -10,7 +10,6 @@ from app.http.openai.sse import DONE, KEEP_ALIVE, encode_error, encode_event
 
 
 def read(*written: bytes) -> list[str]:
-    """The data of all events."""
     return [e.data for e in SSEDecoder().iter_bytes(iter(written))]
 
 

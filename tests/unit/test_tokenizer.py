@@ -38,7 +38,6 @@ texts = st.lists(shorts | longs, max_size=12).map("".join)
 
 
 def changed(**changes: Any) -> bytes:
-    """The tokenizer with other settings."""
     return json.dumps(json.loads(SPEC) | changes).encode()
 
 
