@@ -74,8 +74,8 @@ def _main(
         typer.Option("--version", is_eager=True, callback=_version, help="Show the version."),
     ] = False,
 ) -> None:
-    """Set up what all commands share; `debug` is read by `_Commands`."""
-    if not debug:  # our own error repeats what the client would log about an outage
+    """Set up logging for all commands; `debug` is read by `_Commands`."""
+    if not debug:  # kvlane's own error repeats the client's log line about an outage
         logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 

@@ -129,11 +129,9 @@ class Collector:
         self._lanes[claim.partition] = LaneCollector(self._context, claim)
 
     def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        """A record of `requests` arrived."""
         self._lanes[claim.partition].on_request_record(fact)
 
     def on_released(self, claim: PartitionClaim) -> None:
-        """A lane was revoked."""
         self._lanes.pop(claim.partition).close()
 
     @property

@@ -98,7 +98,6 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Where it listens. Only after `start`."""
         assert self._server is not None
         return self._server.url
 
@@ -133,7 +132,7 @@ class Gateway:
         """Refuse new requests and drain; streams open after the grace period resume elsewhere."""
         self._streams.is_stopping = True
         if not await self._streams.wait_idle(self._settings.drain_grace_s):
-            log.warning("%d answers go on without this gateway", self._streams.open_streams)
+            log.warning("%d answers continue without this gateway", self._streams.open_streams)
         await self._streams.close()
         await self._streams.wait_idle(REDIRECT_TIMEOUT_S)
         if self._server is not None:

@@ -75,7 +75,7 @@ RESPONSE_ENDS_INTERVAL_S = 1.0
 """
 
 HEARTBEAT_WINDOW_TIMEOUTS = 4
-"""Heartbeats of so many worker time-outs are read when a router starts."""
+"""Time before a router's start whose heartbeats are read, in worker time-outs."""
 
 CLOCK_SKEW_MS = 60_000
 """Added to how far back a topic is read: the clocks of two brokers may differ."""
@@ -200,7 +200,7 @@ class Router:
         await self._status.stop()
 
     async def _listen(self, followers: Mapping[str, Follower]) -> None:
-        """Answer probes from now on, so that `/readyz` can tell how far the start is."""
+        """Answer probes from now on, so that `/readyz` reports the progress of the start."""
         context, ctx = self._context, self._ctx
         metrics = context.metrics
         queue, batch_queue = context.scheduler.waiting, context.batch_scheduler.waiting
@@ -228,11 +228,9 @@ class Router:
         self._owners[claim.partition] = LaneOwner(self._context, claim)
 
     def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        """A record of `requests` arrived."""
         self._owners[claim.partition].on_request_record(fact)
 
     def on_released(self, claim: PartitionClaim) -> None:
-        """A lane was revoked."""
         self._owners.pop(claim.partition).close()
 
     # --- records of the views --------------------------------------------------------------------
@@ -256,7 +254,7 @@ class Router:
                 self._reconcile_each(context.batch_scheduler.on_rank(place))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
-        """Look for what is due of these requests, in the lanes of this router."""
+        """Reconcile these requests, in the lanes of this router."""
         for request_id in request_ids:
             owner = self._owners.get(self._lane_of(request_id))
             if owner is not None:
@@ -273,7 +271,7 @@ class Router:
             if not self._fleet.is_lost(beat.worker, beat.epoch):
                 self._reconcile(beat)
             elif is_news:
-                self._ctx.spawn("tell again", self._deaths.renotify(beat.worker, beat.epoch))
+                self._ctx.spawn("notify again", self._deaths.renotify(beat.worker, beat.epoch))
         if self._fleet_version != self._fleet.version:
             self._fleet_version = self._fleet.version
             context.scheduler.on_fleet_changed()

@@ -151,7 +151,7 @@ class Settings(  # pydantic takes the fields of the last base first
         )
 
     def tenant_tag(self) -> TenantTag:
-        """What binds the ids of a gateway's streams to tenants; the same at all gateways.
+        """The secret that binds the ids of streams to tenants; the same at all gateways.
 
         Raises SettingsError without a secret for a gateway that other machines reach, or that has
         API keys: the default one prevents accidental collisions only.
@@ -189,7 +189,7 @@ class Settings(  # pydantic takes the fields of the last base first
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables with our prefix that no setting reads, each with what was probably meant."""
+    """Variables with the prefix KVLANE_ that no setting reads, each with a similar name."""
     known = [variable_name(name) for name in Settings.model_fields]
     unknown = []
     for name in sorted(environ):

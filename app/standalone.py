@@ -1,6 +1,6 @@
 """A whole deployment in one process: workers, router, preprocessor, collector, indexer, gateway.
 
-For trials on one machine, and for tests. The parts share one connection and do not know each
+For trials on one machine, and for tests. The parts share one connection and do not call each
 other; they communicate through the topics, exactly as separate processes do.
 """
 

@@ -40,7 +40,6 @@ class WaitQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any task waits."""
         return bool(self._waiting)
 
     def notify_all(self) -> None:

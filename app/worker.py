@@ -146,7 +146,6 @@ class Worker:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the last acknowledged heartbeat."""
         return self._heartbeats.age_s
 
     @property

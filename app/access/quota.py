@@ -61,7 +61,7 @@ class TokenBucket:
         self._level -= amount
 
     def resize(self, per_minute: int, now_s: float) -> None:
-        """Change the rate; what was taken stays taken."""
+        """Change the rate; used tokens stay used."""
         taken = self.per_minute - self.level(now_s)
         self.per_minute = per_minute
         self._level = per_minute - taken

@@ -71,7 +71,6 @@ class DriftTracker:
         self._differences: OrderedDict[str, deque[PredictionError]] = OrderedDict()
 
     def on_record(self, fact: LogRecord, *, is_replay: bool = False) -> None:  # noqa: ARG002  old runs count
-        """Apply a record of the ledger."""
         record = fact.record
         if isinstance(record, Assigned):
             # Engines count the blocks that a decode worker has fetched as cached, too.

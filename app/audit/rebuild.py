@@ -173,7 +173,7 @@ def _fleet_summary(fleet: Fleet) -> dict[str, Any]:
     for name, member in sorted(fleet.members.items()):
         beat = fleet.heartbeats.get(name)
         lost = fleet.is_lost(name, member.epoch)
-        state = "lost" if lost else beat.state if beat is not None else "never heard of"
+        state = "lost" if lost else beat.state if beat is not None else "no heartbeat"
         card = member.card
         versions = ", ".join(f"{package} {version}" for package, version in card.versions.items())
         parts = [card.model, card.role, f"epoch {member.epoch}", state, versions]

@@ -61,7 +61,7 @@ class RecomputeReport:
 
 
 def has_inputs(decision: Assigned) -> bool:
-    """Whether a record has the inputs of its decision, by a policy that this version knows."""
+    """Whether a record has the inputs of its decision, by a policy of this version."""
     return bool(decision.candidates) and decision.policy in ("predictive", "batch", *POLICIES)
 
 

@@ -1,7 +1,7 @@
 """Reads and writes of `batch-jobs` in one process: the view, its follower, and a publisher.
 
-A process reads its own writes: `put` returns when the view has them. What another process wrote a
-moment ago is found by id, since a look-up in vain reads to the present end of the log first.
+A process reads its own writes: `put` returns when the view has them. A fresh record of another
+process is found by id too, since a look-up in vain reads to the present end of the log first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class BatchLog:
         await self.put(card.id, file_key(card.id), card)
 
     async def delete_file(self, card: FileCard) -> None:
-        """Delete the card of a file."""
         await self.put(card.id, file_key(card.id), Tombstone(key=file_key(card.id)))
 
     async def job(self, job_id: str, tenant: str) -> BatchJob | None:
@@ -61,7 +60,6 @@ class BatchLog:
         await self.put(job.id, batch_key(job.id), job)
 
     async def put_cancel(self, cancel: BatchCancel) -> None:
-        """Cancel a job."""
         await self.put(cancel.id, cancel_key(cancel.id), cancel)
 
     async def put(self, entity_id: str, key: str, record: AnyRecord) -> None:

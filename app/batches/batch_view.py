@@ -102,7 +102,7 @@ class BatchView:
         self._positions[source] = position
 
     def _expire(self) -> None:
-        """Drop what is too old. Before each look-up: a quiet partition has no other occasion."""
+        """Drop expired entries. Before each look-up, since a quiet partition brings no records."""
         before_ms = self._wall_ms() - FILE_RETENTION_MS
         for seen in self._seen.values():
             while seen and next(iter(seen.values())) < before_ms:

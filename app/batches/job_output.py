@@ -97,7 +97,7 @@ class JobOutput:
         return bool(self._is_done[index])
 
     async def restore(self, end: int) -> None:
-        """Read what is in the log before an offset: that after the fence of this run."""
+        """Read the log up to an offset: the one after the fence of this run."""
         ids = [file.file_id for file in self._files]
         records = self._store.records(self._partition, self._first, end, *ids)
         async with aclosing(records):

@@ -90,8 +90,6 @@ class JobRun:
         self._publisher = RecordPublisher(context.log, context.clock)
         self._under_way: set[int] = set()
         self._has_room = asyncio.Event()
-        self._changed_at: float | None = None
-        self._put_at = context.clock.now()
         self._flushed_at = context.clock.now()
 
     async def run(self) -> None:

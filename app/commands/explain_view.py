@@ -86,7 +86,6 @@ def timeline_json(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def _summary(decisions: list[ExplainedDecision]) -> Table:
-    """A row for each decision."""
     shown = plain_table(
         "attempt", "worker", "why", "cached: expected", "actual", "ttft: expected", "actual"
     )

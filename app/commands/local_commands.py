@@ -111,10 +111,10 @@ def up(
             f"--prefill-workers {prefill_workers} of --workers {workers} leaves no worker to "
             "decode: give fewer, or more --workers"
         )
-    wish = UpOptions(broker, workers, prefill_workers, port, data, ephemeral)
+    options = UpOptions(broker, workers, prefill_workers, port, data, ephemeral)
     for unknown in unknown_variables(os.environ):
         typer.echo(f"not a setting, ignored: {unknown}", err=True)
-    run(Settings(), wish, default_folder(), typer.echo)
+    run(Settings(), options, default_folder(), typer.echo)
 
 
 def _prompt_lines(console: Console) -> list[str]:

@@ -87,7 +87,7 @@ def print_settings() -> None:
 
 
 def _unset(name: str) -> str:
-    """What stands for a default that is made when the process starts."""
+    """Text for a default that is made when the process starts."""
     made = {"worker_id": "HOST-PID", "router_id": "HOST-PID", "cache_dir": "~/.cache/kvlane"}
     return made.get(name, "")
 

@@ -57,7 +57,7 @@ def simulate(
         float, typer.Option(help="Factor on the recorded request rate.", min=0.001)
     ] = 1.0,
     jitter: Annotated[
-        float, typer.Option(help="Random delay of each arrival, up to so many seconds.", min=0.0)
+        float, typer.Option(help="Largest random delay of an arrival, in seconds.", min=0.0)
     ] = 0.0,
     policy: Annotated[
         str,

@@ -34,7 +34,7 @@ from streams.memory.memory_log import MemoryLog
 from streams.ports import Log
 
 STATUS_KINDS = ("router", "preprocessor")
-"""Processes that are asked whether they are ready. The demo sees workers in their topics, and the
+"""Processes that are asked whether they are ready. The demo finds workers in their topics, and the
 gateway by its models."""
 
 

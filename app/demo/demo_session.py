@@ -39,7 +39,6 @@ class DemoSession:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the scenario began."""
         return self._clock.now() - self._began
 
     async def play(self, steps: Callable[[], Coroutine[Any, Any, bool]]) -> bool:

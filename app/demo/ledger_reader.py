@@ -75,7 +75,6 @@ class LedgerDecisions:
                     self.on_fact(fact)
 
     def on_fact(self, fact: AnyRecord) -> None:
-        """Take one record of the ledger."""
         match fact:
             case Assigned():
                 self._assigned[fact.id].append(fact)

@@ -77,7 +77,6 @@ async def _awaited(answer: Awaitable[DemoAnswer]) -> DemoAnswer:
 
 
 def comparison_table(runs: Sequence[PolicyRun]) -> Table:
-    """The results side by side."""
     shown = Table(box=None, pad_edge=False)
     shown.add_column("policy")
     heads = ("prompt tokens cached", "TTFT mean", "p50", "p99", "busiest worker", "took")

@@ -209,11 +209,11 @@ class GenerateContext:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the request is no longer wanted."""
+        """Whether the request was cancelled."""
         return self._stopped
 
     def cancel(self) -> None:
-        """The request is no longer wanted. Idempotent."""
+        """Cancel the request. Idempotent."""
         self._stopped = True
 
     def notify_first_token(self) -> None:

@@ -30,7 +30,7 @@ _LOOK_S = 0.5
 """Detection time of the owner's end; shorter if no other process holds the pipe."""
 _CLEAN_DEADLINE_S = 20.0
 _SETTLED_S = 0.25
-"""How long no process must be found: one between fork and exec is missed by a single search."""
+"""Time without any process found: a single search misses one between fork and exec."""
 
 
 class ProcessReaper:

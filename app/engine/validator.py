@@ -91,7 +91,7 @@ class ValidatingEngine(Engine):
         _rule(check.ended, "a stream ends with a finish reason or an EngineError")
 
     async def abort(self, context: GenerateContext) -> None:
-        """Tell it of a cancel; without one that is a mistake of the caller."""
+        """Note a cancel; an abort without one is an error of the caller."""
         _rule(context.is_stopped, "abort is called on an explicit cancel only")
         await self._engine.abort(context)
 
@@ -112,8 +112,6 @@ class ValidatingEngine(Engine):
 
 
 class _StreamCheck:
-    """The rules of one stream."""
-
     def __init__(self, context: GenerateContext) -> None:
         self._context = context
         self.ended = False

@@ -146,7 +146,7 @@ class BatchScheduler:
     def _plan(self, wanted: LaneRequest, view: RoutingState) -> Decision:
         """The place with the least prefill of those where the request may stay.
 
-        The bounds on placement know the length of its own answer, those on preemption the mean; no
+        The bounds on placement use the length of its own answer, those on preemption the mean; no
         request goes where it, or another for it, would have to give way at once. Decisions that are
         not read back count.
         """

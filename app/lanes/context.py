@@ -53,7 +53,7 @@ WORKER_CACHE_SIZE = 4096
 class ViewStopped(Exception):
     """A view of this router stopped, so its state is stale. The router ends, too.
 
-    The cause is what ended the view; the log of the process says more.
+    The cause is the error that ended the view; the log of the process has more.
     """
 
 
@@ -71,7 +71,7 @@ def routing_config(settings: Settings) -> RoutingConfig:
         prefill_load_scale=settings.prefill_load_scale,
         temperature=settings.router_temperature,
     )
-    # Where nobody may wait, who is held for a better place would be refused beside a free one.
+    # Without a queue, a request held for a better place would be refused beside a free one.
     max_queue_wait_s = settings.max_queue_wait_s if settings.max_queued_requests else 0.0
     predicting = PredictiveWeights(settings.decode_weight, max_queue_wait_s * 1000)
     transfers = TransferSpeed(settings.transfer_bandwidth, settings.transfer_latency_ms)

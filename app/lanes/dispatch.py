@@ -276,7 +276,7 @@ class Dispatcher:
     def _is_due(self, rest: RemainingWork, phase: Phase) -> bool:
         """Whether the ledger has no run of this phase, no later attempt and no end.
 
-        A worker's refusal without our Assigned does not make an id known: it still wants one.
+        A worker's refusal without our Assigned does not make an id known: its Assigned is due.
         """
         now = self._context.ledger.request(self._lane, rest.request.id)
         if now is None or not now.is_known:

@@ -88,7 +88,7 @@ class FailureDetector:
     # --- who is silent ---------------------------------------------------------------------------
 
     def _suspects(self) -> list[tuple[str, int]]:
-        """Workers that are silent too long, or soon will be, as far as this router can tell."""
+        """Workers that are silent too long, or soon will be, by the heartbeats read here."""
         settings, now_ms = self._context.settings, self._context.broker_clock.now_ms()
         early_ms = self._silence_limit_ms() - PROBE_LEAD * settings.request_timeout_ms
         # A worker that missed only one heartbeat is not examined yet.

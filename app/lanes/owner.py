@@ -115,8 +115,8 @@ class LaneOwner:
     def _queue(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
 
-        Bound: one of each kind waits. Another one, or a Request whose first is being admitted, says
-        nothing new and is done at once; the mark cannot pass the one before it.
+        Bound: one of each kind waits. Another one, or a Request whose first is being admitted, adds
+        nothing and is done at once; the mark cannot pass the one before it.
         """
         waiting = self._waiting.setdefault(record.id, deque())
         again = isinstance(record, Request) and record.id in self._arrived
@@ -263,7 +263,7 @@ class LaneOwner:
 
         A Fencing alone does not make it so: before the Fence stands, the last word of a cancelled
         run would be the end of its request. A run of the new attempt shows that it does. Runs of
-        ids that the ledger does not know are left alone: their Assigned may still come.
+        ids that are not in the ledger are left alone: their Assigned may still come.
         """
         state = self._context.ledger.request(self._lane, key.id)
         if not self.serving or state is None or not state.is_known:
@@ -447,7 +447,7 @@ class LaneOwner:
             await self._dispatcher.assign(rest)
 
     async def _cancel(self, cancel: Cancel) -> None:
-        """End a request that its client no longer wants; a Cancel of an unknown id is nothing."""
+        """End a request that its client cancels; a Cancel of an unknown id is ignored."""
         await self._ends.catch_up_with_ledger()
         state = self._context.ledger.request(self._lane, cancel.id)
         if state is not None and state.is_known:
@@ -502,5 +502,5 @@ def _objection(request: Request) -> str:
 
 
 def _name(error: Exception) -> str:
-    """The text of an error for readers: only our own errors quote no content of requests."""
+    """The text of an error for readers: only `StreamError`s quote no content of requests."""
     return str(error) if isinstance(error, StreamError) else type(error).__name__

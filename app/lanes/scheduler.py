@@ -381,7 +381,7 @@ class Scheduler:
 
     def _intend(self, wanted: LaneRequest, planned: Reservation | None) -> None:
         if planned is None and not self._wait_queues:
-            self._pending.remove(wanted.key)  # as below, where nobody waits to be woken
+            self._pending.remove(wanted.key)  # as below, without a request to wake
         else:
             self._wake(self._pending.reserve(wanted, planned))
 
@@ -428,7 +428,7 @@ class Scheduler:
         virtual_time = self._classes.virtual_time(QueueKey(model, class_name))
         return rank[0], virtual_time, *rank[1:]
 
-    # --- what the log says -----------------------------------------------------------------------
+    # --- records of the log -----------------------------------------------------------------------
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
         """A record of the ledger was applied; old records only train the performance model."""

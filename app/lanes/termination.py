@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class RequestCancelled(Exception):
-    """A Cancel of the request is here: whatever is waited for is not wanted any more."""
+    """A Cancel of the request has arrived, which ends every wait for it."""
 
 
 class CancellableWaits:
     """The requests of one lane whose job waits for what may never come.
 
-    Cancelling the job's task ends such a wait, also for a Cancel. `is_cancelled` tells whether a
-    Cancel of a request is here already.
+    Cancelling the job's task ends such a wait, also for a Cancel. `is_cancelled`: whether a
+    Cancel of a request has arrived already.
     """
 
     def __init__(self, is_cancelled: Callable[[str], bool]) -> None:
@@ -110,7 +110,7 @@ class RequestTermination:
         await s.wait_for_ledger(self._ledger, ended.offset + 1)
 
     async def cancel_runs(self, request_id: str, runs: Sequence[RunId], reason: str) -> None:
-        """Tell workers to stop runs. One try: a run that goes on is in the next heartbeat again."""
+        """Cancel runs at workers. One try: the next heartbeat lists a run that continues."""
         for run in runs:
             cancel = CancelRun(
                 worker=run.worker, epoch=run.epoch, id=request_id, attempt=run.attempt,

@@ -146,7 +146,6 @@ class ProcessDeployment:
                     await self._clock.sleep(READY_POLL_S)
 
     async def kill(self, name: str) -> None:
-        """SIGKILL."""
         self._running.pop(name).kill()
 
     async def start_again(self, name: str) -> None:

@@ -44,7 +44,6 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
@@ -76,7 +75,6 @@ class ManagedProcess:
 
     @property
     def output(self) -> str:
-        """Everything in the output file."""
         return self._output_file.read_text("utf-8", errors="replace")
 
     @property
@@ -99,7 +97,6 @@ class ManagedProcess:
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
         self._process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
@@ -126,7 +123,7 @@ def launch(
     """Start `python -m ARGUMENTS`, with `environment` added to our own; appends to the file."""
     with output_file.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter
-            # -X: Python ignores values that it does not know, and the watchdog finds the mark there
+            # -X: Python ignores unknown values, and the watchdog finds the mark there
             [sys.executable, "-X", guard.mark, "-m", *arguments],
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ UNDELIVERED_REASONS = ("no_topic", "too_large", "failed")
 
 
 class CollectorMetrics(MetricSet):
-    """`open_requests`: how many requests of its lanes get a result and are not over."""
+    """`open_requests`: unfinished requests of its lanes that get a result."""
 
     def __init__(
         self,

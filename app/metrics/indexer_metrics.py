@@ -45,7 +45,6 @@ class IndexerMetrics(MetricSet):
         self.read(partial(_snapshot_families, duty))
 
     async def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         await self._views.refresh()
         return await super().page()
 

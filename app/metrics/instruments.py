@@ -75,7 +75,6 @@ class Counter(Collector):
         self._series[()].value += amount
 
     def collect(self) -> Iterable[Metric]:
-        """The family of all series."""
         family = CounterMetricFamily(self._name, self._meaning, labels=self._labels)
         for values, series in self._series.items():
             family.add_metric(values, series.value)
@@ -107,7 +106,6 @@ class Histogram(Collector):
         self._series[()].observe(value)
 
     def collect(self) -> Iterable[Metric]:
-        """The family of all series."""
         family = HistogramMetricFamily(self._name, self._meaning, labels=self._labels)
         bounds = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
         for values, series in self._series.items():

@@ -96,7 +96,6 @@ class LoopDelayMonitor:
         )
 
     async def watch(self, clock: Clock) -> None:
-        """Measure, until cancelled."""
         while True:
             due = clock.now() + LOOP_DELAY_PERIOD_S
             await clock.sleep(LOOP_DELAY_PERIOD_S)

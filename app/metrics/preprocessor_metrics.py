@@ -23,8 +23,8 @@ class PreprocessorMetrics(MetricSet):
         credit: Callable[[], float],
         backlogs: Callable[[], Sequence[Backlog]],
     ) -> None:
-        """`models`: how many models prompts can name. `is_paused`: whether prompts are left in the
-        log. `credit`: how many requests routers have room for. `backlogs`: of each topic."""
+        """`models`: models that prompts can name. `is_paused`: whether prompts are left in the log.
+        `credit`: requests that routers have room for. `backlogs`: of each topic."""
         super().__init__()
         self._backlogs = backlogs
         self._sizes: list[tuple[str, BacklogSize]] = []

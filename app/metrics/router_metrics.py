@@ -30,19 +30,19 @@ class QueueGauges(Protocol):
 
     @property
     def queued_requests(self) -> int:
-        """How many requests wait here."""
+        """Number of requests that wait here."""
 
     @property
     def deferred_requests(self) -> int:
-        """How many more wait in the log."""
+        """Number of prompts that wait in the log."""
 
     @property
     def queued_tokens(self) -> int:
-        """How many tokens of their prompts no cache has."""
+        """Tokens of their prompts that no cache has."""
 
     @property
     def queued_bytes(self) -> int:
-        """How many bytes their prompts have."""
+        """Bytes of their prompts."""
 
 
 HandOverUse = Literal["used", "unused"]
@@ -126,7 +126,6 @@ class RouterMetrics(MetricSet):
         return await super().page()
 
     def on_dry_run(self, prompt: PromptHashes, choice: Placement) -> None:
-        """Count a dry run."""
         self._dry_runs.inc()
         self._observe(prompt, choice)
 
@@ -140,7 +139,6 @@ class RouterMetrics(MetricSet):
             self._observe(prompt, choice)
 
     def on_preempted(self) -> None:
-        """A batch run gives way."""
         self._preempted.inc()
 
     def on_handover(self, use: HandOverUse) -> None:
@@ -148,7 +146,6 @@ class RouterMetrics(MetricSet):
         self._handovers.labels(use).inc()
 
     def on_ended(self, code: EndCode) -> None:
-        """The router ended a request."""
         self._outcomes.labels(code).inc()
 
     def _observe(self, prompt: PromptHashes, choice: Placement) -> None:

@@ -42,7 +42,6 @@ class ViewCollector(Collector):
             log.warning("the ends of the log are not known: %r", e)
 
     def collect(self) -> Iterator[Metric]:
-        """Read the followers."""
         followers = self._followers.items()
         for family, name, meaning, attribute in (
             (gauges, "caught_up", "1 once a view has caught up after its start", "caught_up"),

@@ -71,7 +71,6 @@ class WorkerMetrics(MetricSet):
         return await super().page()
 
     def on_finished(self, run: Run, code: RunCode) -> None:
-        """A run is over."""
         self._runs.labels(self.model, code).inc()
         if not run.ttft_ms:
             return

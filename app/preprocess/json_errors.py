@@ -41,7 +41,7 @@ def _wrong_byte(body: bytes) -> str:
 
 
 def _lone_before(body: bytes, end: int) -> int | None:
-    """Where the escape begins that the decoder complains of: the last or last but one there."""
+    """Start of the escape that the decoder rejects: the last or last but one there."""
     for at in (end - _ESCAPE, end - 2 * _ESCAPE):
         if at >= 0 and _SURROGATE.match(body, at):
             return at
@@ -49,7 +49,7 @@ def _lone_before(body: bytes, end: int) -> int | None:
 
 
 def _lone_at_end(body: bytes) -> int | None:
-    """Where an escape begins that is too near to the end for its second half."""
+    """Start of an escape that is too near to the end for its second half."""
     for found in _SURROGATE.finditer(body, max(0, len(body) - 2 * _ESCAPE)):
         before = body[: found.start()]
         backslashes = len(before) - len(before.rstrip(b"\\"))

@@ -47,7 +47,7 @@ class ParsedJson(NamedTuple):
 def parse_json(text: bytes) -> Steps[ParsedJson]:
     """A JSON text within the bounds, made in steps of some 40 ms at most for 8 MiB.
 
-    Raises TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for what is no JSON.
+    Raises TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for invalid JSON.
     """
     values = yield from _values(text)
     return ParsedJson(msgspec.json.decode(text), values)

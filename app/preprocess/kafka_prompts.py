@@ -133,7 +133,7 @@ def _read_body(
     *,
     as_is: bool,
 ) -> OpenAIRequest | PassthroughRequest:
-    """What the body asks for. Raises InvalidPrompt with the field's path from the prompt on."""
+    """The request in the body. Raises InvalidPrompt with the field's path from the prompt on."""
     try:
         return read_request(kind, body, as_is=as_is, values=values)
     except InvalidPrompt as e:

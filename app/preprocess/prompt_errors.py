@@ -1,4 +1,4 @@
-"""What can be wrong with a prompt or with a model.
+"""Errors of prompts and models.
 
 One tree:
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from app.operator_error import OperatorError
 
 NAMED_PROBLEMS = 3
-"""How many wrong fields an error names; the first ones tell enough."""
+"""Wrong fields that an error names at most."""
 LONGEST_MESSAGE = 1000
 LONGEST_NAME = 40
 """Characters of a name that a client made up, such as a key of `logit_bias`, in an error."""
@@ -38,7 +38,7 @@ class InvalidPrompt(PreprocessError):
 
 
 class TooLarge(InvalidPrompt):
-    """What a prompt would become is more than is taken at a time. Ask for less, or in parts."""
+    """A prompt would become more tokens than are accepted at a time. Ask for less, or in parts."""
 
 
 class ContextExceeded(InvalidPrompt):
@@ -70,7 +70,7 @@ class ArtifactUnavailable(BadModel):
 
 
 def invalid_prompt(error: ValidationError) -> InvalidPrompt:
-    """The wrong fields and what is wrong with them; never what was given, it may be private."""
+    """The wrong fields and their errors; never the values, which may be private."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     fields = [".".join(map(_name, p["loc"])) for p in problems[:NAMED_PROBLEMS]]
     others = [f"{f}: {p['msg']}" for f, p in zip(fields, problems, strict=False)][1:]

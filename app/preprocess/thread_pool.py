@@ -51,5 +51,5 @@ class ThreadPool:
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """Begin nothing more; does not wait for what is running."""
+        """Begin nothing more; running calls are not awaited."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -37,7 +37,7 @@ class JobOrder:
         for i in sorted(range(len(items)), key=lambda i: items[i].prefix):
             jobs.setdefault(items[i].job, deque()).append(i)
         least = min((self._served[job] for job in jobs if job in self._served), default=0)
-        for job in jobs:  # one that comes, or returns, has no claim on what it did not use
+        for job in jobs:  # a job that comes, or returns, has no claim on unused turns
             self._served[job] = max(self._served.pop(job, 0), least)
         order: list[int] = []
         while jobs:

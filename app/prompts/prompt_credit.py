@@ -1,4 +1,4 @@
-"""Credit-based flow control: how many requests a preprocessor may publish before queues are full.
+"""Credit-based flow control: the number of requests that fit into the routers' queues.
 
 Routers report their free capacity to `capacity`, each with the offsets up to which it has read its
 lanes (`app/lanes/capacity_reports.py`). Requests published to these lanes beyond those offsets use

@@ -359,7 +359,7 @@ class PromptSource:
             self._paused_at = None
 
     async def _commit(self) -> None:
-        """Commit what is done; what cannot be committed now is tried again after the next poll.
+        """Commit finished prompts; a commit that fails is tried again after the next poll.
 
         Not under another claim: the owner in between may have committed more.
         """

@@ -212,7 +212,7 @@ def faststream_app(
                 process = build(kafka, settings, ctx)
                 await run_process(ctx, start, process.stop, stop_requested)
         except Exception as e:
-            ctx.fail(e)  # logs what was not logged yet
+            ctx.fail(e)  # logs the lines that are still queued
             raise
         finally:
             await kafka.close()

@@ -127,9 +127,9 @@ def set_error(span: Span, code: str, *, is_server_error: bool) -> None:
 
 
 def traceparent_of(span: Span, received: str = "") -> str:
-    """What the next process gets: "" if the request is not sampled.
+    """The trace context for the next process: "" if the request is not sampled.
 
-    Without a provider in this process: what was `received`, if that is sampled.
+    Without a provider in this process: the `received` one, if that is sampled.
     """
     context = span.get_span_context()
     if isinstance(span, NonRecordingSpan) and received:

@@ -200,7 +200,6 @@ class ChunkStream:
         return fixed + content
 
     def on_acknowledged(self, chunk: Chunk) -> None:
-        """The Chunk was acknowledged."""
         if chunk.finish_reason is not None and not self._over.done():
             self._over.set_result(True)
 

@@ -5,7 +5,7 @@
     requests run, no step in `stall_s` ──► unhealthy; the runs are aborted
     no probe answered in `dead_s` ───────► EngineDead: the process ends and is restarted
 
-The reason stands in the heartbeats and keeps new runs away; the first answered probe clears it. The
+The reason is in the heartbeats and keeps new runs away; the first answered probe clears it. The
 consequences for runs, heartbeats and the process are in `app/worker.py`. An engine that blocks the
 event loop is not detected here: its heartbeats stop, which routers notice.
 """

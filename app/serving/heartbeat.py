@@ -35,7 +35,6 @@ class HeartbeatSender:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last acknowledged heartbeat."""
         return self._clock.now() - self._acknowledged_at
 
     async def send(

@@ -50,7 +50,7 @@ async def wait_until_compatible(
 ) -> None:
     """Return when no other live worker serves this model with a different card.
 
-    `timeout_s`: how long to wait for such workers to leave. Raises ModelMismatch after that, and
+    `timeout_s`: limit of the wait for such workers to leave. Raises ModelMismatch after that, and
     BrokerUnavailable.
     """
     fleet = Fleet()

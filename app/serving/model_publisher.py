@@ -22,8 +22,6 @@ from streams.records import EngineConfig, ModelCard
 
 
 class ModelPublisher:
-    """Publishes the files of one model."""
-
     def __init__(
         self, log: Log, settings: Settings, ctx: ProcessContext, files: ModelFiles
     ) -> None:

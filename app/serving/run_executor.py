@@ -71,7 +71,7 @@ Consumer = Callable[[EngineOutput], Awaitable[bool]]
 
 
 class RunEnd(NamedTuple):
-    """How a run ended. `fatal_error`: the engine is dead, and the process must end."""
+    """The end of a run. `fatal_error`: the engine is dead, and the process must end."""
 
     code: RunCode
     retryable: bool = False
@@ -191,7 +191,7 @@ class RunExecutor:
         broker_clock: BrokerClock,
         lease_s: float = 0.0,
     ) -> None:
-        """`lease_s`: how long the engine holds the blocks of a prefill; 0 if unknown."""
+        """`lease_s`: time that the engine holds the blocks of a prefill; 0 if unknown."""
         self._ctx = ctx
         self._publisher = publisher
         self._engine = engine
@@ -403,7 +403,7 @@ class RunExecutor:
         """The request for the engine. Raises EngineError if it cannot be resumed."""
         request = resumed_request(run.assignment.request, run.assignment.taken)
         if run.assignment.taken and not self._chunks.with_tokens:
-            # Readers could not tell where this run resumed, and no other could resume it.
+            # The log would not show where this run resumed, and no other could resume it.
             raise EngineError("the engine returns no token ids to resume from", retryable=True)
         if (rank := run.assignment.rank) != (request.hints.dp_rank or 0):
             request = replace(request, hints=replace(request.hints, dp_rank=rank))
@@ -472,7 +472,7 @@ def _counts(run: Run, ended: EngineOutput) -> Usage:
 
 
 def _ended(text: TextStream, output: EngineOutput) -> EngineOutput:
-    """How an answer ended: by its text, which knows the limits of the whole answer, or by its
+    """The end of an answer: by its text, which has the limits of the whole answer, or by its
     engine."""
     if text.ended is None or text.ended.finish_reason is None:
         return output

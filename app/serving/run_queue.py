@@ -27,7 +27,7 @@ from streams.topics import LEDGER
 log = logging.getLogger(__name__)
 
 UNWANTED = ("cancelled", "superseded")
-"""Reasons of a CancelRun whose run goes well, but is of no use any more. For other reasons another
+"""Reasons of a CancelRun for a run that is healthy and no longer needed. For other reasons another
 run takes its place, since it waits for a transfer that has failed."""
 
 MAX_OPEN_RATIO = 2
@@ -41,7 +41,7 @@ class RunLimits(NamedTuple):
     max_running: int
     max_waiting: int
     remember_key_s: float
-    """How long a run key is remembered; a later duplicate of its Assignment has expired by then."""
+    """Time that a run key is kept; a later duplicate of its Assignment has expired by then."""
 
     @property
     def max_open(self) -> int:

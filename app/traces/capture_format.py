@@ -199,8 +199,6 @@ def created_capture(file: Path) -> Iterator[CaptureWriter]:
 
 
 class CaptureWriter:
-    """Writes lines to a capture."""
-
     def __init__(self, out: Any) -> None:
         self._out = out
 

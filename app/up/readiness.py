@@ -25,7 +25,7 @@ from streams.views.follower import Follower
 HTTP_TIMEOUT_S = 2.0
 CATCH_UP_S = 30.0
 HEARTBEAT_WINDOW_MS = 60_000
-"""How far back heartbeats are read; also the largest clock difference to brokers."""
+"""Age of the oldest heartbeats that are read; also the largest clock difference to brokers."""
 LIVENESS_HEARTBEATS = 2.5
 """Heartbeat intervals within which every live worker has sent one."""
 

@@ -103,7 +103,7 @@ def show(batch_id: _Id, *, url: _Url = "", api_key: _Key = "") -> None:
 
 @app.command()
 def cancel(batch_id: _Id, *, url: _Url = "", api_key: _Key = "") -> None:
-    """Cancel a batch. Its files keep what is done."""
+    """Cancel a batch. Its files keep the finished lines."""
     with _client(url, api_key) as client:
         typer.echo(f"{batch_id} is {client.batches.cancel(batch_id).status}")
 

@@ -28,8 +28,6 @@ class PromptTokenDetails(msgspec.Struct):
 
 
 class UsageCounts(msgspec.Struct):
-    """Token counts of the server."""
-
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: PromptTokenDetails | None = None

@@ -67,8 +67,6 @@ class _Tokens(msgspec.Struct):
 
 
 class ServerDiscovery:
-    """Discovers one server."""
-
     def __init__(self, server: ServerClient, clock: Clock) -> None:
         self._server = server
         self._clock = clock

@@ -86,7 +86,7 @@ class PassthroughStream(AnswerStream):
         reason = parse_finish_reason(choice.pop("finish_reason", None) or None, _REASONS)
         stop_reason = choice.get("stop_reason")
         more, beside = _non_empty(delta), _non_empty(choice)
-        self._held_back |= self._news(_non_empty(fields))
+        self._held_back |= self._changed_fields(_non_empty(fields))
         self._begun = self._begun or bool(text or more or beside or reason)
         if not self._begun:
             return EngineOutput()
@@ -101,16 +101,16 @@ class PassthroughStream(AnswerStream):
         self._pieces += bool(text or aside.delta)
         return output
 
-    def _news(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _changed_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of an event that differ from those already sent."""
         sent = self._sent
-        news = {
+        changed = {
             name: value
             for name, value in fields.items()
             if name not in _OTHERS and (name not in sent or sent[name] != value)
         }
-        sent |= news
-        return news
+        sent |= changed
+        return changed
 
 
 async def _events_of(stream: EventStream) -> AsyncGenerator[bytes, None]:

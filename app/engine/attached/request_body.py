@@ -199,7 +199,7 @@ def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
 
 
 def _meeting(request: Request) -> dict[str, Any]:
-    """Where a SGLang server meets the other one. Raises InvalidRequest for a whole request."""
+    """Room and address of a SGLang pair of servers. Raises InvalidRequest for a whole request."""
     if request.is_probe:
         return {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
     info = request.bootstrap_info

@@ -13,8 +13,6 @@ from app.preprocess.text.tokenizer import Tokenizer
 
 
 class Retokenizer:
-    """The tokens of one answer."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._held = ""

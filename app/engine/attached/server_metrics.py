@@ -51,7 +51,6 @@ class ServerMetrics(NamedTuple):
         return None if blocks is None or blocks < 2 else blocks - 1
 
     def engine_stats(self) -> EngineStats:
-        """As statistics of a heartbeat."""
         blocks = self.cache_blocks or 0
         return EngineStats(
             running=self.running or 0,

@@ -1,6 +1,6 @@
 """Prefix cache of KV blocks: reference counts, sharing, and eviction order.
 
-A block is named by its *identity*, a non-negative int that stands for the whole prefix up to its
+A block is named by its *identity*, a non-negative int for the whole prefix up to its
 end; a block without one is private to its sequence. There is no memory behind a block: it is a
 reference count, an entry among the inactive blocks, or part of the number of free blocks.
 

@@ -43,7 +43,7 @@ from streams.request import Request
 log = logging.getLogger(__name__)
 
 MAX_LAG_S = 1.0
-"""How far steps may lag behind their schedule and still catch up, in seconds."""
+"""Lag of steps behind their schedule up to which they catch up, in seconds."""
 BOOTSTRAP_PORT = 8998
 DEFAULT_LIMITS = EngineLimits(block_size=16, cache_blocks=16_384)
 
@@ -114,7 +114,6 @@ class SimulatedEngine(Engine):
 
     @property
     def step_count(self) -> int:
-        """Steps so far."""
         return self._state.step_count
 
     @property
@@ -192,7 +191,7 @@ class SimulatedEngine(Engine):
             self._remove(run)
 
     async def abort(self, context: GenerateContext) -> None:
-        """As `Engine.abort`: nobody comes to the room where it waits."""
+        """As `Engine.abort`: no other run comes to the room where it waits."""
         if (meeting := self._meetings.get(context)) is not None:
             meeting.cancel()
 
@@ -273,7 +272,7 @@ class SimulatedEngine(Engine):
             self._fail(EngineDead(repr(e)))
 
     async def _run_steps(self) -> None:
-        """Run steps without a gap between them, whatever the clock's sleep adds."""
+        """Run steps without a gap between them, although the clock's sleep adds time."""
         clock, ends_at = self._clock, self._clock.now()
         while True:
             self._drop_stopped()

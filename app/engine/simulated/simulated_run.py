@@ -95,12 +95,10 @@ class SimulatedRun:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """End the answer."""
         self.finish_reason = reason
         self.changed.set()
 
     def fail(self, error: EngineError) -> None:
-        """Fail the request."""
         self.error = error
         self.changed.set()
 

@@ -32,7 +32,7 @@ SENTENCES_PER_END = 4
 
 
 class ExpectedAnswer(NamedTuple):
-    """A whole answer, which must be the same whatever happened to the workers."""
+    """A whole answer, which must be the same after any failure of workers."""
 
     token_ids: tuple[int, ...]
     text: str

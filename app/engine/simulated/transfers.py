@@ -117,7 +117,7 @@ class KvTransfers:
         return name
 
     def remove_engine(self, name: str) -> None:
-        """Remove an engine, which releases what it holds; nobody can take its offers any more."""
+        """Remove an engine, which releases its blocks; its offers cannot be taken after that."""
         for number in list(self._held.get(name, ())):
             self._release(name, number)
         self._held.pop(name, None)
@@ -210,7 +210,7 @@ class KvTransfers:
         return True
 
     def _forget_taken(self, now_ms: int) -> None:
-        """Forget taken offers whose lease is over, since that is checked too."""
+        """Drop taken offers whose lease is over, since that is checked too."""
         while self._taken and next(iter(self._taken.values())) <= now_ms:
             del self._taken[next(iter(self._taken))]
 

@@ -53,7 +53,7 @@ LOAD_LOG_INTERVAL_S = 10.0
 START_METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 SIDE_CHANNEL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 LEASE_OPTION = "kv_lease_duration"
-"""Option in `kv_connector_extra_config`: how long blocks are held for another engine, in s."""
+"""Option in `kv_connector_extra_config`: time that blocks are held for another engine, in s."""
 NIXL_LEASE_S = 30.0
 """Its default in vLLM's NIXL connectors."""
 NO_ARGUMENTS: Mapping[str, Any] = {}
@@ -344,7 +344,7 @@ class VllmEngine(Engine):
 
 
 def _transfer_lease_s(config: Any) -> float | None:
-    """How long vLLM holds the blocks of a prompt for another engine, by its KVTransferConfig; None
+    """Time that vLLM holds the blocks of a prompt for another engine, by its KVTransferConfig; None
     if it hands nothing over by parameters of a request, as far as is known."""
     if config is None:
         return None

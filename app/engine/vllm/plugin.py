@@ -19,7 +19,7 @@ ENDPOINT_PREFIX = "kvlane+"
 
 
 def register() -> None:
-    """Use our publisher for endpoints with the prefix. Idempotent."""
+    """Use kvlane's publisher for endpoints with the prefix. Idempotent."""
     from vllm.distributed.kv_events import EventPublisherFactory
 
     from app.engine.vllm.zmq_publisher import NonBlockingPublisher

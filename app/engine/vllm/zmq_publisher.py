@@ -2,7 +2,7 @@
 
 It has the frames, numbers and replays of vLLM's own ZMQ publisher, so the same readers can use it.
 But it has no thread that competes with the scheduler: the events of a step are encoded and passed
-to the socket at once, which queues or drops them and never waits. A slow reader sees dropped
+to the socket at once, which queues or drops them and never waits. A slow reader detects dropped
 messages as a gap in the numbers.
 """
 

@@ -142,7 +142,7 @@ class ArtifactStore:
     # --- the folder ---
 
     def _from_folder(self, artifact: Artifact) -> bytes | None:
-        """What the folder holds, if it is what it should be; runs in the pool."""
+        """The content of its file, if the checksum is right; runs in the pool."""
         if self._folder is None:
             return None
         path = self._folder / artifact.sha256

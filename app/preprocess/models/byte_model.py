@@ -38,7 +38,7 @@ class Model(Protocol):
         """Bytes of a single token."""
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
-        """What turns the answer to a request into visible text. `taken`: tokens that are out."""
+        """The decoder of a request's answer into visible text. `taken`: tokens that are out."""
 
 
 class ByteModel:
@@ -107,7 +107,7 @@ _ROLES: dict[str, byte_level.Role] = {
     "user": "user",
     "assistant": "assistant",
 }
-"""Others speak as users."""
+"""Other roles count as users."""
 
 
 def _encoded(prompt: TextOrTokens) -> Sequence[int]:

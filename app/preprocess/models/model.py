@@ -62,7 +62,7 @@ class LoadedModel:
         return self.tokenizer.bytes_of(token_id)
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
-        """What turns the answer to a request into visible text. `taken`: tokens that are out."""
+        """The decoder of a request's answer into visible text. `taken`: tokens that are out."""
         shown = request.output.skip_special_tokens is False
         return TextStream(
             self.tokenizer.detokenizer(unpack_tokens(request.token_ids), skip_special=not shown),
@@ -88,7 +88,7 @@ class LoadedModel:
                 raise context_error(field, e.most, self.card.context_length) from None
         if (highest := max(prompt, default=0)) >= self.tokenizer.vocabulary_size:
             raise InvalidPrompt(
-                field, f"has the token {highest}; the model knows {self.tokenizer.vocabulary_size}"
+                field, f"has the token {highest}; the model has {self.tokenizer.vocabulary_size}"
             )
         return prompt
 

@@ -3,7 +3,7 @@
     tokenizer.json           the tokenizer; without it there is no text
     tokenizer_config.json    special tokens by name, perhaps the chat template
     chat_template.jinja      the chat template; goes before the one above
-    generation_config.json   how to end and how to sample where a request does not say
+    generation_config.json   end tokens and sampling, as defaults of requests
     config.json              length of the context, and ends that the former does not name
 
 Reads files, makes cards; puts nothing into the log.
@@ -25,7 +25,7 @@ from streams.request import SamplingOptions
 T = TypeVar("T")
 
 DEMO_MODEL_FOLDER = Path(str(files("app"))) / "data" / "demo-model"
-"""A small tokenizer of our own, with its template."""
+"""A small tokenizer, with its template."""
 
 
 class _GenerationConfig(msgspec.Struct):
@@ -101,7 +101,7 @@ def card_of(
 ) -> ModelCard:
     """The card of a model that is served by tokens, with its checksum.
 
-    `context_length`: what the engine takes, where it is less than the model could.
+    `context_length`: the engine's limit, where it is below the model's.
     """
     card = ModelCard(
         name=name,
@@ -125,7 +125,7 @@ def checksum_of(card: ModelCard) -> str:
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    """What is in a file; what there is by default without the file."""
+    """The content of a file; a default without the file."""
     return msgspec.json.decode(path.read_bytes() if path.exists() else b"{}", type=kind)
 
 

@@ -39,8 +39,6 @@ class LoadFailed(Exception):
 
 
 class ModelLoader:
-    """The models of one process."""
-
     def __init__(self, artifacts: ArtifactStore, pool: WorkPool, ctx: ProcessContext) -> None:
         self._artifacts = artifacts
         self._pool = pool

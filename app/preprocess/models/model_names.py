@@ -17,7 +17,7 @@ from streams.record_base import ModelKind
 from streams.records import ModelCard, WorkerCard
 
 MAX_LISTED_NAMES = 5
-"""How many names an error lists."""
+"""Names that an error lists at most."""
 MAX_SHOWN_CHARS = 64
 """Characters of a name in an error; longer ones are cut."""
 MAX_DEPARTED_MODELS = 1000
@@ -80,7 +80,7 @@ class ModelNames:
         return {name: self._card(name, lengths.get(name, [])) for name in names}
 
     def find(self, kind: str, name: str) -> ModelCard:
-        """The card of the model for a prompt of a kind; "" stands for the only one there is.
+        """The card of the model for a prompt of a kind; "": the only one there is.
 
         Raises InvalidPrompt.
         """

@@ -52,7 +52,7 @@ def guided_field(body: GenerationBody) -> str | None:
 
 
 def _wishes(body: GenerationBody) -> dict[str, tuple[str, Any] | None]:
-    """What each field asks for: the kind of the form, and the form."""
+    """By field: the kind of the constraint, and the constraint."""
     wishes = {
         "response_format": _response_format(body),
         "guided_json": _wish("json", body.guided_json),
@@ -90,7 +90,7 @@ def _response_format(body: GenerationBody) -> tuple[str, Any] | None:
 
 
 def _json(field: str, value: Any) -> Json:
-    """JSON text of an object, or of what is JSON text already."""
+    """JSON text of an object; JSON text itself stays as it is."""
     try:
         return msgspec.json.encode(msgspec.json.decode(value) if isinstance(value, str) else value)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

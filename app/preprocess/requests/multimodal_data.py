@@ -2,7 +2,7 @@
 
     {"image_url": [{"Url": "https://…"}, {"RawUrl": "cat.png"}, {"Decoded": {…}}]}
 
-Which of them an engine reads is for the engine to say. Pure.
+The engine decides which of them it reads. Pure.
 """
 
 from __future__ import annotations

@@ -167,8 +167,6 @@ class SessionOptions(BaseModel):
 
 
 class LatencyTargets(BaseModel):
-    """Latency targets in ms."""
-
     model_config = STRICT_MODEL
 
     ttft_target: Millis | None = None
@@ -341,12 +339,10 @@ def hints_of(ext: NvExt) -> Hints:
 
 
 def latency_targets_of(ext: NvExt) -> RouterParams | None:
-    """Latency targets."""
     return None if ext.router is None else RouterParams(**ext.router.model_dump())
 
 
 def cost_override_of(ext: NvExt) -> RouterConfigOverride | None:
-    """The cost function's settings."""
     override = ext.router_config_override
     return None if override is None else RouterConfigOverride(**override.model_dump())
 

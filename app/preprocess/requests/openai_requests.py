@@ -90,7 +90,6 @@ class RoutingOptions:
 
     @property
     def stream(self) -> bool:
-        """Whether the response is streamed."""
         return bool(self.body.stream)
 
     @property

@@ -117,8 +117,6 @@ JsonOrText = Annotated[Any, BeforeValidator(_json_form)]
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
-
     model_config = STRICT_MODEL
 
     include_usage: bool | None = None
@@ -270,7 +268,6 @@ class Message(BaseModel):
     tool_calls: Annotated[list[ToolCall], SHORT_LIST] | None = None
 
     def text(self) -> str:
-        """All its text."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
@@ -318,7 +315,6 @@ class ChatBody(GenerationBody):
         return super().max_tokens_field()
 
     def top_logprobs_count(self) -> int | None:
-        """Alternatives need the switch for probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -332,7 +328,6 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
     def top_logprobs_count(self) -> int | None:
-        """A number here."""
         return self.logprobs
 
 
@@ -360,7 +355,6 @@ class TokensBody(GenerationBody):
     is_probe: bool | None = Field(default=None, alias="_HEALTH_CHECK")
 
     def top_logprobs_count(self) -> int | None:
-        """As with completions."""
         return self.logprobs
 
 

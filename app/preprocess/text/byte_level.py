@@ -1,8 +1,8 @@
 """Text as tokens and tokens as text, for models whose tokens are the bytes of UTF-8.
 
 Tokens 0 to 255 are bytes; four more mark turns. Owns the vocabulary, the rendering of a chat and
-the incremental way back to text. Knows no requests: `app/preprocess/kafka_prompts.py`
-does.
+the incremental way back to text. Never here: requests
+(`app/preprocess/kafka_prompts.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ByteDetokenizer:
     """
 
     def __init__(self, taken: Sequence[int] = ()) -> None:
-        """`taken`: tokens that were emitted before; what is incomplete of them comes out here."""
+        """`taken`: tokens that were emitted before; the incomplete end of them comes out here."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.chars = len(self.push(taken))
 
@@ -58,5 +58,5 @@ class ByteDetokenizer:
         return self._decoder.decode(bytes(t for t in token_ids if t < END_OF_TEXT))
 
     def end(self) -> str:
-        """What is left when no more tokens come."""
+        """The rest of the text, after the last token."""
         return self._decoder.decode(b"", final=True)

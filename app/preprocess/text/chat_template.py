@@ -93,12 +93,12 @@ class ChatTemplate:
             raise InvalidPrompt("messages", "the chat template never ends with them") from None
         except MemoryError:
             raise InvalidPrompt("messages", "the chat template makes too much of them") from None
-        except Exception as e:  # a template can raise whatever Python can
+        except Exception as e:  # a template can raise any exception
             raise InvalidPrompt("messages", f"the chat template cannot take them: {e}") from e
 
 
 class _Budget:
-    """What one rendering may still use."""
+    """The remaining budget of one rendering."""
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock = clock
@@ -166,7 +166,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """What lies between the two tags."""
+        """The text between the two tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -202,7 +202,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 def _worded(message: Message, *, takes_parts: bool) -> dict[str, Any]:
-    """A message as templates expect it: content as one text if they know no parts, the arguments
+    """A message as templates expect it: content as one text if they have no parts, the arguments
     of tool calls as objects."""
     worded = dict(message)
     content = message.get("content")

@@ -1,7 +1,7 @@
 """Incremental detokenisation, one token at a time, without partial characters.
 
 All pieces together are the text that the tokenizer makes of the whole answer at once. For
-byte-level BPE that is exact: each token stands for bytes, whatever surrounds it. For any other
+byte-level BPE that is exact: each token is a run of bytes, in any context. For any other
 tokenizer a token's text depends on its neighbours, and a sliding window of them is decoded.
 
 A detokenizer may be given the tokens before the answer. An answer that begins in the
@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
         """The text that this token completes."""
 
     def end(self) -> str:
-        """What is left when no more tokens come; half a character becomes U+FFFD."""
+        """The rest of the text, after the last token; half a character becomes U+FFFD."""
 
 
 class Vocabulary(NamedTuple):

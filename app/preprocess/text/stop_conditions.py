@@ -62,13 +62,13 @@ class TextStream:
         self.tokens = 0
         """Number of tokens of the answer that counted."""
         self.chars = 0
-        """How much text was made visible."""
+        """Length of the visible text."""
         self.ended: TextPiece | None = None
         """Set once the answer is over: its reasons, without text or tokens."""
         self.feed(taken)
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
-        """What these tokens bring. After the end they bring nothing but its reasons."""
+        """Visible text of these tokens, and the end. After the end, only its reasons."""
         before, texts = self.tokens, []
         for token_id in token_ids:
             if self.ended is not None:
@@ -131,7 +131,7 @@ class TextStream:
 class _Match(NamedTuple):
     string: str
     end: int
-    """Where it ends in the new text."""
+    """Its end in the new text."""
 
 
 class _Search:

@@ -36,7 +36,7 @@ INLINE_CHARS = 1000
 """Shorter texts are tokenised on the loop: it takes less than a millisecond, a thread 0.1 ms."""
 SLICE_CHARS = 32 * 1024
 SLICE_TOKENS = 256
-"""How many tokens more a text can have when it is cut in two: a word, or a run of spaces."""
+"""Extra tokens of a text that is cut in two, at most: a word, or a run of spaces."""
 WINDOW_CHARS = 64 * 1024
 """Borders are sought in so much text at a time: a search holds the interpreter lock."""
 CACHED_CHARS = 256
@@ -72,7 +72,7 @@ class Tokenizer:
     ) -> Sequence[int]:
         """The tokens of a text. Special tokens in it count as such.
 
-        `add_special_tokens`: with those that the model wants around any text, as for completions;
+        `add_special_tokens`: with those that the model has around any text, as for completions;
         chat templates write them out. A text that clearly has more than `most` tokens is not read
         to its end. Raises UnicodeEncodeError for lone surrogates, which are no text, TooManyTokens
         and PreprocessorOverloaded.
@@ -135,7 +135,7 @@ class Tokenizer:
         return await self._pool.run(work)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token stands for by itself; nothing for an id without one."""
+        """The bytes of a single token; empty for an id without one."""
         if self._vocabulary is not None:
             pieces = self._vocabulary.pieces
             return pieces[token_id] if 0 <= token_id < len(pieces) else b""
@@ -198,7 +198,6 @@ class AddedTokens:
         self._longest = max(map(len, tokens))
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where each begins and ends."""
         at = 0
         while at < len(text):
             end = at + WINDOW_CHARS
