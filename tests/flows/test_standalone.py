@@ -99,7 +99,7 @@ class Deployed(NamedTuple):
         return index
 
 
-@pytest.fixture(params=["memory", "kafka"])
+@pytest.fixture(params=["memory", pytest.param("kafka", marks=pytest.mark.kafka)])
 async def deployed(
     request: pytest.FixtureRequest, topic_prefix: str, tmp_path: Path
 ) -> AsyncIterator[Deployed]:
