@@ -13,6 +13,7 @@ import typer
 from app.cli import app
 from app.commands.settings_table import settings_markdown
 from app.settings import Settings, variable_name
+from streams.topics import TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -109,6 +110,11 @@ def test_commands_that_are_named_exist(page: Path) -> None:
 def test_table_of_settings_is_complete() -> None:
     """Renew it with `kvlane settings --markdown`."""
     assert settings_markdown() in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_table_of_topics_is_complete() -> None:
+    rows = (ROOT / "docs" / "kafka-protocol.md").read_text().split("## Topics")[1].split("\n\n")[1]
+    assert re.findall(r"^\| `([\w-]+)` \|", rows, re.MULTILINE) == [topic.name for topic in TOPICS]
 
 
 def test_readme_is_short() -> None:
