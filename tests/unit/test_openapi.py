@@ -106,6 +106,18 @@ def test_parameters_read_by_handlers_are_declared() -> None:
 
 
 @scenario_test
+async def test_documented_limits_of_pages_are_those_in_force(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    for path in ("/v1/files", "/v1/batches"):
+        parameters = DOCUMENT["paths"][path]["get"]["parameters"]
+        (limit,) = (p["schema"] for p in parameters if p["name"] == "limit")
+        least, most = limit["minimum"], limit["maximum"]
+        for count, status in ((least - 1, 400), (least, 200), (most, 200), (most + 1, 400)):
+            answer = await harness.send("GET", f"{path}?limit={count}").wait_done()
+            assert answer.status == status, (path, count)
+
+
+@scenario_test
 async def test_another_method_is_answered_with_those_that_are_documented(
     world: MemoryWorld,
 ) -> None:

@@ -283,7 +283,12 @@ def _page(entity: Json) -> Json:
 
 def _paging(most: int) -> list[Json]:
     return [
-        _parameter("limit", "query", "Most objects of a page", _COUNT | {"maximum": most}),
+        _parameter(
+            "limit",
+            "query",
+            "Most objects of a page",
+            {"type": "integer", "minimum": 1, "maximum": most},
+        ),
         _parameter("after", "query", "The last id of the page before", _STRING),
         _parameter("order", "query", "By time", {"enum": ["asc", "desc"]}),
     ]
