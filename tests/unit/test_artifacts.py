@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 
 from app.preprocess.models import artifacts
@@ -218,7 +219,7 @@ async def test_reading_takes_no_longer_than_its_limit(world: MemoryWorld) -> Non
 @scenario_test
 async def test_card_of_a_huge_file_is_refused(world: MemoryWorld) -> None:
     with pytest.raises(ArtifactUnavailable, match="too many"):
-        await (await opened(world)).fetch(Artifact(sha256="aa", size=2**50))
+        await (await opened(world)).fetch(msgspec.structs.replace(artifact_of(SMALL), size=2**50))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,28 @@ async def test_damaged_file_in_the_folder_is_read_from_the_log_again(world: Memo
         path.write_bytes(SMALL[:-1])
         assert await store.fetch(artifact) == SMALL
         assert path.read_bytes() == SMALL
+
+
+@scenario_test
+async def test_path_in_place_of_a_checksum_opens_no_file(world: MemoryWorld) -> None:
+    """As of a card that names a device or a pipe, which would be read without end."""
+    with TemporaryDirectory() as name:
+        folder, outside = Path(name) / "folder", Path(name) / "outside"
+        outside.write_bytes(SMALL)
+        folder.mkdir()
+        store = await opened(world, folder=folder)
+        opened_files: list[Path] = []
+
+        def read(path: Path) -> bytes:
+            opened_files.append(path)
+            return SMALL
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "read_bytes", read)
+            for named in (str(outside), "../outside", "", "A" * 64):
+                with pytest.raises(ArtifactUnavailable, match="not a SHA-256"):
+                    await store.fetch(Artifact(sha256=named, size=len(SMALL)))
+        assert opened_files == []
 
 
 @scenario_test

@@ -88,7 +88,7 @@ async def test_model_without_a_template_has_none_on_its_card(world: MemoryWorld)
 async def test_model_whose_files_are_not_there_cannot_be_loaded(world: MemoryWorld) -> None:
     artifacts = await in_log(world)
     card = await publish_folder("demo", DEMO_MODEL_FOLDER, artifacts)
-    missing = msgspec.structs.replace(card, template=r.Artifact(sha256="ab", size=5))
+    missing = msgspec.structs.replace(card, template=r.Artifact(sha256="ab" * 32, size=5))
     with pytest.raises(ArtifactUnavailable):
         await load_model(missing, artifacts, POOL, world.clock)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from hashlib import sha256
@@ -36,6 +37,7 @@ MAX_ARTIFACT_BYTES = 128 * 1024 * 1024
 ARTIFACT_TIMEOUT_S = 60.0
 
 _PART = b"ArtifactPart"
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class ArtifactStore:
@@ -82,6 +84,8 @@ class ArtifactStore:
 
         Raises ArtifactUnavailable when parts are missing or damaged, BrokerUnavailable.
         """
+        if not _SHA256.fullmatch(artifact.sha256):  # a path leads out of the folder, to any device
+            raise ArtifactUnavailable(f"{artifact.sha256[:80]!r} is not a SHA-256 in hex")
         if artifact.size > MAX_ARTIFACT_BYTES:
             raise ArtifactUnavailable(f"{artifact.sha256}: {artifact.size} bytes are too many")
         lock = self._fetching.setdefault(artifact.sha256, asyncio.Lock())
