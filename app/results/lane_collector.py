@@ -30,12 +30,14 @@ from app.results.lane_results import LaneResults
 from app.results.pending_result import PendingResult
 from app.results.result_writer import ResultWriter
 from app.results.unanswered_requests import search_ledger
+from streams.errors import RecordError
 from streams.ports import Partition, Record
 from streams.reading.group_consumer import PartitionClaim
 from streams.reading.range_reader import read_range
-from streams.records import LogRecord
+from streams.records import Cancel, LogRecord, Refused
+from streams.request import Request
 from streams.retry import retry_while_unavailable
-from streams.topics import REQUESTS, RESPONSES
+from streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class LaneCollector:
         self.position: int | None = None
         """The next offset of `responses` to apply; None before the lane is taken over."""
         self._context = context
+        self._lane_count = 0  # until the lane is taken over
         self._results = LaneResults(context.remembered_ms)
         self._writer = ResultWriter(context, self.lane, self._results, claim.mark_done)
         self.take_over = context.ctx.spawn(f"take over lane {self.lane}", self._begin())
@@ -89,7 +92,11 @@ class LaneCollector:
         self._context.ctx.spawn(f"close writer of lane {self.lane}", self._writer.close())
 
     def on_request_record(self, fact: LogRecord) -> None:
-        """A record of `requests`."""
+        """A record of `requests`. Raises RecordError when it belongs in another lane: no router
+        runs it here, so it never gets a reply."""
+        assert isinstance(fact.record, Request | Cancel | Refused), "no other types are read"
+        if lane_of(fact.record.id, self._lane_count) != self.lane:
+            raise RecordError(f"{fact.record.id!r} belongs in another lane")
         if (done := self._results.add_request(fact)) is not None:
             self.claim.mark_done(done)
 
@@ -154,6 +161,7 @@ class LaneCollector:
 
     async def _begin(self) -> None:
         context, lane = self._context, self.lane
+        self._lane_count = await self._asked(lambda: context.log.partitions(REQUESTS))
         await self._writer.open()
         # Before the end of the requests: what is appended to them later is answered later.
         end_of_responses = await self._end_of(RESPONSES)

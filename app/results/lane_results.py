@@ -7,6 +7,7 @@ results that are in the log.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from app.results.pending_result import PendingResult
@@ -15,6 +16,8 @@ from streams.errors import Malformed
 from streams.ports import Record
 from streams.records import Chunk, End, Fence, LogRecord, Refused
 from streams.request import Request
+
+log = logging.getLogger(__name__)
 
 _VISIBLE = (Chunk, Fence, End)
 
@@ -73,7 +76,16 @@ class LaneResults:
                 decoded = decode(record)
             except Malformed:
                 continue  # as every reader of a reply skips it
-            if isinstance(decoded, _VISIBLE) and pending.apply(decoded, record.timestamp):
+            if not isinstance(decoded, _VISIBLE):
+                continue
+            try:
+                is_over = pending.apply(decoded, record.timestamp)
+            except Exception:
+                # A collector that ended for it would be restarted and get the same record again.
+                log.exception("%s: a record of its reply cannot be processed", pending.id)
+                pending.fail(record.timestamp)
+                is_over = True
+            if is_over:
                 self._end(pending)
 
     def truncate(self) -> None:

@@ -40,6 +40,10 @@ _ENDPOINTS: dict[str, EndpointKind] = {
     "embedding": "embedding",
 }
 _LOST = End(id="", code="lost", message="part of the answer is no longer kept")
+_FAILED = End(id="", code="internal", message="a record of it has values that cannot be processed")
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_MAX_DEADLINE_S = 1e9
+"""30 years, longer than any record is kept."""
 
 
 class PendingResult:
@@ -58,7 +62,7 @@ class PendingResult:
         self._is_cut = False
         asked = record if isinstance(record, Request) else Request(id=record.id)
         self._begun_ms = asked.queued_ms or fact.timestamp_ms
-        self.due_ms = self._begun_ms + int(asked.deadline_s * 1000)
+        self.due_ms = self._begun_ms + _deadline_ms(asked.deadline_s)
         """Broker time at which a router ends it at the latest, while there is one."""
         self._model_name = asked.model
         self._transcript = Transcript(record.id, keep=options.kind == "tokens")
@@ -76,6 +80,7 @@ class PendingResult:
         self._choice = Choice(asked.prompt_tokens, before=options.echo, spelling=self._spelling)
         self._reply = options.reply
         self._is_oversized = False
+        self._is_malformed = False
 
     @property
     def is_over(self) -> bool:
@@ -100,7 +105,10 @@ class PendingResult:
         return replaced
 
     def apply(self, record: Chunk | Fence | End, at_ms: int) -> bool:
-        """Apply the next record of the reply, appended at broker time `at_ms`; whether it ended."""
+        """Apply the next record of the reply, appended at broker time `at_ms`; whether it ended.
+
+        Raises any error for a record with values that no process of this project writes.
+        """
         if self.is_over:
             return True
         if not isinstance(record, End):
@@ -160,8 +168,17 @@ class PendingResult:
         """End it with an error: its answer is no longer in the log."""
         self._last, self.ended_ms = _LOST, at_ms
 
+    def fail(self, at_ms: int) -> None:
+        """End it with an error: `apply`, `build`, or the encoding of its result has failed."""
+        self._last, self.ended_ms = _FAILED, self.ended_ms or at_ms
+        self._is_malformed = True
+
     def build(self, model: Model | None = None) -> Result:
-        """The result, after the end. `model`: of `wanted_model`; without it, tokens are ids."""
+        """The result, after the end. `model`: of `wanted_model`; without it, tokens are ids.
+
+        Raises any error for records whose values no process of this project writes; not after
+        `fail`, which leaves all values out that are not of this process.
+        """
         self._set_model(model)
         options, failure = self.options, self._failure()
         return Result(
@@ -180,7 +197,7 @@ class PendingResult:
                 finished_ms=self.ended_ms,
             ),
             attempts=self._attempts,
-            metadata=msgspec.json.decode(options.metadata or b"{}"),
+            metadata={} if self._is_malformed else _decode_object(options.metadata or b"{}"),
             batch_id=options.batch_id,
             custom_id=options.custom_id,
         )
@@ -202,7 +219,7 @@ class PendingResult:
 
     def _usage(self, failure: ApiError | None) -> ResultUsage | None:
         usage = self._choice.usage
-        if failure is not None and not self._choice.counted_tokens:
+        if self._is_malformed or (failure is not None and not self._choice.counted_tokens):
             return None
         return ResultUsage(
             prompt_tokens=usage.prompt_tokens,
@@ -221,6 +238,11 @@ class PendingResult:
 
     def _since(self, at_ms: int) -> int:
         return max(0, at_ms - self._begun_ms)
+
+
+def _deadline_ms(deadline_s: float) -> int:
+    """A deadline in milliseconds; 0 for one that routers refuse, such as NaN."""
+    return int(min(deadline_s, _MAX_DEADLINE_S) * 1000) if deadline_s >= 0 else 0
 
 
 def _ends(record: Chunk | Fence | End) -> bool:

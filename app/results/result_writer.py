@@ -17,6 +17,7 @@ from contextlib import aclosing
 from itertools import islice
 from typing import TypeVar
 
+from app.preprocess.models.byte_model import Model
 from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
 from app.results.lane_results import LaneResults
 from app.results.pending_result import PendingResult
@@ -259,19 +260,29 @@ class ResultWriter:
         """The records of a result: itself, and its reply."""
         name = pending.wanted_model
         model = None if name is None else await self._context.find_model(name)
-        entry = encode(pending.build(model), pending.id)
+        entry = self._result(pending, model)
         if len(entry.value or b"") > MAX_RESULT_BYTES:
             pending.drop_body()
-            entry = encode(pending.build(model), pending.id)
+            entry = self._result(pending, model)
         reply = self._reply(pending, entry)
         return [TopicEntry(RESULTS, entry), *([] if reply is None else [reply])]
+
+    def _result(self, pending: PendingResult, model: Model | None) -> Entry:
+        """The record of a result; that of an error if the result cannot be made."""
+        try:
+            return encode(pending.build(model), pending.id)
+        except Exception:
+            # A collector that ended for it would be restarted and get the same request again.
+            log.exception("lane %d: the result of %s cannot be made", self._lane, pending.id)
+            pending.fail(self._context.broker_clock.now_ms())
+            return encode(pending.build(), pending.id)
 
     def _reply(self, pending: PendingResult, result: Entry) -> TopicEntry | None:
         address = pending.reply
         if address is None:
             return None
         count = self._reply_partitions[address.topic]
-        if (address.partition or 0) >= count:
+        if not 0 <= (address.partition or 0) < count:
             self._leave_out(pending, "no_topic", address.topic, f"it has {count} partitions")
             return None
         partition = address.partition

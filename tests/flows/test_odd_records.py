@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.collector import Collector
 from app.engine.echo import EchoEngine
 from app.indexer import Indexer
 from app.preprocess.thread_pool import InlinePool
@@ -21,8 +22,8 @@ from streams.codecs import decode
 from streams.errors import RecordError
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry, Unreadable
-from streams.records import Chunk
-from streams.topics import PROMPTS, REQUESTS, RESPONSES, TOPICS, partition_of
+from streams.records import Chunk, Result
+from streams.topics import PROMPTS, REQUESTS, RESPONSES, RESULTS, TOPICS, partition_of
 from tests.harness.gateway_harness import CONTEXT, STEP_S, GatewayHarness, memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.malformed_records import MalformedRecords
@@ -54,6 +55,7 @@ class Place:
         await Router(*await self._own(f"router-{name}")).start()
         await Preprocessor(*await self._own(f"preprocessor-{name}"), InlinePool()).start()
         await Indexer(*await self._own(f"indexer-{name}"), InlinePool()).open()
+        await Collector(*await self._own(f"collector-{name}"), InlinePool()).start()
         engine = EchoEngine(self.world.clock, STEP_S, model="demo", context_length=CONTEXT)
         worker = f"worker-{name}"
         await Worker(*await self._own(worker), engine, worker_id=worker).start()
@@ -67,6 +69,11 @@ class Place:
         got = [whole(record) for record in self.world.all_records(RESPONSES)]
         return {chunk.id for chunk in got if chunk is not None}
 
+    def results(self) -> set[str]:
+        """Ids of requests that have a whole result."""
+        got = [readable(record) for record in self.world.all_records(RESULTS)]
+        return {r.id for r in got if isinstance(r, Result) and r.status == "completed"}
+
     def behind(self, topic: str, group: str) -> dict[int, tuple[int, int]]:
         """Partitions that are not committed to their end: committed, end."""
         broker = self.world.broker
@@ -77,17 +84,22 @@ class Place:
 
 def send(world: MemoryWorld, name: str, **body: str) -> None:
     body = {"prompt": f"hello {name}"} | body
-    prompt = {"id": name, "kind": "completion", "body": body}
+    prompt = {"id": name, "kind": "completion", "body": body, "result": True}
     partition = partition_of(name.encode(), world.broker.partitions[PROMPTS])
     world.append_raw(PROMPTS, partition, Entry(name.encode(), json.dumps(prompt).encode()))
 
 
-def whole(record: MemoryRecord) -> Chunk | None:
-    """The last Chunk of an answer."""
+def readable(record: MemoryRecord) -> object:
+    """The record, or None."""
     try:
-        got = decode(record)
+        return decode(record)
     except RecordError:
         return None
+
+
+def whole(record: MemoryRecord) -> Chunk | None:
+    """The last Chunk of an answer."""
+    got = readable(record)
     return got if isinstance(got, Chunk) and got.finish_reason == "stop" else None
 
 
@@ -107,6 +119,7 @@ async def test_odd_records_on_every_topic_stop_no_process(world: MemoryWorld, se
             send(world, name, model="demo")
         place.scatter(RECORDS // ROUNDS)
         await world.wait_until(lambda due=prompts: due <= place.answered())
+        await world.wait_until(lambda due=prompts: due <= place.results())
         for exchange in sent:
             answer = await exchange.wait_done()
             assert answer.status == 200, answer.content
@@ -114,6 +127,7 @@ async def test_odd_records_on_every_topic_stop_no_process(world: MemoryWorld, se
         if number == ROUNDS // 2:
             await place.begin("2")  # these read all of it again
     await world.sleep(60)
+    await world.wait_until(lambda: not place.behind(REQUESTS, "collector"), 1200)
     contexts = (*place.contexts, harness.ctx)
     assert {ctx.name: ctx.error for ctx in contexts if ctx.error is not None} == {}
     assert not place.behind(PROMPTS, "preprocessor")

@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,11 +27,16 @@ from aiokafka.record.util import calc_crc32c
 from app.local.processes import free_port
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker
+from streams.codecs import decode
+from streams.errors import RecordError
 from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
-from streams.topics import TOPICS
+from streams.ports import Partition
+from streams.prompt import Prompt
+from streams.records import Result
+from streams.topics import RESULTS, TOPICS
 from tests.deployments import Deployment, Part
-from tests.harness.http_and_kafka_clients import DeploymentClients
+from tests.harness.http_and_kafka_clients import ANSWER_S, CLOCK, DeploymentClients
 from tests.harness.topic_cleanup import delete_topics
 from tests.malformed_records import MalformedRecords
 
@@ -45,8 +51,10 @@ LANES = 4
 IN_A_BATCH = 10
 BOMB_EVERY = 50  # batches
 BOMB_BYTES = 64 * 1024 * 1024
+KEYED = {topic.name for topic in TOPICS if topic.compacts or topic.retention_ms is None}
+"""Compacted topics: brokers take no record without a key there."""
 NAME = "a name to break"
-PARTS = ("worker", "worker", "router", "preprocessor", "indexer", "gateway")
+PARTS = ("worker", "worker", "router", "preprocessor", "collector", "indexer", "gateway")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -61,13 +69,14 @@ class Stranger:
         self._odd = MalformedRecords(7)
         self._random = random.Random(7)
         self._batches = 0
-        self.published = 0
+        self.published: Counter[str] = Counter()
+        """Records that brokers took, by topic."""
         self.refused = 0
 
     async def publish(self, count: int) -> None:
         """So many records; what the broker does not take is counted."""
-        until = self.published + count
-        while self.published < until:
+        until = self.published.total() + count
+        while self.published.total() < until:
             topic = self._random.choice(TOPICS)
             partition = self._random.randrange(self._counts[topic.name])
             try:
@@ -92,19 +101,15 @@ class Stranger:
             batch.append(key=None, value=b"", timestamp=None)
         batch.close()
         batch._buffer = _broken(bytearray(making.build()))
-        self.published += len(entries)
         sent = await self._producer.send_batch(batch, self._prefix + topic, partition=partition)
         await sent
+        self.published[topic] += len(entries)
 
     def _entries(self, topic: str) -> list[Any]:
         odd = [self._odd.draw(topic).entry for _ in range(IN_A_BATCH)]
         if self._random.random() < 0.3:
             odd[0] = odd[0]._replace(headers=((NAME, b"1"), *odd[0].headers))
-        keyed = {
-            "registry",
-            "artifacts",
-        }  # a broker takes no record without a key where it compacts
-        return [e._replace(key=e.key or b"odd") if topic in keyed else e for e in odd]
+        return [e._replace(key=e.key or b"odd") if topic in KEYED else e for e in odd]
 
 
 def _broken(data: bytearray) -> bytes:
@@ -161,7 +166,8 @@ async def opened(
 
 
 async def send(users: DeploymentClients, count: int) -> None:
-    """Every second one over HTTP, the others on Kafka; each answer is what the engine says."""
+    """Every second one over HTTP, the others on Kafka; each answer is what the engine says, and
+    each of the latter has a result."""
     requested = []
     for number in range(count):
         body = {"model": "demo", "prompt": f"Tell me about {number}.", "max_tokens": 12}
@@ -169,11 +175,31 @@ async def send(users: DeploymentClients, count: int) -> None:
             one = await users.judge.expect_answer("", "completion", body)
             await users.complete(0, "completion", body, one)
         else:
-            one = await users.publish("completion", body)
+            one = await users.judge.expect_answer(users.client.new_request_id(), "completion", body)
+            await users.client.publish(Prompt(id=one.id, kind="completion", body=body, result=True))
             await users.read(one)
         requested.append(one)
+    await wait_results(users.log, {one.id for one in requested[::2]})
     wrong = [(a.id, a.finish_reason) for a in requested if not a.is_correct]
     assert not wrong, f"{len(wrong)} of {count}: {wrong[:5]}"
+
+
+async def wait_results(log: KafkaLog, ids: set[str]) -> None:
+    """Wait until each of these requests has a result."""
+    reader, missing = log.reader(), set(ids)
+    reader.assign({Partition(RESULTS, lane): 0 for lane in range(LANES)})
+    deadline = CLOCK.now() + ANSWER_S
+    while missing:
+        assert CLOCK.now() < deadline, f"no result of {len(missing)}: {sorted(missing)[:5]}"
+        for records in (await reader.poll(0.5)).values():
+            for record in records:
+                try:
+                    got = decode(record)
+                except RecordError:
+                    continue
+                if isinstance(got, Result) and got.status == "completed":
+                    missing.discard(got.id)
+    await reader.close()
 
 
 def resident(deployment: Deployment) -> dict[str, int]:
@@ -200,10 +226,11 @@ async def test_requests_are_answered_and_no_process_ends_or_grows(
             deployment.check()
             measured.append(resident(deployment))
         # Shown by `--log-cli-level=WARNING`.
-        log.warning("%d records, %d batches refused", stranger.published, stranger.refused)
+        log.warning("%s records, %d batches refused", stranger.published, stranger.refused)
         for name, size in measured[-1].items():
             sizes = (first[name], measured[0][name], size)
             log.warning("%s: %s MB", name, " ".join(f"{each / 2**20:.1f}" for each in sizes))
-        assert stranger.published >= RECORDS
+        assert stranger.published.total() >= RECORDS
+        assert min(stranger.published[topic.name] for topic in TOPICS) > RECORDS / len(TOPICS) / 2
         grown = {n: size - measured[0][n] for n, size in measured[-1].items()}
         assert max(grown.values()) <= GROWTH_BYTES, grown
