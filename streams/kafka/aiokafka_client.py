@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.client import AIOKafkaClient
@@ -145,6 +147,43 @@ async def _get_conn_while_open(
 
 
 AIOKafkaClient._get_conn = _get_conn_while_open  # noqa: SLF001
+
+
+_connect = AIOKafkaConnection.connect
+_lookups: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[Any]]] = (
+    WeakKeyDictionary()
+)
+
+
+async def _connect_after_lookup(connection: AIOKafkaConnection) -> Any:
+    """Connect to a broker whose name is known; one lookup of a name at a time.
+
+    An event loop has 4 to 6 threads for lookups, and one that was begun keeps its thread, also
+    after its caller has waited long enough: up to 10 s for the name of a dead container, where the
+    resolver does not answer. Lookups for each attempt of each client would take all threads, and
+    the names of the other brokers would wait behind them.
+    """
+    loop, host = asyncio.get_running_loop(), connection.host
+    lookups = _lookups.setdefault(loop, {})
+    if (lookup := lookups.get(host)) is None:
+        lookup = lookups[host] = asyncio.ensure_future(
+            loop.getaddrinfo(host, connection.port, type=socket.SOCK_STREAM)
+        )
+        lookup.add_done_callback(lambda done: _end_lookup(lookups, host, done))
+    async with asyncio.timeout(connection._request_timeout):  # noqa: SLF001
+        await asyncio.shield(lookup)
+    return await _connect(connection)
+
+
+def _end_lookup(
+    lookups: dict[str, asyncio.Future[Any]], host: str, done: asyncio.Future[Any]
+) -> None:
+    del lookups[host]
+    if not done.cancelled():
+        done.exception()  # is known, also where nobody waits for it any more
+
+
+AIOKafkaConnection.connect = _connect_after_lookup
 
 
 async def start_client(client: Any, options: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -118,3 +119,28 @@ async def test_client_that_is_closed_meanwhile_keeps_no_connection(
     connecting.go_on.set()
     assert not await sending
     assert not connecting.made[0].connected()
+
+
+async def test_name_that_is_not_found_occupies_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, begun, released = asyncio.get_running_loop(), [], asyncio.Event()
+
+    async def look_up(host: str, *_: object, **__: object) -> list[Any]:
+        begun.append(host)
+        await released.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(loop, "getaddrinfo", look_up)
+    for _ in range(3):
+        connections = [AIOKafkaConnection("dead", 9092, request_timeout_ms=20) for _ in range(3)]
+        ends = await asyncio.gather(*(c.connect() for c in connections), return_exceptions=True)
+        assert [type(end) for end in ends] == [TimeoutError] * 3
+    assert begun == ["dead"]
+
+    waiting = asyncio.create_task(AIOKafkaConnection("dead", 9092).connect())
+    await asyncio.sleep(0)
+    released.set()
+    with pytest.raises(OSError, match="Temporary failure"):
+        await waiting
+    with pytest.raises(OSError, match="Temporary failure"):
+        await AIOKafkaConnection("dead", 9092).connect()
+    assert begun == ["dead", "dead"], "the next attempt looks again"
