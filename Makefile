@@ -71,6 +71,8 @@ compose-up:  ## Start a replicated deployment in containers (COMPOSE_PROFILES=mo
 compose-down:  ## Stop it, and delete its data
 	@deploy/compose/up.sh down
 
+# Docker publishes ports on this machine, also where the machine itself looks like a container.
+test-docker: export TESTCONTAINERS_CONNECTION_MODE = docker_host
 test-docker: setup  ## Tests in containers: brokers, the whole path, the image, the compose deployment
 	deploy/kafka/build-image.sh
 	deploy/image/build.sh

