@@ -31,15 +31,18 @@ _PULL_DEADLINE_S = 600.0
 _PORT = 9092
 _DATA = "/var/lib/kafka/data"
 _ADVERTISED = "/tmp/kvlane-advertised"  # noqa: S108 - inside the container
+_OWN = "OWN://127.0.0.1:9094"
+"""For transactions the broker connects to itself, and the address for clients is one outside of the
+container."""
 _SETTINGS = {
     **SMALL_BROKER,
     **replication_settings(1),
     "process.roles": "broker,controller",
     "node.id": "1",
-    "listeners": f"PLAINTEXT://0.0.0.0:{_PORT},CONTROLLER://127.0.0.1:9093",
-    "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+    "listeners": f"PLAINTEXT://0.0.0.0:{_PORT},CONTROLLER://127.0.0.1:9093,{_OWN}",
+    "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,OWN:PLAINTEXT",
     "controller.listener.names": "CONTROLLER",
-    "inter.broker.listener.name": "PLAINTEXT",
+    "inter.broker.listener.name": "OWN",
     "controller.quorum.voters": "1@127.0.0.1:9093",
 }
 # The address for clients is known only when the container has its port: it waits for a file.
@@ -128,7 +131,7 @@ class DockerBroker(Broker):
         self._container = container
         host, port = container.get_container_host_ip(), int(container.get_exposed_port(_PORT))
         self.bootstrap_servers = f"{host}:{port}"
-        advertised = f"PLAINTEXT://{self.bootstrap_servers}\n".encode()
+        advertised = f"PLAINTEXT://{self.bootstrap_servers},{_OWN}\n".encode()
         container.copy_into_container(advertised, _ADVERTISED)
         self._wait_ready(host, port)
 
