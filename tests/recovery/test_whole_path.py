@@ -37,7 +37,7 @@ GRACE_S = 30.0
 """Several times what the longest answer takes."""
 STOP_S = GRACE_S + 10
 """The grace, and what a stopping process takes for its notice and its last words."""
-ROUTERS = ("router-1", "router-2")
+ROUTERS = ("router-1", "router-2", "router-3")
 GATEWAYS = ("gateway-1", "gateway-2")
 STREAMS, WHOLES = 200, 40
 TOKENS = 30
@@ -243,7 +243,7 @@ async def test_published_prompts_are_answered_although_every_router_is_killed(
             await publish()
             await deployment.ready(name)
     got = await check(users, users.published)
-    assert len(got) == 140
+    assert len(got) == 180
 
 
 async def test_streams_continue_at_another_gateway_when_theirs_is_killed(
@@ -291,6 +291,30 @@ async def test_process_stopped_under_load_ends_in_order_and_loses_nothing(
             group.create_task(users.read(await users.publish(*question(number))))
             await CLOCK.sleep(PACE_S)
         deployment.start(name)
+    await check(users, sent + users.published)
+
+
+async def test_routers_restarted_one_after_the_other_lose_and_double_nothing(
+    ground: Ground, users: DeploymentClients
+) -> None:
+    deployment = ground.deployment
+    sent: list[DemoAnswer] = []
+
+    async def restart_routers() -> None:
+        for name in ROUTERS:
+            await deployment.terminate([name], STOP_S)
+            deployment.start(name)
+            await deployment.ready(name)
+
+    async with asyncio.TaskGroup() as group:
+        restarting = group.create_task(restart_routers())
+        while not restarting.done():
+            number = len(sent)
+            kind, body = question(number)
+            sent.append(await users.judge.expect_answer("", kind, body))
+            group.create_task(users.stream(number // 2 % 2, kind, body, sent[-1]))
+            group.create_task(users.read(await users.publish(*question(number))))
+            await CLOCK.sleep(2 * PACE_S)
     await check(users, sent + users.published)
 
 

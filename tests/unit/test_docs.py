@@ -22,6 +22,7 @@ PAGES = [
 ]  # fmt: skip
 PAGES = [page for page in PAGES if page.is_file()]
 SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "app").rglob("*.py")))
+TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))
 FOLDERS = "app|streams|indexer|kvlane|tests|deploy|docs|examples"
 SUFFIXES = ("_total", "_count", "_sum", "_bucket")
 
@@ -53,6 +54,13 @@ def test_paths_that_are_named_exist(page: Path) -> None:
     named = re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*\w/?)", page.read_text())
     missing = [path for path in named if "*" not in path and not (ROOT / path).exists()]
     assert missing == []
+
+
+@each_page
+def test_tests_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    missing = {name for name in named if f"def {name}(" not in TESTS}
+    assert missing == set()
 
 
 @each_page
