@@ -13,7 +13,7 @@ from app.audit.cost_terms import reasons_for
 from app.audit.recompute import find_difference
 from app.bench.routing import cost_reference
 from app.perf_curves import PerfCurves
-from app.routing.selection.cost_kernels import DECODE_PART, PREFILL_PART
+from app.routing.selection.cost_kernels import COMPARED, DECODE_PART, PREFILL_PART
 from app.routing.selection.decision import Placement, RoutingConfig, RoutingState
 from app.routing.selection.handover import (
     DEFAULT_RULES,
@@ -221,7 +221,7 @@ def test_choice_is_recomputed_from_its_record_and_by_plain_formulas(
     plain = [
         cost_reference.predictive_cost(each, asked, 0.01).cost_ms
         for each, asked in (
-            (choice.whole, replace(features, part=0)),
+            (choice.whole, replace(features, part=COMPARED)),
             (choice.prefill, replace(features, part=PREFILL_PART, most_cached_tokens=most)),
             (choice.decode, replace(features, part=DECODE_PART)),
         )

@@ -23,6 +23,7 @@ from app.routing.queueing.batch_select import (
 )
 from app.routing.queueing.pending import PendingRequest, PendingRequests
 from app.routing.selection.cost_kernels import (
+    COMPARED,
     DECODE_PART,
     PREFILL_PART,
     STANDALONE,
@@ -219,9 +220,22 @@ def test_received_prompt_costs_transfer_step_and_room_of_second_copy() -> None:
     assert float(predicted(row, send=part).costs[0]) == pytest.approx(total)
 
 
-def test_decode_takes_longer_beside_prefill() -> None:
+def test_decode_takes_longer_beside_prefill_in_the_choice_of_one_worker_or_two() -> None:
     row = {"open_runs": 2, "prompt_tokens": 900, "prefill_share": 0.75}
-    assert one(row).decode_ms == pytest.approx(4 * 200 * 6.6)
+    for part in (COMPARED, DECODE_PART):
+        assert one(row, replace(ASK, part=part)).decode_ms == pytest.approx(4 * 200 * 6.6)
+
+
+def test_place_of_a_whole_request_does_not_depend_on_former_prefill() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900}
+    assert one(row | {"prefill_share": 0.75}) == one(row)
+
+
+def test_first_token_of_a_decode_waits_for_the_prefill_that_it_joins() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900, "prefill_share": 0.5}
+    found = one(row, replace(ASK, part=DECODE_PART, transfer_ms=40.0))
+    chunk_ms = PACE.prefill_ms(PACE.chunk_tokens)
+    assert found.prefill_ms == pytest.approx(40 + 6.6 + 0.5 * 1.5 * chunk_ms)
 
 
 # Holding
@@ -294,7 +308,7 @@ def test_option_is_worth_the_same_to_the_bit_among_others_as_alone(
 @given(
     st.lists(SPOTS, min_size=1, max_size=9), st.integers(1, 9000), st.floats(1, 900),
     st.floats(0, 9000), st.floats(1, 10), st.sampled_from([math.inf, 100.0]),
-    st.sampled_from([WHOLE, PREFILL_PART, DECODE_PART]), st.floats(0, 500),
+    st.sampled_from([WHOLE, PREFILL_PART, DECODE_PART, COMPARED]), st.floats(0, 500),
 )  # fmt: skip
 def test_kernel_and_the_plain_formulas_agree_to_the_bit(
     rows: list[dict[str, Any]], prompt: int, output: float, held: float, leads_to: float,

@@ -16,9 +16,11 @@ from app.routing.selection.cost_kernels import (
     FOLLOWUP_STEPS,
     FULL_CACHE_WAIT,
     HOST_SHARE,
+    JOIN_STEPS,
     MISSED_TARGET_MS,
     PREFILL_PART,
     SECOND_COPY,
+    WHOLE,
 )
 from app.routing.selection.policies import DynamoWeights, RequestFeatures
 from app.routing.state.performance import recorded_profile
@@ -69,14 +71,17 @@ def predictive_cost(
         pace.prefill_ms(pace.chunk_tokens) / pace.chunk_tokens
     )
     slower_ms = candidate.open_runs * features.mean_output_tokens / 2 * (later_ms - step_ms)
-    own_ms = features.output_tokens * later_ms / (1.0 - candidate.prefill_share)
+    own_ms = features.output_tokens * later_ms
+    if features.part != WHOLE:
+        own_ms /= 1.0 - candidate.prefill_share
     stall_ms = candidate.open_runs * alone_ms
     followups, prefill_ms = features.expected_followups - 1.0, pace.prefill_ms(tokens, step_ms)
     if features.part == PREFILL_PART:
         slower_ms = own_ms = 0.0
     elif features.part == DECODE_PART:
-        stall_ms, prefill_ms = 0.0, features.transfer_ms + later_ms
         token_ms = pace.prefill_ms(pace.chunk_tokens) / pace.chunk_tokens
+        join_ms = JOIN_STEPS * candidate.prefill_share * pace.prefill_ms(pace.chunk_tokens)
+        stall_ms, prefill_ms = 0.0, features.transfer_ms + later_ms + join_ms
         replication_ms = SECOND_COPY * followups * prompt * token_ms
         followups = 0.0
     decode_ms = stall_ms + slower_ms + features.expected_followups * own_ms

@@ -36,8 +36,10 @@ when more time has passed than was expected. `CACHED`: tokens of the prompt that
 computed. `PLANNED`: the part of `WAIT` for reservations."""
 RESULTS = 10
 
-WHOLE, PREFILL_PART, DECODE_PART = range(3)
-"""The part of a request that is planned."""
+WHOLE, PREFILL_PART, DECODE_PART, COMPARED = range(4)
+"""The part of a request that is planned. `COMPARED`: all of it, with what prefill beside its decode
+costs. That is no reason to go elsewhere as a whole: which worker has prefill next does not follow
+from which had it last."""
 
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
@@ -54,6 +56,9 @@ FOLLOWUP_STEPS = 1.5
 SECOND_COPY = 0.5
 """Share of the prefill that is computed again elsewhere for the room of a handed over prompt, which
 both workers have cached."""
+JOIN_STEPS = 1.5
+"""Steps of prefill until the first token of a decode that comes to a worker which is at a prompt:
+half of the one under way, and one beside it."""
 MISSED_TARGET_MS = 1e9
 """What it costs to miss a target of the request: more than anything else, so who misses one comes
 after all who meet them."""
@@ -95,6 +100,19 @@ def _decode_ms(spot: Floats, tokens: float) -> float:
         usage = min(tokens / spot[CAPACITY_TOKENS_COLUMN], 1.0)
     step_ms = (spot[CURVE + 3] * usage + spot[CURVE + 4]) * usage + spot[CURVE + 5]
     return spot[SLOWDOWN] * max(step_ms, spot[CURVE + 6])
+
+
+@inlined
+def _free_share(spot: Floats, part: int) -> float:
+    """The part of its time that a place has no prefill in its steps, as it counts for a part."""
+    return 1.0 if part == WHOLE else 1.0 - spot[PREFILL_SHARE]
+
+
+@inlined
+def _join_ms(spot: Floats) -> float:
+    """Time that prefill takes until the first token of a decode that comes to a place."""
+    chunk_ms = spot[SLOWDOWN] * _step_ms(spot, spot[CHUNK_TOKENS_COLUMN])
+    return JOIN_STEPS * spot[PREFILL_SHARE] * chunk_ms
 
 
 @kernel()
@@ -238,13 +256,13 @@ def predict_costs(
         prefill_ms = _prefill_ms(spot, tokens, step_ms)
         stall_ms = runs * alone_ms
         slower_ms = runs * mean_output / 2 * (later_ms - step_ms)
-        decode_ms = output_tokens * later_ms / (1.0 - spot[PREFILL_SHARE])
+        decode_ms = output_tokens * later_ms / _free_share(spot, part)
         replication_ms = (most - held) * per_token_ms
         followups = leads_to - 1.0
         if part == PREFILL_PART:  # no decode follows there
             slower_ms = decode_ms = 0.0
         elif part == DECODE_PART:  # the first token comes with the first step
-            prefill_ms, stall_ms = transfer_ms + later_ms, 0.0
+            prefill_ms, stall_ms = transfer_ms + later_ms + _join_ms(spot), 0.0
             replication_ms = SECOND_COPY * followups * prompt_tokens * per_token_ms
             followups = 0.0  # they come to the prefill worker
         ttft_ms = wait_ms + prefill_ms

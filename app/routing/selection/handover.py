@@ -132,7 +132,7 @@ def recompute_choice_costs(decision: Assigned) -> tuple[float, float, float] | N
     whole, prefill, decode = (
         float(predict(replace(features, **more), candidates_from_record((each,)), weights).costs[0])
         for each, more in (
-            (choice.whole, {"part": cost_kernels.WHOLE}),
+            (choice.whole, {"part": cost_kernels.COMPARED}),
             (
                 choice.prefill,
                 {
@@ -178,7 +178,11 @@ def _choose(
         prediction = predict(features, options, config.predictive_weights)
         if prediction.best is None:
             return None
-        record = record_decision(options, prediction.costs, prediction.best, prediction.results)
+        found = prediction
+        if part == cost_kernels.WHOLE:  # at the place that it gets as a whole
+            compared = replace(features, part=cost_kernels.COMPARED)
+            found = predict(compared, options, config.predictive_weights)
+        record = record_decision(options, found.costs, prediction.best, found.results)
         candidate = record.candidate(options.worker_ranks[prediction.best])
         assert candidate is not None, "the chosen option is recorded"
         return _Best(candidate, prediction.most_cached_tokens)
