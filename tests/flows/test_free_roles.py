@@ -10,7 +10,6 @@ from app.audit.recompute import find_difference
 from app.perf_curves import PerfCurves
 from streams.codecs import pack_tokens
 from streams.records import Assigned, Assignment
-from streams.request import Request, StopConditions
 from streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import (
     FakeWorker,
@@ -19,13 +18,9 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
+from tests.harness.handover_harness import LONG, PARAMS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
-LONG = Request(
-    id="a", model="demo", token_ids=pack_tokens(list(range(3000))), deadline_s=100,
-    stop=StopConditions(max_tokens=50),
-)  # fmt: skip
-PARAMS = b'{"kv_transfer_params":{}}'
 COMPUTES = PerfCurves((0.0, 0.001, 1.0), (0.0, 0.0, 900.0), 900.0)
 """3000 tokens of a prompt in 4 ms, a step of decode in 900 ms."""
 DECODES = PerfCurves((0.0, 1.0, 1.0), (0.0, 0.0, 1.0), 1.0)

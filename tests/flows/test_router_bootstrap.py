@@ -18,7 +18,7 @@ from streams.records import (
     Fencing,
     PrefillDone,
 )
-from streams.request import BootstrapInfo, Hints, Request, StopConditions
+from streams.request import BootstrapInfo, Hints
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
@@ -28,22 +28,15 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
+from tests.harness.handover_harness import LONG, assigned
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
-LONG = Request(
-    id="a", model="demo", token_ids=pack_tokens(list(range(3000))), deadline_s=100,
-    stop=StopConditions(max_tokens=50, min_tokens=2),
-)  # fmt: skip
 ENDPOINT = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998}
 
 
 def workers(world: MemoryWorld, **over: Any) -> tuple[FakeWorker, FakeWorker]:
     prefill = FakeWorker(world, "p", role="prefill", **ENDPOINT)
     return prefill, FakeWorker(world, "d", role="decode", **over)
-
-
-async def assigned(world: MemoryWorld, worker: FakeWorker, count: int = 1) -> Assignment:
-    return (await wait_for_items(world, lambda: worker.received(Assignment), count))[count - 1]
 
 
 def meeting(assignment: Assignment) -> BootstrapInfo:

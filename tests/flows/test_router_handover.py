@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
 from streams.codecs import decode as decoded
@@ -21,7 +19,6 @@ from streams.records import (
 )
 from streams.request import (
     Hints,
-    Request,
     RouterConfigOverride,
     RoutingConstraints,
     SessionControl,
@@ -37,22 +34,8 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
+from tests.harness.handover_harness import LONG, PARAMS, assigned, workers
 from tests.harness.memory_world import MemoryWorld, scenario_test
-
-LONG = Request(
-    id="a", model="demo", token_ids=pack_tokens(list(range(3000))), deadline_s=100,
-    stop=StopConditions(max_tokens=50, min_tokens=2),
-)  # fmt: skip
-PARAMS = b'{"kv_transfer_params":{"remote_block_ids":[1,2]}}'
-
-
-def workers(world: MemoryWorld, **over: Any) -> tuple[FakeWorker, FakeWorker]:
-    prefill = FakeWorker(world, "p", role="prefill", **over)
-    return prefill, FakeWorker(world, "d", role="decode", **over)
-
-
-async def prefill_of(world: MemoryWorld, worker: FakeWorker, count: int = 1) -> Assignment:
-    return (await wait_for_items(world, lambda: worker.received(Assignment), count))[count - 1]
 
 
 def decisions(world: MemoryWorld, key: str = "a") -> list[tuple[int, str, str]]:
@@ -67,7 +50,7 @@ async def test_prompt_is_computed_by_a_prefill_worker_and_decoded_by_another(
     await start_router(world)
     override = RouterConfigOverride(router_temperature=0.25, overlap_score_credit=3.0)
     append_record(world, REQUESTS, replace(LONG, router_config_override=override))
-    first = await prefill_of(world, prefill)
+    first = await assigned(world, prefill)
     assert (first.phase, first.attempt) == ("prefill", 0)
     assert first.request.id == "a"
     assert first.request.stop == replace(LONG.stop, max_tokens=1, min_tokens=0)
@@ -76,7 +59,7 @@ async def test_prompt_is_computed_by_a_prefill_worker_and_decoded_by_another(
     await world.sleep(2)
     assert not decode.received(Assignment)
     prefill.hand_over(first, PARAMS)
-    second = await prefill_of(world, decode)
+    second = await assigned(world, decode)
     assert (second.phase, second.attempt) == ("decode", 0)
     assert second.request.stop == LONG.stop
     assert second.request.token_ids == LONG.token_ids
@@ -105,12 +88,12 @@ async def test_decode_does_not_wait_until_the_router_has_gathered_records(
     late_ms = []
     for n in range(8):
         append_record(world, REQUESTS, replace(LONG, id=f"a{n}"))
-        first = await prefill_of(world, prefill, n + 1)
+        first = await assigned(world, prefill, n + 1)
         await world.sleep(0.1 + n / 1000)
         prefill.start(first)
         await world.sleep(0.002)
         prefill.hand_over(first, PARAMS)
-        second = await prefill_of(world, decode, n + 1)
+        second = await assigned(world, decode, n + 1)
         times = {type(decoded(r)): r.timestamp for r in world.records(LEDGER, key=f"a{n}")}
         late_ms.append(times[Assigned] - times[PrefillDone])
         decode.finish(decode.start(second), "stop")
@@ -122,10 +105,10 @@ async def test_limits_that_are_absent_stay_absent(world: MemoryWorld) -> None:
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, replace(LONG, stop=StopConditions()))
-    first = await prefill_of(world, prefill)
+    first = await assigned(world, prefill)
     assert first.request.stop.max_tokens == 1
     prefill.hand_over(first, PARAMS)
-    assert (await prefill_of(world, decode)).request.stop == StopConditions()
+    assert (await assigned(world, decode)).request.stop == StopConditions()
 
 
 @scenario_test
@@ -133,7 +116,7 @@ async def test_request_stays_whole_without_prefill_workers(world: MemoryWorld) -
     decode = FakeWorker(world, "d", role="decode")
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    assert (await prefill_of(world, decode)).phase == "aggregated"
+    assert (await assigned(world, decode)).phase == "aggregated"
 
 
 @scenario_test
@@ -142,7 +125,7 @@ async def test_prompt_that_the_decode_worker_has_cached_stays_whole(world: Memor
     decode.publish_blocks(list(range(2000)), 16)
     await start_router(world)
     append_record(world, REQUESTS, LONG)  # 1000 tokens of 3000 are not cached
-    assert (await prefill_of(world, decode)).phase == "aggregated"
+    assert (await assigned(world, decode)).phase == "aggregated"
 
 
 @scenario_test
@@ -151,7 +134,7 @@ async def test_prompt_with_too_little_cached_is_handed_over(world: MemoryWorld) 
     decode.publish_blocks(list(range(800)), 16)
     await start_router(world)
     append_record(world, REQUESTS, LONG)  # 2200 tokens are not cached
-    assert (await prefill_of(world, prefill)).phase == "prefill"
+    assert (await assigned(world, prefill)).phase == "prefill"
 
 
 @scenario_test
@@ -164,7 +147,7 @@ async def test_enforced_disaggregation_waits_for_a_prefill_worker(world: MemoryW
     assert not decode.received(Assignment)
     prefill = FakeWorker(world, "p", role="prefill")
     append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
-    assert (await prefill_of(world, prefill)).phase == "prefill"
+    assert (await assigned(world, prefill)).phase == "prefill"
 
 
 @scenario_test
@@ -182,18 +165,18 @@ async def test_expired_hand_over_begins_the_next_attempt(world: MemoryWorld) -> 
     prefill, decode = workers(world, max_runs=1)
     await start_router(world, handover_timeout_s=3)
     append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    busy = decode.start(await prefill_of(world, decode))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    busy = decode.start(await assigned(world, decode))
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     await world.sleep(2)
     assert len(prefill.received(Assignment)) == 2
-    again = await prefill_of(world, prefill, 3)
+    again = await assigned(world, prefill, 3)
     assert (again.phase, again.attempt, again.request.id) == ("prefill", 1, "a")
     assert [f.reason for f in read_records(world, LEDGER, Fencing)] == ["handover_unused"]
     decode.finish(busy, "stop")
     prefill.hand_over(again, PARAMS)
-    second = await prefill_of(world, decode, 2)
+    second = await assigned(world, decode, 2)
     assert (second.phase, second.attempt, second.request.id) == ("decode", 1, "a")
 
 
@@ -202,10 +185,10 @@ async def test_lease_of_the_engine_bounds_the_time_of_a_hand_over(world: MemoryW
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    first = await prefill_of(world, prefill)
+    first = await assigned(world, prefill)
     begun_ms = world.clock.wall_ms()
     prefill.hand_over(first, PARAMS, lease_until_ms=world.broker.now_ms() + 2000)
-    second = await prefill_of(world, decode)
+    second = await assigned(world, decode)
     assert 1600 <= second.handoff_until_ms - begun_ms < 1700  # .8 of the lease
 
 
@@ -214,9 +197,9 @@ async def test_refused_decode_begins_with_another_prefill(world: MemoryWorld) ->
     prefill, decode = workers(world)
     await start_router(world, max_attempts=1)  # a refusal is no failure
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    decode.reject(await prefill_of(world, decode))
-    again = await prefill_of(world, prefill, 2)
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    decode.reject(await assigned(world, decode))
+    again = await assigned(world, prefill, 2)
     assert (again.phase, again.attempt) == ("prefill", 1)
 
 
@@ -225,15 +208,15 @@ async def test_failed_prefill_and_failed_decode_make_the_rest_whole(world: Memor
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    run = prefill.start(await prefill_of(world, prefill))
+    run = prefill.start(await assigned(world, prefill))
     prefill.finish(run, "error", message="no connector")  # no reader sees it: it is no end
-    whole = await prefill_of(world, decode)
+    whole = await assigned(world, decode)
     assert (whole.phase, whole.attempt) == ("aggregated", 1)
     append_record(world, REQUESTS, replace(LONG, id="b"))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
-    run = decode.start(await prefill_of(world, decode, 2))
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
+    run = decode.start(await assigned(world, decode, 2))
     decode.finish(run, "broken")
-    whole = await prefill_of(world, decode, 3)
+    whole = await assigned(world, decode, 3)
     assert (whole.phase, whole.attempt, whole.request.id) == ("aggregated", 1, "b")
 
 
@@ -242,9 +225,9 @@ async def test_death_of_the_prefill_worker_before_its_end(world: MemoryWorld) ->
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    prefill.start(await prefill_of(world, prefill))
+    prefill.start(await assigned(world, prefill))
     prefill.heartbeat_task.cancel()
-    whole = await prefill_of(world, decode)
+    whole = await assigned(world, decode)
     assert (whole.phase, whole.attempt) == ("aggregated", 1)
 
 
@@ -254,13 +237,13 @@ async def test_death_of_the_decode_worker_in_the_middle_of_an_answer(world: Memo
     other = FakeWorker(world, "d2", role="decode", state="draining")
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    run = decode.start(await prefill_of(world, decode))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    run = decode.start(await assigned(world, decode))
     append_record(world, RESPONSES, chunk(0, 70, text="x", chars=1))
     append_record(world, LEDGER, PrefillDone(run=1, **run))
     other.state = "ready"
     decode.heartbeat_task.cancel()
-    rest = await prefill_of(world, other)
+    rest = await assigned(world, other)
     assert (rest.phase, rest.attempt) == ("aggregated", 1)
     assert list(unpack_tokens(rest.taken)) == [70]
 
@@ -270,16 +253,16 @@ async def test_next_owner_never_uses_a_hand_over_of_its_predecessor(world: Memor
     prefill, decode = workers(world)
     router = await start_router(world)
     append_record(world, REQUESTS, LONG)
-    first = await prefill_of(world, prefill)
+    first = await assigned(world, prefill)
     await world.sleep(1)
     await router.stop()
     prefill.hand_over(first, PARAMS)
     await start_router(world, "r2")
-    again = await prefill_of(world, prefill, 2)
+    again = await assigned(world, prefill, 2)
     assert (again.phase, again.attempt) == ("prefill", 1)
     assert not decode.received(Assignment)
     prefill.hand_over(again, PARAMS)
-    assert (await prefill_of(world, decode)).attempt == 1
+    assert (await assigned(world, decode)).attempt == 1
 
 
 @scenario_test
@@ -290,8 +273,8 @@ async def test_pins_of_both_phases(world: MemoryWorld) -> None:
     await start_router(world)
     hints = Hints(prefill_worker_id="p2", decode_worker_id="d2")
     append_record(world, REQUESTS, replace(LONG, hints=hints))
-    other_prefill.hand_over(await prefill_of(world, other_prefill), PARAMS)
-    assert (await prefill_of(world, other_decode)).phase == "decode"
+    other_prefill.hand_over(await assigned(world, other_prefill), PARAMS)
+    assert (await assigned(world, other_decode)).phase == "decode"
 
 
 @scenario_test
@@ -299,7 +282,7 @@ async def test_decode_worker_that_is_gone_ends_the_request(world: MemoryWorld) -
     prefill, _ = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, replace(LONG, hints=Hints(decode_worker_id="gone")))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code == "pinned_gone"
 
@@ -314,8 +297,8 @@ async def test_policy_direct_needs_both_workers(world: MemoryWorld) -> None:
     assert "prefill_worker_id" in end.message
     hints = Hints(prefill_worker_id="p", decode_worker_id="d")
     append_record(world, REQUESTS, replace(LONG, id="b", hints=hints))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    assert (await prefill_of(world, decode)).phase == "decode"
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    assert (await assigned(world, decode)).phase == "decode"
 
 
 @scenario_test
@@ -349,14 +332,14 @@ async def test_sessions_bind_each_phase_separately(world: MemoryWorld) -> None:
     await start_router(world)
     control = SessionControl(session_id="s", action="open")
     append_record(world, REQUESTS, replace(LONG, hints=Hints(session_control=control)))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    await prefill_of(world, decode)
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    await assigned(world, decode)
     FakeWorker(world, "p2", role="prefill")
     FakeWorker(world, "d2", role="decode")
     bound = replace(control, action="bind")
     append_record(world, REQUESTS, replace(LONG, id="b", hints=Hints(session_control=bound)))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
-    await prefill_of(world, decode, 2)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
+    await assigned(world, decode, 2)
     uses = [d.session for d in read_records(world, LEDGER, Assigned, "b")]
     assert [use and use.bound_worker for use in uses] == ["p", "d"]
 
@@ -369,8 +352,8 @@ async def test_decode_stays_in_the_required_domain(world: MemoryWorld) -> None:
     await start_router(world, transfer_domain="zone", transfer_domain_required=True)
     asked = RoutingConstraints(required_taints=("gpu=x",))
     append_record(world, REQUESTS, replace(LONG, hints=Hints(routing_constraints=asked)))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    decoded = await prefill_of(world, near)
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    decoded = await assigned(world, near)
     assert decoded.request.hints.routing_constraints is not None
     required = decoded.request.hints.routing_constraints.required_taints
     assert required == ("gpu=x", "topology/zone=a")
@@ -386,11 +369,11 @@ async def test_prefill_worker_outside_of_required_domains_gets_no_prompt(
     decode = FakeWorker(world, "d", role="decode", taints=("topology/zone=a",))
     await start_router(world, transfer_domain="zone", transfer_domain_required=True)
     append_record(world, REQUESTS, LONG)
-    assert (await prefill_of(world, decode)).phase == "aggregated"
+    assert (await assigned(world, decode)).phase == "aggregated"
     inside = FakeWorker(world, "p3", role="prefill", taints=("topology/zone=a",))
     await world.sleep(2)
     append_record(world, REQUESTS, replace(LONG, id="b"))
-    assert (await prefill_of(world, inside)).phase == "prefill"
+    assert (await assigned(world, inside)).phase == "prefill"
     assert not outside.received(Assignment)
     assert not alone.received(Assignment)
 
@@ -422,7 +405,7 @@ async def test_prompt_without_an_eligible_prefill_worker_stays_whole(world: Memo
         Hints(backend_instance_id="d"),
     )):  # fmt: skip
         append_record(world, REQUESTS, replace(LONG, id=f"{n}", hints=hints))
-        assert (await prefill_of(world, decode, n + 1)).phase == "aggregated"
+        assert (await assigned(world, decode, n + 1)).phase == "aggregated"
 
 
 @scenario_test
@@ -433,12 +416,12 @@ async def test_prompt_is_not_handed_over_to_an_engine_without_transfers(
     plain = FakeWorker(world, "w")
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    assert (await prefill_of(world, plain)).phase == "aggregated"
+    assert (await assigned(world, plain)).phase == "aggregated"
     able = FakeWorker(world, "w2", transfer_lease_s=30.0)
     await world.sleep(2)
     append_record(world, REQUESTS, replace(LONG, id="b"))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    assert (await prefill_of(world, able)).phase == "decode"
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    assert (await assigned(world, able)).phase == "decode"
 
 
 @scenario_test
@@ -448,8 +431,8 @@ async def test_decode_worker_that_is_pinned_gets_the_decode(world: MemoryWorld) 
     pinned = FakeWorker(world, "d2", role="decode", block_size=16)
     await start_router(world)
     append_record(world, REQUESTS, replace(LONG, hints=Hints(decode_worker_id="d2")))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    assert (await prefill_of(world, pinned)).phase == "decode"
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    assert (await assigned(world, pinned)).phase == "decode"
 
 
 @scenario_test
@@ -458,7 +441,7 @@ async def test_request_for_any_model_and_embeddings_stay_whole(world: MemoryWorl
     await start_router(world)
     append_record(world, REQUESTS, replace(LONG, model=""))
     append_record(world, REQUESTS, replace(LONG, id="b", prompt_embeds="AAAA"))
-    await prefill_of(world, decode, 2)
+    await assigned(world, decode, 2)
     assert {a.phase for a in decode.received(Assignment)} == {"aggregated"}
 
 
@@ -468,9 +451,9 @@ async def test_prompt_is_computed_for_a_hand_over_three_times_at_most(world: Mem
     await start_router(world)
     append_record(world, REQUESTS, LONG)
     for attempt in range(3):
-        first = await prefill_of(world, prefill, attempt + 1)
+        first = await assigned(world, prefill, attempt + 1)
         prefill.hand_over(first, PARAMS, lease_until_ms=1)
-    last = await prefill_of(world, decode)
+    last = await assigned(world, decode)
     assert (last.phase, last.attempt) == ("aggregated", 3)
 
 
@@ -479,8 +462,8 @@ async def test_cached_tokens_are_those_of_the_prefill_worker(world: MemoryWorld)
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS, cached_tokens=48)
-    result = (await prefill_of(world, decode)).request.prefill_result
+    prefill.hand_over(await assigned(world, prefill), PARAMS, cached_tokens=48)
+    result = (await assigned(world, decode)).request.prefill_result
     assert result is not None
     assert result.prompt_tokens_details is not None
     assert result.prompt_tokens_details.cached_tokens == 48
@@ -493,9 +476,9 @@ async def test_lease_counts_from_the_end_of_prefill_not_from_its_record(
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    first = await prefill_of(world, prefill)
+    first = await assigned(world, prefill)
     prefill.hand_over(first, PARAMS, lease_until_ms=world.broker.now_ms() - 1000)
-    again = await prefill_of(world, prefill, 2)
+    again = await assigned(world, prefill, 2)
     assert (again.phase, again.attempt) == ("prefill", 1)
     assert not decode.received(Assignment)
 
@@ -506,10 +489,10 @@ async def test_failed_twin_of_a_prefill_gives_no_second_end(world: MemoryWorld) 
     twin = FakeWorker(world, "p2", role="prefill", state="draining")
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    first = await prefill_of(world, prefill)
+    first = await assigned(world, prefill)
     run = twin.start(replace(first, worker="p2", epoch=twin.epoch))  # of another owner's decision
     prefill.hand_over(first, PARAMS)
-    decoding = decode.start(await prefill_of(world, decode))
+    decoding = decode.start(await assigned(world, decode))
     twin.finish(run, "broken")
     append_record(world, RESPONSES, chunk(0, 70, text="x", chars=1, finish_reason="stop"))
     decode.finish(decoding, "stop")
@@ -525,8 +508,8 @@ async def test_preferred_domain_overrides_the_weight_of_the_client(world: Memory
     await start_router(world, transfer_domain="zone")
     asked = RoutingConstraints(preferred_taints={"topology/zone=a": 9.0, "gpu=x": 2.0})
     append_record(world, REQUESTS, replace(LONG, hints=Hints(routing_constraints=asked)))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    got = (await prefill_of(world, decode)).request.hints.routing_constraints
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    got = (await assigned(world, decode)).request.hints.routing_constraints
     assert got is not None
     assert got.preferred_taints == {"topology/zone=a": 1.0, "gpu=x": 2.0}
 
@@ -536,8 +519,8 @@ async def test_domain_without_taints_adds_no_constraint(world: MemoryWorld) -> N
     prefill, decode = workers(world)
     await start_router(world, transfer_domain="zone")
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    assert (await prefill_of(world, decode)).request.hints.routing_constraints is None
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    assert (await assigned(world, decode)).request.hints.routing_constraints is None
 
 
 @scenario_test
@@ -545,7 +528,7 @@ async def test_batch_requests_stay_whole(world: MemoryWorld) -> None:
     _, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, replace(LONG, service_class="batch"))
-    assert (await prefill_of(world, decode)).phase == "aggregated"
+    assert (await assigned(world, decode)).phase == "aggregated"
 
 
 @scenario_test
@@ -553,14 +536,14 @@ async def test_death_of_the_prefill_worker_while_its_hand_over_waits(world: Memo
     prefill, decode = workers(world, max_runs=1)
     await start_router(world, handover_timeout_s=60)
     append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    busy = decode.start(await prefill_of(world, decode))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    busy = decode.start(await assigned(world, decode))
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     prefill.heartbeat_task.cancel()
     await world.sleep(20)
     decode.finish(busy, "stop")
-    whole = await prefill_of(world, decode, 2)
+    whole = await assigned(world, decode, 2)
     assert (whole.phase, whole.attempt) == ("aggregated", 1)
     assert [f.reason for f in read_records(world, LEDGER, Fencing)] == ["handover_unused"]
 
@@ -582,7 +565,7 @@ async def test_full_prefill_workers_refuse_as_full_workers_do(world: MemoryWorld
     prefill, decode = workers(world, max_runs=1)
     await start_router(world, max_queued_requests=1)
     append_record(world, REQUESTS, replace(LONG, id="b"))
-    prefill.start(await prefill_of(world, prefill))
+    prefill.start(await assigned(world, prefill))
     append_record(world, REQUESTS, replace(LONG, id="c"))
     await world.sleep(1)
     append_record(world, REQUESTS, LONG)
@@ -600,11 +583,11 @@ async def test_requests_stay_whole_while_prefill_workers_are_gone(world: MemoryW
         prefill.heartbeat_task.cancel()
         await world.sleep(20)
         append_record(world, REQUESTS, replace(LONG, id=f"whole-{n}"))
-        assert (await prefill_of(world, decode, n + 1)).phase == "aggregated"
+        assert (await assigned(world, decode, n + 1)).phase == "aggregated"
         prefill = FakeWorker(world, f"p{n}", role="prefill")
         await world.sleep(2)
         append_record(world, REQUESTS, replace(LONG, id=f"split-{n}"))
-        assert (await prefill_of(world, prefill)).phase == "prefill"
+        assert (await assigned(world, prefill)).phase == "prefill"
 
 
 @scenario_test
@@ -612,16 +595,16 @@ async def test_cancel_during_prefill_and_after_it(world: MemoryWorld) -> None:
     prefill, decode = workers(world, max_runs=1)
     router = await start_router(world)
     append_record(world, REQUESTS, LONG)
-    run = prefill.start(await prefill_of(world, prefill))
+    run = prefill.start(await assigned(world, prefill))
     append_record(world, REQUESTS, Cancel(id="a"))
     (stopped,) = await wait_for_items(world, lambda: prefill.received(CancelRun))
     assert (stopped.id, stopped.phase) == ("a", "prefill")
     prefill.finish(run, "broken")
     append_record(world, REQUESTS, replace(LONG, id="busy"))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
-    decode.start(await prefill_of(world, decode))
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
+    decode.start(await assigned(world, decode))
     append_record(world, REQUESTS, replace(LONG, id="b"))
-    prefill.hand_over(await prefill_of(world, prefill, 3), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 3), PARAMS)
     append_record(world, REQUESTS, Cancel(id="b"))
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End, "b"))
     assert end.code == "cancelled"
@@ -637,16 +620,16 @@ async def test_cancel_after_prefill_still_dispatches_decode_for_one_token(
     prefill, decode = workers(world, max_runs=1)
     router = await start_router(world)
     append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    busy = decode.start(await prefill_of(world, decode))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    busy = decode.start(await assigned(world, decode))
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     await world.sleep(1)
     append_record(world, REQUESTS, Cancel(id="a"))
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code == "cancelled"  # at once, though no decode worker has room
     decode.finish(busy, "stop")
-    second = await prefill_of(world, decode, 2)
+    second = await assigned(world, decode, 2)
     assert (second.phase, second.request.id) == ("decode", "a")
     assert (second.request.stop.max_tokens, second.request.stop.min_tokens) == (1, 0)
     assert second.request.prefill_result is not None
@@ -664,10 +647,10 @@ async def test_cancelled_request_without_a_decode_worker_ends_with_its_hand_over
     prefill, decode = workers(world, max_runs=1)
     await start_router(world, handover_timeout_s=3)
     append_record(world, REQUESTS, replace(LONG, id="b", token_ids=pack_tokens([1, 2])))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    decode.start(await prefill_of(world, decode))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    decode.start(await assigned(world, decode))
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     await world.sleep(1)
     append_record(world, REQUESTS, Cancel(id="a"))
     await world.sleep(0.5)

@@ -8,7 +8,6 @@ from streams.codecs import pack_tokens
 from streams.records import Assignment, End, Fencing
 from streams.request import Hints
 from streams.topics import LEDGER, REQUESTS, RESPONSES
-from tests.flows.test_router_handover import LONG, PARAMS, prefill_of, workers
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -16,6 +15,7 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
+from tests.harness.handover_harness import LONG, PARAMS, assigned, workers
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 WHOLE = replace(LONG, id="whole", stop=replace(LONG.stop, max_tokens=0, min_tokens=0))
@@ -28,13 +28,13 @@ def ends(world: MemoryWorld, *keys: str) -> list[str]:
 async def fill(world: MemoryWorld, prefill: FakeWorker, decode: FakeWorker) -> Assignment:
     """Give the decode worker one run."""
     append_record(world, REQUESTS, replace(LONG, id="busy"))
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    return await prefill_of(world, decode)
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    return await assigned(world, decode)
 
 
 async def hand_over_next(world: MemoryWorld, prefill: FakeWorker, key: str, count: int) -> None:
     append_record(world, REQUESTS, replace(LONG, id=key))
-    prefill.hand_over(await prefill_of(world, prefill, count), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, count), PARAMS)
     await world.sleep(0.05)
 
 
@@ -72,7 +72,7 @@ async def test_prompts_from_kafka_wait_in_the_log_while_decodes_wait(world: Memo
     assert len(prefill.received(Assignment)) == 2
     assert router._context.scheduler.waiting.deferred_requests == 3
     decode.finish(busy, "stop")
-    await prefill_of(world, prefill, 3)
+    await assigned(world, prefill, 3)
     assert not ends(world, "r0", "r1", "r2")
 
 
@@ -91,8 +91,8 @@ async def test_new_prompts_are_computed_when_the_last_decode_is_assigned(
     assert len(prefill.received(Assignment)) == 2
     began_ms = world.clock.wall_ms()
     decode.finish(busy, "stop")
-    assert (await prefill_of(world, decode, 2)).request.id == "older"
-    assert (await prefill_of(world, prefill, 3)).request.id == "first"
+    assert (await assigned(world, decode, 2)).request.id == "older"
+    assert (await assigned(world, prefill, 3)).request.id == "first"
     assert world.clock.wall_ms() - began_ms < 100
 
 
@@ -106,11 +106,11 @@ async def test_decode_that_waits_for_its_pin_delays_no_other_prompt(
     other = FakeWorker(world, "d2", role="decode")
     pinned = replace(LONG, id="pinned", hints=Hints(decode_worker_id="d"))
     append_record(world, REQUESTS, pinned)
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     await world.sleep(0.5)
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill, 3), PARAMS)
-    assert (await prefill_of(world, other)).request.id == "a"
+    prefill.hand_over(await assigned(world, prefill, 3), PARAMS)
+    assert (await assigned(world, other)).request.id == "a"
 
 
 @scenario_test
@@ -121,15 +121,15 @@ async def test_request_whose_hand_over_expired_is_not_refused(world: MemoryWorld
     FakeWorker(world, "d2", role="decode")
     pinned = Hints(decode_worker_id="d")
     append_record(world, REQUESTS, replace(LONG, hints=pinned))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     append_record(world, REQUESTS, replace(LONG, id="b", hints=Hints(decode_worker_id="d2")))
-    run = prefill.start(await prefill_of(world, prefill, 3))  # the prefill worker is full
+    run = prefill.start(await assigned(world, prefill, 3))  # the prefill worker is full
     await wait_for_items(world, lambda: read_records(world, LEDGER, Fencing))
     append_record(world, REQUESTS, replace(LONG, id="new"))
     assert await wait_for_items(world, lambda: ends(world, "new")) == ["queue_full"]
     assert not ends(world, "a")
     prefill.finish(run, "broken")
-    again = await prefill_of(world, prefill, 4)
+    again = await assigned(world, prefill, 4)
     assert (again.request.id, again.attempt) == ("a", 1)
 
 
@@ -144,16 +144,16 @@ async def test_decode_worker_that_refused_an_expired_hand_over_is_not_full(
     decode = FakeWorker(world, "d", role="decode", max_runs=1)
     await start_router(world)
     append_record(world, REQUESTS, LONG)
-    prefill.hand_over(await prefill_of(world, prefill), PARAMS)
-    expired = await prefill_of(world, decode)
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    expired = await assigned(world, decode)
     append_record(world, REQUESTS, WHOLE)
     await world.sleep(0.3)
     assert len(decode.received(Assignment)) == 1
     began_ms = world.clock.wall_ms()
     decode.reject(expired, retryable=False)
-    assert (await prefill_of(world, decode, 2)).request.id == "whole"
+    assert (await assigned(world, decode, 2)).request.id == "whole"
     assert world.clock.wall_ms() - began_ms < 100
-    again = await prefill_of(world, prefill, 2)
+    again = await assigned(world, prefill, 2)
     assert (again.phase, again.attempt) == ("prefill", 1)
     assert [f.reason for f in read_records(world, LEDGER, Fencing)] == ["worker_full"]
 
@@ -170,15 +170,15 @@ async def test_freed_prefill_worker_wakes_a_new_prompt_beside_older_decodes(
     decode.start(await fill(world, prefill, decode))
     FakeWorker(world, "d2", role="decode")
     append_record(world, REQUESTS, replace(LONG, id="older", hints=Hints(decode_worker_id="d")))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     append_record(world, REQUESTS, replace(LONG, id="b"))
-    run = prefill.start(await prefill_of(world, prefill, 3))
+    run = prefill.start(await assigned(world, prefill, 3))
     await world.sleep(0.05)
     append_record(world, REQUESTS, LONG)
     await world.sleep(0.05)
     began_ms = world.clock.wall_ms()
     prefill.finish(run, "broken")
-    assert (await prefill_of(world, prefill, 4)).request.id == "a"
+    assert (await assigned(world, prefill, 4)).request.id == "a"
     assert world.clock.wall_ms() - began_ms < 100
 
 
@@ -190,17 +190,17 @@ async def test_freed_decode_worker_wakes_a_decode_beside_more_urgent_prompts(
     await start_router(world, handover_timeout_s=60)
     busy = decode.start(await fill(world, prefill, decode))
     append_record(world, REQUESTS, replace(LONG, id="older", hints=Hints(decode_worker_id="d")))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     await world.sleep(0.05)
     FakeWorker(world, "d2", role="decode")
     append_record(world, REQUESTS, replace(LONG, id="b", hints=Hints(decode_worker_id="d2")))
-    prefill.start(await prefill_of(world, prefill, 3))
+    prefill.start(await assigned(world, prefill, 3))
     urgent = Hints(strict_priority=1, decode_worker_id="d2")
     append_record(world, REQUESTS, replace(LONG, id="urgent", hints=urgent))
     await world.sleep(0.3)
     began_ms = world.clock.wall_ms()
     decode.finish(busy, "stop")
-    assert (await prefill_of(world, decode, 2)).request.id == "older"
+    assert (await assigned(world, decode, 2)).request.id == "older"
     assert world.clock.wall_ms() - began_ms < 100
 
 
@@ -213,7 +213,7 @@ async def test_freed_decode_worker_wakes_a_whole_request(world: MemoryWorld) -> 
     await world.sleep(0.3)
     began_ms = world.clock.wall_ms()
     decode.finish(busy, "stop")
-    assert (await prefill_of(world, decode, 2)).phase == "aggregated"
+    assert (await assigned(world, decode, 2)).phase == "aggregated"
     assert world.clock.wall_ms() - began_ms < 100
 
 
@@ -227,13 +227,13 @@ async def test_class_is_charged_once_for_both_phases(world: MemoryWorld) -> None
     append_record(world, REQUESTS, replace(larger, id="first"))
     await world.sleep(0.1)
     append_record(world, REQUESTS, replace(LONG, id="split", hints=of_class))
-    prefill.hand_over(await prefill_of(world, prefill, 2), PARAMS)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
     await world.sleep(0.1)
     for request in (replace(larger, id="last"), replace(WHOLE, hints=of_class)):
         append_record(world, REQUESTS, request)
         await world.sleep(0.1)
     for count in range(2, 6):
         decode.finish(run, "stop")
-        run = decode.start(await prefill_of(world, decode, count))
+        run = decode.start(await assigned(world, decode, count))
     order = [assignment.request.id for assignment in decode.received(Assignment)]
     assert order == ["busy", "first", "split", "whole", "last"]
