@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ from tests.harness.sglang_servers import MeetingRooms, SglangServer
 LANES = 2
 REQUESTS, MAX_TOKENS = 60, 12
 BLOCK = 16
+DEATHS = 5
 WAIT_S = 60.0
 CLOCK, RNG = SystemClock(), random.Random(1)
 ROLES: dict[str, Role] = {"p1": "prefill", "d1": "decode", "d2": "decode"}
@@ -55,33 +56,55 @@ EngineOf = Callable[[str, Clock], Engine]
 """Makes the engine of a worker."""
 
 
-@asynccontextmanager
-async def deployment(
-    settings: Settings, engine_of: EngineOf, roles: Mapping[str, Role]
-) -> AsyncIterator[None]:
+class Deployment:
     """A worker of each name in `roles`, a router and a preprocessor."""
-    running: list[tuple[KafkaLog, ProcessContext, Worker | Router | Preprocessor]] = []
-    for name in (*roles, "router", "preprocessor"):
+
+    def __init__(self, settings: Settings, engine_of: EngineOf, roles: Mapping[str, Role]) -> None:
+        self._settings = settings
+        self._engine_of = engine_of
+        self._roles = roles
+        self._running: dict[str, tuple[KafkaLog, ProcessContext, Worker | Router | Preprocessor]]
+        self._running = {}
+
+    async def start(self, name: str) -> None:
+        settings, ctx = self._settings, ProcessContext(name)
         log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
-        ctx = ProcessContext(name)
         await log.start()
         part: Worker | Router | Preprocessor
-        if name in roles:
-            own = settings.model_copy(update={"worker_role": roles[name], "worker_id": name})
-            part = Worker(log, own, ctx, engine_of(name, ctx.clock))
+        if name in self._roles:
+            own = settings.model_copy(update={"worker_role": self._roles[name], "worker_id": name})
+            part = Worker(log, own, ctx, self._engine_of(name, ctx.clock))
         else:
             part = (Router if name == "router" else Preprocessor)(log, settings, ctx)
         await part.start()
-        running.append((log, ctx, part))
+        self._running[name] = log, ctx, part
+
+    async def end(self, name: str) -> None:
+        """End a process; a worker without a word: what it was doing stays undone."""
+        log, ctx, part = self._running.pop(name)
+        if not isinstance(part, Worker):
+            await part.stop()
+        await ctx.cancel_tasks()
+        await log.close()
+        assert ctx.error is None
+
+    async def end_all(self) -> None:
+        for name in reversed(list(self._running)):
+            await self.end(name)
+
+
+@asynccontextmanager
+async def deployment(
+    settings: Settings, engine_of: EngineOf, roles: Mapping[str, Role]
+) -> AsyncIterator[Deployment]:
+    """A running deployment."""
+    there = Deployment(settings, engine_of, roles)
+    for name in (*roles, "router", "preprocessor"):
+        await there.start(name)
     try:
-        yield
+        yield there
     finally:
-        for log, ctx, part in reversed(running):
-            if not isinstance(part, Worker):
-                await part.stop()
-            await ctx.cancel_tasks()
-            await log.close()
-    assert [ctx.error for _, ctx, _ in running] == [None] * len(running)
+        await there.end_all()
 
 
 async def all_records(log: KafkaLog, topic: str) -> list[LogRecord]:
@@ -97,11 +120,14 @@ async def all_records(log: KafkaLog, topic: str) -> list[LogRecord]:
 
 
 def simulated(
-    transfers: KvTransfers | None, clock: Clock, curves: PerfCurves = CURVES["w2"]
+    transfers: KvTransfers | None,
+    clock: Clock,
+    curves: PerfCurves = CURVES["w2"],
+    speedup: float = 20,
 ) -> SimulatedEngine:
     limits = EngineLimits(block_size=BLOCK, cache_blocks=4096, curves=curves)
     return SimulatedEngine(
-        clock, limits, model="demo", context_length=8192, speedup=20, transfers=transfers
+        clock, limits, model="demo", context_length=8192, speedup=speedup, transfers=transfers
     )
 
 
@@ -151,6 +177,34 @@ async def test_answers_of_servers_that_meet_are_those_of_one(
     assert len(set(rooms.met)) == len(rooms.met) == REQUESTS
 
 
+async def test_answers_are_equal_while_prefill_and_decode_workers_die(
+    kafka: Broker, topic_prefix: str
+) -> None:
+    roles: dict[str, Role] = {"p1": "prefill", "d1": "decode"}
+    settings = deployment_settings(
+        kafka, topic_prefix, enforce_disaggregation=True, max_attempts=20
+    )
+    rng = random.Random(3)
+
+    async def kill_workers(there: Deployment) -> None:
+        for _ in range(DEATHS):
+            await asyncio.sleep(rng.uniform(0.1, 0.5))
+            name = rng.choice([*roles])
+            await there.end(name)
+            await there.start(name)
+
+    lengths = [rng.randint(1, 4000) for _ in range(REQUESTS)]
+    ids, ledger, _ = await exchanged(
+        settings, lengths, lambda _, clock: simulated(None, clock, speedup=2), roles, kill_workers
+    )
+    decisions = [fact.record for fact in ledger if isinstance(fact.record, Assigned)]
+    assert {each.phase for each in decisions} == {"prefill", "decode"}
+    assert {each.id for each in decisions} == set(ids)
+    epochs = {(each.worker, each.epoch) for each in decisions}
+    assert len(epochs) > len(roles), "requests went to workers that had died"
+    assert any(each.attempt for each in decisions), "a death was in the way of a request"
+
+
 def deployment_settings(kafka: Broker, topic_prefix: str, **over: Any) -> Settings:
     return Settings(
         bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
@@ -194,18 +248,24 @@ async def answered(
 
 
 async def exchanged(
-    settings: Settings, lengths: Sequence[int], engine_of: EngineOf, roles: Mapping[str, Role]
+    settings: Settings,
+    lengths: Sequence[int],
+    engine_of: EngineOf,
+    roles: Mapping[str, Role],
+    meanwhile: Callable[[Deployment], Awaitable[None]] | None = None,
 ) -> tuple[list[str], list[LogRecord], list[LogRecord]]:
     """The ids of prompts of these lengths, the ledger and the responses, after their answers were
-    checked."""
+    checked. `meanwhile`: what is done to the deployment after their publication."""
     prompts = [[RNG.randrange(97, 123) for _ in range(length)] + [258] for length in lengths]
     async with provisioned(settings) as log, Client(log, SystemClock()) as client:
-        async with deployment(settings, engine_of, roles):
+        async with deployment(settings, engine_of, roles) as there:
             ids = []
             for prompt in prompts:
                 ids.append(client.new_request_id())
                 body = {"token_ids": prompt, "max_tokens": MAX_TOKENS}
                 await client.publish(Prompt(id=ids[-1], kind="tokens", body=body))
+            if meanwhile is not None:
+                await meanwhile(there)
             async with asyncio.timeout(WAIT_S):
                 answers = [await client.result(name, WAIT_S) for name in ids]
         for prompt, answer in zip(prompts, answers, strict=True):
