@@ -141,7 +141,11 @@ class Simulator:
     # --- events ----------------------------------------------------------------------------------
 
     def _send_heartbeats(self, *, is_read: bool) -> None:
-        """Send the heartbeats of all workers, if a router may read them before the next ones."""
+        """Send the heartbeats of all workers, if a router may read them before the next ones.
+
+        Batch work is placed at any time, so routers read them all.
+        """
+        is_read = is_read or self.batch is not None
         if is_read or any(seat.waiting_count for seat in self.router_slots):
             for worker in self.workers:
                 self.shared_views.on_heartbeat(worker, self._heartbeat_ms)

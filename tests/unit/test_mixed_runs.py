@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from app.bench.routing.mix import thresholds
+from app.routing.selection.batch_placement import BatchBounds
+from app.routing.selection.decision import Placement
 from app.simulation.batch_work import BatchWork
 from app.simulation.mixed_runs import Mix, MixedRun
 from app.simulation.synthetic_traces import TraceSize, generate_trace
@@ -42,6 +45,23 @@ def test_every_token_of_a_request_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(BatchWork, "on_finished", on_finished)
     Mix(ROWS, BATCH, MixedRun(2)).compare(["classes"])
     assert made == wanted
+
+
+def test_batch_work_goes_on_between_the_requests_of_a_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts: list[int] = []
+    begin = BatchWork.begin
+
+    def on_begin(self: BatchWork, task: object, worker: object, planned: Placement) -> object:
+        starts.append(planned.at_ms)
+        return begin(self, task, worker, planned)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BatchWork, "begin", on_begin)
+    rows = [replace(ROWS[0], timestamp=0), replace(ROWS[1], timestamp=30_000)]
+    mix = Mix(rows, BATCH, MixedRun(2))
+    mix._simulator(mix._arrivals, "classes", BatchBounds()).run()
+    assert {start // 5000 for start in starts} >= set(range(6))
 
 
 def test_trace_without_batch_work_is_simulated_as_before() -> None:
