@@ -26,7 +26,7 @@ from streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
 
-UNWANTED = ("cancelled", "superseded")
+UNWANTED = ("cancelled", "superseded", "deadline")
 """Reasons of a CancelRun for a run that is healthy and no longer needed. For other reasons another
 run takes its place, since it waits for a transfer that has failed."""
 
@@ -146,10 +146,11 @@ class RunQueue:
 
     def abort_expired(self) -> None:
         """Stop the runs whose deadline has passed, and those whose transfer is overdue; the owner
-        of the lane ends the requests, or begins their next attempt."""
+        of the lane ends the requests, or begins their next attempt. A transfer that is in time is
+        not interrupted by a deadline."""
         now = self._ctx.clock.now()
         for run in list(self._open.values()):
-            if run.deadline_at <= now:
+            if run.deadline_at <= now and not self._is_receiving(run):
                 self._stop(run, RunEnd("expired"))
             elif run.is_bootstrapped and run.awaits_transfer and self._is_overdue(run):
                 self._stop(run, RunEnd("broken", message="the blocks were not transferred in time"))
@@ -253,6 +254,11 @@ class RunQueue:
         if not self._is_overdue(run):
             return None
         return RunEnd("worker_full", message="the hand-off of its prefill has expired")
+
+    def _is_receiving(self, run: Run) -> bool:
+        """Whether blocks may be under way to it, or from it, within the time of the hand-over."""
+        in_time = self._broker_clock.now_ms() <= run.assignment.handoff_until_ms
+        return run.state == "running" and run.awaits_transfer and in_time
 
     def _is_overdue(self, run: Run) -> bool:
         until_ms = run.assignment.handoff_until_ms

@@ -354,11 +354,28 @@ async def test_cancel_by_a_client_interrupts_no_transfer(world: MemoryWorld) -> 
     await world.wait_until(lambda: bool(harness.lane_records(LEDGER, Started)))
     cancel(harness, "decode", reason="cancelled")
     cancel(harness, "decode", reason="superseded")
+    cancel(harness, "decode", reason="deadline")
     await world.sleep(0.5)
     assert "abort" not in engine.calls
     await world.wait_until(lambda: bool(harness.chunks()))
     await world.sleep(0.1)
     assert "abort" in engine.calls
+
+
+@pytest.mark.parametrize("transfer_s", [5.0, 50.0])
+def test_deadline_interrupts_no_transfer_that_is_in_time(transfer_s: float) -> None:
+    async def scenario(world: MemoryWorld) -> None:
+        engine = HandingOver(world, transfer_s, TOKEN, 50.0, TOKEN, EngineOutput.stop())
+        harness = await WorkerHarness.started(world, engine)
+        now_ms = world.broker.now_ms()
+        until_ms = now_ms + 10_000
+        request = decode_request(TRANSFER)
+        harness.assign(phase="decode", request=request, budget_s=2.0, handoff_until_ms=until_ms)
+        assert (await harness.wait_finished()).code == "expired"
+        assert bool(harness.chunks()) == (transfer_s < 10.0)
+        assert 4000 < world.broker.now_ms() - now_ms < 13_000
+
+    scenario_test(scenario)()
 
 
 @scenario_test
