@@ -231,6 +231,7 @@ async def test_requests_are_answered_and_no_process_ends_or_grows(
             sizes = (first[name], measured[0][name], size)
             log.warning("%s: %s MB", name, " ".join(f"{each / 2**20:.1f}" for each in sizes))
         assert stranger.published.total() >= RECORDS
-        assert min(stranger.published[topic.name] for topic in TOPICS) > RECORDS / len(TOPICS) / 2
+        least = min(stranger.published[topic.name] for topic in TOPICS)
+        assert least > RECORDS / len(TOPICS) / 5, "a topic was drawn or accepted too seldom"
         grown = {n: size - measured[0][n] for n, size in measured[-1].items()}
         assert max(grown.values()) <= GROWTH_BYTES, grown
