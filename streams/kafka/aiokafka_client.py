@@ -180,7 +180,7 @@ def _end_lookup(
 ) -> None:
     del lookups[host]
     if not done.cancelled():
-        done.exception()  # is known, also where nobody waits for it any more
+        done.exception()  # retrieved, so that asyncio does not log it
 
 
 AIOKafkaConnection.connect = _connect_after_lookup
