@@ -341,6 +341,9 @@ def chaos(
     prefill_workers: Annotated[
         int, typer.Option(help="Those of them that only compute prompts.", min=0)
     ] = 0,
+    batch: Annotated[
+        int, typer.Option(help="Batch prompts on Kafka, of each eight requests.", min=0, max=6)
+    ] = 0,
     minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = float("inf"),
     resume: Annotated[
         Path | None, typer.Option(help="Log of all rounds: read first, then appended to.")
@@ -369,7 +372,7 @@ def chaos(
     screen.require_matplotlib(plot)
     scale = ChaosScale(
         kills, seed=seed, kinds=kinds, rate=rate, tokens=tokens, workers=workers,
-        limit_s=60 * minutes, prefill_workers=prefill_workers,
+        limit_s=60 * minutes, prefill_workers=prefill_workers, batch=batch,
     )  # fmt: skip
     if prefill_workers > workers - 2:
         raise typer.BadParameter(f"--prefill-workers {prefill_workers}: two workers must decode")

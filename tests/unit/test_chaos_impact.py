@@ -159,6 +159,21 @@ def test_bars_name_the_kind_that_missed_them() -> None:
     assert missed == ["longest gap of a running stream, router"]
 
 
+def test_times_of_batch_requests_have_no_limit() -> None:
+    batch, alone = talk("b", times=[9.0, 9.9, 40.0]), talk(times=[9.0, 9.9, 10.5])
+    batch.is_batch = True
+    waiting = timeline("b", at=10.0)
+    waiting.assigned.clear()
+    line = impact.round_line(
+        0, [hit("router", "router-1")], [batch, alone], {"a": timeline(), "b": waiting}, []
+    )
+    assert line["gaps_ms"] == {"router": [900]}
+    assert line["assigned_ms"] == 0
+    lines = [line | impact.completed_line([batch, alone], {}), {"preemptions": 3}]
+    figures = {bar.name: bar.value for bar in impact.chaos_report(lines, 5.0).bars}
+    assert (figures["batch requests of them"], figures["preemptions"]) == (1, 3)
+
+
 def test_report_has_rate_and_lateness_of_the_clients() -> None:
     ends = [{"requests": 100, "asking_s": 4.0, "late_ms": 10}, {"requests": 50, "asking_s": 2.0}]
     bars = {bar.name: bar for bar in impact.chaos_report(ends, 5.0).bars}

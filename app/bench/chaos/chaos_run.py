@@ -70,7 +70,8 @@ PROCESS_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in BROKER_FAULTS
 class ChaosScale(NamedTuple):
     """Amount of work. `rate`: requests/s; `tokens`: per answer; `limit_s`: of the whole run.
 
-    `prefill_workers`: of the workers; with them the others have the role decode.
+    `prefill_workers`: of the workers; with them the others have the role decode. `batch`: batch
+    prompts, of each eight requests.
     """
 
     kills: int = 10
@@ -81,6 +82,7 @@ class ChaosScale(NamedTuple):
     workers: int = 6
     limit_s: float = float("inf")
     prefill_workers: int = 0
+    batch: int = 0
 
     @property
     def includes_brokers(self) -> bool:
@@ -181,6 +183,7 @@ async def chaos_deployment(
                 if scale.includes_brokers
                 else KAFKA_REQUESTS_PER_EIGHT
             ),
+            batch=scale.batch,
         )  # fmt: skip
         watching = [
             asyncio.create_task(w) for w in (processes.restart_crashed(), witness.run(positions))
@@ -361,6 +364,8 @@ class ChaosRun:
         handovers = self._there.observer.handovers
         if self._form.prefill_workers:
             line["handover_ms"] = handovers
+        if self._form.batch:
+            line["preemptions"] = self._there.observer.preemptions
         self._append({**line, "without_result": missing, "several_results": repeated})
 
     def _account(self, over: Sequence[Conversation]) -> dict[str, Any]:

@@ -160,8 +160,14 @@ def round_line(
     observed: Mapping[str, ObservedRequest],
     deaths: Sequence[WorkerLoss],
 ) -> dict[str, Any]:
-    """A round as a line of the log. Times in ms, or in seconds after the first fault."""
+    """A round as a line of the log. Times in ms, or in seconds after the first fault.
+
+    Times are of interactive requests: batch requests wait for free capacity, also in the middle.
+    """
     start = min((hit.at for hit in faults), default=0.0)
+    batch = {chat.expected.id for chat in conversations if chat.is_batch}
+    conversations = [chat for chat in conversations if not chat.is_batch]
+    observed = {name: request for name, request in observed.items() if name not in batch}
     wait_s = longest_assignment_wait_s(faults, observed.values())
     slow = slowest_first_text(faults, conversations)
     found = stream_gaps(faults, conversations, observed)
@@ -227,6 +233,7 @@ def completed_line(
     own = [observed[chat.expected.id] for chat in conversations if chat.expected.id in observed]
     return {
         "asked": len(conversations),
+        "batch": sum(chat.is_batch for chat in conversations),
         "bad": bad,
         "broken": sum(chat.disconnects > 0 for chat in conversations),
         "refused": sum(chat.rejections for chat in conversations),
@@ -298,6 +305,13 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     bars.append(Threshold("greatest delay of the load generator", late_s, "s", limit, is_met))
     bars += [Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named]
     bars.append(none_of("requests on the log without an end", unended))
+    if any("preemptions" in line for line in lines):
+        batch = sum(line.get("batch", 0) for line in lines)
+        preemptions = sum(line.get("preemptions", 0) for line in lines)
+        bars += [
+            figure("batch requests of them", batch, ""),
+            figure("preemptions", preemptions, ""),
+        ]
     if any("handover_ms" in line for line in lines):
         times_ms = [ms for line in lines for ms in line.get("handover_ms", ())]
         bars.append(Threshold("handed over", len(times_ms), "requests", "> 0", bool(times_ms)))

@@ -23,6 +23,7 @@ from app.http.openai.response_writer import ID_HEADER
 from streams.client import Client
 from streams.clock import Clock
 from streams.prompt import Prompt
+from streams.record_base import ServiceClass
 from streams.records import End
 
 READ_TIMEOUT_S = 12.0
@@ -49,6 +50,7 @@ class Conversation:
     number: int
     gateways: list[tuple[float, str]] = field(default_factory=list)
     """The gateways that it was read from, with start times; `VIA_KAFKA` for Kafka clients."""
+    is_batch: bool = False
     position: int = 0
     repeated_chunks: int = 0
     """Number of chunks that had been received before."""
@@ -85,10 +87,12 @@ class LoadGenerator:
         tokens: int,
         on_kafka: int,
         rng: random.Random,
+        batch: int = 0,
     ) -> None:
         """`gateways`: URLs by name. `tokens`: length of an answer.
 
-        `on_kafka`: number of requests in eight that are prompts on Kafka.
+        `on_kafka`: number of requests in eight that are prompts on Kafka. `batch`: of the others,
+        those that are batch prompts on Kafka.
         """
         self._clock = clock
         self._client = client
@@ -96,6 +100,7 @@ class LoadGenerator:
         self._rate = rate
         self._tokens = tokens
         self._on_kafka = on_kafka
+        self._batch = batch
         self._rng = rng
         timeout = openai.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self._openai = {
@@ -157,11 +162,14 @@ class LoadGenerator:
         }
         if number % 4 != 3:
             body["ignore_eos"] = True
-        chat = Conversation(await self._oracle.expect_answer("", "chat", body), number)
+        from_end = REQUEST_CYCLE - number % REQUEST_CYCLE - self._on_kafka
+        is_batch = 0 < from_end <= self._batch
+        expected = await self._oracle.expect_answer("", "chat", body)
+        chat = Conversation(expected, number, is_batch=is_batch)
         self.conversations.append(chat)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                if number % REQUEST_CYCLE >= REQUEST_CYCLE - self._on_kafka:
+                if is_batch or from_end <= 0:
                     await self._publish(chat, body)
                 else:
                     await self._chat(chat, body)
@@ -175,7 +183,8 @@ class LoadGenerator:
     async def _publish(self, chat: Conversation, body: dict[str, Any]) -> None:
         chat.expected.id = self._client.new_request_id()
         chat.gateways.append((self._clock.now(), VIA_KAFKA))
-        prompt = Prompt(id=chat.expected.id, kind="chat", body=body)
+        service_class: ServiceClass = "batch" if chat.is_batch else "interactive"
+        prompt = Prompt(id=chat.expected.id, kind="chat", body=body, service_class=service_class)
         await self._client.publish(prompt, timeout_s=REQUEST_TIMEOUT_S)
         async for piece in self._client.stream(chat.expected.id, timeout_s=REQUEST_TIMEOUT_S):
             if not isinstance(piece, End):

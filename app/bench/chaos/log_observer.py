@@ -19,6 +19,7 @@ from streams.records import (
     End,
     Ended,
     Fence,
+    Fencing,
     Lost,
     PrefillDone,
     Result,
@@ -66,6 +67,8 @@ class LogObserver:
         """Number of results that a reader of committed records sees, by request id."""
         self.handovers: list[float] = []
         """Times from the end of a prefill to Started of its decode, in ms between append times."""
+        self.preemptions = 0
+        """Runs that gave way to interactive requests."""
         self._handed_over_ms: dict[tuple[str, int], int] = {}
         """By request and attempt, the append time of a hand-over without decode so far."""
         self._lost: set[tuple[str, int]] = set()
@@ -104,6 +107,8 @@ class LogObserver:
             self._request(record.id).assigned.append((now, record.worker))
         elif isinstance(record, Result):
             self.results[record.id] += 1
+        elif isinstance(record, Fencing):
+            self.preemptions += record.reason == "preempted"
         elif isinstance(record, Ended):
             self._request(record.id).ended = True
         elif isinstance(record, Request):
