@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -126,17 +127,25 @@ def _length(body: bytes, at: int) -> int:
     return max(0, int(length))
 
 
+MAX_REMEMBERED_PORTS = 1_000
+_given_ports: deque[int] = deque(maxlen=MAX_REMEMBERED_PORTS)
+
+
 def free_ports(count: int) -> list[int]:
     """Different loopback ports that nothing listens on, from 20000 to 31999.
+
+    A process gets none of them twice, until it has had `MAX_REMEMBERED_PORTS` others.
 
     Below the range that systems hand out for outgoing connections, so that no connection takes
     the port of a broker while it restarts. Raises BrokerUnavailable when there are too few.
     """
     found: list[int] = []
-    candidates = random.sample(range(20_000, 32_000), 2_000)
+    candidates = random.SystemRandom().sample(range(20_000, 32_000), 2_000)
     for port in candidates:
         if len(found) == count:
-            return found
+            break
+        if port in _given_ports:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -144,6 +153,9 @@ def free_ports(count: int) -> list[int]:
             except OSError:
                 continue
             found.append(port)
+    if len(found) == count:
+        _given_ports.extend(found)
+        return found
     raise BrokerUnavailable(f"no {count} free ports between 20000 and 31999 on {LOOPBACK}")
 
 

@@ -34,6 +34,8 @@ REFUSED_S = 45.0
 AGAIN_S = 60.0
 SILENT_S = 6.0
 """The request time-out of 4 s, a second until the probe looks, and one for a busy machine."""
+AT_ONCE_S = 3.0
+"""Less than the request time-out."""
 CHAT = {"model": "demo", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -253,7 +255,7 @@ def test_hanging_broker_is_reported_by_readyz_and_requests_and_its_return_by_the
             time.sleep(0.1)
         sent_at = time.monotonic()
         assert up.status("/v1/chat/completions", CHAT) == 503
-        assert time.monotonic() - sent_at < 1.0
+        assert time.monotonic() - sent_at < AT_ONCE_S
     finally:
         os.kill(broker, signal.SIGCONT)
     assert up.send()[1]
