@@ -200,6 +200,16 @@ async def test_offers_of_other_processes_are_valid_until_their_lease_ends(pair: 
     with pytest.raises(EngineError, match="its lease is over") as caught:
         await pair.decode(msgspec.json.encode(late))
     assert caught.value.retryable
+    assert pair.transfers.taken_late == 1
+
+
+@pair_test()
+async def test_engines_that_meet_after_the_lease_see_it_themselves(pair: Pair) -> None:
+    there = TransferParams("paused", 1, len(PROMPT), pair.clock.wall_ms() - 1)
+    with pytest.raises(EngineError, match="its lease is over") as caught:
+        pair.transfers.take(msgspec.json.encode(there), len(PROMPT), is_met=True)
+    assert caught.value.retryable
+    assert pair.transfers.taken_late == 0
 
 
 @pytest.mark.parametrize("params", [b"{", b"{}", b"null"])

@@ -176,7 +176,8 @@ class SimulatedEngine(Engine):
             is_received=is_received,
         )  # fmt: skip
         if params is not None:
-            await self._fetch(params, context, prompt_tokens)
+            is_met = request.bootstrap_info is not None
+            await self._fetch(params, context, prompt_tokens, is_met=is_met)
         add_sequence(self._state, run.sequence)
         self._runs[run] = None
         self._work.set()
@@ -249,9 +250,11 @@ class SimulatedEngine(Engine):
             meeting.cancel()
             del self._meetings[context]
 
-    async def _fetch(self, params: Json, context: GenerateContext, prompt_tokens: int) -> None:
+    async def _fetch(
+        self, params: Json, context: GenerateContext, prompt_tokens: int, *, is_met: bool
+    ) -> None:
         """Fetch the blocks of a prompt that another engine has computed. Raises EngineError."""
-        transfer = self._transfers.take(params, prompt_tokens)
+        transfer = self._transfers.take(params, prompt_tokens, is_met=is_met)
         try:
             await self._clock.sleep(transfer.duration_s / self._speedup)
         finally:

@@ -72,8 +72,9 @@ class KvTransfers:
     """The offers of the engines of one process.
 
     Failed attempts to take one are counted: `taken_twice`, those that were taken before;
-    `taken_late`, past the lease; `invalid`, with other parameters. `interrupted`: the requests
-    that were cancelled while their transfer was under way.
+    `taken_late`, past the lease, by an engine that relies on its worker for that (engines that
+    meet in a room see it themselves); `invalid`, with other parameters. `interrupted`: the
+    requests that were cancelled while their transfer was under way.
     """
 
     def __init__(
@@ -159,11 +160,12 @@ class KvTransfers:
         finally:
             self._rooms.pop(room, None)
 
-    def take(self, params: Json, prompt_tokens: int) -> Transfer:
+    def take(self, params: Json, prompt_tokens: int, *, is_met: bool = False) -> Transfer:
         """Begin the transfer of an offer. Its lease goes on meanwhile.
 
-        Raises a retryable EngineError if its blocks are gone or were taken already, or if it is of
-        another prompt.
+        `is_met`: the parameters come from `meet`. Its worker could not know the end of the lease,
+        which begins after the decode was dispatched. Raises a retryable EngineError if its blocks
+        are gone or were taken already, or if it is of another prompt.
         """
         try:
             wanted = msgspec.json.decode(params, type=TransferParams)
@@ -184,7 +186,7 @@ class KvTransfers:
         if wanted.expires_ms <= now_ms or (
             is_here and wanted.handoff not in self._held[wanted.engine]
         ):
-            self.taken_late += 1
+            self.taken_late += not is_met
             raise _unusable("its lease is over")
         self._forget_taken(now_ms)
         self._taken[key] = wanted.expires_ms
