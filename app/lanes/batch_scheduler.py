@@ -53,7 +53,7 @@ class _SearchInputs(NamedTuple):
     """All that the runs of a rank that give way depend on."""
 
     fleet_version: int
-    runs_version: int
+    run_changes: int
     interactive: WorkerLoad
     slowdown: float
     mean_output_tokens: float
@@ -151,7 +151,7 @@ class BatchScheduler:
         not read back count.
         """
         waited_ms = view.now_ms - wanted.since_ms
-        reserved = self._interactive.reserved_ranks()
+        awaited = self._interactive.reserved_ranks()
         place = partial(
             place_batch_request,
             wanted.prompt, view, self, self._bounds,
@@ -160,14 +160,14 @@ class BatchScheduler:
             excluded=wanted.excluded,
             full_workers=self._interactive.worker_capacity.full_for_batch(view.now_ms),
         )  # fmt: skip
-        while isinstance(planned := place(reserved=reserved), Placement):
+        while isinstance(planned := place(awaited=awaited), Placement):
             rank = planned.worker_rank
             key, run = BatchRunKey(wanted.key.id, -1), batch_run(wanted.key.id, planned)
             known = {**self._ledger.batch_runs.on_rank(rank), **self._own.on_rank(rank)}
             interactive = view.committed.load(rank).add(view.in_flight.load(rank))
             if not self._victims(rank, view, interactive, {**known, key: run}):
                 break
-            reserved.add(rank)
+            awaited.add(rank)
         return planned
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
@@ -186,7 +186,7 @@ class BatchScheduler:
             return ()
         view = self._interactive.routing_state(self._broker_clock.now_ms())
         inputs = _SearchInputs(
-            self._fleet.version, runs.version, view.committed.load(rank),
+            self._fleet.version, runs.changes.count, view.committed.load(rank),
             view.slowdown.get(rank.worker, 1.0), view.mean_output_tokens,
         )  # fmt: skip
         found = self._giving_way.get(rank)

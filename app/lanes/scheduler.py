@@ -313,6 +313,7 @@ class Scheduler:
             expected_followups=performance.expected_followups,
             prefill_shares=performance.prefill_shares,
             transfer_token_ms=performance.transfer_token_ms,
+            recent_prefill=performance.recent_prefill, batch_runs=self._load.batch_runs,
             stagger_ms=self._herd_avoidance.stagger_ms(
                 self._fleet.members, self._fleet.version, now_ms
             ),

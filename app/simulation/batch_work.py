@@ -138,7 +138,7 @@ class BatchWork:
         self,
         state: RouterState,
         config: RoutingConfig,
-        reserved: Sequence[WorkerRank],
+        awaited: Sequence[WorkerRank],
         workers: int,
         now_ms: float,
     ) -> tuple[BatchTask, Placement] | None:
@@ -152,7 +152,7 @@ class BatchWork:
             free = {
                 rank.worker
                 for rank in ranks_with_headroom("", view, self.runs, self.bounds)
-                if rank not in reserved
+                if rank not in awaited
             }
             if not free:
                 return None
@@ -163,7 +163,7 @@ class BatchWork:
                 continue
             planned = place_batch_request(
                 task.prompt(self.block_size), view, self.runs, self.bounds, seed=0,
-                reserved=reserved,
+                awaited=awaited,
                 waits_for_cache=waits_for_cache,
             )  # fmt: skip
             if isinstance(planned, Placement):
@@ -179,7 +179,7 @@ class BatchWork:
             planned = select_worker(prompt, view, config, seed=len(self.tasks))
         else:
             planned = place_batch_request(
-                prompt, view, self.runs, self.bounds, seed=0, reserved=reserved
+                prompt, view, self.runs, self.bounds, seed=0, awaited=awaited
             )
         if not isinstance(planned, Placement):
             return None

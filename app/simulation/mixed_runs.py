@@ -33,7 +33,7 @@ from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 BLOCK_TOKENS = 64
 SPLIT = CHUNK_TOKENS // BLOCK_TOKENS
-UNBOUNDED = BatchBounds(max_step_ms=400.0, max_idle_slowdown=10.0)
+UNBOUNDED = BatchBounds(max_step_ms=400.0, max_blocked_share=1.0)
 """Bounds of a fleet without interactive requests."""
 ALONE_S = 30.0
 """Duration of the run that measures it, in simulated seconds."""

@@ -20,6 +20,7 @@ from app.routing.selection.decision import (
 )
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.state.active_load import ActiveLoad
+from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import RunStatus
@@ -198,6 +199,8 @@ class RouterState:
         self.shared_views = views
         self.ledger = books
         self.own_load = ActiveLoad()
+        self.batch_runs: BatchRuns | None = None
+        """Those of batch work beside the trace."""
         self._pools = CandidatePools(views.fleet, TIMEOUT_MS)
 
     def routing_state(
@@ -212,6 +215,7 @@ class RouterState:
             expected_followups=books.performance.expected_followups,
             prefill_shares=books.performance.prefill_shares,
             transfer_token_ms=books.performance.transfer_token_ms,
+            recent_prefill=books.performance.recent_prefill, batch_runs=self.batch_runs,
         )  # fmt: skip
 
 

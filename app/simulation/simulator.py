@@ -330,8 +330,8 @@ class Simulator:
         """Send batch requests to workers, as far as they have capacity for them."""
         assert self.batch is not None
         router, state = self.router_slots[0][:2]
-        reserved = router.reserved_ranks()
-        while found := self.batch.place(state, router.config, reserved, len(self.workers), now_ms):
+        awaited = router.reserved_ranks()
+        while found := self.batch.place(state, router.config, awaited, len(self.workers), now_ms):
             task, decision = found
             worker = self.workers[decision.worker_rank.epoch]
             sequence = self.batch.begin(task, worker, decision)
@@ -463,6 +463,9 @@ def new_simulator(
         decode = None if handover_rules is None else SimulatedRouter(knowledge, tuning, "decode")
         seats.append(RouterSlot(first, knowledge, decode))
     work = None if batch is None else batch(views)
+    if work is not None:
+        for seat in seats:
+            seat.state.batch_runs = work.runs
     return Simulator(fleet, seats, views, conditions, arrivals, Random(seed), work, progress)
 
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.perf_curves import PerfCurves, curves_from
 from app.routing.selection.batch_placement import (
     BatchBounds,
     RankWork,
+    blocked_share,
+    group_size,
     has_headroom,
+    reserved_ranks,
     runs_to_preempt,
     slowdown,
 )
-from app.routing.state.active_load import NO_LOAD, WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from app.routing.state.performance import EngineProfile
+from app.routing.selection.candidate_table import CandidateTable
+from app.routing.selection.decision import RoutingState
+from app.routing.selection.eligibility import CandidatePool, CandidatePools, CandidateRow
+from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, rest_of_step_ms
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.performance import RECENT_MS, EngineProfile, RecentPrefill
 from app.routing.worker_rank import WorkerRank
+from app.simulation.trace_requests import SIMULATION_SECRET
+from indexer.epochs import CacheId
+from streams.records import EngineConfig, WorkerCard
 
 PROFILE = EngineProfile(capacity_tokens=1_000_000)
 BOUNDS = BatchBounds()
 RANK = WorkerRank("w", 1, 0)
 DECODING = WorkerLoad(1, 10_000)
 COMPUTING = WorkerLoad(1, 10_000, 8_000, 1)
+BOTH = DECODING.add(COMPUTING)
 
 
 def work(interactive: WorkerLoad = NO_LOAD, batch: WorkerLoad = NO_LOAD) -> RankWork:
@@ -55,6 +69,88 @@ def test_prefill_that_one_step_cannot_hold_goes_one_by_one() -> None:
     assert fits(work(batch=WorkerLoad(1, 100, 100, 1)), tokens=100, prefill=100)
 
 
+def test_longest_step_bounds_the_runs_of_an_idle_rank() -> None:
+    bounds = BOUNDS._replace(max_step_ms=PROFILE.decode_ms(100 * (500 + 150)))
+    full = work(batch=WorkerLoad(100, 50_000))
+    assert has_headroom(work(batch=WorkerLoad(99, 49_500)), 500, 16, 300.0, 256, bounds)
+    assert not has_headroom(full, 500, 16, 300.0, 256, bounds)
+
+
+def test_requests_begin_in_groups_that_a_step_can_compute() -> None:
+    assert group_size(work(), 500, BOUNDS) == 1
+    assert group_size(work(batch=WorkerLoad(20, 10_000)), 500, BOUNDS) == 5
+    many = work(batch=WorkerLoad(200, 100_000))
+    size = group_size(many, 500, BOUNDS)
+    step_ms = PROFILE.decode_ms(many.all_tokens())
+    assert 5 < size < 50
+    assert step_ms + PROFILE.prefill_ms(500 * (size - 1)) <= BOUNDS.max_step_ms
+    assert group_size(many, 8000, BOUNDS) == 1
+    assert group_size(work(batch=WorkerLoad(200, 100_000, 500, 1)), 500, BOUNDS) == 1
+
+
+def test_rank_that_is_almost_full_waits_until_a_group_fits() -> None:
+    almost = work(batch=WorkerLoad(200, 100_000))
+    assert has_headroom(almost, 500, 500, 300.0, 210, BOUNDS, 10)
+    assert not has_headroom(almost, 500, 500, 300.0, 209, BOUNDS, 10)
+
+
+@given(st.floats(0.0001, 50), st.integers(1, 60))
+def test_more_ranks_block_fewer_prompts(load: float, ranks: int) -> None:
+    assert 0 <= blocked_share(load, ranks) < blocked_share(load, ranks - 1) <= 1
+    assert blocked_share(load, 1) == pytest.approx(load / (1 + load))
+
+
+def pool_of(*speeds: float) -> CandidatePool:
+    """A pool of workers, each so many times as fast as the published curve."""
+    rows = [
+        CandidateRow(
+            WorkerRank(f"w{n}", n, 0), CacheId(f"w{n}", 0), "", frozenset(), True, 1,
+            EngineProfile(curves_from(PerfCurves().coefficients(speed)) or PerfCurves()),
+            WorkerCard(
+                id=f"w{n}", slot=n, model="m", epoch=n, config=EngineConfig(model="m")
+            ),
+        )
+        for n, speed in enumerate(speeds)
+    ]  # fmt: skip
+    return CandidatePool(
+        tuple(rows), [row.worker_rank.worker for row in rows], 16, 0, 0, (), CandidateTable(rows)
+    )
+
+
+def reserved(pool: CandidatePool, *loads_ms: float, later_ms: int = 0) -> list[str]:
+    """The workers that get no batch request, a minute after prompts of so many ms."""
+    recent, now_ms = RecentPrefill(), int(RECENT_MS)
+    recent.add("elsewhere", 0.0, 0)
+    for load_ms in loads_ms:
+        recent.add(pool.workers[0], load_ms, now_ms)
+    fleet = Fleet()
+    view = RoutingState(
+        fleet, CandidatePools(fleet, 1000), KvIndexView(SIMULATION_SECRET),
+        ActiveLoad(), ActiveLoad(), now_ms + later_ms, recent_prefill=recent,
+    )  # fmt: skip
+    return sorted(rank.worker for rank in reserved_ranks(pool, view, BOUNDS))
+
+
+def test_more_ranks_are_reserved_for_more_interactive_prefill() -> None:
+    pool = pool_of(*[1.0] * 8)
+    counts = [len(reserved(pool, *[100.0] * count)) for count in (0, 1, 20, 100, 200, 2000)]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[1] == 1 or counts[1] == 2
+    assert counts[-1] == 7  # batch requests have one rank at least
+    assert reserved(pool, 100.0) == ["w0", "w1"][: counts[1]]
+
+
+def test_no_rank_is_reserved_where_there_is_one_or_no_request_came_for_long() -> None:
+    assert reserved(pool_of(1.0), *[100.0] * 100) == []
+    assert reserved(pool_of(1.0, 1.0), *[100.0] * 100) == ["w0"]
+    assert reserved(pool_of(1.0, 1.0), 100.0, later_ms=600_000) == []
+
+
+def test_fastest_ranks_are_reserved() -> None:
+    assert reserved(pool_of(1.0, 2.0, 1.0, 2.0), *[100.0] * 20)[:2] == ["w1", "w3"]
+
+
 def test_cache_and_engine_bound_the_runs() -> None:
     assert not fits(work(), tokens=1_000_000)
     assert not fits(work(batch=WorkerLoad(4, 400)), most=4)
@@ -78,8 +174,12 @@ def test_no_run_is_preempted_without_interactive_runs() -> None:
     assert preempted(NO_LOAD, open_runs(200)) == []
 
 
+def test_all_runs_are_preempted_by_a_prompt_without_decode_beside_it() -> None:
+    assert preempted(COMPUTING, open_runs(4, computing=2)) == ["b1", "b0", "b3", "b2"]
+
+
 def test_runs_in_prefill_are_preempted_by_a_prompt_and_the_others_stay() -> None:
-    assert preempted(COMPUTING, open_runs(4, computing=2)) == ["b1", "b0"]
+    assert preempted(BOTH, open_runs(4, computing=2)) == ["b1", "b0"]
     assert preempted(DECODING, open_runs(4)) == []
 
 
@@ -101,6 +201,14 @@ def test_runs_that_cannot_be_continued_stay() -> None:
 
 def test_no_more_runs_stay_than_the_engine_computes_at_once() -> None:
     assert preempted(DECODING, open_runs(4), max_sequences=DECODING.runs + 3) == ["b3"]
+
+
+def test_rest_of_a_step_is_half_of_decode_and_prefill() -> None:
+    assert rest_of_step_ms(PROFILE, NO_LOAD, 300.0) == 0.0
+    decode = rest_of_step_ms(PROFILE, WorkerLoad(4, 2000), 300.0)
+    assert decode == PROFILE.decode_ms(2000 + 4 * 150) / 2
+    both = rest_of_step_ms(PROFILE, WorkerLoad(4, 2000, 500, 1), 300.0)
+    assert both == pytest.approx(decode + PROFILE.prefill_ms(500) / 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 9)), max_size=30))

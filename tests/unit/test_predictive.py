@@ -48,6 +48,7 @@ from app.routing.selection.predictive import Prediction, PredictiveWeights, pred
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import recompute_choice, reconstruct, select_worker
 from app.routing.state.active_load import WorkerLoad
+from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.change_log import TrackedDict
 from app.routing.state.performance import EngineProfile
 from app.routing.worker_rank import WorkerRank
@@ -128,6 +129,31 @@ def test_later_requests_find_a_rank_as_it_is_left() -> None:
     found = float(predicted(row, send=send).costs[0])
     once = 24 + 200 * 0.02 / 4  # a second copy of 200 tokens, for four
     assert found == pytest.approx(once + 0.01 * (30 + 60 + 4 * 1320) + 3 * 1.5 * 6.6)
+
+
+def test_batch_runs_cost_the_rest_of_their_step() -> None:
+    assert one({"batch_ms": 7.0}) == pytest.approx(Terms(7, 15, 0, 0, 200 * 5.6, 0))
+    assert cost({"batch_ms": 7.0}) == pytest.approx(cost({}) + 7)
+
+
+def test_request_goes_to_the_rank_without_batch_runs(routing: RoutingHarness) -> None:
+    routing.workers("w1", "w2")
+    runs = BatchRuns()
+    before = [routing.chosen(PREDICTIVE, seed=seed) for seed in range(8)]
+    known = {"batch_runs": runs}
+    none = [routing.chosen(PREDICTIVE, seed=seed, known=known) for seed in range(8)]
+    assert [each.candidates for each in none] == [each.candidates for each in before]
+    assert {each.worker_rank.worker for each in before} == {"w1", "w2"}
+    runs.put(WorkerRank("w1", 0), BatchRunKey("b"), BatchRun("b", 500))
+    for seed in range(8):
+        decision = routing.chosen(PREDICTIVE, seed=seed, known=known)
+        assert decision.worker_rank.worker == "w2"
+        assert recompute_choice(to_assigned(decision, seed=seed)) == decision.worker_rank
+        costs = {each.worker: each.batch_ms for each in decision.candidates}
+        assert costs["w1"] > costs["w2"] == 0
+    runs.discard(BatchRunKey("b"))
+    after = [routing.chosen(PREDICTIVE, seed=seed, known=known) for seed in range(8)]
+    assert [each.candidates for each in after] == [each.candidates for each in before]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +312,7 @@ SPOTS = st.fixed_dictionaries({
     "host_blocks": st.integers(0, 5), "disk_blocks": st.integers(0, 5),
     "taint_weight": st.sampled_from([0.0, 0.0, 0.7]), "later_ms": st.sampled_from([0.0, 5.0]),
     "prefill_share": st.sampled_from([0.0, 0.3, 0.95]),
+    "batch_ms": st.sampled_from([0.0, 7.5]),
     "ahead_ms": st.lists(st.floats(0, 500), max_size=3).map(tuple),
 })  # fmt: skip
 

@@ -54,7 +54,7 @@ def predictive_cost(
         if candidate.prefill_runs
         else 0.0
     )
-    wait_ms = max(left_ms, step_ms / 2) + candidate.later_ms
+    wait_ms = max(left_ms, step_ms / 2) + candidate.later_ms + candidate.batch_ms
     is_bounded = bool(candidate.open_runs and candidate.capacity_tokens)
     added = prompt - min(candidate.overlap_blocks * features.block_size, prompt)
     excess = context + added + features.mean_output_tokens - candidate.capacity_tokens

@@ -6,21 +6,40 @@ and R batch runs of which each has o tokens of answer:
 
     slowdown   (d(t with batch) - d(t without)) / d(t without)  +  R · p(n) / (o · d(t without))
 
-The first term is what each step of an interactive run takes longer, the second the prefill of batch
-runs, spread over the time for which they stay. A batch request goes to a rank where
+The first term is the part by which each step of an interactive run becomes longer, the second the
+prefill of batch runs, spread over the time for which they stay.
 
-    nobody computes an interactive prompt, and none is planned to come there
+Some ranks of a pool get no batch request: the fewest, m, with which a share of at most
+`max_blocked_share` of interactive prompts finds each of them at another prompt. With a the offered
+load, the mean number of interactive prompts in computation over the last minute (`RecentPrefill`),
+that share is B(m) of Erlang's formula:
+
+    B(0) = 1,   B(m) = a · B(m - 1) / (m + a · B(m - 1))
+
+At least one rank gets batch requests, and all of them where no interactive request came for long.
+The reserved ranks are those with the fastest prefill by their cards, equal ones by name: the set
+does not rotate, so their caches keep the prefixes of interactive prompts, which batch work evicts
+elsewhere within a minute. Interactive decisions of policy predictive prefer them, since the cost of
+a rank contains its batch runs (`predictive.py`). A batch request goes to another rank where
+
+    no interactive prompt is in computation, and none is planned to come
     the slowdown stays below `max_slowdown`, if interactive runs are there
-    the prefill of batch runs, with its own, is one step of `max_step_ms`; or it is the only one
-    the slowdown of steps stays below `max_idle_slowdown`, if no interactive runs are there
+    a step, with the prefill of all batch runs, stays below `max_step_ms`, or has one prompt alone
     the cache and the engine have room
-    no other rank has much more of the request in its cache, if it was preempted
+    no other such rank has much more of the request in its cache, if it was preempted
 
-So an interactive request finds a step of `max_step_ms` at most when it comes, unless one batch
-prompt alone takes longer. When one is sent to a rank, runs give way until the same bounds hold with
-it there: first those without a first token, which would share the engine with its prefill, then the
+A step with prefill costs as much as a thousand tokens besides the tokens, so requests begin in
+groups: a rank without a batch run in prefill takes one only if as many more fit as one step can
+compute, or a quarter of its batch runs if that is less.
+
+When an interactive request is sent to a rank, runs give way until the same bounds hold with it
+there: first those without a first token, which would share the engine with its prefill, then the
 youngest: the others are nearer to their end. No more runs stay than the engine computes at the
-same time.
+same time. None stays beside prompts alone, without an interactive decode: the first batch run would
+add a whole step of decode to each of their steps.
+
+Measured by `kvlane bench mix` (8 workers, interactive load 0.03 prompts): with two reserved ranks
+MEASURED.
 
 Routers use it (`app/lanes/batch_scheduler.py`), and the simulation
 (`app/simulation/batch_work.py`). Never here: the order of batch requests.
@@ -35,7 +54,12 @@ import numpy as np
 
 from app.routing.selection.decision import Placement, Rejection, RoutingState, Wait
 from app.routing.selection.decision_record import record_decision
-from app.routing.selection.eligibility import CandidateRow, NotEligible, filter_eligible
+from app.routing.selection.eligibility import (
+    CandidatePool,
+    CandidateRow,
+    NotEligible,
+    filter_eligible,
+)
 from app.routing.selection.policies import INELIGIBLE, NO_RESERVATIONS, choose
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.request_features import expected_output_tokens
@@ -50,20 +74,26 @@ POLICY = "batch"
 """Policy name in the records of these decisions."""
 NO_ROOM = "no worker has capacity that interactive requests leave"
 DEFAULT_MAX_SEQUENCES = 256
+MIN_PREFILL_LOAD = 1e-4
+"""Offered load of interactive prefill, in prompts, below which no rank is reserved: about two
+minutes after a single prompt of 60 ms."""
+MAX_GROUP_SHARE = 0.25
+"""Batch requests that begin together, as a share of the batch runs of the rank."""
 
 
 class BatchBounds(NamedTuple):
     """Bounds on what batch work costs interactive requests.
 
-    `max_slowdown`: by which part of themselves their steps become longer; `max_idle_slowdown`: the
-    same where there are none, which bounds the runs that give way when one comes. `max_step_ms`:
-    the step that one finds then. `max_recomputed_tokens`: by how much the
-    prefill of a preempted request may exceed that on the rank with most of it, which it waits for.
+    `max_slowdown`: the part of themselves by which their steps become longer. `max_step_ms`: the
+    step of a rank without interactive runs, in ms, of which one that comes waits for the rest.
+    `max_blocked_share`: the share of prompts, from 0 to 1, that find each reserved rank at another
+    prompt; with 1 none is reserved. `max_recomputed_tokens`: tokens by which the prefill of a
+    preempted request may exceed that on the rank with most of it, for which it waits.
     """
 
     max_slowdown: float = 0.05
-    max_step_ms: float = 30.0
-    max_idle_slowdown: float = 0.5
+    max_step_ms: float = 120.0
+    max_blocked_share: float = 0.002
     max_recomputed_tokens: float = 256.0
 
 
@@ -86,6 +116,38 @@ class RankWork(NamedTuple):
         return self.interactive_tokens() + batch.tokens + batch.runs * self.batch_output_tokens / 2
 
 
+def blocked_share(load: float, ranks: int) -> float:
+    """The share of prompts that find each of so many ranks at another prompt; see the module.
+
+    `load`: the mean number of prompts in computation.
+    """
+    share = 1.0
+    for count in range(1, ranks + 1):
+        share = load * share / (count + load * share)
+    return share
+
+
+def reserved_ranks(
+    pool: CandidatePool, view: RoutingState, bounds: BatchBounds
+) -> Collection[WorkerRank]:
+    """The ranks of a pool that get no batch request; see the module."""
+    if view.recent_prefill is None:
+        return ()
+    load = sum([view.recent_prefill.load(worker, view.now_ms) for worker in pool.workers])
+    if load < MIN_PREFILL_LOAD:
+        return ()
+    count = 0
+    while count < len(pool.rows) - 1 and blocked_share(load, count) > bounds.max_blocked_share:
+        count += 1
+    by_speed = sorted(pool.rows, key=lambda row: (_token_ms(row.profile), row.worker_rank))
+    return {row.worker_rank for row in by_speed[:count]}
+
+
+def _token_ms(profile: EngineProfile) -> float:
+    """Time of prefill per token, in full steps."""
+    return profile.prefill_ms(profile.chunk_tokens) / profile.chunk_tokens
+
+
 def slowdown(work: RankWork, prefill_tokens: float) -> float:
     """By which part of themselves steps of interactive runs are longer; see the module.
 
@@ -106,17 +168,18 @@ def has_headroom(
     output_tokens: float,
     max_sequences: int,
     bounds: BatchBounds,
+    count: int = 1,
 ) -> bool:
-    """Whether one more batch request may go to a rank. `prefill_tokens` of its `tokens` are not
-    cached there.
+    """Whether `count` more batch requests may go to a rank. `prefill_tokens` of the `tokens` of
+    each are not cached there.
     """
     interactive, batch = work.interactive, work.batch
-    if interactive.prefill_runs or interactive.runs + batch.runs >= max_sequences:
+    if interactive.prefill_runs or interactive.runs + batch.runs + count > max_sequences:
         return False
-    pending = batch.prefill_tokens + prefill_tokens
-    if batch.prefill_runs and work.profile.prefill_ms(pending) > bounds.max_step_ms:
+    pending = batch.prefill_tokens + count * prefill_tokens
+    if batch.prefill_runs and _step_ms(work, pending) > bounds.max_step_ms:
         return False
-    added = WorkerLoad(1, tokens, prefill_tokens, 1)
+    added = WorkerLoad(count, count * tokens, count * prefill_tokens, count)
     after = work._replace(batch=batch.add(added))
     capacity = work.profile.capacity_tokens
     full = after.interactive_tokens() + after.batch.tokens + after.batch.runs * output_tokens
@@ -124,7 +187,24 @@ def has_headroom(
         return False
     if interactive.runs:
         return slowdown(after, prefill_tokens) <= bounds.max_slowdown
-    return slowdown(after, 0) <= bounds.max_idle_slowdown
+    return not batch.runs or _step_ms(after, 0) <= bounds.max_step_ms
+
+
+def _step_ms(work: RankWork, prefill_tokens: float) -> float:
+    """Time of a step of all runs, with tokens of prefill beside it."""
+    return work.profile.decode_ms(work.all_tokens()) + work.profile.prefill_ms(prefill_tokens)
+
+
+def group_size(work: RankWork, prefill_tokens: int, bounds: BatchBounds) -> int:
+    """The number of batch requests with so many tokens of prefill that begin together on a rank:
+    about as many as a step computes, 1 where others begin already.
+    """
+    if work.batch.prefill_runs:
+        return 1
+    fixed_ms = _step_ms(work, 1)
+    each_ms = _step_ms(work, 1 + prefill_tokens) - fixed_ms
+    fitting = (bounds.max_step_ms - fixed_ms) / each_ms if each_ms > 0 else work.batch.runs
+    return max(1, int(min(fitting, MAX_GROUP_SHARE * work.batch.runs)))
 
 
 def place_batch_request(
@@ -135,7 +215,7 @@ def place_batch_request(
     *,
     seed: int,
     waits_for_cache: bool = False,
-    reserved: Collection[WorkerRank] = (),
+    awaited: Collection[WorkerRank] = (),
     excluded: Collection[str] = (),
     full_workers: Collection[tuple[str, int]] = (),
 ) -> Placement | Wait | Rejection:
@@ -143,7 +223,7 @@ def place_batch_request(
 
     Of the ranks with headroom that with the least prefill is chosen, of equal ones that with the
     least load. `view`: with the load of interactive runs; `runs`: of batch runs, with those that
-    are not read back. `reserved`: ranks that interactive requests wait for.
+    are not read back. `awaited`: ranks that interactive requests wait for.
     """
     request = prompt.request
     pool = view.pools.pool(request.model, "aggregated", view.now_ms)
@@ -161,15 +241,20 @@ def place_batch_request(
     blocks = table.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size))
     options = table.select(ranks, blocks, None, NO_RESERVATIONS)
     cached = np.minimum(options.blocks[:, 0] * pool.block_size, prompt.tokens)
-    enough = cached.max() - bounds.max_recomputed_tokens if waits_for_cache else 0.0
+    reserved = reserved_ranks(pool, view, bounds)
+    is_open = np.array([row.worker_rank not in reserved for row in rows], bool)
+    enough = 0.0
+    if waits_for_cache:
+        enough = cached[is_open].max(initial=0.0) - bounds.max_recomputed_tokens
     costs = np.full(len(rows), INELIGIBLE)
     for i, row in enumerate(rows):
-        if row.worker_rank in reserved or cached[i] < enough:
+        if not is_open[i] or row.worker_rank in awaited or cached[i] < enough:
             continue
         work = _work(row, view, runs, output_tokens)
         left = max(prompt.tokens - int(cached[i]), 1)
         limit = max_sequences(row.card)
-        if has_headroom(work, prompt.tokens, left, output_tokens, limit, bounds):
+        count = group_size(work, left, bounds)
+        if has_headroom(work, prompt.tokens, left, output_tokens, limit, bounds, count):
             costs[i] = row.profile.prefill_ms(left) + row.profile.decode_ms(work.all_tokens())
     chosen = choose(costs, options.hashes, seed)
     if chosen is None:
@@ -195,10 +280,12 @@ def ranks_with_headroom(
 ) -> list[WorkerRank]:
     """The ranks to which the smallest batch request could go."""
     pool = view.pools.pool(model, "aggregated", view.now_ms)
+    reserved = reserved_ranks(pool, view, bounds)
     return [
         row.worker_rank
         for row in pool.rows
-        if has_headroom(_work(row, view, runs, 1.0), 1, 1, 1.0, max_sequences(row.card), bounds)
+        if row.worker_rank not in reserved
+        and has_headroom(_work(row, view, runs, 1.0), 1, 1, 1.0, max_sequences(row.card), bounds)
     ]
 
 
@@ -252,8 +339,10 @@ def _holds(
     bounds: BatchBounds,
     mean_output_tokens: float,
 ) -> bool:
-    if interactive.prefill_runs and batch.prefill_runs:
-        return False
+    if interactive.prefill_runs and (
+        batch.prefill_runs or interactive.prefill_runs == interactive.runs
+    ):
+        return not batch.runs
     work = RankWork(profile, interactive, batch, mean_output_tokens, mean_output_tokens)
     after = work.all_tokens() + interactive.runs * mean_output_tokens / 2
     if profile.capacity_tokens and after > profile.capacity_tokens:

@@ -22,6 +22,7 @@ from app.routing.selection import cost_kernels
 from app.routing.selection.cost_kernels import Floats, Ints
 from app.routing.selection.policies import Candidates, Reservations, rank_hashes
 from app.routing.state.active_load import NO_LOAD, ActiveLoad
+from app.routing.state.batch_runs import BatchRuns, rest_of_step_ms
 from app.routing.state.change_log import ChangeLog, TrackedDict
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
@@ -129,6 +130,7 @@ class CandidateTable:
         self._memory = self.features.data
         for spot, row in zip(self.features, rows, strict=True):
             spot[cost_kernels.SLOWDOWN :] = profile_columns(row.profile)
+        self._profiles = [row.profile for row in rows]
         self._ranks = [row.rank_count for row in rows]
         self._outputs = [0] * len(rows)
         self._unmeasured = set(range(len(rows)))
@@ -142,6 +144,8 @@ class CandidateTable:
         self._read: TableInputs | None = None
         self._seen = (-1, -1, -1, -1)
         """Number of changes taken in from each input."""
+        self._batch_runs: BatchRuns | None = None
+        self._batch_changes = 0
         self._owners: Sequence[CacheId] = ()
         self._reserved: Sequence[WorkerRank] = ()
         self._reserved_rows: Ints = np.empty(0, np.int64)
@@ -232,6 +236,20 @@ class CandidateTable:
         column = self.features[:, cost_kernels.PREFILL_SHARE]
         for worker, rows in self._rows_of.items():
             column[rows] = shares.share(worker, now_ms)
+
+    def update_batch_steps(self, runs: BatchRuns, mean_output_tokens: float) -> None:
+        """Set the rest of the step that the batch runs of each place are in."""
+        ranks: Iterable[WorkerRank] | None = None
+        if runs is self._batch_runs:
+            ranks = runs.changes.since(self._batch_changes)
+        self._batch_runs, self._batch_changes = runs, runs.changes.count
+        for rank in dict.fromkeys(self.worker_ranks if ranks is None else ranks):
+            if (n := self._row_of.get(rank)) is not None:
+                spot = self.features[n]
+                profile = self._profiles[n]._replace(slowdown=spot.item(cost_kernels.SLOWDOWN))
+                spot[cost_kernels.BATCH_MS] = rest_of_step_ms(
+                    profile, runs.load(rank), mean_output_tokens
+                )
 
     def _read_all(self, sources: TableInputs) -> None:
         self._read_beats(sources, self._rows_of)

@@ -18,14 +18,14 @@ from indexer.kernels import inlined, kernel
 (
     RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,
     BUSY_MS,
-    STAGGER_MS, PLANNED_MS, PREFILL_SHARE, SLOWDOWN, CHUNK_TOKENS_COLUMN, CAPACITY_TOKENS_COLUMN,
-    CURVE,
-) = range(15)  # fmt: skip
+    STAGGER_MS, PLANNED_MS, PREFILL_SHARE, BATCH_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN,
+    CAPACITY_TOKENS_COLUMN, CURVE,
+) = range(16)  # fmt: skip
 """Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs without a
 first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait for
 reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
-lately had prefill in its steps, 0 in fleets without transfers; from `CURVE` on the seven numbers of
-a curve (`PerfCurves.coefficients`)."""
+lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the rest of a step of
+its batch runs; from `CURVE` on the seven numbers of a curve (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
 (
     WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED,
@@ -44,7 +44,7 @@ from which had it last."""
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
 REQUEST_COLUMNS = 5
-RECORD_COLUMNS = 16
+RECORD_COLUMNS = 17
 """How many columns `record_candidates` fills."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
@@ -243,7 +243,7 @@ def predict_costs(
         if spot[PREFILL_RUNS] > 0:
             left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
         bounded = runs > 0 and capacity > 0
-        wait_ms = max(left_ms, step_ms / 2) + spot[STAGGER_MS]
+        wait_ms = max(left_ms, step_ms / 2) + spot[STAGGER_MS] + spot[BATCH_MS]
         added = prompt_tokens - min(blocks[i, 0] * block_size, prompt_tokens)
         excess = context + added + mean_output - capacity
         if bounded and excess > 0:
@@ -404,6 +404,7 @@ def record_candidates(costs: Floats, chosen: int, spots: Floats, blocks: Floats,
         )
         row[12], row[13] = _bits(spot[BUSY_MS]), _bits(spot[SLOWDOWN])
         row[14], row[15] = _bits(spot[STAGGER_MS]), _bits(spot[PREFILL_SHARE])
+        row[16] = _bits(spot[BATCH_MS])
     return size
 
 

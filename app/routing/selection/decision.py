@@ -20,9 +20,10 @@ from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.policies import Candidates, DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
 from app.routing.state.active_load import ActiveLoad, WorkerLoad
+from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares
+from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares, RecentPrefill
 from app.routing.worker_rank import WorkerRank
 from streams.records import Candidate, EndCode, HandOverChoice, Phase
 
@@ -61,7 +62,8 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     `slowdown`: by worker, see `EngineProfile`. `reservations`: those of the other requests that are
     held here. `stagger_ms`: see `TableInputs`.
     `count_output_tokens`: whether output tokens of running requests count as load.
-    `expected_followups`, `prefill_shares`, `transfer_token_ms`: see `PerformanceModel`.
+    `expected_followups`, `prefill_shares`, `recent_prefill`, `transfer_token_ms`: see
+    `PerformanceModel`. `batch_runs`: those by the ledger.
     """
 
     fleet: Fleet
@@ -78,6 +80,8 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     expected_followups: float = 1.0
     prefill_shares: PrefillShares | None = None
     transfer_token_ms: float | None = None
+    recent_prefill: RecentPrefill | None = None
+    batch_runs: BatchRuns | None = None
 
 
 class TransferSpeed(NamedTuple):

@@ -18,6 +18,7 @@ import numpy as np
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import profile_columns, recorded_curve
 from app.routing.selection.cost_kernels import (
+    BATCH_MS,
     BUSY_MS,
     FEATURES,
     OPEN_TOKENS,
@@ -51,7 +52,7 @@ MAX_RECORDED_RESERVATIONS = 16
 """Reservations at a candidate up to which each is recorded, and beyond which only what they come
 to: 4096 waiting requests would fill each decision with 40 KB."""
 
-_ROW = Struct("qd10q4d")
+_ROW = Struct("qd10q5d")
 """As `cost_kernels.record_candidates` fills it. Read so, 16 rows become candidates in 6 us, by
 columns in 12.
 """
@@ -60,8 +61,10 @@ columns in 12.
 NOT_SUMMED: Mapping[int, float] = MappingProxyType({})
 
 
-NO_SHARE: float = Candidate.__struct_defaults__[-1]
-"""The default itself: a record omits a float only if it is the same object."""
+NO_SHARE: float
+NO_BATCH: float
+NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-2:]
+"""The defaults themselves: a record omits a float only if it is the same object."""
 
 
 class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
@@ -98,7 +101,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
         for (
             i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
             prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
-            prefill_share,
+            prefill_share, batch_ms,
         ) in rows:  # fmt: skip
             worker, epoch, rank = places[i]
             if taints:
@@ -108,7 +111,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
                     worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                     prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
                     slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
-                    sums.get(i), prefill_share or NO_SHARE,
+                    sums.get(i), prefill_share or NO_SHARE, batch_ms or NO_BATCH,
                 ))  # fmt: skip
             else:
                 found.append(Candidate(
@@ -164,6 +167,7 @@ def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
         spot[PREFILL_TOKENS], spot[PREFILL_RUNS] = c.prefill_tokens, c.prefill_runs
         spot[BUSY_MS], spot[STAGGER_MS] = c.busy_ms, c.later_ms
         spot[PLANNED_MS], spot[PREFILL_SHARE] = c.planned_ms or 0.0, c.prefill_share
+        spot[BATCH_MS] = c.batch_ms
         spot[SLOWDOWN:] = profile_columns(recorded_profile(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]

@@ -347,6 +347,8 @@ def refreshed_table(pool: CandidatePool, view: RoutingState) -> CandidateTable:
     pool.table.refresh(sources, view.now_ms)
     if pool.has_transfers and pool.has_curves and view.prefill_shares is not None:
         pool.table.update_prefill_shares(view.prefill_shares, view.now_ms)
+    if view.batch_runs is not None:
+        pool.table.update_batch_steps(view.batch_runs, view.mean_output_tokens)
     return pool.table
 
 

@@ -1,8 +1,8 @@
 """Open runs of batch requests, by rank.
 
-An interactive decision that counts interactive runs alone (`active_load.py`) is the same with batch
-work as without. This is the other part of the load, run by run, because preemption chooses among
-runs.
+Batch runs give way, so they are no part of the load of interactive decisions (`active_load.py`);
+only what they leave of a step in progress counts there. They are kept run by run, because
+preemption chooses among runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from app.routing.state.active_load import WorkerLoad
+from app.routing.state.active_load import NO_LOAD, WorkerLoad
+from app.routing.state.change_log import ChangeLog
+from app.routing.state.performance import EngineProfile
 from app.routing.worker_rank import WorkerRank
 
 
@@ -51,6 +53,14 @@ def load_of(runs: Collection[BatchRun]) -> WorkerLoad:
     return WorkerLoad(len(runs), tokens, sum(computing), len(computing))
 
 
+def rest_of_step_ms(profile: EngineProfile, batch: WorkerLoad, mean_output_tokens: float) -> float:
+    """Expected rest of the step of a rank's batch runs, in ms: half of it, 0 without runs."""
+    if not batch.runs:
+        return 0.0
+    step_ms = profile.decode_ms(batch.tokens + batch.runs * mean_output_tokens / 2)
+    return (step_ms + profile.prefill_ms(min(batch.prefill_tokens, profile.chunk_tokens))) / 2
+
+
 class BatchLoads(Protocol):
     """The load of batch runs by rank."""
 
@@ -59,12 +69,12 @@ class BatchLoads(Protocol):
 
 
 class BatchRuns:
-    """The registry; runs in the order of their beginning."""
+    """The registry; runs in the order of their beginning. `changes`: ranks whose runs changed."""
 
     def __init__(self) -> None:
-        self.version = 0
-        """Number of changes."""
+        self.changes = ChangeLog[WorkerRank]()
         self._by_rank: dict[WorkerRank, dict[BatchRunKey, BatchRun]] = {}
+        self._loads: dict[WorkerRank, WorkerLoad] = {}
         self._ranks: dict[BatchRunKey, WorkerRank] = {}
         self._by_worker = Counter[tuple[str, int]]()
 
@@ -83,22 +93,33 @@ class BatchRuns:
             self.discard(key)
         if key not in self._ranks:
             self._by_worker[rank[:2]] += 1
-        self.version += 1
         self._ranks[key] = rank
-        self._by_rank.setdefault(rank, {})[key] = run
+        runs = self._by_rank.setdefault(rank, {})
+        before = runs.get(key)
+        runs[key] = run
+        self._count(rank, run, before)
 
     def discard(self, key: BatchRunKey) -> None:
         """Remove a run, if it is there."""
         rank = self._ranks.pop(key, None)
         if rank is not None:
-            self.version += 1
             runs = self._by_rank[rank]
-            del runs[key]
+            self._count(rank, None, runs.pop(key))
             if not runs:
-                del self._by_rank[rank]
+                del self._by_rank[rank], self._loads[rank]
             self._by_worker[rank[:2]] -= 1
             if not self._by_worker[rank[:2]]:
                 del self._by_worker[rank[:2]]
+
+    def _count(self, rank: WorkerRank, run: BatchRun | None, before: BatchRun | None) -> None:
+        """Replace a run of a rank in its load."""
+        load = self._loads.get(rank, NO_LOAD)
+        if before is not None:
+            load = load.subtract(load_of([before]))
+        if run is not None:
+            load = load.add(load_of([run]))
+        self._loads[rank] = load
+        self.changes.record(rank)
 
     def ranks(self) -> list[WorkerRank]:
         """The ranks that have any."""
@@ -114,4 +135,4 @@ class BatchRuns:
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
         """The load of the runs of a rank."""
-        return load_of(self.on_rank(rank).values())
+        return self._loads.get(rank, NO_LOAD)

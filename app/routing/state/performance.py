@@ -54,6 +54,9 @@ MAX_FOLLOWUPS = 10.0
 SHARE_DECAY_MS = 2000.0
 """Time over which the share of prefill is taken: about the length of an answer."""
 MAX_SHARE = 0.95
+RECENT_MS, MIN_RECENT_MS = 60_000.0, 5_000.0
+"""Time over which the offered load of prefill is taken, and the shortest one at the beginning: it
+decides on whole workers, which take seconds to change their work."""
 MAX_REMEMBERED = 10_000
 """Bound on workers, and on runs without a first token; the oldest are dropped."""
 
@@ -158,6 +161,39 @@ class PrefillShares:
         return value * math.exp(-max(now_ms - at_ms, 0) / SHARE_DECAY_MS)
 
 
+class RecentPrefill:
+    """The offered load of prefill by worker: the mean number of interactive prompts in computation.
+
+    A prefill counts with its expected time when it is assigned, and fades with `RECENT_MS`. Before
+    that has passed once, the load is that of the time since the first prefill.
+    """
+
+    def __init__(self) -> None:
+        self._first_ms: int | None = None
+        self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def add(self, worker: str, prefill_ms: float, at_ms: int) -> None:
+        """Count a prefill on a worker."""
+        if self._first_ms is None:
+            self._first_ms = at_ms
+        value, before_ms = self._last.get(worker, (0.0, at_ms))
+        fade = math.exp(-max(at_ms - before_ms, 0) / RECENT_MS)
+        self._last[worker] = (value * fade + prefill_ms, at_ms)
+        self._last.move_to_end(worker)
+        while len(self._last) > MAX_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def load(self, worker: str, now_ms: int) -> float:
+        """The load of a worker: 1 is as much as it computes."""
+        known = self._last.get(worker)
+        if known is None or self._first_ms is None:
+            return 0.0
+        value, at_ms = known
+        since_ms = max(now_ms - self._first_ms, MIN_RECENT_MS)
+        seen_ms = RECENT_MS * (1.0 - math.exp(-since_ms / RECENT_MS))
+        return value * math.exp(-max(now_ms - at_ms, 0) / RECENT_MS) / seen_ms
+
+
 class _Begun(NamedTuple):
     """A run that found no prefill before it: its length, its worker, and a decode step there; of a
     decode the steps until its first token."""
@@ -175,8 +211,8 @@ class PerformanceModel:
     the same hardware. `mean_output_tokens`: mean length of an answer. `expected_followups`: how
     many requests one comes to, itself included, since others go on where its prompt ends: with a
     share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
-    `MAX_FOLLOWUPS`. `transfer_token_ms`: time that the transfer of a KV cache takes per token of
-    the prompt, None until it is measured.
+    `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill. `transfer_token_ms`: time that
+    the transfer of a KV cache takes per token of the prompt, None until it is measured.
     """
 
     def __init__(self) -> None:
@@ -184,6 +220,7 @@ class PerformanceModel:
         self.mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self.expected_followups = 1.0
         self.prefill_shares = PrefillShares()
+        self.recent_prefill = RecentPrefill()
         self._transfers = deque[float](maxlen=MAX_RATIOS)
         self._prefilled: OrderedDict[tuple[str, int], bool] = OrderedDict()
         """Ids and attempts whose prompts are computed and not yet decoded."""
@@ -198,6 +235,7 @@ class PerformanceModel:
         record = fact.record
         if isinstance(record, Assigned):
             if record.phase != "decode":  # whose prompt comes from a prefill worker
+                self._count_prefill(record, fact.timestamp_ms)
                 self._share(record)
                 self._begin(record, fact.timestamp_ms)
             elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
@@ -222,6 +260,17 @@ class PerformanceModel:
         if len(self._transfers) < MIN_RATIOS:
             return None
         return sorted(self._transfers)[len(self._transfers) // 2]
+
+    def _count_prefill(self, decision: Assigned, at_ms: int) -> None:
+        if decision.service_class == "batch":
+            return
+        place = (decision.worker, decision.epoch, decision.rank)
+        pace = EngineProfile()
+        for each in decision.candidates:
+            if (each.worker, each.epoch, each.rank) == place:
+                pace = recorded_profile(each)
+        own_ms = pace.prefill_ms(decision.prefill_tokens)
+        self.recent_prefill.add(decision.worker, own_ms, at_ms)
 
     def _share(self, decision: Assigned) -> None:
         held = decision.params.get("most_held_tokens")
