@@ -148,7 +148,7 @@ def test_request_goes_to_the_rank_without_batch_runs(routing: RoutingHarness) ->
     for seed in range(8):
         decision = routing.chosen(PREDICTIVE, seed=seed, known=known)
         assert decision.worker_rank.worker == "w2"
-        assert recompute_choice(to_assigned(decision, seed=seed)) == decision.worker_rank
+        assert recompute_choice(to_assigned(decision)) == decision.worker_rank
         costs = {each.worker: each.batch_ms for each in decision.candidates}
         assert costs["w1"] > costs["w2"] == 0
     runs.discard(BatchRunKey("b"))
