@@ -99,17 +99,21 @@ app.add_typer(bench_commands.app, name="bench")
 
 @app.command()
 def asyncapi() -> None:
-    """Print the AsyncAPI document of `prompts` and `responses`, in YAML.
+    """Print the AsyncAPI document of the topics of clients, in YAML.
 
     With the topic prefix and the servers of this environment. `make asyncapi` writes the same
     document, with default values, to `deploy/asyncapi.yaml`.
     """
+    from app.preprocessor import Preprocessor
+    from app.runtime.process import ProcessContext
     from app.settings import Settings
     from streams.asyncapi import document
+    from streams.kafka.kafka_log import KafkaLog
 
     settings = Settings()
-    servers = settings.bootstrap_servers or "localhost:9092"
-    typer.echo(document(servers.split(","), settings.topic_prefix), nl=False)
+    log = KafkaLog(settings.kafka_connection("asyncapi"), settings.topic_prefix)
+    process = Preprocessor(log, settings, ProcessContext("asyncapi"))  # never started
+    typer.echo(document(process.broker), nl=False)
 
 
 @app.command()

@@ -16,7 +16,7 @@ Start with topics.py, the topic table. The modules, from the records to their re
     writing    record_publisher.py  publish once, or until acknowledged
                retry.py             retries during an outage
     reading    reading/             consumer group with commits of completed records, dead letters,
-                                    ranges of offsets
+                                    ranges of offsets, a FastStream broker over the log
                views/               materialized views, the follower that keeps them current, and
                                     their snapshots
                responses/           replies of many requests, and the stream reconstruction rule

@@ -1,9 +1,10 @@
-"""The AsyncAPI document of the client topics: `prompts`, `responses` and `results`.
+"""The AsyncAPI document of the client topics: `prompts`, `batch`, `responses` and `results`.
 
-    faststream docs gen app:app      (or any other process: the result is the same)
+    faststream docs gen app.preprocessor:app
 
-The FastStream broker is only a description and never connects: read positions are part of the state
-of a process, so it uses a `Log`.
+`prompts` and `batch` are described by the broker of the preprocessor, with their handlers.
+`responses` and `results` are only declared: they are written where positions are part of the state,
+in batches or transactions with other records, so without a publisher of FastStream.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import msgspec
 from faststream import FastStream
 from faststream.kafka import KafkaBroker
 from faststream.specification import AsyncAPI
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
+from streams.ports import Log
 from streams.prompt import Prompt
+from streams.reading.log_broker import LogBroker
 from streams.records import Chunk, End, Fence, Result
-from streams.topics import BATCH, PROMPTS, RESPONSES, RESULTS
+from streams.topics import RESPONSES, RESULTS
 
 
 def specification() -> AsyncAPI:
@@ -32,28 +35,19 @@ def specification() -> AsyncAPI:
     )
 
 
-class Description(KafkaBroker):
-    """A broker for documentation that is never started."""
-
-    async def start(self) -> None:
-        """Nothing: see the module."""
-
-    async def stop(self, *_: object) -> None:
-        """Nothing was started."""
+PromptPayload = Annotated[Any, Field(title="Prompt"), WithJsonSchema(Prompt.model_json_schema())]
+"""Records of a topic of prompts; the schema describes one of them."""
 
 
-def public_topics(servers: Sequence[str], prefix: str) -> Description:
-    """The topics that clients write and read."""
-    broker = Description(servers)
+def answers_broker(log: Log, prefix: str, servers: Sequence[str]) -> LogBroker:
+    """The broker of a process that has no subscriber."""
+    broker = LogBroker(log, prefix, servers)
+    describe_answers(broker, prefix)
+    return broker
 
-    @broker.subscriber(prefix + PROMPTS, title=PROMPTS, description="What clients ask.")
-    async def prompts(prompt: Prompt) -> None:
-        """Never called."""
 
-    @broker.subscriber(prefix + BATCH, title=BATCH, description="Prompts that give way to others.")
-    async def batch(prompt: Prompt) -> None:
-        """Never called."""
-
+def describe_answers(broker: KafkaBroker, prefix: str) -> None:
+    """Declare the topics of answers. Other code writes them: see the module."""
     broker.publisher(
         prefix + RESPONSES,
         title=RESPONSES,
@@ -66,12 +60,11 @@ def public_topics(servers: Sequence[str], prefix: str) -> Description:
         description="One record per finished request. Read it with isolation.level=read_committed.",
         schema=Annotated[Any, WithJsonSchema(_schema(Result))],
     )
-    return broker
 
 
-def document(servers: Sequence[str], prefix: str) -> str:
-    """The whole document, in YAML; the same text for the same arguments."""
-    app = FastStream(public_topics(servers, prefix), specification=specification())
+def document(broker: KafkaBroker) -> str:
+    """The whole document of a broker, in YAML; the same text for the same topics."""
+    app = FastStream(broker, specification=specification())
     described: Any = app.schema.to_specification()
     for message in described.components.messages.values():
         message.correlationId = None  # FastStream's default: no record of kvlane has this header

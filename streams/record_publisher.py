@@ -16,12 +16,12 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from streams.clock import BrokerClock, Clock
 from streams.codecs import AnyRecord, encode
 from streams.errors import AppendFailed, BrokerUnavailable
-from streams.ports import Appended, Entry, Log
+from streams.ports import Appended, Entry
 from streams.retry import INITIAL_BACKOFF_S, MAX_BACKOFF_S
 
 log = logging.getLogger(__name__)
@@ -47,13 +47,30 @@ class OutgoingRecord(NamedTuple):
     record: AnyRecord
 
 
+class Appender(Protocol):
+    """The part of a `Log` that records are published with."""
+
+    async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
+        """As `Log.append`."""
+
+    async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
+        """As `Log.append_batch`."""
+
+    def append_many(
+        self, topic: str, batches: Mapping[int, Sequence[Entry]]
+    ) -> Mapping[int, asyncio.Future[Appended]]:
+        """As `Log.append_many`."""
+
+
 class RecordPublisher:
     """Publishes records to one log; reports append times to the broker clock.
 
     All methods raise RecordTooLarge, Denied and LogClosed at once: a retry would not help.
     """
 
-    def __init__(self, log: Log, clock: Clock, broker_clock: BrokerClock | None = None) -> None:
+    def __init__(
+        self, log: Appender, clock: Clock, broker_clock: BrokerClock | None = None
+    ) -> None:
         self._log = log
         self._clock = clock
         self._broker_clock = broker_clock

@@ -1,10 +1,11 @@
 """A topic of prompts as one member of its group reads it: publication by credit, pauses, commits.
 
-    poll ──► convert ──► admit, as credit allows ──► requests ──► commit
+    handle ──► convert ──► admit, as credit allows ──► requests ──► commit
 
-All records of a batch are acknowledged before the batch is committed. While a batch waits for
-credit, the member keeps polling with all its partitions paused; otherwise the group would assign
-them to another process, which would wait as well. Lag is the backlog.
+`handle` is called by `run`, or by a subscriber of FastStream (`streams/reading/log_broker.py`). All
+records of a batch are acknowledged before the batch is committed. While a batch waits for credit,
+the member keeps polling with all its partitions paused; otherwise the group would assign them to
+another process, which would wait as well. Lag is the backlog.
 
 A preprocessor has one source for each class of work (`app/preprocessor.py`), so neither waits
 behind the other: they share models, tokenizers and the connection, and no state.
@@ -23,9 +24,10 @@ from app.prompts.backlog import Backlog
 from app.prompts.job_order import BatchItem, JobOrder
 from app.prompts.prompt_credit import CreditDebit, PromptCredit
 from app.runtime.process import ProcessContext
+from streams.asyncapi import PromptPayload
 from streams.clock import BrokerClock
 from streams.errors import AppendFailed, OwnershipLost, RecordTooLarge
-from streams.ports import Log, Record
+from streams.ports import Log, Member, Record
 from streams.record_publisher import RecordPublisher
 from streams.records import Cancel, Refused
 from streams.request import Request
@@ -38,8 +40,11 @@ MAX_BATCH = 200
 """Prompts handled together: the most that is read again after a crash."""
 PAUSE_AFTER_S = 0.5
 """Time that a batch may take before partitions are paused."""
+RESUMED_AFTER_S = 1.0
+"""Time without another pause after which a topic counts as read as it grows."""
 PAUSED_POLL_S = 0.25
 """Poll time of paused partitions, which delays the reaction to a completed batch."""
+COMMIT_RETRY_S = 1.0
 CREDIT_POLL_S = 1.0
 """Period of checks for credit and deadlines without a new report."""
 
@@ -106,32 +111,77 @@ class PromptSource:
         self._max_lifetime_s = max_lifetime_s
         self._order = order
         self._lanes = self._partitions = 1
-        self._reading: asyncio.Task[Any] | None = None
         self._claims: dict[int, object] = {}
         """By owned partition, a token of its current assignment."""
         self._is_paused = False
         self._paused_at: float | None = None
-        """Start of the current pause."""
+        """Start of the current pause, which may be of several batches."""
+        self._resumed_at = 0.0
         self._unpublished = 0
         self._done: dict[int, int] = {}
         """Next offsets of published, uncommitted prompts, by partition."""
+        self._committing: asyncio.Task[Any] | None = None
+        self._is_stopping = False
+        [self.group] = [group for group, read in GROUPS.items() if read == topic]
 
     @property
     def is_paused(self) -> bool:
         """Whether prompts wait in the log, for room in routers or for a broker that answers."""
-        return self._paused_at is not None
+        now = self._ctx.clock.now()
+        return self._is_paused or (
+            self._paused_at is not None and now - self._resumed_at < RESUMED_AFTER_S
+        )
 
-    async def start(self, may_read: asyncio.Event) -> None:
-        """Read from when the event is set."""
+    async def start(self) -> None:
+        """Ask for the topics, before anything is read."""
         self._lanes = await self._log.partitions(REQUESTS)
         self._partitions = await self._log.partitions(self.topic)
-        self._reading = self._ctx.spawn(self.topic, self._read(may_read))
 
     async def stop(self) -> None:
-        """Stop reading; another member reads uncommitted prompts again."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        """Commit nothing more, before the member is closed: its next owner reads that again."""
+        self._is_stopping = True
+        if self._committing is not None:
+            self._committing.cancel()
+            await asyncio.gather(self._committing, return_exceptions=True)
+
+    async def run(self) -> None:
+        """Read the topic without a broker of FastStream, until it is cancelled."""
+        member = self.open_member()
+        try:
+            while True:
+                if batches := await member.poll(POLL_S, MAX_BATCH):
+                    await self.handle([r for records in batches.values() for r in records])
+        finally:
+            await member.close()
+
+    def open_member(self) -> Member:
+        """The member whose records `handle` gets."""
+        self._member = self._log.member(self.topic, self.group, self)
+        return self._member
+
+    async def handle(self, records: PromptPayload) -> None:
+        """Publish these prompts, and commit them unless their partitions were revoked meanwhile.
+
+        The owner after that may be ahead.
+        """
+        first: dict[int, Record] = {}
+        last: dict[int, Record] = {}
+        claims = dict(self._claims)
+        for record in records:
+            first.setdefault(record.partition, record)
+            last[record.partition] = record
+        for partition, record in first.items():
+            self.backlog.received(partition, record.timestamp)
+        await self._wait_for(self.publish_requests(records))
+        for partition, record in last.items():
+            claim = claims.get(partition)
+            if claim is not None and self._claims.get(partition) is claim:
+                self._done[partition] = record.offset + 1
+                self.backlog.published(partition, record.offset + 1, record.timestamp)
+        # In the background: a stuck coordinator must not delay prompts.
+        is_free = self._committing is None or self._committing.done()
+        if self._done and is_free and not self._is_stopping:
+            self._committing = self._ctx.spawn("commit", self._commit())
 
     # --- publication -----------------------------------------------------------------------------
 
@@ -286,38 +336,6 @@ class PromptSource:
         self._credit.prompts_share = len(self._claims) / self._partitions
         self._credit.credit_changed.notify_all()
 
-    async def _read(self, may_read: asyncio.Event) -> None:
-        await may_read.wait()
-        [group] = [group for group, topic in GROUPS.items() if topic == self.topic]
-        self._member = self._log.member(self.topic, group, self)
-        committing: asyncio.Task[Any] | None = None
-        try:
-            while True:
-                batches = await self._member.poll(POLL_S, MAX_BATCH)
-                claims = {name: self._claims.get(name.partition) for name in batches}
-                for name, records in batches.items():
-                    self.backlog.received(name.partition, records[0].timestamp)
-                await self._wait_for(
-                    self.publish_requests([r for records in batches.values() for r in records])
-                )
-                # Skip partitions that were revoked meanwhile: their next owner may be ahead.
-                for name, records in batches.items():
-                    if (
-                        claims[name] is not None
-                        and self._claims.get(name.partition) is claims[name]
-                    ):
-                        position = records[-1].offset + 1
-                        self._done[name.partition] = position
-                        self.backlog.published(name.partition, position, records[-1].timestamp)
-                # In the background: a stuck coordinator must not delay prompts.
-                if self._done and (committing is None or committing.done()):
-                    committing = self._ctx.spawn("commit", self._commit())
-        finally:
-            if committing is not None:
-                committing.cancel()
-                await asyncio.gather(committing, return_exceptions=True)
-            await self._member.close()
-
     async def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for a batch without losing the membership of the group."""
         handling = asyncio.ensure_future(work)
@@ -336,10 +354,10 @@ class PromptSource:
             await asyncio.gather(handling, return_exceptions=True)
 
     def _pause(self) -> None:
-        self._is_paused = True
+        was_paused, self._is_paused = self.is_paused, True
         for partition in self._claims:
             self._member.pause(partition)
-        if self._paused_at is None:
+        if not was_paused:
             self._paused_at = self._ctx.clock.now()
             log.info(
                 "records of %s wait in the log: %d that were read cannot be published now, routers "
@@ -348,29 +366,31 @@ class PromptSource:
             )  # fmt: skip
 
     def _resume(self) -> None:
-        self._is_paused = False
+        self._is_paused, self._resumed_at = False, self._ctx.clock.now()
         for partition in self._claims:
             self._member.resume(partition)
 
     def _handled_at_once(self) -> None:
         if self._paused_at is not None:
-            waited_s = self._ctx.clock.now() - self._paused_at
+            waited_s = self._resumed_at - self._paused_at
             log.info("%s is read as it grows again, after %.0f s", self.topic, waited_s)
             self._paused_at = None
 
     async def _commit(self) -> None:
-        """Commit finished prompts; a commit that fails is tried again after the next poll.
+        """Commit finished prompts; a commit that fails is tried again.
 
         Not under another claim: the owner in between may have committed more.
         """
-        done, self._done = self._done, {}
-        claims = dict(self._claims)
-        try:
-            await self._member.commit(done)
-        except (OwnershipLost, AppendFailed) as e:
-            log.info("records of %s may be read again: %s", self.topic, e)
-            still = {p: n for p, n in done.items() if self._claims.get(p) is claims.get(p)}
-            self._done = still | self._done
+        while self._done:
+            done, self._done = self._done, {}
+            claims = dict(self._claims)
+            try:
+                await self._member.commit(done)
+            except (OwnershipLost, AppendFailed) as e:
+                log.info("records of %s may be read again: %s", self.topic, e)
+                still = {p: n for p, n in done.items() if self._claims.get(p) is claims.get(p)}
+                self._done = still | self._done
+                await self._ctx.clock.sleep(COMMIT_RETRY_S)
 
 
 def _tokens(answers: Sequence[_PreparedRecord]) -> int:

@@ -16,7 +16,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from app.operator_error import OperatorError
 from app.runtime import spans
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from faststream import FastStream
 
     from app.settings import Settings
+    from streams.reading.log_broker import LogBroker
 
 log = logging.getLogger(__name__)
 
@@ -167,38 +168,45 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
+class Subscribing(Protocol):
+    """A process that reads and writes through a FastStream broker."""
+
+    @property
+    def broker(self) -> LogBroker:
+        """The broker, which the process itself runs."""
+
+
 def faststream_app(
-    name: str, build: Callable[[Log, Settings, ProcessContext], ProcessLifecycle]
+    name: str,
+    build: Callable[[Log, Settings, ProcessContext], ProcessLifecycle],
+    *,
+    subscribes: bool = False,
 ) -> FastStream:
     """The FastStream application of one process, configured from the environment.
 
     SIGTERM and SIGINT stop the process gracefully, or interrupt its start; an error is logged
-    and ends it with code 1. FastStream runs the process and describes the public topics; the
-    process reads and writes through its own connection to Kafka.
+    and ends it with code 1. A process that `subscribes` is built at once, and the application is
+    that of its broker. Another one reads and writes through its own connection to Kafka; FastStream
+    cannot run without a broker, so the application has one that declares the topics of answers.
     """
     from faststream import FastStream
 
-    from app.runtime.logging_setup import configure_logging
-    from app.settings import Settings, SettingsError, unknown_variables
-    from streams.asyncapi import public_topics, specification
+    from streams.asyncapi import answers_broker, specification
     from streams.kafka.kafka_log import KafkaLog
     from streams.kafka.provision import check_partitions, watch_topics
 
-    try:
-        settings = Settings()
-        settings.require_bootstrap_servers()
-    except SettingsError as e:  # there is no log yet
-        sys.stderr.write(f"{name} cannot start: {e}\n`kvlane settings` shows all settings.\n")
-        raise SystemExit(1) from None
-    configure_logging(settings)
-    for unknown in unknown_variables(os.environ):
-        log.warning("not a setting, ignored: %s", unknown)
+    settings = _settings_of_environment(name)
     connection = settings.kafka_connection(name)
+    ctx = ProcessContext(name)
+    kafka = KafkaLog(connection, prefix=settings.topic_prefix)
+    built = build(kafka, settings, ctx) if subscribes else None
+    broker = (
+        answers_broker(kafka, settings.topic_prefix, connection.servers)
+        if built is None
+        else cast("Subscribing", built).broker
+    )
 
     async def run_to_end(stop_requested: asyncio.Event) -> None:
-        ctx = ProcessContext(name)
-        kafka = KafkaLog(connection, prefix=settings.topic_prefix)
-
         async def start() -> None:
             await kafka.start()
             await check_partitions(kafka, settings.lanes, settings.partitions)
@@ -209,7 +217,7 @@ def faststream_app(
 
         try:
             with spans.exported(settings, name):
-                process = build(kafka, settings, ctx)
+                process = built or build(kafka, settings, ctx)
                 await run_process(ctx, start, process.stop, stop_requested)
         except Exception as e:
             ctx.fail(e)  # logs the lines that are still queued
@@ -232,9 +240,26 @@ def faststream_app(
                 raise SystemExit(1) from e
 
     app = FastStream(
-        public_topics(connection.servers, settings.topic_prefix),
+        broker,
         lifespan=lifespan,
         specification=specification(),
         logger=None,  # it would report a start that is not complete
     )
     return app
+
+
+def _settings_of_environment(name: str) -> Settings:
+    """The settings of a process, with its logging configured by them. Raises SystemExit."""
+    from app.runtime.logging_setup import configure_logging
+    from app.settings import Settings, SettingsError, unknown_variables
+
+    try:
+        settings = Settings()
+        settings.require_bootstrap_servers()
+    except SettingsError as e:  # there is no log yet
+        sys.stderr.write(f"{name} cannot start: {e}\n`kvlane settings` shows all settings.\n")
+        raise SystemExit(1) from None
+    configure_logging(settings)
+    for unknown in unknown_variables(os.environ):
+        log.warning("not a setting, ignored: %s", unknown)
+    return settings

@@ -43,8 +43,9 @@ ROUTE, RUN = "route", "run"
 DECODE_ROUTE, DECODE_RUN = "decode route", "decode run"
 """Spans with an id of their own for each attempt: of its first or only phase, and of decode."""
 
+provider: TracerProvider | None = None
 tracer: trace.Tracer | None = None
-"""Of this process; None: it makes no spans."""
+"""Those of this process; None: it makes no spans."""
 _chosen_id: ContextVar[int] = ContextVar("chosen_id", default=0)
 _FORMAT = TraceContextTextMapPropagator()
 
@@ -59,7 +60,7 @@ def exported(settings: Settings, process: str) -> Iterator[None]:
 
     Spans beyond the exporter's queue of 2048 are dropped. Raises SpansUnavailable.
     """
-    global tracer  # noqa: PLW0603 - one for the process, as the packages have it
+    global provider, tracer  # noqa: PLW0603 - one for the process, as the packages have it
     if not settings.trace_endpoint:
         yield
         return
@@ -77,6 +78,7 @@ def exported(settings: Settings, process: str) -> Iterator[None]:
     finally:
         tracer = None
         provider.shutdown()
+        provider = None
 
 
 def new_provider(ratio: float, processor: SpanProcessor, process: str) -> TracerProvider:

@@ -11,17 +11,30 @@ import pytest
 from faststream import FastStream
 from jsonschema import Draft202012Validator
 
+from app.preprocessor import Preprocessor
+from app.runtime.process import ProcessContext
+from app.settings import Settings
 from streams.asyncapi import document as written
-from streams.asyncapi import public_topics, specification
+from streams.asyncapi import specification
+from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.kafka_log import KafkaLog
 from streams.prompt import Prompt
+from streams.reading.log_broker import LogBroker
 from streams.records import Chunk, End, Fence, Result
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream")
 
 
+def public_broker(**options: str) -> LogBroker:
+    """The broker of a preprocessor that was not started."""
+    log = KafkaLog(ConnectionOptions("127.0.0.1:1", "test"))
+    return Preprocessor(log, Settings(**options), ProcessContext("test")).broker  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def document() -> dict[str, Any]:
-    app = FastStream(public_topics(["kafka:9092"], "mine."), specification=specification())
+    broker = public_broker(bootstrap_servers="kafka:9092", topic_prefix="mine.")
+    app = FastStream(broker, specification=specification())
     got: dict[str, Any] = json.loads(app.schema.to_specification().to_json())
     return got
 
@@ -59,14 +72,14 @@ def test_result_is_described_field_by_field(document: dict[str, Any]) -> None:
 
 
 async def test_description_opens_no_connection() -> None:
-    broker = public_topics(["127.0.0.1:1"], "mine.")
+    broker = public_broker()
     await broker.start()
     await broker.stop()
 
 
 def test_committed_document_matches_the_code() -> None:
     file = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
-    assert file.read_text("utf-8") == written(["localhost:9092"], "kvlane."), "make asyncapi"
+    assert file.read_text("utf-8") == written(public_broker()), "make asyncapi"
 
 
 @pytest.mark.parametrize(
