@@ -5,30 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from faststream import FastStream
+from msgspec import structs
 
 from app import preprocessor
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import publish_folder
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
 from app.preprocess.thread_pool import InlinePool
+from app.preprocessor import Preprocessor
 from app.prompts.prompt_source import PromptSource
+from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.codecs import AnyRecord, decode, encode
+from streams.kafka.aiokafka_client import SILENT_TIMEOUTS
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition, Record
-from streams.records import Refused
+from streams.records import Refused, RouterCapacity
 from streams.request import Request
-from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
+from streams.topics import BATCH, CAPACITY, DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
 from tests.harness.kafka_processes import WAIT_S, provisioned
 
 LANES = 2
+SESSION_MS = 2000
+PATIENCE_S = SILENT_TIMEOUTS * SESSION_MS / 1000 + 1
+"""A member that is not polled for so long leaves its group."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,11 +99,49 @@ async def some(log: KafkaLog, topic: str, enough: Callable[[list[Record]], bool]
     return found
 
 
-async def send(log: KafkaLog, *ids: str) -> None:
+async def until(holds: Callable[[], object]) -> None:
+    clock = SystemClock()
+    deadline = clock.now() + WAIT_S
+    while not holds():
+        assert clock.now() < deadline
+        await clock.sleep(0.1)
+
+
+async def send(log: KafkaLog, *ids: str, topic: str = PROMPTS) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     for request_id in ids:
         value = json.dumps({"id": request_id, "body": body}).encode()
-        await log.append(PROMPTS, Entry(request_id.encode(), value))
+        await log.append(topic, Entry(request_id.encode(), value))
+
+
+@asynccontextmanager
+async def started(name: str) -> AsyncIterator[Preprocessor]:
+    """A preprocessor with short time-outs, and a connection of its own."""
+    settings = Settings(session_timeout_ms=SESSION_MS)
+    ctx = ProcessContext(name)
+    log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+    await log.start()
+    process = Preprocessor(log, settings, ctx, InlinePool())
+    await process.start()
+    try:
+        yield process
+        await process.stop()
+        assert ctx.error is None
+    finally:
+        await ctx.cancel_tasks()
+        await log.close()
+
+
+def source_of(process: Preprocessor, topic: str) -> PromptSource:
+    return process.prompts if topic == PROMPTS else process._batch
+
+
+def owned(process: Preprocessor, topic: str) -> int:
+    return len(source_of(process, topic)._claims)
+
+
+def waits(process: Preprocessor, topic: str) -> bool:
+    return source_of(process, topic).is_paused
 
 
 def ids_of(records: list[Record], kind: type[AnyRecord] = Request) -> list[str]:
@@ -136,3 +181,36 @@ async def test_failure_ends_the_process_and_commits_nothing(
         assert isinstance(ended.value.__cause__, ZeroDivisionError)
     async with running():
         await some(log, REQUESTS, lambda r: ids_of(r) == ["a", "b"])
+
+
+@pytest.mark.parametrize("topic", [PROMPTS, BATCH])
+async def test_prompts_that_wait_longer_than_time_outs_survive_a_rebalance(
+    log: KafkaLog, topic: str
+) -> None:
+    room = RouterCapacity(router="r", positions=dict.fromkeys(range(LANES), 0))
+
+    async def report() -> None:
+        while True:
+            await log.append(CAPACITY, encode(room, "r"), 0)
+            await asyncio.sleep(1)
+
+    reporting = asyncio.create_task(report())
+    names = sorted(f"r{n}" for n in range(300))
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(started("first"))
+        await send(log, *names, topic=topic)
+        await until(lambda: waits(first, topic))
+        await asyncio.sleep(PATIENCE_S)
+        assert owned(first, topic) == await log.partitions(topic), "it has left its group"
+        second = await stack.enter_async_context(started("second"))
+        await until(lambda: owned(first, topic) and owned(second, topic) and waits(second, topic))
+        await asyncio.sleep(PATIENCE_S)
+        assert owned(first, topic) + owned(second, topic) == await log.partitions(topic)
+        assert await read(log, REQUESTS) == []
+        room = structs.replace(
+            room, requests=10**6, tokens=10**9, bytes=10**9, batch_requests=10**6
+        )
+        found = await some(log, REQUESTS, lambda r: len(r) >= len(names))
+        await asyncio.sleep(2)
+        assert ids_of(await read(log, REQUESTS)) == ids_of(found) == names
+    reporting.cancel()
