@@ -25,7 +25,7 @@ from streams.records import (
     LogRecord,
     PrefillDone,
 )
-from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from streams.request import GuidedDecoding, Hints, Request, SamplingOptions, StopConditions
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
@@ -300,3 +300,25 @@ async def test_cancel_beside_the_second_append_of_a_request_ends_it(
     assert len(read_records(world, REQUESTS, Request, "b")) == 2
     assert [end.code for end in read_records(world, RESPONSES, End, "b")] == ["cancelled"]
     assert worker.received(Assignment) == []
+
+
+@scenario_test
+async def test_batch_request_that_only_a_reserved_worker_may_take_goes_there(
+    world: MemoryWorld,
+) -> None:
+    first, second = (FakeWorker(world, f"worker-{n}") for n in (1, 2))
+    await start_router(world)
+
+    def is_assigned(name: str) -> bool:
+        return name in assigned_ids(first) + assigned_ids(second)
+
+    for name in "acde":  # the router reserves a worker from now on
+        ask(world, name, service_class="interactive", token_ids=pack_tokens(range(1000)))
+        await world.wait_until(partial(is_assigned, name))
+        worker = first if name in assigned_ids(first) else second
+        worker.finish(worker.start(worker.received(Assignment)[-1]), "stop")
+    ask(world, "b", "f")
+    await world.sleep(2)
+    assert assigned_ids(second)[-2:] == ["b", "f"]
+    ask(world, "g", hints=Hints(allowed_worker_ids=("worker-1",)))
+    await world.wait_until(lambda: "g" in assigned_ids(first))

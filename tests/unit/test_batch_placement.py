@@ -11,6 +11,7 @@ from app.routing.selection.batch_placement import (
     BatchBounds,
     RankWork,
     blocked_share,
+    bounds_in,
     group_size,
     has_headroom,
     reserved_ranks,
@@ -117,17 +118,22 @@ def pool_of(*speeds: float) -> CandidatePool:
     )
 
 
-def reserved(pool: CandidatePool, *loads_ms: float, later_ms: int = 0) -> list[str]:
-    """The workers that get no batch request, a minute after prompts of so many ms."""
+def view_after(pool: CandidatePool, *loads_ms: float, later_ms: int = 0) -> RoutingState:
+    """The view a minute after the first of the prompts, which take so many ms."""
     recent, now_ms = RecentPrefill(), int(RECENT_MS)
     recent.add("elsewhere", 0.0, 0)
     for load_ms in loads_ms:
         recent.add(pool.workers[0], load_ms, now_ms)
     fleet = Fleet()
-    view = RoutingState(
+    return RoutingState(
         fleet, CandidatePools(fleet, 1000), KvIndexView(SIMULATION_SECRET),
         ActiveLoad(), ActiveLoad(), now_ms + later_ms, recent_prefill=recent,
     )  # fmt: skip
+
+
+def reserved(pool: CandidatePool, *loads_ms: float, later_ms: int = 0) -> list[str]:
+    """The workers that get no batch request, at that time."""
+    view = view_after(pool, *loads_ms, later_ms=later_ms)
     return sorted(rank.worker for rank in reserved_ranks(pool, view, BOUNDS))
 
 
@@ -145,6 +151,16 @@ def test_no_rank_is_reserved_where_there_is_one_or_no_request_came_for_long() ->
     assert reserved(pool_of(1.0), *[100.0] * 100) == []
     assert reserved(pool_of(1.0, 1.0), *[100.0] * 100) == ["w0"]
     assert reserved(pool_of(1.0, 1.0), 100.0, later_ms=600_000) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "loads_ms", "step_ms"), [(1, [100.0], 30.0), (1, [], 120.0), (2, [100.0], 120.0)]
+)
+def test_steps_are_short_where_no_rank_is_reserved_for_the_prompts_that_come(
+    ranks: int, loads_ms: list[float], step_ms: float
+) -> None:
+    pool = pool_of(*[1.0] * ranks)
+    assert bounds_in(pool, view_after(pool, *loads_ms), BOUNDS).max_step_ms == step_ms
 
 
 def test_fastest_ranks_are_reserved() -> None:

@@ -17,6 +17,8 @@ that share is B(m) of Erlang's formula:
     B(0) = 1,   B(m) = a · B(m - 1) / (m + a · B(m - 1))
 
 At least one rank gets batch requests, and all of them where no interactive request came for long.
+A batch request that may go to reserved ranks alone goes there. In a pool of one rank steps stay
+below `max_only_step_ms` instead, while interactive requests come.
 The reserved ranks are those with the fastest prefill by their cards, equal ones by name: the set
 does not rotate, so their caches keep the prefixes of interactive prompts, which batch work evicts
 elsewhere within a minute. Interactive decisions of policy predictive prefer them, since the cost of
@@ -82,7 +84,8 @@ class BatchBounds(NamedTuple):
     """Bounds on what batch work costs interactive requests.
 
     `max_slowdown`: the part of themselves by which their steps become longer. `max_step_ms`: the
-    step of a rank without interactive runs, in ms, of which one that comes waits for the rest.
+    step of a rank without interactive runs, in ms, of which one that comes waits for the rest;
+    `max_only_step_ms`: the same where no other rank is free of batch runs.
     `max_blocked_share`: the share of prompts, from 0 to 1, that find each reserved rank at another
     prompt; with 1 none is reserved. `max_recomputed_tokens`: tokens by which the prefill of a
     preempted request may exceed that on the rank with most of it, for which it waits.
@@ -90,7 +93,8 @@ class BatchBounds(NamedTuple):
 
     max_slowdown: float = 0.05
     max_step_ms: float = 120.0
-    max_blocked_share: float = 0.002
+    max_only_step_ms: float = 30.0
+    max_blocked_share: float = 0.005
     max_recomputed_tokens: float = 256.0
 
 
@@ -128,9 +132,7 @@ def reserved_ranks(
     pool: CandidatePool, view: RoutingState, bounds: BatchBounds
 ) -> Collection[WorkerRank]:
     """The ranks of a pool that get no batch request; see the module."""
-    if view.recent_prefill is None:
-        return ()
-    load = sum([view.recent_prefill.load(worker, view.now_ms) for worker in pool.workers])
+    load = _prefill_load(pool, view)
     if load < MIN_PREFILL_LOAD:
         return ()
     count = 0
@@ -138,6 +140,21 @@ def reserved_ranks(
         count += 1
     by_speed = sorted(pool.rows, key=lambda row: (_token_ms(row.profile), row.worker_rank))
     return {row.worker_rank for row in by_speed[:count]}
+
+
+def _prefill_load(pool: CandidatePool, view: RoutingState) -> float:
+    """The offered load of interactive prefill in a pool, in prompts."""
+    recent = view.recent_prefill
+    if recent is None:
+        return 0.0
+    return sum([recent.load(worker, view.now_ms) for worker in pool.workers])
+
+
+def bounds_in(pool: CandidatePool, view: RoutingState, bounds: BatchBounds) -> BatchBounds:
+    """The bounds on the ranks of a pool that are not reserved."""
+    if len(pool.rows) > 1 or _prefill_load(pool, view) < MIN_PREFILL_LOAD:
+        return bounds
+    return bounds._replace(max_step_ms=min(bounds.max_step_ms, bounds.max_only_step_ms))
 
 
 def _token_ms(profile: EngineProfile) -> float:
@@ -238,8 +255,11 @@ def place_batch_request(
     blocks = table.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size))
     options = table.select(ranks, blocks, None, NO_RESERVATIONS)
     cached = np.minimum(options.blocks[:, 0] * pool.block_size, prompt.tokens)
+    bounds = bounds_in(pool, view, bounds)
     reserved = reserved_ranks(pool, view, bounds)
     is_open = np.array([row.worker_rank not in reserved for row in rows], bool)
+    if not is_open.any():  # it is pinned to them, or no other one satisfies its constraints
+        is_open[:] = True
     enough = 0.0
     if waits_for_cache:
         enough = cached[is_open].max(initial=0.0) - bounds.max_recomputed_tokens
@@ -277,6 +297,7 @@ def ranks_with_headroom(
 ) -> list[WorkerRank]:
     """The ranks to which the smallest batch request could go."""
     pool = view.pools.pool(model, "aggregated", view.now_ms)
+    bounds = bounds_in(pool, view, bounds)
     reserved = reserved_ranks(pool, view, bounds)
     return [
         row.worker_rank
