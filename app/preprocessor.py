@@ -173,7 +173,7 @@ class Preprocessor:
         self.broker.add_middleware(
             KafkaPrometheusMiddleware(registry=self._metrics.registry, app_name="preprocessor")
         )
-        descriptions = {PROMPTS: "What clients ask.", BATCH: "Prompts that give way to others."}
+        descriptions = {PROMPTS: "Interactive prompts.", BATCH: "Batch prompts; they give way."}
         for source in (self.prompts, self._batch):
             self.broker.subscribe(
                 source.topic, source.group, source.handle, source.open_member,
