@@ -80,13 +80,13 @@ class Deployment:
         self._running[name] = log, ctx, part
 
     async def end(self, name: str) -> None:
-        """End a process; a worker without a word: what it was doing stays undone."""
+        """End a process; a worker at once, with its work undone."""
         log, ctx, part = self._running.pop(name)
         if not isinstance(part, Worker):
             await part.stop()
         await ctx.cancel_tasks()
-        await log.close()
         assert ctx.error is None
+        await log.close()  # the engine of a worker may still report to it, and fail
 
     async def end_all(self) -> None:
         for name in reversed(list(self._running)):
