@@ -122,7 +122,7 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
     (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
     how much later than others the router counted on it. `prefill_share`: of its time lately.
-    `batch_ms`: the rest of a step of its batch runs.
+    `batch_ms`: the delay by its batch runs.
     """
 
     worker: str

@@ -38,6 +38,13 @@ class BatchSettings(BaseModel):
         description="share by which batch requests may lengthen the decode steps of interactive "
         "requests beside them; above it batch requests wait or are preempted",
     )
+    batch_max_blocked_share: float = Field(
+        0.005,
+        ge=0,
+        le=1,
+        description="share of interactive prompts that may find each worker without batch requests "
+        "at another prompt; as many workers are kept free of them as that takes, none with 1",
+    )
     max_queued_batch_requests: int = Field(
         128,
         ge=0,

@@ -159,7 +159,11 @@ class RouterContext:
         )  # fmt: skip
         self.batch_scheduler = BatchScheduler(
             self.scheduler, self.fleet, self.ledger, self._undelivered_batch,
-            BatchBounds(max_slowdown=self.settings.batch_max_slowdown), _batch_bound(self.settings),
+            BatchBounds(
+                max_slowdown=self.settings.batch_max_slowdown,
+                max_blocked_share=self.settings.batch_max_blocked_share,
+            ),
+            _batch_bound(self.settings),
             self.broker_clock,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from app.routing.selection.candidate_table import CandidateTable
 from app.routing.selection.decision import RoutingState
 from app.routing.selection.eligibility import CandidatePool, CandidatePools, CandidateRow
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, rest_of_step_ms
+from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, batch_delay_ms
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import RECENT_MS, EngineProfile, RecentPrefill
@@ -219,12 +219,12 @@ def test_no_more_runs_stay_than_the_engine_computes_at_once() -> None:
     assert preempted(DECODING, open_runs(4), max_sequences=DECODING.runs + 3) == ["b3"]
 
 
-def test_rest_of_a_step_is_half_of_decode_and_prefill() -> None:
-    assert rest_of_step_ms(PROFILE, NO_LOAD, 300.0) == 0.0
-    decode = rest_of_step_ms(PROFILE, WorkerLoad(4, 2000), 300.0)
-    assert decode == PROFILE.decode_ms(2000 + 4 * 150) / 2
-    both = rest_of_step_ms(PROFILE, WorkerLoad(4, 2000, 500, 1), 300.0)
-    assert both == pytest.approx(decode + PROFILE.prefill_ms(500) / 2)
+def test_batch_runs_delay_a_prompt_by_a_step_of_decode_and_prefill() -> None:
+    assert batch_delay_ms(PROFILE, NO_LOAD, 300.0) == 0.0
+    decode = batch_delay_ms(PROFILE, WorkerLoad(4, 2000), 300.0)
+    assert decode == PROFILE.decode_ms(2000 + 4 * 150)
+    both = batch_delay_ms(PROFILE, WorkerLoad(4, 2000, 500, 1), 300.0)
+    assert both == pytest.approx(decode + PROFILE.prefill_ms(500))
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 9)), max_size=30))

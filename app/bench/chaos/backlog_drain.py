@@ -52,8 +52,13 @@ PROCESS_SETTINGS: dict[str, Any] = {
     "engine_speedup": ENGINE_SPEEDUP,
     "max_num_seqs": MAX_SEQS,
     "max_attempts": 10,
+    "batch_max_slowdown": 10.0,
+    "batch_max_blocked_share": 1.0,
 }
-"""Engines that are slower than two cores with all processes: the engines are the limit."""
+"""Engines that are slower than two cores with all processes, so that the engines are the limit, and
+a fleet set for throughput: by default two of three workers are kept free for interactive prompts,
+and their steps free of batch runs.
+"""
 TOKENS, TOKENS_SPREAD = 32, 7
 """Shortest answer, and number of lengths: equal ones would begin and end in step."""
 PROMPT_TOKENS = 48

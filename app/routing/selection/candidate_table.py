@@ -22,7 +22,7 @@ from app.routing.selection import cost_kernels
 from app.routing.selection.cost_kernels import Floats, Ints
 from app.routing.selection.policies import Candidates, Reservations, rank_hashes
 from app.routing.state.active_load import NO_LOAD, ActiveLoad
-from app.routing.state.batch_runs import BatchRuns, rest_of_step_ms
+from app.routing.state.batch_runs import BatchRuns, batch_delay_ms
 from app.routing.state.change_log import ChangeLog, TrackedDict
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
@@ -238,7 +238,7 @@ class CandidateTable:
             column[rows] = shares.share(worker, now_ms)
 
     def update_batch_steps(self, runs: BatchRuns, mean_output_tokens: float) -> None:
-        """Set the rest of the step that the batch runs of each place are in."""
+        """Set the delay that the batch runs of each place cause."""
         ranks: Iterable[WorkerRank] | None = None
         if runs is self._batch_runs:
             ranks = runs.changes.since(self._batch_changes)
@@ -247,7 +247,7 @@ class CandidateTable:
             if (n := self._row_of.get(rank)) is not None:
                 spot = self.features[n]
                 profile = self._profiles[n]._replace(slowdown=spot.item(cost_kernels.SLOWDOWN))
-                spot[cost_kernels.BATCH_MS] = rest_of_step_ms(
+                spot[cost_kernels.BATCH_MS] = batch_delay_ms(
                     profile, runs.load(rank), mean_output_tokens
                 )
 

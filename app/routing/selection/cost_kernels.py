@@ -24,7 +24,7 @@ from indexer.kernels import inlined, kernel
 """Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs without a
 first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait for
 reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
-lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the rest of a step of
+lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the delay by
 its batch runs; from `CURVE` on the seven numbers of a curve (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
 (

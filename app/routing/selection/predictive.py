@@ -19,7 +19,7 @@ requests that one leads to, itself included (`PerformanceModel.expected_followup
 the same place, and find it as it is left:
 
     wait         what is left of the prefill there, but no less than half a step
-                 + half a step of the batch runs there, if any (`batch_runs.rest_of_step_ms`)
+                 + a step of the batch runs there, if any (`batch_runs.batch_delay_ms`)
                  + (t + N + O - C) / t · 1.5 · O · d, if that is positive and something runs
                  + Σ min(own, other) + decode_weight · max(own, other) over those planned before
     own prefill  n tokens in chunks, each with d beside it
