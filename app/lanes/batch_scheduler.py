@@ -24,6 +24,7 @@ from app.lanes.scheduler import Scheduler
 from app.lanes.waiting_requests import LaneRequest, WaitingRequests
 from app.routing.queueing.fair_share import FairQueue
 from app.routing.selection.batch_placement import (
+    RESUME_ELSEWHERE_MS,
     BatchBounds,
     max_sequences,
     place_batch_request,
@@ -45,8 +46,6 @@ WAKE_INTERVAL_S = 0.05
 and a look takes 0.2 ms."""
 MAX_FREQUENT_RETRIES = 32
 """Waiting requests beyond which each retries less often."""
-RESUME_ELSEWHERE_MS = 60_000
-"""Time for which a preempted request waits for the worker that has most of it in its cache."""
 
 
 class _SearchInputs(NamedTuple):

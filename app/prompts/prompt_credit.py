@@ -11,7 +11,7 @@ A report is valid for REPORT_TTL_S. A lane that no router reports has no owner a
 owner of a version without reports: requests to it are limited in rate. So no prompt waits for ever,
 also without any router.
 
-The lag of the routers' group on `available_requests` would need no reports. But the committed
+The lag of the routers' group on `requests` would need no reports. But the committed
 offset stays where it is while one request is queued, even when thousands after it are done.
 """
 

@@ -18,7 +18,9 @@ import numpy as np
 from app.engine.simulated.batch import BatchSequence
 from app.prompts.job_order import BatchItem, JobOrder
 from app.routing.selection.batch_placement import (
+    RESUME_ELSEWHERE_MS,
     BatchBounds,
+    max_sequences,
     place_batch_request,
     ranks_with_headroom,
     runs_to_preempt,
@@ -37,9 +39,7 @@ from indexer.block_keys import prompt_keys
 from streams.request import Request, StopConditions
 
 WINDOW = 200
-"""Requests that are ordered together: the batch of a preprocessor."""
-RESUME_ELSEWHERE_MS = 60_000.0
-"""Time for which a preempted request waits for the worker that has its cache."""
+"""Requests that are ordered together: the batch of a preprocessor (`prompt_source.MAX_BATCH`)."""
 BATCH_CHUNK = 1 << 40
 """Chunks of batch requests count from here, so that they differ from those of the trace."""
 
@@ -247,9 +247,12 @@ class BatchWork:
         ledger = state.ledger
         load = ledger.active_load.load(rank).add(state.own_load.load(rank))
         member = state.shared_views.fleet.members[rank.worker]
+        profile = profile_from_card(member.card.config)._replace(
+            slowdown=ledger.performance.slowdown.get(rank.worker, 1.0)
+        )
         keys = runs_to_preempt(
-            profile_from_card(member.card.config), load, self.runs.on_rank(rank), self.bounds,
-            ledger.performance.mean_output_tokens,
+            profile, load, self.runs.on_rank(rank), self.bounds,
+            ledger.performance.mean_output_tokens, max_sequences(member.card),
         )  # fmt: skip
         for key in keys:
             self.runs.discard(key)

@@ -73,6 +73,8 @@ POLICY = "batch"
 """Policy name in the records of these decisions."""
 NO_ROOM = "no worker has capacity that interactive requests leave"
 DEFAULT_MAX_SEQUENCES = 256
+RESUME_ELSEWHERE_MS = 60_000
+"""Time for which a preempted request waits for the worker that has most of it in its cache."""
 MIN_PREFILL_LOAD = 1e-4
 """Offered load of interactive prefill, in prompts, below which no rank is reserved: about two
 minutes after a single prompt of 60 ms."""
