@@ -2,8 +2,8 @@
 
 Starts, pauses and kills processes (`simulated_process.py`), and assigns partition leaders. Faults
 are drawn in `fault_schedule.py`, client requests in `kafka_clients.py` and `http_clients.py`;
-`invariants.py` checks the outcome. Killing is exact: a killed process stops between two steps of
-its tasks, and only the appends that had already left it reach the broker afterwards.
+`checks/invariants.py` checks the outcome. Killing is exact: a killed process stops between two
+steps of its tasks, and only the appends that had already left it reach the broker afterwards.
 """
 
 from __future__ import annotations

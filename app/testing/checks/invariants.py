@@ -22,11 +22,11 @@ from app.gateway import Gateway
 from app.router import Router
 from app.routing.state.ledger import LedgerState
 from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
+from app.testing.checks.result_checks import result_violations
+from app.testing.checks.stream_checks import decode_or_none, stream_violations
 from app.testing.http_clients import HttpClients
 from app.testing.kafka_clients import KafkaClients
-from app.testing.result_checks import result_violations
 from app.testing.simulated_world import SimulatedWorld
-from app.testing.stream_checks import decode_or_none, stream_violations
 from app.worker import WorkerIdTaken
 from streams.errors import BrokerUnavailable
 from streams.ports import Partition
