@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from app.testing.checks.invariants import has_open_work, violations
 from app.testing.event_history import EventHistory
 from app.testing.fault_schedule import SimulationFaults
 from app.testing.http_clients import HttpClients
-from app.testing.invariants import has_open_work, violations
 from app.testing.kafka_clients import KafkaClients
 from app.testing.simulated_world import SimulatedWorld
 from app.testing.virtual_time import Deadlock, StepLimitExceeded, VirtualLoop, run_virtual

@@ -2,9 +2,11 @@
 
 Starts, pauses and kills processes (`simulated_process.py`), and assigns partition leaders. Faults
 are drawn in `fault_schedule.py`, client requests in `kafka_clients.py` and `http_clients.py`;
-`invariants.py` checks the outcome. Killing is exact: a killed process stops between two steps of
-its tasks, and only the appends that had already left it reach the broker afterwards.
+`checks/invariants.py` checks the outcome. Killing is exact: a killed process stops between two
+steps of its tasks, and only the appends that had already left it reach the broker afterwards.
 """
+
+# ruff: noqa: SLF001 - observes the credit of preprocessors
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
+from app.preprocessor import Preprocessor
+from app.testing.credit_recount import CreditRecount
 from app.testing.event_history import EventHistory
 from app.testing.network_faults import NetworkFaults
 from app.testing.simulated_process import SimulatedProcess
@@ -93,6 +98,7 @@ class SimulatedWorld:
         self.current: dict[str, SimulatedProcess] = {}
         """The newest process of each name."""
         self.failures: list[tuple[SimulatedProcess, BaseException]] = []
+        self.credit_recounts: list[CreditRecount] = []
         self.truncated: dict[Partition, list[MemoryRecord]] = {}
         self.malformed: dict[bytes, Partition] = {}
         self.on_response_event: Callable[[SimulatedProcess], None] | None = None
@@ -108,6 +114,12 @@ class SimulatedWorld:
         node = SimulatedProcess(self, kind, name, f"{name}#{start}")
         self.processes.append(node)
         self.current[name] = node
+        if isinstance(process := node.process, Preprocessor):
+            records = partial(self.all_records, REQUESTS)
+            self.credit_recounts += [
+                CreditRecount(node.label, credit, node.clock.now, records)
+                for credit in (process._credit, process._batch_credit)
+            ]
         node.task.add_done_callback(lambda _: self._ended(node))
         self.history.add_event(f"{node.label} starts")
         return node

@@ -34,7 +34,7 @@ DEFAULT_SETTINGS = Settings.model_construct(
     cache_dir=Path("/dev/null/cache"),
 )
 TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
-    update={"max_queued_requests": 1, "worker_max_waiting": 0}
+    update={"max_queued_requests": 1, "max_queued_batch_requests": 1, "worker_max_waiting": 0}
 )
 
 BATCH_SHARE = 0.2

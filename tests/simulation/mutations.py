@@ -22,7 +22,7 @@ import msgspec
 from app import worker
 from app.http.openai import active_streams, stream_resume
 from app.lanes import dispatch, handovers, owner, shared_reads, termination
-from app.prompts import prompt_source
+from app.prompts import prompt_credit, prompt_source
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
 from app.routing.selection import eligibility
@@ -394,6 +394,34 @@ def _prompts_paused_for_ever() -> Iterator[Replacement]:
     yield prompt_source.PromptSource, "_resume", resume
 
 
+def _acknowledged_requests_return_credit() -> Iterator[Replacement]:
+    original = prompt_source.PromptSource._acknowledged
+
+    def acknowledged(self: Any, *args: Any) -> None:
+        original(self, *args)
+        for lane in self._credit._lanes.values():
+            lane.read_to(sys.maxsize)
+
+    yield prompt_source.PromptSource, "_acknowledged", acknowledged
+
+
+def _late_reports_return_credit() -> Iterator[Replacement]:
+    original = prompt_credit._UnreadLane.read_to
+
+    def read_to(self: Any, _: int) -> None:
+        original(self, sys.maxsize)
+
+    yield prompt_credit._UnreadLane, "read_to", read_to
+
+
+def _room_is_not_shared() -> Iterator[Replacement]:
+    def shares(self: Any) -> None:
+        self._credit.prompts_share = 1.0
+        self._credit.credit_changed.notify_all()
+
+    yield prompt_source.PromptSource, "_shares", shares
+
+
 def _answers_from_their_beginning() -> Iterator[Replacement]:
     yield stream_resume, "_position", lambda _: 0
 
@@ -707,6 +735,24 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         Mutation(
             "paused", "uncommitted", "resuming prompts after a pause", _prompts_paused_for_ever
+        ),
+        Mutation(
+            "credit-acknowledged",
+            "credit",
+            "credit of a request is used until a report has read it",
+            _acknowledged_requests_return_credit,
+        ),
+        Mutation(
+            "credit-late",
+            "credit",
+            "a report returns the credit of what its router has read only",
+            _late_reports_return_credit,
+        ),
+        Mutation(
+            "room-unshared",
+            "shares",
+            "a preprocessor uses the room by its share of the partitions",
+            _room_is_not_shared,
         ),
         Mutation(
             "from-start",

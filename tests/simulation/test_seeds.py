@@ -20,7 +20,7 @@ from app.routing.reconcile import next_action
 from app.routing.selection.decision import Wait
 from app.routing.state import performance
 from app.testing import world_parameters
-from app.testing.invariants import _failed
+from app.testing.checks.invariants import _failed
 from app.testing.seed_simulation import simulate_seed
 from streams.errors import BrokerUnavailable
 

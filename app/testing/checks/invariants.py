@@ -4,6 +4,7 @@
     routers      hold the same Load at the same positions; no open request, no load left
     results      one for each request that asks for one, equal to its stream (`result_checks.py`)
     groups       have committed everything
+    credit       of a report is used once (`credit_recount.py`), and shared without overlap
     hand-overs   are used once, in time; no block is held past its lease; no client's cancel
                  interrupts a transfer
     processes    run their steady tasks and no others; an error ends one for three reasons only
@@ -19,14 +20,15 @@ from collections.abc import Iterator
 
 from app.engine.interface import EngineDead
 from app.gateway import Gateway
+from app.preprocessor import Preprocessor
 from app.router import Router
 from app.routing.state.ledger import LedgerState
 from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
+from app.testing.checks.result_checks import result_violations
+from app.testing.checks.stream_checks import decode_or_none, stream_violations
 from app.testing.http_clients import HttpClients
 from app.testing.kafka_clients import KafkaClients
-from app.testing.result_checks import result_violations
 from app.testing.simulated_world import SimulatedWorld
-from app.testing.stream_checks import decode_or_none, stream_violations
 from app.worker import WorkerIdTaken
 from streams.errors import BrokerUnavailable
 from streams.ports import Partition
@@ -76,6 +78,7 @@ def violations(
         *result_violations(world, kafka_clients),
         *_unfinished(world),
         *_handovers(world),
+        *_credit(world),
         *_different(world),
         *differing_indexes(world),
         *incomplete_indexes(world),
@@ -186,6 +189,17 @@ def _fenced(world: SimulatedWorld) -> set[str]:
     lanes = range(world.parameters.lanes)
     records = (decode_or_none(r) for lane in lanes for r in world.all_records(LEDGER, lane))
     return {record.id for record in records if isinstance(record, Fencing)}
+
+
+def _credit(world: SimulatedWorld) -> Iterator[str]:
+    for recount in world.credit_recounts:
+        yield from recount.violations
+    processes = [node.process for node in world.running("preprocessor")]
+    preprocessors = [p for p in processes if isinstance(p, Preprocessor)]
+    for name in ("_credit", "_batch_credit"):
+        shares = [getattr(p, name).prompts_share for p in preprocessors]
+        if shares and sum(shares) != 1:
+            yield f"shares: preprocessors count {shares} of each router's room, together not 1"
 
 
 # --- processes -----------------------------------------------------------------------------------

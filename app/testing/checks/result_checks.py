@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from app.testing.checks.stream_checks import decode_or_none, shown_streams
 from app.testing.kafka_clients import KafkaClients
 from app.testing.simulated_world import SimulatedWorld
-from app.testing.stream_checks import decode_or_none, shown_streams
 from streams.ports import Partition
 from streams.records import Result
 from streams.responses.transcript import Transcript
