@@ -35,7 +35,7 @@ from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry
 from streams.request import Request
-from streams.topics import PROMPTS, REQUESTS
+from streams.topics import BATCH, PROMPTS, REQUESTS
 
 TRACE, CALLER = "1" * 32, "2" * 16
 SAMPLED = f"00-{TRACE}-{CALLER}-01"
@@ -99,13 +99,13 @@ class World:
                     return str(worker)
         raise AssertionError("nothing is assigned")
 
-    async def publish(self, prompt_id: str, traceparent: str) -> None:
-        """Publish a prompt on Kafka, and read its answer."""
+    async def publish(self, prompt_id: str, traceparent: str, topic: str) -> None:
+        """Publish a prompt to a topic, and read its answer."""
         log = MemoryLog(self.broker, "client")
         await log.start()
         value = json.dumps({"id": prompt_id, "kind": "chat", "body": BODY | {"max_tokens": 3}})
         headers = (("traceparent", traceparent.encode()),)
-        await log.append(PROMPTS, Entry(prompt_id.encode(), value.encode(), headers), 0)
+        await log.append(topic, Entry(prompt_id.encode(), value.encode(), headers), 0)
         async with Client(log, self.clock) as client, asyncio.timeout(WAIT_S):
             async for _ in client.stream(prompt_id, timeout_s=WAIT_S):
                 pass
@@ -122,7 +122,7 @@ def run(folder: Path, **asked: object) -> World:
         await world.parts.start()
         try:
             if "publish" in asked:
-                await world.publish("p", str(asked["publish"]))
+                await world.publish("p", str(asked["publish"]), str(asked.get("topic", PROMPTS)))
             else:
                 await world.chat(**asked)  # type: ignore[arg-type]
         finally:
@@ -173,6 +173,19 @@ def test_prompt_on_kafka_continues_the_trace_of_its_header(
     assert found["preprocessor.prompt"] == "caller"
     assert found["router.route_request 0"] == "preprocessor.prompt"
     assert found["engine.generate 0"] == "worker.run 0"
+
+
+def test_batch_prompt_has_spans_of_faststream_and_continues_its_trace(
+    exporter: InMemorySpanExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = spans.new_provider(1, SimpleSpanProcessor(exporter), "test")
+    monkeypatch.setattr(spans, "provider", provider)
+    run(tmp_path, publish=SAMPLED, topic=BATCH)
+    found = parents(exporter)
+    assert found["preprocessor.prompt"] == "caller"
+    assert found["router.route_request 0"] == "preprocessor.prompt"
+    assert found["kvlane.batch process"] == "kvlane.batch create"
+    assert found["kvlane.requests publish"] == "kvlane.requests create"
 
 
 def test_run_of_a_second_attempt_is_linked_to_the_first(
