@@ -54,8 +54,8 @@ def simulate_seeds(
     }
     lines = [f"seed {s.seed}: {'; '.join(s.problems)}" for s in bad]
     lines += [f"{count} x {kind}" for kind, count in kinds.most_common()]
-    bars = [none_of("seeds with a problem", len(bad), "seeds")]
-    return Report("faults", [row], bars, lines=lines)
+    thresholds = [none_of("seeds with a problem", len(bad), "seeds")]
+    return Report("faults", [row], thresholds, lines=lines)
 
 
 def seed_history(seed: int, request_id: str = "") -> str:

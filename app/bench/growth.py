@@ -135,11 +135,11 @@ def growth_report(figures: list[GrowthFigure], memory: list[Threshold]) -> Repor
         }
         for one in figures
     ]
-    bars = [
+    thresholds = [
         at_most(f"{one.cost}, ten times the {one.what}", one.factor, "x", round(one.limit, 1))
         for one in figures
     ]
-    return Report("growth", rows, bars + memory)
+    return Report("growth", rows, thresholds + memory)
 
 
 def _in_process(scale: GrowthScale) -> Iterator[GrowthFigure]:

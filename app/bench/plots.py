@@ -74,15 +74,21 @@ def plot_overload(result: OverloadResult, file: Path) -> None:
 
 def plot_thresholds(thresholds: Sequence[Threshold], file: Path) -> None:
     """Ratios: a dot for the figure, a line for its threshold; red: failed."""
-    ratios = [bar for bar in thresholds if bar.unit == "x" and math.isfinite(bar.value)]
+    ratios = [each for each in thresholds if each.unit == "x" and math.isfinite(each.value)]
     figure, (ax,) = _axes(1, 1 + THRESHOLD_IN * max(1, len(ratios)))
-    for place, bar in enumerate(ratios):
-        ax.plot(bar.value, place, "o", color="tab:green" if bar.met else "tab:red", markersize=4)
-        limit = float(bar.bar.split()[-1])
+    for place, each in enumerate(ratios):
+        ax.plot(
+            each.value, place, "o", color="tab:green" if each.passed else "tab:red", markersize=4
+        )
+        limit = float(each.threshold.split()[-1])
         ax.plot([limit, limit], [place - 0.4, place + 0.4], color="black", linewidth=1)
-    ax.set_yticks(range(len(ratios)), [f"{bar.name} ({bar.bar})" for bar in ratios], fontsize=6)
+    ax.set_yticks(
+        range(len(ratios)), [f"{each.name} ({each.threshold})" for each in ratios], fontsize=6
+    )
     ax.set_ylim(len(ratios) - 0.5, -0.5)
-    ax.set_title(f"{sum(bar.met for bar in ratios)} of {len(ratios)} met", fontsize="medium")
+    ax.set_title(
+        f"{sum(each.passed for each in ratios)} of {len(ratios)} passed", fontsize="medium"
+    )
     ax.grid(axis="x", alpha=0.3)
     figure.savefig(file, dpi=120)
 

@@ -37,16 +37,13 @@ def _processor() -> str:
 
 
 class Threshold(msgspec.Struct, frozen=True):
-    """A figure and its threshold. `bar`: the threshold as text; `met`: whether the figure passes.
-
-    Without a text the figure is only shown.
-    """
+    """A figure and its threshold, as text; without a text the figure is only shown."""
 
     name: str
     value: float
     unit: str
-    bar: str
-    met: bool
+    threshold: str
+    passed: bool
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -54,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
 
     bench: str
     rows: list[dict[str, Any]]
-    bars: list[Threshold]
+    thresholds: list[Threshold]
     machine: dict[str, Any] = msgspec.field(default_factory=machine_info)
 
     lines: list[str] = []
@@ -62,7 +59,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def is_passed(self) -> bool:
-        return all(bar.met for bar in self.bars)
+        return all(each.passed for each in self.thresholds)
 
     def show(self, console: Console) -> None:
         """Print the rows, the lines, then the thresholds."""
@@ -75,11 +72,11 @@ class Report(msgspec.Struct, frozen=True):
         console.print(table, highlight=False)
         for line in self.lines:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-        for bar in self.bars:
-            verdict = "[green]passed[/]" if bar.met else "[red]failed[/]"
-            wanted = f"({bar.bar}) {verdict}" if bar.bar else ""
-            shown = " ".join(filter(None, (f"{bar.value:g}", bar.unit, wanted)))
-            console.print(f"{bar.name}: {shown}", highlight=False)
+        for each in self.thresholds:
+            verdict = "[green]passed[/]" if each.passed else "[red]failed[/]"
+            wanted = f"({each.threshold}) {verdict}" if each.threshold else ""
+            shown = " ".join(filter(None, (f"{each.value:g}", each.unit, wanted)))
+            console.print(f"{each.name}: {shown}", highlight=False)
 
     def write(self, file: Path) -> None:
         file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
@@ -102,7 +99,7 @@ def none_of(name: str, count: float, unit: str = "") -> Threshold:
 
 def figure(name: str, value: float, unit: str) -> Threshold:
     """A figure without a limit."""
-    return Threshold(name, value, unit, "", met=True)
+    return Threshold(name, value, unit, "", passed=True)
 
 
 def _shown(value: object) -> str:

@@ -295,7 +295,7 @@ def simulate(
         json,
     )
     if plot is not None:
-        plot_thresholds(report.bars, plot)
+        plot_thresholds(report.thresholds, plot)
     _require_passed(report)
 
 

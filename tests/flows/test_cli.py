@@ -301,7 +301,7 @@ def test_bench_faults_reports_in_both_forms(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["bench"] == "faults"
     assert report["rows"][0]["seeds"] == 2
-    assert report["bars"][0]["met"] is True
+    assert report["thresholds"][0]["passed"] is True
     assert report["machine"]["cpus"]
 
 
@@ -315,7 +315,7 @@ def test_bench_of_real_routers_fails_when_one_of_them_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def wrong(*_: object) -> Report:
-        return Report("routers", [], [Threshold("unlike the log", 1, "", "0", met=False)])
+        return Report("routers", [], [Threshold("unlike the log", 1, "", "0", passed=False)])
 
     monkeypatch.setattr("app.bench.routing.routers_kafka.bench_kafka_routers", wrong)
     assert kvlane("bench", "routers", "--kafka").exit_code == 1

@@ -72,20 +72,20 @@ def test_impossible_option_is_refused_by_name(arguments: list[str], fault: str) 
     assert fault in " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("met", [True, False])
+@pytest.mark.parametrize("passed", [True, False])
 def test_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
 ) -> None:
     sent: list[Any] = []
 
     async def found(*arguments: Any) -> Report:
         sent.extend(arguments)
-        return Report("simulate", [], [Threshold("8x1: ours", 1.2, "x", "<= 1", met)])
+        return Report("simulate", [], [Threshold("8x1: ours", 1.2, "x", "<= 1", passed)])
 
     monkeypatch.setattr("app.bench.routing.policy_simulation.bench_policies", found)
-    file = tmp_path / "bars.png"
+    file = tmp_path / "thresholds.png"
     done = CliRunner().invoke(app, ["bench", "simulate", "--jobs", "3", "--plot", f"{file}"])
-    assert done.exit_code == (0 if met else 1), done.output
-    assert f"1.2 x (<= 1) {'passed' if met else 'failed'}" in done.output
+    assert done.exit_code == (0 if passed else 1), done.output
+    assert f"1.2 x (<= 1) {'passed' if passed else 'failed'}" in done.output
     assert file.read_bytes().startswith(b"\x89PNG")
     assert sent[-1] == 3

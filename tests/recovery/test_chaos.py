@@ -29,14 +29,14 @@ async def shared(kafka: Broker) -> AsyncIterator[Broker]:
 
 
 def check(report: Report, kills: int) -> None:
-    bars = {bar.name: bar.value for bar in report.bars}
+    thresholds = {each.name: each.value for each in report.thresholds}
     bad = (
         "lost", "twice", "wrong", "requests on the log without an end",
         "answers without results", "answers with several results",
     )  # fmt: skip
-    assert {name: bars[name] for name in bad} == dict.fromkeys(bad, 0)
-    assert bars["kills and stops"] == kills
-    assert bars["asked"] > 20
+    assert {name: thresholds[name] for name in bad} == dict.fromkeys(bad, 0)
+    assert thresholds["kills and stops"] == kills
+    assert thresholds["asked"] > 20
 
 
 async def test_kills_lose_and_double_nothing_and_the_log_continues(

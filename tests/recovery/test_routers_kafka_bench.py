@@ -33,7 +33,7 @@ async def test_three_routers_agree_with_the_log_and_with_each_other(
     )
     shares: list[float] = []
     report = await bench_kafka_routers(settings, FORM, lambda _: None, shares.append)
-    assert [bar.name for bar in report.bars if not bar.met] == []
+    assert [each.name for each in report.thresholds if not each.passed] == []
     assert sum(shares) == pytest.approx(1.0)
     assert [(row["routers"], row["arrivals"]) for row in report.rows] == [
         (1, "one by one"), (1, "in bursts"), (3, "one by one"), (3, "in bursts"),

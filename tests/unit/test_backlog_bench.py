@@ -37,7 +37,7 @@ GOOD = BacklogResult(
 
 
 def missed(found: BacklogResult) -> list[str]:
-    return [bar.name for bar in backlog_report(found).bars if not bar.met]
+    return [each.name for each in backlog_report(found).thresholds if not each.passed]
 
 
 def test_backlog_with_one_result_for_each_prompt_passes() -> None:
@@ -45,7 +45,7 @@ def test_backlog_with_one_result_for_each_prompt_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "bar"),
+    ("found", "threshold"),
     [
         (replace(GOOD, results_of=[1, 0, 1]), "prompts without a result"),
         (replace(GOOD, results_of=[1, 2, 1]), "prompts with several results"),
@@ -68,8 +68,8 @@ def test_backlog_with_one_result_for_each_prompt_passes() -> None:
         ),
     ],
 )  # fmt: skip
-def test_each_fault_misses_its_bar(found: BacklogResult, bar: str) -> None:
-    assert missed(found) == [bar]
+def test_each_fault_misses_its_threshold(found: BacklogResult, threshold: str) -> None:
+    assert missed(found) == [threshold]
 
 
 async def test_error_beside_the_drain_ends_it() -> None:

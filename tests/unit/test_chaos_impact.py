@@ -155,7 +155,7 @@ def test_bars_name_the_kind_that_missed_them() -> None:
         0, [hit("router", "router-1")], [talk(times=[9.0, 9.9, 11.2])], {"a": timeline()}, []
     )
     report = impact.chaos_report([line | impact.completed_line([], {})], 5.0)
-    missed = [bar.name for bar in report.bars if not bar.met]
+    missed = [each.name for each in report.thresholds if not each.passed]
     assert missed == ["longest gap of a running stream, router"]
 
 
@@ -170,22 +170,26 @@ def test_times_of_batch_requests_have_no_limit() -> None:
     assert line["gaps_ms"] == {"router": [900]}
     assert line["assigned_ms"] == 0
     lines = [line | impact.completed_line([batch, alone], {}), {"preemptions": 3}]
-    figures = {bar.name: bar.value for bar in impact.chaos_report(lines, 5.0).bars}
+    figures = {each.name: each.value for each in impact.chaos_report(lines, 5.0).thresholds}
     assert (figures["batch requests of them"], figures["preemptions"]) == (1, 3)
 
 
 def test_report_has_rate_and_lateness_of_the_clients() -> None:
     ends = [{"requests": 100, "asking_s": 4.0, "late_ms": 10}, {"requests": 50, "asking_s": 2.0}]
-    bars = {bar.name: bar for bar in impact.chaos_report(ends, 5.0).bars}
-    assert bars["asked a second"].value == 25.0
-    assert bars["greatest delay of the load generator"].met
-    (late,) = [b for b in impact.chaos_report([{"late_ms": 2500}], 5.0).bars if not b.met]
+    thresholds = {each.name: each for each in impact.chaos_report(ends, 5.0).thresholds}
+    assert thresholds["asked a second"].value == 25.0
+    assert thresholds["greatest delay of the load generator"].passed
+    (late,) = [b for b in impact.chaos_report([{"late_ms": 2500}], 5.0).thresholds if not b.passed]
     assert (late.name, late.value) == ("greatest delay of the load generator", 2.5)
 
 
 def test_answers_have_one_result_each() -> None:
     line = {"without_result": ["a"], "several_results": ["b", "c"]}
-    missed = {bar.name: bar.value for bar in impact.chaos_report([line], 5.0).bars if not bar.met}
+    missed = {
+        each.name: each.value
+        for each in impact.chaos_report([line], 5.0).thresholds
+        if not each.passed
+    }
     assert missed == {"answers without results": 1, "answers with several results": 2}
 
 

@@ -46,6 +46,6 @@ def test_bars_are_for_the_sizes_that_have_one() -> None:
 
     rows = [row(8, 999.0), row(64, 39.0), row(512, 201.0), row(64, 1999.0, "100 held")]
     rows += [row(64, 40.0, "decision, 10 waiting"), row(64, 79.0, "decision, 4096 waiting")]
-    assert [bar.met for bar in decision_thresholds(rows)] == [True, False, True, True]
+    assert [each.passed for each in decision_thresholds(rows)] == [True, False, True, True]
     rows[-1] = row(64, 81.0, "decision, 4096 waiting")
-    assert [bar.met for bar in decision_thresholds(rows)] == [True, False, False, True]
+    assert [each.passed for each in decision_thresholds(rows)] == [True, False, False, True]

@@ -145,10 +145,10 @@ def test_transfer_delays_first_token() -> None:
 def test_bars_of_free_roles_are_figures_of_whole_requests() -> None:
     whole = FLEETS[0].round_robin
     steady = whole._replace(itl_p99=0.8 * (whole.itl_p99 or 0), ttft_mean=2 * whole.ttft_mean)
-    assert all(bar.met for bar in free_thresholds("8", whole, whole, steady))
-    assert not any(bar.met for bar in free_thresholds("8"))
+    assert all(each.passed for each in free_thresholds("8", whole, whole, steady))
+    assert not any(each.passed for each in free_thresholds("8"))
     slower = whole._replace(ttft_mean=1.01 * whole.ttft_mean)
-    failed = [bar.name for bar in free_thresholds("8", whole, slower, steady) if not bar.met]
+    failed = [each.name for each in free_thresholds("8", whole, slower, steady) if not each.passed]
     assert failed == ["8: free roles, mean TTFT to that of whole requests"]
 
 
@@ -159,8 +159,8 @@ def test_thresholds_are_the_published_figures() -> None:
         e2e_mean=fleet.kv_router.e2e_mean,
         itl_p99=fleet.kv_router.itl_p99,
     )
-    assert all(bar.met for bar in thresholds(fleet, fleet.round_robin, same))
-    assert not any(bar.met for bar in thresholds(fleet))
+    assert all(each.passed for each in thresholds(fleet, fleet.round_robin, same))
+    assert not any(each.passed for each in thresholds(fleet))
     slower = same._replace(itl_p99=fleet.kv_router.itl_p99 + 0.1)
-    failed = [bar for bar in thresholds(fleet, fleet.round_robin, slower) if not bar.met]
-    assert [bar.name for bar in failed] == ["4+4 x1: p99 ITL to that of the KV router"]
+    failed = [each for each in thresholds(fleet, fleet.round_robin, slower) if not each.passed]
+    assert [each.name for each in failed] == ["4+4 x1: p99 ITL to that of the KV router"]

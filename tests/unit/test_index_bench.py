@@ -286,9 +286,9 @@ def test_throughput_is_blocks_by_cpu_time_of_the_median_round() -> None:
 
 def test_threshold_without_a_peer_is_not_met() -> None:
     one = throughput_figure("store", SMALL, 20, {OUR_INDEX: [1000]}, RatioTarget(0.0))
-    assert one.row()["met"] == "not compared"
+    assert one.row()["passed"] == "not compared"
     assert math.isnan(one.ratio)
-    assert [bar.met for bar in thresholds([one])] == [False]
+    assert [each.passed for each in thresholds([one])] == [False]
 
 
 def test_bar_is_that_of_the_worst_setup() -> None:
@@ -304,5 +304,5 @@ def test_bar_is_that_of_the_worst_setup() -> None:
         )
 
     middle, tail = thresholds([one(1.0), one(2.0)])
-    assert (middle.value, middle.met) == (3.0, True)
-    assert (tail.value, tail.met) == (8 / 9, False)
+    assert (middle.value, middle.passed) == (3.0, True)
+    assert (tail.value, tail.passed) == (8 / 9, False)

@@ -27,7 +27,7 @@ def test_batch_work_is_preempted_and_continues_from_its_last_token() -> None:
     assert still.batch.preemptions == 0
     assert mixed.batch.finished > 50
     assert mixed.requests.itl_mean < still.requests.itl_mean
-    assert {bar.name: bar.met for bar in thresholds([alone, mixed])}[
+    assert {each.name: each.passed for each in thresholds([alone, mixed])}[
         "ITL with batch work to that without"
     ]
 

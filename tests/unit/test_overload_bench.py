@@ -30,7 +30,7 @@ def seen(*more: OverloadOutcome, samples: list[MemorySample] | None = None) -> O
 
 
 def missed(found: OverloadResult) -> list[str]:
-    return [bar.name for bar in overload_report(found).bars if not bar.met]
+    return [each.name for each in overload_report(found).thresholds if not each.passed]
 
 
 def test_early_and_clear_refusals_meet_all_bars() -> None:

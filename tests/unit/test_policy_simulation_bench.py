@@ -1,4 +1,4 @@
-"""What the simulation bench compares, when its bars are met, and what it need not do again."""
+"""What the simulation bench compares, when it passes, and what it need not do again."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_without_the_trace_its_bars_are_not_met_and_its_source_is_named(
     output: list[str] = []
     report = report_of(QUICK, None, output)
     assert "--trace" in output[0]
-    generated = [bar for bar in report.bars if "multi-turn" in bar.name]
-    others = [bar for bar in report.bars if bar not in generated]
+    generated = [each for each in report.thresholds if "multi-turn" in each.name]
+    others = [each for each in report.thresholds if each not in generated]
     assert len(generated) == 2
-    assert all(math.isfinite(bar.value) for bar in generated)
+    assert all(math.isfinite(each.value) for each in generated)
     assert len(others) > 20
-    assert all(math.isnan(bar.value) and not bar.met for bar in others)
+    assert all(math.isnan(each.value) and not each.passed for each in others)
 
 
 def scenes_size(requests: int) -> policy_simulation.TraceSize:
@@ -93,12 +93,12 @@ def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None
         ("predictive", 0), ("predictive", 1), ("dynamo", 0), ("dynamo", 1), ("round_robin", 0),
     ]  # fmt: skip
     assert json.loads(json.dumps(report.rows))[0]["ttft_ms"].keys() == {"mean", "p50", "p99"}
-    bars = {bar.name: bar for bar in report.bars}
-    off = bars["8x1: round robin, the figure furthest from the published one"]
+    thresholds = {each.name: each for each in report.thresholds}
+    off = thresholds["8x1: round robin, the figure furthest from the published one"]
     assert off.value > 1, "it is a slice, of which nothing is published"
-    assert not off.met
-    assert bars["16x8: speed, policy predictive"].value > 0
-    assert len([name for name in bars if name.startswith("64x16")]) == 5
+    assert not off.passed
+    assert thresholds["16x8: speed, policy predictive"].value > 0
+    assert len([name for name in thresholds if name.startswith("64x16")]) == 5
 
 
 @pytest.mark.usefixtures("shipped_is_published")
@@ -148,8 +148,8 @@ def done(policy: str, ttft_ms: float, seed: int = 0, jitter_s: float = 0.0) -> S
     return ScenarioResult(play, figures, 1.0)
 
 
-def bars_of(ran: list[ScenarioResult]) -> dict[str, Threshold]:
-    return {bar.name: bar for bar in all_thresholds(QUICK._replace(spread_seeds=2), ran)}
+def thresholds_of(ran: list[ScenarioResult]) -> dict[str, Threshold]:
+    return {each.name: each for each in all_thresholds(QUICK._replace(spread_seeds=2), ran)}
 
 
 def test_default_is_compared_with_the_best_mean_of_the_other_settings() -> None:
@@ -157,16 +157,18 @@ def test_default_is_compared_with_the_best_mean_of_the_other_settings() -> None:
         done("predictive", 90), done("dynamo", 120), done("dynamo:32", 80), done("least_loaded", 1),
         done("dynamo:32", 120, seed=1), done("dynamo:64", 1.0, jitter_s=ARRIVAL_JITTER_S),
     ]  # fmt: skip
-    bars = bars_of(ran)
-    ttft = bars["8x1: predictive, mean TTFT to dynamo's best setting"]
-    assert (ttft.value, ttft.met) == (pytest.approx(0.9), True)
-    assert math.isnan(bars["8x4: predictive, mean TTFT to dynamo's best setting"].value)
+    thresholds = thresholds_of(ran)
+    ttft = thresholds["8x1: predictive, mean TTFT to dynamo's best setting"]
+    assert (ttft.value, ttft.passed) == (pytest.approx(0.9), True)
+    assert math.isnan(thresholds["8x4: predictive, mean TTFT to dynamo's best setting"].value)
 
 
-def test_figure_that_is_a_little_worse_misses_its_bar() -> None:
-    bars = bars_of([done("predictive", 101), done("dynamo", 100)])
-    assert not bars["8x1: predictive, mean TTFT to dynamo's best setting"].met
-    assert not bars["8x1: predictive, reuse to dynamo's best setting"].met, "equal is not more"
+def test_figure_that_is_a_little_worse_misses_its_threshold() -> None:
+    thresholds = thresholds_of([done("predictive", 101), done("dynamo", 100)])
+    assert not thresholds["8x1: predictive, mean TTFT to dynamo's best setting"].passed
+    assert not thresholds["8x1: predictive, reuse to dynamo's best setting"].passed, (
+        "equal is not more"
+    )
 
 
 def test_distance_is_that_of_the_furthest_figure() -> None:

@@ -16,7 +16,7 @@ def test_lines_below_the_table_are_printed_whole_on_a_narrow_terminal() -> None:
 
 
 def test_limits_include_the_limit_itself() -> None:
-    assert at_most("a", 2, "ms", 2).met
-    assert not at_most("a", 2.1, "ms", 2).met
-    assert at_least("a", 2, "ms", 2).met
-    assert not at_least("a", 1.9, "ms", 2).met
+    assert at_most("a", 2, "ms", 2).passed
+    assert not at_most("a", 2.1, "ms", 2).passed
+    assert at_least("a", 2, "ms", 2).passed
+    assert not at_least("a", 1.9, "ms", 2).passed

@@ -20,7 +20,7 @@ FULL = RouterLatencyFigures(
 
 
 def failed(figures: RouterLatencyFigures) -> list[str]:
-    return [bar.name for bar in latency_report(figures).bars if not bar.met]
+    return [each.name for each in latency_report(figures).thresholds if not each.passed]
 
 
 def test_figures_within_all_limits_pass() -> None:
@@ -51,7 +51,7 @@ def test_second_router_is_compared_with_one() -> None:
 
 
 def test_parts_of_the_cpu_time_are_shown_in_microseconds() -> None:
-    shown = {bar.name: bar.value for bar in latency_report(FULL).bars}
+    shown = {each.name: each.value for each in latency_report(FULL).thresholds}
     assert shown["CPU at 100/s: client"] == 950
 
 
@@ -61,4 +61,4 @@ def test_scan_may_grow_with_its_input_only() -> None:
         GrowthFigure("workers", "scan", costs, is_scan=True),
         GrowthFigure("n", "x", costs),
     )
-    assert [bar.met for bar in growth_report([scan, other], []).bars] == [True, False]
+    assert [each.passed for each in growth_report([scan, other], []).thresholds] == [True, False]

@@ -1,4 +1,4 @@
-"""What the bench of real routers asks, and when its bars are met."""
+"""What the bench of real routers asks, and when its thresholds are passed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def phase(
 
 def missed(*more: RouterPhase) -> list[str]:
     return [
-        bar.name
-        for bar in routers_report([phase(), phase(arrivals=BURST_ARRIVALS), *more]).bars
-        if not bar.met
+        each.name
+        for each in routers_report([phase(), phase(arrivals=BURST_ARRIVALS), *more]).thresholds
+        if not each.passed
     ]
 
 
@@ -37,11 +37,11 @@ def test_routers_that_are_right_meet_all_bars_whatever_their_times() -> None:
     assert missed(phase(ttft_ms=1000)) == []
     ratio = routers_report(
         [phase(1), phase(1, BURST_ARRIVALS), phase(ttft_ms=250), phase(3, BURST_ARRIVALS)]
-    ).bars[-2]
+    ).thresholds[-2]
     assert (ratio.value, ratio.name) == (2.5, "1 -> 3 routers, one by one: mean TTFT")
 
 
-def test_each_kind_of_error_misses_its_bar() -> None:
+def test_each_kind_of_error_misses_its_threshold() -> None:
     wrong = phase(log_differences=[StateDifference("r2", "w1", None, LoadFigures(1, 5, 4))])
     assert missed(wrong) == ["differences between views and log, at equal positions"]
     late = [IDLE, IDLE._replace(router="r2", positions={Partition("ledger", 0): 6})]

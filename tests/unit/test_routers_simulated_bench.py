@@ -1,4 +1,4 @@
-"""What the bench of several routers counts, and when its bars are met."""
+"""What the bench of several routers counts, and when its thresholds are passed."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def test_bars_are_met_at_their_exact_limits() -> None:
         RouterDeployment(MAX_ROUTERS, 0.0): found(300.0),
         RouterDeployment(MAX_ROUTERS, 0.0, False): found(300.0),
     }  # fmt: skip
-    assert all(bar.met for bar in router_thresholds(ran))
+    assert all(each.passed for each in router_thresholds(ran))
     worse = {
         RouterDeployment(1): found(100.0, 0.31), RouterDeployment(MAX_ROUTERS): found(106.0, 0.29),
         RouterDeployment(MAX_ROUTERS, 0.0): found(301.0),
         RouterDeployment(MAX_ROUTERS, 0.0, False): found(300.0),
     }  # fmt: skip
-    assert not any(bar.met for bar in router_thresholds(worse))
+    assert not any(each.passed for each in router_thresholds(worse))
 
 
 def test_without_a_trace_no_bar_is_met() -> None:
     output: list[str] = []
     report = asyncio.run(bench_simulated_routers(QUICK, None, output.append, lambda _: None))
     assert output
-    assert not any(bar.met for bar in report.bars)
-    assert all(math.isnan(bar.value) for bar in report.bars)
+    assert not any(each.passed for each in report.thresholds)
+    assert all(math.isnan(each.value) for each in report.thresholds)
 
 
 def test_row_is_of_every_deployment() -> None:

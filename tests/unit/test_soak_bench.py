@@ -29,7 +29,7 @@ def result(
 
 
 def missed(found: SoakResult) -> list[str]:
-    return [bar.name for bar in soak_report(found).bars if not bar.met]
+    return [each.name for each in soak_report(found).thresholds if not each.passed]
 
 
 def test_steady_deployment_meets_all_bars() -> None:

@@ -295,31 +295,37 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     kills = sum(len(line.get("strikes", ())) for line in lines)
     unended = sum(line.get("unended", 0) for line in lines)
     named = ("lost", "twice", "wrong")
-    bars = [figure("kills and stops", kills, ""), figure("asked", requests, "")]
+    thresholds = [figure("kills and stops", kills, ""), figure("asked", requests, "")]
     if asking_s := sum(line.get("asking_s", 0) for line in lines):
         kept = sum(line.get("requests", 0) for line in lines) / asking_s
-        bars.append(figure("asked a second", kept, ""))
+        thresholds.append(figure("asked a second", kept, ""))
     late_s = max((line.get("late_ms", 0) for line in lines), default=0) / 1000
     limit = f"<= {LATENESS_LIMIT_S:g}"
     is_met = late_s <= LATENESS_LIMIT_S
-    bars.append(Threshold("greatest delay of the load generator", late_s, "s", limit, is_met))
-    bars += [Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named]
-    bars.append(none_of("requests on the log without an end", unended))
+    thresholds.append(Threshold("greatest delay of the load generator", late_s, "s", limit, is_met))
+    thresholds += [
+        Threshold(name, bad.count(name), "texts", "0", name not in bad) for name in named
+    ]
+    thresholds.append(none_of("requests on the log without an end", unended))
     if any("preemptions" in line for line in lines):
         batch = sum(line.get("batch", 0) for line in lines)
         preemptions = sum(line.get("preemptions", 0) for line in lines)
-        bars += [
+        thresholds += [
             figure("batch requests of them", batch, ""),
             figure("preemptions", preemptions, ""),
         ]
     if any("handover_ms" in line for line in lines):
         times_ms = [ms for line in lines for ms in line.get("handover_ms", ())]
-        bars.append(Threshold("handed over", len(times_ms), "requests", "> 0", bool(times_ms)))
-        bars.append(figure("hand-over to Started of decode, p50", percentile(times_ms, 0.5), "ms"))
+        thresholds.append(
+            Threshold("handed over", len(times_ms), "requests", "> 0", bool(times_ms))
+        )
+        thresholds.append(
+            figure("hand-over to Started of decode, p50", percentile(times_ms, 0.5), "ms")
+        )
     for field, faulty in (("without_result", "without"), ("several_results", "with several")):
         count = sum(len(line.get(field, ())) for line in lines)
-        bars.append(none_of(f"answers {faulty} results", count))
-    return bars
+        thresholds.append(none_of(f"answers {faulty} results", count))
+    return thresholds
 
 
 def _bars(
@@ -327,7 +333,7 @@ def _bars(
     lines: Sequence[Mapping[str, Any]],
     worker_timeout_s: float,
 ) -> list[Threshold]:
-    bars = []
+    thresholds = []
     limits = {
         "worker": worker_timeout_s + WORKER_GAP_MARGIN_S,
         "worker-pause": worker_timeout_s + WORKER_GAP_MARGIN_S,
@@ -339,7 +345,7 @@ def _bars(
         if kind in kinds and (found := kinds[kind].get("gaps")):
             gap_s = max(found) / 1000
             name = f"longest gap of a running stream, {kind}"
-            bars.append(at_most(name, gap_s, "s", limit_s))
+            thresholds.append(at_most(name, gap_s, "s", limit_s))
     waits = {
         "assigned": ("assignment", ROUTER_FAULTS, ASSIGNMENT_LIMIT_S),
         "first_text": ("first text", sorted(BROKER_FAULTS), BROKER_STALL_LIMIT_S),
@@ -349,7 +355,7 @@ def _bars(
             if kind in kinds and (found := kinds[kind].get(wait)):
                 wait_s = max(found) / 1000
                 name = f"longest wait of a new request for its {awaited}, {kind}"
-                bars.append(at_most(name, wait_s, "s", limit_s))
+                thresholds.append(at_most(name, wait_s, "s", limit_s))
     false = sum(len(line.get("false_deaths", ())) for line in lines)
-    bars.append(none_of("workers declared lost that were not hit", false))
-    return bars
+    thresholds.append(none_of("workers declared lost that were not hit", false))
+    return thresholds

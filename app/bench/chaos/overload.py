@@ -247,7 +247,7 @@ def sse_text(body: bytes) -> str:
 
 
 def overload_report(result: OverloadResult) -> Report:
-    """A row for each phase, and the bars."""
+    """A row for each phase, and the thresholds."""
     rows = [_row(phase, result) for phase in ("unloaded", "overload", "afterwards")]
     unloaded, over = _served(result, "unloaded"), _served(result, "overload")
     refused = [a for a in result.outcomes if a.phase == "overload" and a.status == 529]
@@ -258,7 +258,7 @@ def overload_report(result: OverloadResult) -> Report:
     grown, part = max(memory_growth(result.samples))
     normal_s = recovery_s(result)
     silent = sum(not a.retry_after for a in refused)
-    bars = [
+    thresholds = [
         at_most("refused, p50", refusal_ms, "ms", REJECTION_LIMIT_MS),
         none_of("refused without a time to come back", silent),
         at_most("p99 to the first text, of those served, to that without load", p99, "x",
@@ -269,7 +269,7 @@ def overload_report(result: OverloadResult) -> Report:
         none_of("wrong texts", wrong),
         none_of("neither served nor refused", len(failed)),
     ]  # fmt: skip
-    return Report("overload", rows, bars)
+    return Report("overload", rows, thresholds)
 
 
 def _served(found: OverloadResult, phase: str) -> list[float]:

@@ -121,7 +121,7 @@ def _take_answers(deployment: ChaosDeployment, began: float) -> list[SoakAnswer]
 
 
 def soak_report(result: SoakResult) -> Report:
-    """A row for each part of the time, and the bars."""
+    """A row for each part of the time, and the thresholds."""
     parts = [_part(result, number) for number in range(PARTS)]
     first, last = parts[1], parts[-1]
     requests = sum(len(part.answers) for part in parts[2:])
@@ -130,7 +130,7 @@ def soak_report(result: SoakResult) -> Report:
         for name in last.rss_bytes.keys() & first.rss_bytes.keys()
     }
     grown, name = max((grown, name) for name, grown in growth.items())
-    bars = [
+    thresholds = [
         at_most(f"memory per request, most of all {name}", grown / KIB / max(1, requests), "KiB",
             GROWTH_LIMIT_KIB),
         at_most("CPU time of a request, last part to second", last.cpu_ms / first.cpu_ms, "x",
@@ -139,7 +139,7 @@ def soak_report(result: SoakResult) -> Report:
             / first.ttft_ms(0.5), "x", TTFT_LIMIT_FACTOR),
         *_correctness(result),
     ]  # fmt: skip
-    return Report("soak", [part.row(n) for n, part in enumerate(parts, 1)], bars)
+    return Report("soak", [part.row(n) for n, part in enumerate(parts, 1)], thresholds)
 
 
 def _correctness(result: SoakResult) -> list[Threshold]:

@@ -75,8 +75,8 @@ class IndexFigure(NamedTuple):
             "peer p99": self.peer.tail if self.peer else None,
             "structure": self.structure,
             "ratio": self.ratio if self.peer else None,
-            "bar": f">= {self.target.min_ratio:g}" if self.target else None,
-            "met": self._verdict(),
+            "threshold": f">= {self.target.min_ratio:g}" if self.target else None,
+            "passed": self._verdict(),
         }
 
     def _verdict(self) -> str | None:

@@ -140,12 +140,12 @@ async def bench_index(
 async def bench_index_pauses(progress: Callable[[float], None]) -> Report:
     """Measure only the latency of readers."""
     figures = reader_pauses(LARGE_PAIRS, progress)
-    met = [
+    limits = [
         at_most(f.measure, f.ours.median, "ms", PAUSE_LIMIT_MS)
         for f in figures
         if "idle" not in f.measure and "elsewhere" not in f.measure
     ]
-    return Report("index pauses", [f.row() for f in figures], met)
+    return Report("index pauses", [f.row() for f in figures], limits)
 
 
 class IndexBench:

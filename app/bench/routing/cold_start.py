@@ -269,13 +269,13 @@ def _report(starts: list[ColdStart], differ: int, form: ColdStartScale) -> Repor
         kinds.setdefault((start.process, start.source), []).append(start)
     empty_s = median(s.ready_s for s in kinds["router", "empty topics"])
     rows = [_row(own, empty_s, form) for own in kinds.values()]
-    bars = []
+    thresholds = []
     for kind, limit_s in (("snapshots and tail", SNAPSHOT_LIMIT_S), ("the log alone", LOG_LIMIT_S)):
         beyond_s = median(s.ready_s for s in kinds["router", kind]) - empty_s
         name = f"a router's start from {kind}, beyond one with empty topics"
-        bars.append(at_most(name, beyond_s, "s", limit_s))
-    bars.append(none_of("state hashes that differ", differ, "partitions"))
-    return Report("rebuild", rows, bars)
+        thresholds.append(at_most(name, beyond_s, "s", limit_s))
+    thresholds.append(none_of("state hashes that differ", differ, "partitions"))
+    return Report("rebuild", rows, thresholds)
 
 
 def _row(own: list[ColdStart], empty_s: float, form: ColdStartScale) -> dict[str, Any]:

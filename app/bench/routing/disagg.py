@@ -108,7 +108,7 @@ async def bench_disagg(
     """Simulate all fleets. Raises InvalidTrace."""
     trace = published_trace(TraceSet(trace_file), print_line)
     rows: list[dict[str, object]] = []
-    bars: list[Threshold] = []
+    found: list[Threshold] = []
     if trace is not None:
         compile_all()
 
@@ -125,14 +125,14 @@ async def bench_disagg(
         done = [] if trace is None else [run_timed(trace, run, arrived) for run in runs]
         rows += [result_row(*each) for each in done]
         figures = [each.figures for each in done]
-        bars += thresholds(fleet, *figures[:2])
-        bars += free_thresholds(fleet.name, *figures[2:])
+        found += thresholds(fleet, *figures[:2])
+        found += free_thresholds(fleet.name, *figures[2:])
     if trace is not None:
         long = TraceSet(trace_file)[NAME_PREFIX + LONG_PROMPTS]
         done = [run_timed(long, run) for run in (LONG_PROMPT_RUN, *free_runs(LONG_PROMPT_RUN))]
         rows += [{"trace": LONG_PROMPTS, **result_row(*each)} for each in done]
-        bars += free_thresholds(LONG_PROMPTS, *[each.figures for each in done])
-    return Report("disagg", rows, bars)
+        found += free_thresholds(LONG_PROMPTS, *[each.figures for each in done])
+    return Report("disagg", rows, found)
 
 
 def free_runs(whole: SimulationRun) -> tuple[SimulationRun, SimulationRun]:
@@ -147,7 +147,7 @@ def free_thresholds(
     free: RunMetrics | None = None,
     steady: RunMetrics | None = None,
 ) -> Iterator[Threshold]:
-    """The bars of free roles; without figures they count as failed."""
+    """The thresholds of free roles; without figures they count as failed."""
     for found, label, metric, limit in (
         (free, "free roles, mean TTFT", "ttft_mean", 1.0),
         (free, "free roles, mean E2E", "e2e_mean", 1.0),
@@ -163,7 +163,7 @@ def free_thresholds(
 def thresholds(
     fleet: SplitFleet, round_robin: RunMetrics | None = None, own: RunMetrics | None = None
 ) -> Iterator[Threshold]:
-    """The bars of a fleet; without figures they count as failed."""
+    """The thresholds of a fleet; without figures they count as failed."""
     nan = float("nan")
     away = nan if round_robin is None else max_deviation(round_robin, fleet.round_robin)
     yield at_most(

@@ -270,8 +270,10 @@ class ThresholdChecks:
             f"notices {conditions.event_delay_ms:g} ms"
         )  # fmt: skip
         spread = self.spread(trace_scenario(setup, ARRIVAL_JITTER_S, conditions), setup.spread_e2e)
-        for bar in (*self.recorded(setup, conditions), *spread):
-            yield Threshold(f"{late}, {bar.name}", bar.value, bar.unit, bar.bar, bar.met)
+        for each in (*self.recorded(setup, conditions), *spread):
+            yield Threshold(
+                f"{late}, {each.name}", each.value, each.unit, each.threshold, each.passed
+            )
 
     def learned(self, setup: FleetSetup, curves: PerfCurves) -> Threshold:
         """Engines without a profile, compared with the same engines with one."""

@@ -46,7 +46,7 @@ from indexer.precompile import compile_all
 PROMPT_TOKENS, OUTPUT_TOKENS = 144_793_823, 4_122_048
 """Together with REQUESTS, these identify the trace of the published figures."""
 TRACE_MISSING = (
-    "most bars need the whole conversation trace, which is not part of kvlane: get "
+    "most thresholds need the whole conversation trace, which is not part of kvlane: get "
     "FAST25-release/traces/conversation_trace.jsonl from https://github.com/kvcache-ai/Mooncake "
     "and pass it with --trace"
 )

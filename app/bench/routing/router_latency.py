@@ -224,17 +224,17 @@ class RouterLatencyBench:
 def latency_report(figures: RouterLatencyFigures) -> Report:
     """A row for each side and rate, the thresholds, then the parts of the CPU time."""
     rows: list[dict[str, Any]] = []
-    bars: list[Threshold] = []
+    thresholds: list[Threshold] = []
     for rate in dict.fromkeys(int(each.rate) for each in figures.rounds):
         sides = {
             side: [r for r in figures.rounds if (r.side, r.rate) == (side, rate)]
             for side in (ECHO, ROUTER)
         }
         rows += [_row(f"{rate}/s", own) for own in sides.values()]
-        bars += _rate_thresholds(rate, sides)
+        thresholds += _rate_thresholds(rate, sides)
     echo, router, *two = figures.capacity
     rows += [_row("saturated", [echo]), _row("saturated", [router])]
-    bars += [
+    thresholds += [
         at_most(f"idle, {WORKERS} workers", figures.idle_percent[ROUTER], "% of a core",
             IDLE_LIMIT),
         at_least("one router carries", router.answered_per_s, "requests/s", CAPACITY_LIMIT),
@@ -243,47 +243,47 @@ def latency_report(figures: RouterLatencyFigures) -> Report:
         rows.append(_row(f"{OVERLOAD_FACTOR:g} x capacity", [over]))
         share = over.answered_per_s / router.answered_per_s
         name = f"answered at {OVERLOAD_FACTOR:g} x capacity, to the capacity"
-        bars.append(at_least(name, share, "x", OVERLOAD_SHARE))
+        thresholds.append(at_least(name, share, "x", OVERLOAD_SHARE))
     for both in two:
         rows.append(_row("saturated, 2 routers", [both]))
         factor = both.answered_per_s / router.answered_per_s
-        bars += [
+        thresholds += [
             at_least("two routers carry, to one", factor, "x", TWO_ROUTERS_FACTOR),
             figure("CPU of a request by two routers, to one", both.cpu_us / router.cpu_us, "x"),
         ]
     for rate, parts in figures.parts.items():
         cpu_us = median(r.cpu_us for r in figures.rounds if (r.side, r.rate) == (ROUTER, rate))
-        bars += [
+        thresholds += [
             figure(f"CPU at {rate}/s: {part}", round(share * cpu_us), "us/request")
             for part, share in parts.items()
         ]
-    return Report("router-latency", rows, bars)
+    return Report("router-latency", rows, thresholds)
 
 
 def _rate_thresholds(rate: int, sides: dict[str, list[RouterLatencyRound]]) -> list[Threshold]:
     def middle(side: str, of: Callable[[RouterLatencyRound], float]) -> float:
         return median(map(of, sides[side]))
 
-    bars = []
+    thresholds = []
     if rate in CPU_LIMITS_MS:
         extra_ms = (middle(ROUTER, lambda r: r.cpu_us) - middle(ECHO, lambda r: r.cpu_us)) / 1000
-        bars.append(
+        thresholds.append(
             at_most(f"CPU beyond echo at {rate}/s", extra_ms, "ms/request", CPU_LIMITS_MS[rate])
         )
     if rate == min(CPU_LIMITS_MS):
         p50, p99 = (
             middle(ROUTER, of) / middle(ECHO, of) for of in (lambda r: r.p50_ms, lambda r: r.p99_ms)
         )
-        bars += [
+        thresholds += [
             at_most(f"p50 to echo at {rate}/s", p50, "x", P50_FACTOR),
             at_most(f"p99 to echo at {rate}/s", p99, "x", P99_FACTOR),
         ]
     if rate in P50_LIMITS_MS:
         p50_ms = middle(ROUTER, lambda r: r.p50_ms)
-        bars.append(at_most(f"p50 at {rate}/s", p50_ms, "ms", P50_LIMITS_MS[rate]))
+        thresholds.append(at_most(f"p50 at {rate}/s", p50_ms, "ms", P50_LIMITS_MS[rate]))
     lost = sum(r.lost for r in sides[ROUTER])
-    bars.append(none_of(f"lost at {rate}/s", lost, "requests"))
-    return bars
+    thresholds.append(none_of(f"lost at {rate}/s", lost, "requests"))
+    return thresholds
 
 
 def _row(load: str, own: list[RouterLatencyRound]) -> dict[str, Any]:

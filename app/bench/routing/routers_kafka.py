@@ -327,7 +327,7 @@ def routers_report(phases: Sequence[RouterPhase]) -> Report:
     busy = sum(not view.is_idle for phase in phases for view in phase.final_views)
     left = sum(phase.unfinished for phase in phases)
     idle = sum(phase.routers - len(phase.deciders) for phase in phases)
-    bars = [
+    thresholds = [
         none_of("differences between views and log, at equal positions", wrong),
         none_of("differences between views, at the end", unlike),
         none_of("views with open requests, at the end", busy),
@@ -337,8 +337,8 @@ def routers_report(phases: Sequence[RouterPhase]) -> Report:
     for arrivals in (SINGLE_ARRIVALS, BURST_ARRIVALS):
         means = [_mean(phase.ttft_ms) for phase in phases if phase.arrivals == arrivals]
         name = f"1 -> {phases[-1].routers} routers, {arrivals}: mean TTFT"
-        bars.append(figure(name, means[-1] / means[0], "x"))
-    return Report("routers kafka", [_row(phase) for phase in phases], bars)
+        thresholds.append(figure(name, means[-1] / means[0], "x"))
+    return Report("routers kafka", [_row(phase) for phase in phases], thresholds)
 
 
 def _mean(values: Sequence[float]) -> float:

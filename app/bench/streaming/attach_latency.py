@@ -154,8 +154,8 @@ def attach_report(times: AttachTimes, scale: AttachScale) -> Report:
         "max s": round(last, 2),
         "loop p99 ms": round(1000 * percentile(times.loop_delays_s, 0.99), 1),
     }
-    bars = [
+    thresholds = [
         none_of("without text", without),
         at_most("last first text", last, "s", FIRST_TEXT_LIMIT_S),
     ]
-    return Report("attach", [row], bars)
+    return Report("attach", [row], thresholds)

@@ -98,13 +98,13 @@ async def bench_bodies(
             row["preprocessor ms"], row["record"] = await _least(scale, ticker, handle)
             rows.append(row)
             progress(1 / len(made))
-    bars = []
+    thresholds = []
     for side in ("gateway", "preprocessor"):
         worst = max(rows, key=lambda row: row[f"{side} ms"] or 0.0)
         value = worst[f"{side} ms"]
         name = f"longest stall of a {side} ({worst['shape']}, model of {worst['model']})"
-        bars.append(at_most(name, value, "ms", STALL_LIMIT_MS))
-    return Report("bodies", rows, bars)
+        thresholds.append(at_most(name, value, "ms", STALL_LIMIT_MS))
+    return Report("bodies", rows, thresholds)
 
 
 async def _least(

@@ -229,7 +229,7 @@ class GatewayLoad:
         shortest = THROUGHPUT_LENGTHS[0]
         per_s = spread(self._per_s[shortest, "gateway"]).median
         name = f"requests of {shortest} tokens, {CONNECTIONS} connections"
-        bars = [at_least(name, per_s, "requests/s", THROUGHPUT_LIMIT)]
+        thresholds = [at_least(name, per_s, "requests/s", THROUGHPUT_LIMIT)]
         for length, rounds in self._delays.items():
             p50, p99, late = (spread(figures) for figures in zip(*rounds, strict=True))
             beside = f"{PROMPT_RATES[length]:g}/s of {length} tokens" if length else "none"
@@ -248,8 +248,8 @@ class GatewayLoad:
             )
             if length:
                 name = f"loop delay p99 beside {length} tokens"
-                bars.append(at_most(name, p99.median, "ms", DELAY_LIMIT_MS))
-        return Report("gateway", rows, bars)
+                thresholds.append(at_most(name, p99.median, "ms", DELAY_LIMIT_MS))
+        return Report("gateway", rows, thresholds)
 
 
 def _body(text: str, max_tokens: int = 1, *, stream: bool = False) -> dict[str, Any]:

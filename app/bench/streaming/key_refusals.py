@@ -62,7 +62,7 @@ async def bench_key_refusals(
         streams = [asyncio.create_task(read_stream(port, stream, on.clock)) for _ in range(STREAMS)]
         try:
             await on.clock.sleep(1)
-            rows, bars = [], []
+            rows, thresholds = [], []
             for kind, token in tokens.items():
                 for is_kept in (False, True):
                     took_ms = await _refused(on, port, token, scale.requests, is_kept=is_kept)
@@ -70,7 +70,7 @@ async def bench_key_refusals(
                     p99 = percentile(took_ms, 0.99)
                     where = "kept connection" if is_kept else "new connections"
                     name = f"401 for a {kind} key, {where}, p99"
-                    bars.append(at_most(name, p99, "ms", LATENCY_LIMIT_MS))
+                    thresholds.append(at_most(name, p99, "ms", LATENCY_LIMIT_MS))
                     progress(1 / (2 * len(tokens)))
             if any(task.done() for task in streams):
                 raise BenchFailed("a stream ended before all requests were refused")
@@ -78,7 +78,7 @@ async def bench_key_refusals(
             for task in streams:
                 task.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-        return Report("access", rows, bars)
+        return Report("access", rows, thresholds)
 
 
 async def _refused(

@@ -123,7 +123,7 @@ async def token_round(
 
 def _report(rounds: list[TokenRound]) -> Report:
     rows: list[dict[str, Any]] = []
-    bars: list[Threshold] = []
+    thresholds: list[Threshold] = []
     for step, bar_us in CPU_LIMITS_US.items():
         sides = {
             side: [r for r in rounds if (r.side, r.tokens_per_step) == (side, step)]
@@ -148,8 +148,8 @@ def _report(rounds: list[TokenRound]) -> Report:
         added_ms = median(r.p99_ms for r in sides["kvlane"]) - median(
             r.p99_ms for r in sides["bare"]
         )
-        bars += [
+        thresholds += [
             at_most(f"CPU at {step} a step", cpu_us, "us/token", bar_us),
             at_most(f"p99 added at {step} a step", added_ms, "ms", ADDED_LATENCY_LIMIT_MS),
         ]
-    return Report("tokens", rows, bars)
+    return Report("tokens", rows, thresholds)

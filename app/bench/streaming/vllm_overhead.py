@@ -331,13 +331,13 @@ def _report(speeds: dict[str, list[float]], steps: PublishTimes) -> Report:
     # Of sides of one round, which ran one after the other: a machine is not always equally fast.
     pairs = zip(speeds["memory"], speeds["direct"], strict=True)
     overhead = 1 - median(worker / direct for worker, direct in pairs)
-    bars = [
+    thresholds = [
         Threshold("overhead of the worker", round(overhead * 100, 2), "%",
             f"<= {OVERHEAD_LIMIT:.0%}",
             overhead <= OVERHEAD_LIMIT)
     ]  # fmt: skip
-    bars.append(
+    thresholds.append(
         Threshold("publishing, p50 of a step", round(steps.p50_us, 1), "us",
             f"<= {STEP_LIMIT_US:g}; p99 is {steps.p99_us:.0f}", steps.p50_us <= STEP_LIMIT_US)
     )  # fmt: skip
-    return Report("vllm", rows, bars)
+    return Report("vllm", rows, thresholds)
