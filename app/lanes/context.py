@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-from app.lanes.batch_scheduler import BatchScheduler, batch_run
-from app.lanes.deferred_prompts import QueueSize
-from app.lanes.scheduler import Scheduler
+from app.lanes.scheduling.batch_scheduler import BatchScheduler, batch_run
+from app.lanes.scheduling.deferred_prompts import QueueSize
+from app.lanes.scheduling.scheduler import Scheduler
 from app.lanes.shared_reads import EndOffsets, SharedScanner
 from app.metrics.router_metrics import RouterMetrics
 from app.routing.queueing.fair_share import UNBOUNDED, FairQueue

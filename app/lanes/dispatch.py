@@ -18,10 +18,15 @@ from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from app.lanes.context import RouterContext, ViewStopped
-from app.lanes.deferred_prompts import QueueSize
 from app.lanes.handovers import HandOver, HandOvers, bootstrap_info
+from app.lanes.scheduling.deferred_prompts import QueueSize
+from app.lanes.scheduling.waiting_requests import (
+    DeferredRequest,
+    LaneRequest,
+    RemainingWork,
+    RequestKey,
+)
 from app.lanes.termination import CancellableWaits, RequestTermination
-from app.lanes.waiting_requests import DeferredRequest, LaneRequest, RemainingWork, RequestKey
 from app.routing.selection.decision import Placement, Rejection, Wait
 from app.routing.selection.eligibility import domain_taint
 from app.routing.selection.handover import FirstPhase, prefill_request

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from app.lanes.context import RouterContext
 from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher, is_resumable
+from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestTermination
-from app.lanes.waiting_requests import RemainingWork
 from app.routing.reconcile import Restart, RestartReason, is_run_listed
 from app.routing.state.ledger import OPEN, RequestState, RunId
 from streams.errors import PositionLost

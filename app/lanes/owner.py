@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from app.lanes.context import RouterContext
 from app.lanes.dispatch import Dispatcher, RenewalDue, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
+from app.lanes.scheduling.waiting_requests import RemainingWork, RequestKey
 from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
-from app.lanes.waiting_requests import RemainingWork, RequestKey
 from app.request_timers import RequestTimers
 from app.routing.reconcile import (
     Action,

@@ -20,7 +20,7 @@ action is due for the next owner. Acting twice is harmless by the stream reconst
     otherwise (running well, or ended by the worker)                nothing
 
 Nor is preemption: whether a batch run gives way depends on other requests
-(`app/lanes/batch_scheduler.py`); one that does is restarted with the next attempt.
+(`app/lanes/scheduling/batch_scheduler.py`); one that does is restarted with the next attempt.
 
 Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
 the log itself brings it to the next owner.

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from app.lanes import batch_scheduler
+from app.lanes.scheduling import batch_scheduler
 from app.routing.selection.batch_placement import runs_to_preempt
 from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens, unpack_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.lanes import scheduler
+from app.lanes.scheduling import scheduler
 from app.perf_curves import PerfCurves
 from app.router import Router
 from app.routing.selection.select import select_worker

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.lanes.owner import LaneOwner
-from app.lanes.scheduler import Scheduler
-from app.lanes.waiting_requests import LaneRequest
+from app.lanes.scheduling.scheduler import Scheduler
+from app.lanes.scheduling.waiting_requests import LaneRequest
 from app.perf_curves import PerfCurves
 from app.request_timers import TIMER_RESOLUTION_MS
 from app.routing.reconcile import next_action

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.lanes.deferred_prompts import MAX_CONCURRENT_FETCHES, DeferredPrompts, QueueSize
+from app.lanes.scheduling.deferred_prompts import MAX_CONCURRENT_FETCHES, DeferredPrompts, QueueSize
 from app.routing.queueing.fair_share import QueueKey
 from tests.harness.memory_world import MemoryWorld, scenario_test
 

@@ -40,7 +40,7 @@ youngest: the others are nearer to their end. No more runs stay than the engine 
 same time. None stays beside prompts alone, without an interactive decode: the first batch run would
 add a whole step of decode to each of their steps.
 
-Routers use it (`app/lanes/batch_scheduler.py`), and the simulation
+Routers use it (`app/lanes/scheduling/batch_scheduler.py`), and the simulation
 (`app/simulation/batch_work.py`). Never here: the order of batch requests.
 """
 

@@ -25,15 +25,15 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from app.lanes.deferred_prompts import QueueSize
-from app.lanes.model_availability import ModelAvailability
-from app.lanes.waiting_requests import (
+from app.lanes.scheduling.deferred_prompts import QueueSize
+from app.lanes.scheduling.model_availability import ModelAvailability
+from app.lanes.scheduling.waiting_requests import (
     LaneRequest,
     RequestKey,
     WaitingRequests,
     wait_queue_name,
 )
-from app.lanes.worker_capacity import WorkerCapacity
+from app.lanes.scheduling.worker_capacity import WorkerCapacity
 from app.routing.queueing.batch_select import BatchContext, BatchOrder, plan_batch
 from app.routing.queueing.fair_share import FairQueue, QueueKey
 from app.routing.queueing.herd_avoidance import HerdAvoidance

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from app.lanes.deferred_prompts import DeferredPrompts, QueueSize
+from app.lanes.scheduling.deferred_prompts import DeferredPrompts, QueueSize
 from app.routing.queueing.fair_share import FairQueue, QueueKey
 from app.routing.queueing.pending import PendingRequest
 from app.routing.selection.prompt_hashes import PromptHashes

@@ -19,9 +19,9 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from app.lanes.deferred_prompts import QueueSize
-from app.lanes.scheduler import Scheduler
-from app.lanes.waiting_requests import LaneRequest, WaitingRequests
+from app.lanes.scheduling.deferred_prompts import QueueSize
+from app.lanes.scheduling.scheduler import Scheduler
+from app.lanes.scheduling.waiting_requests import LaneRequest, WaitingRequests
 from app.routing.queueing.fair_share import FairQueue
 from app.routing.selection.batch_placement import (
     RESUME_ELSEWHERE_MS,
