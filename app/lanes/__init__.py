@@ -1,9 +1,12 @@
 """The lanes of a router: dispatch, failover and termination of the requests in them.
 
 owner.py               all requests of one lane: which job is next
-dispatch.py            wait for a worker, write decision and assignment
+dispatch.py            write decision and assignment for a worker with room
+admission.py           wait for such a worker; or refuse, or defer a request
+assignment_records.py  the records of a decision and of its work
 failover.py            move a request to another worker
 termination.py         end a request
+lane_backpressure.py   pause a lane whose topics take no appends
 scheduling/            workers for requests, and where these wait
 handovers.py           the hand-overs from prefill to decode
 shared_reads.py        shared reads of the log: requests, emitted tokens, end offsets

@@ -1,4 +1,5 @@
-"""Dispatch of one request: wait for a worker with room, then write decision and assignment.
+"""Dispatch of one request: when a worker has room for it (`admission.py`), write decision and
+assignment (`assignment_records.py`).
 
 Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
 that dies between two steps leaves a state in which `app/routing/reconcile.py` finds the rest. No
@@ -12,76 +13,33 @@ request's deadline, and at once when its Cancel arrives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from msgspec.structs import replace
 from opentelemetry.trace import Span
 
+from app.lanes.admission import REJECTION_REASONS, RETRY_AFTER_BY_CODE, Admission, RenewalDue
+from app.lanes.assignment_records import assignment_record, decision_record
 from app.lanes.context import RouterContext, ViewStopped
 from app.lanes.handovers import HandOver, HandOvers, bootstrap_info
-from app.lanes.scheduling.deferred_prompts import QueueSize
-from app.lanes.scheduling.waiting_requests import (
-    DeferredRequest,
-    LaneRequest,
-    RemainingWork,
-    RequestKey,
-)
+from app.lanes.scheduling.waiting_requests import DeferredRequest, RemainingWork, RequestKey
 from app.lanes.termination import CancellableWaits, RequestTermination
-from app.routing.selection.decision import Placement, Rejection, Wait
+from app.routing.selection.decision import Placement, Rejection
 from app.routing.selection.eligibility import domain_taint
-from app.routing.selection.handover import FirstPhase, prefill_request
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.ledger import RunId
 from app.routing.worker_rank import WorkerRank
 from app.runtime import spans
-from streams.codecs import pack_tokens, unpack_tokens
+from streams.codecs import unpack_tokens
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Partition
 from streams.record_publisher import OutgoingRecord
-from streams.records import (
-    Assigned,
-    Assignment,
-    DryRunResult,
-    EndCode,
-    Phase,
-    SessionUse,
-    Usage,
-)
-from streams.request import BootstrapInfo, Request
+from streams.records import DryRunResult, Phase, Usage
+from streams.request import BootstrapInfo
 from streams.topics import ASSIGNMENTS, LEDGER
-
-RETRY_AFTER_S = 1.0
-"""Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
-completes in a second."""
-
-DECODE = FirstPhase("decode")
-MAX_SPLIT_ATTEMPTS = 3
-"""Attempts in which a prompt is handed over. With decode workers that are full for longer than a
-hand-over lasts, prompts would be computed again and again."""
-MAX_NAME_IN_MESSAGE = 64
-"""Characters of a model's name in the message of an end."""
 
 LOG_LOOKUP_TIMEOUT_S = 10.0
 """Time-out to read the emitted tokens from the log, also when the deadline is near or past: ten
 minutes of a lane's answers are a million records, which take a few seconds."""
-
-REJECTION_REASONS: Mapping[EndCode, str] = {
-    "model_not_found": "no worker of this deployment serves the model",
-    "queue_full": "the queue for workers is full",
-    "deadline": "no worker had capacity for it in time",
-    "no_workers": "its model has no worker, and none appeared in time",
-    "none_eligible": "no worker satisfies the request's constraints",
-    "all_busy": "all eligible workers are at capacity",
-    "pinned_busy": "the worker that it is pinned to could not take it",
-}
-"""Messages of rejections."""
-
-RETRY_AFTER_BY_CODE: Mapping[EndCode, float] = {
-    "queue_full": RETRY_AFTER_S, "all_busy": RETRY_AFTER_S, "pinned_busy": RETRY_AFTER_S,
-    "no_workers": 10.0,
-}  # fmt: skip
-"""Retry-After by rejection that may be over soon; an engine takes longer to start than to free
-capacity."""
 
 
 class RequestDeferred(Exception):
@@ -92,14 +50,6 @@ class RequestDeferred(Exception):
     def __init__(self, reference: DeferredRequest) -> None:
         super().__init__(reference.id)
         self.deferred = reference
-
-
-class RenewalDue(Exception):
-    """A batch request has waited so long that its record in `requests` is to be appended again."""
-
-    def __init__(self, request: Request) -> None:
-        super().__init__(request.id)
-        self.request = request
 
 
 def is_request_fault(error: Exception) -> bool:
@@ -131,6 +81,7 @@ class Dispatcher:
         self.handovers = HandOvers(
             int(1000 * context.settings.handover_timeout_s), context.count_awaited
         )
+        self._admission = Admission(context, lane, waits, self.handovers)
 
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
         """Dispatch a deferred prompt when there is room for it; or end it.
@@ -182,7 +133,7 @@ class Dispatcher:
         if request.traceparent:
             span = spans.start_span("router.select_worker", request, {}, rest.attempt)
         try:
-            choice = await self._hold(rest)
+            choice = await self._admission.find_place(rest)
         finally:
             span.end()
         if isinstance(choice, DeferredRequest):
@@ -202,7 +153,7 @@ class Dispatcher:
             return choice
         run = RunId(rest.attempt, "prefill", choice.worker_rank.worker, choice.worker_rank.epoch)
         handover = HandOver(rest, run, self._context.broker_clock.now_ms(), b"{}", rest.deadline_ms)
-        return await self._hold(self._decode_work(handover), handover)
+        return await self._admission.find_place(self._decode_work(handover), handover)
 
     async def assign_decode(self, handover: HandOver) -> bool:
         """Dispatch the decode of a prompt that a prefill worker holds, or computes; or end it.
@@ -213,7 +164,7 @@ class Dispatcher:
         s, prefill = self._context, handover.prefill
         began_at = s.ctx.clock.now()
         rest = self._decode_work(handover)
-        choice = await self._hold(rest, handover)
+        choice = await self._admission.find_place(rest, handover)
         now_ms = s.broker_clock.now_ms()
         if isinstance(choice, Placement):
             is_lost = s.fleet.is_lost(prefill.worker, prefill.epoch)
@@ -240,7 +191,7 @@ class Dispatcher:
         rest = self._decode_work(handover)
         stop = replace(rest.request.stop, max_tokens=len(rest.emitted) + 1, min_tokens=0)
         rest = rest._replace(request=replace(rest.request, stop=stop))
-        choice = await self._hold(rest, handover, is_cancellable=False)
+        choice = await self._admission.find_place(rest, handover, is_cancellable=False)
         if isinstance(choice, Placement) and self._is_due(rest, "decode"):
             await self._dispatch(rest, choice, handover.until_ms)
 
@@ -289,104 +240,6 @@ class Dispatcher:
         runs = [run for run in now.runs if phase != "decode" or run.phase != "prefill"]
         return not (now.ended or now.attempt > rest.attempt or runs)
 
-    async def _hold(
-        self,
-        rest: RemainingWork,
-        handover: HandOver | None = None,
-        *,
-        is_cancellable: bool = True,
-    ) -> Placement | Rejection | DeferredRequest:
-        """Wait for a worker with capacity until the deadline; else the reason of the rejection.
-
-        If the queue is full, a request that has not begun is refused, or deferred if it came over
-        Kafka. One that has begun, or whose prompt a prefill worker has computed, is queued in any
-        case: there are never more of them than runs that workers had.
-        """
-        s, request = self._context, rest.request
-        deferral = Wait("")
-        scheduler = s.scheduler_of(request.service_class)
-        until_ms = rest.deadline_ms if handover is None else handover.until_ms
-        wanted = self._wanted(rest, handover)
-        key = wanted.key
-        try:
-            while s.broker_clock.now_ms() <= min(until_ms, rest.deadline_ms):
-                first = DECODE if handover else self._first_phase(rest, wanted)
-                if first.phase != wanted.phase:
-                    wanted = replace(wanted, phase=first.phase)
-                planned = (
-                    s.scheduler.dry_run(wanted)
-                    if request.is_query
-                    else await scheduler.schedule(wanted)
-                )
-                if isinstance(planned, Placement):
-                    return replace(planned, choice=first.choice)
-                if not isinstance(planned, Wait):
-                    return planned
-                deferral = planned
-                if refusal := self._refusal(rest, wanted, deferral):
-                    return refusal
-                if s.broker_clock.now_ms() >= rest.renewal_ms and not rest.has_begun:
-                    raise RenewalDue(request)
-                if key not in scheduler.waiting.keys:
-                    scheduler.start_waiting(wanted)
-                with self._waits.begin(request.id, is_cancellable=is_cancellable):
-                    await scheduler.wait_for_change(wanted, planned)
-        finally:
-            scheduler.leave(wanted)
-        if not s.scheduler.model_availability.has_worker(request.model):
-            return _rejection("no_workers", deferral.reason)
-        code: EndCode = "deadline" if deferral.code == "no_workers" else deferral.code
-        return _rejection(code, deferral.reason)
-
-    def _wanted(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
-        """The request as the scheduler plans it; a decode keeps the place of its prefill."""
-        s, request = self._context, rest.request
-        wanted = s.scheduler_of(request.service_class).waiting.new_request(
-            RequestKey(self._lane, request.id),
-            PromptHashes(request, pack_tokens(rest.emitted)),
-            s.ctx.rng.getrandbits(32),
-            rest.deadline_ms,
-            rest.excluded,
-        )
-        if handover is None:
-            return wanted
-        since_ms = min(handover.since_ms, wanted.since_ms)
-        return replace(wanted, phase="decode", since_ms=since_ms)
-
-    def _first_phase(self, rest: RemainingWork, wanted: LaneRequest) -> FirstPhase:
-        is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
-        stays_whole = bool(rest.excluded) or is_late or not self.handovers.has_room
-        return self._context.scheduler.first_phase(wanted, stays_whole=stays_whole)
-
-    def _refusal(
-        self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
-    ) -> Rejection | DeferredRequest | None:
-        """Why a request may not wait; one that has begun is refused only for a missing model."""
-        scheduler, model = self._context.scheduler, rest.request.model
-        if deferral.needs_new_worker and not rest.has_begun:
-            return _rejection(deferral.code, deferral.reason)
-        queue = self._context.scheduler_of(rest.request.service_class).waiting
-        is_new = wanted.key not in queue.keys
-        if is_new and not scheduler.model_availability.is_known(model):
-            return _rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
-        if rest.has_begun or wanted.phase == "decode":
-            return None
-        if deferral.code == "no_workers" and scheduler.model_availability.is_timed_out(model):
-            return _rejection("no_workers", deferral.reason)
-        return self._excess(rest, wanted, deferral) if is_new else None
-
-    def _excess(
-        self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
-    ) -> Rejection | DeferredRequest | None:
-        """The result if the queue is full: prompts from Kafka, and batch requests, are deferred; of
-        the others those are refused of which no prompt was computed by a prefill worker."""
-        queue = self._context.scheduler_of(rest.request.service_class).waiting
-        if rest.request.queued_ms or rest.request.service_class == "batch":
-            return _reference(rest, wanted) if queue.must_defer(wanted) else None
-        split_attempts = 1 if wanted.phase == "prefill" else MAX_SPLIT_ATTEMPTS
-        is_full = rest.attempt < split_attempts and queue.is_full(wanted.queue_key)
-        return _rejection("queue_full", deferral.reason) if is_full else None
-
     async def _answer_dry_run(self, rest: RemainingWork, choice: Placement) -> None:
         """Answer a dry run. It counts in no load, no session and no cache."""
         s, request = self._context, rest.request
@@ -420,8 +273,7 @@ class Dispatcher:
         announces itself by Started. Ends when this router has read its own decision.
         """
         s, request = self._context, rest.request
-        worker, epoch, rank = choice.worker_rank
-        adapter = request.hints.lora_name or ""
+        worker, epoch, _ = choice.worker_rank
         run = RunId(rest.attempt, choice.phase, worker, epoch)
         bootstrap = None
         if run.phase == "prefill":
@@ -430,27 +282,10 @@ class Dispatcher:
                 rest, run, s.broker_clock.now_ms(), bootstrap, choice.forecast.ttft_ms
             )
             handover_until_ms = begun.until_ms
-        assigned = Assigned(
-            id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
-            origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
-            rank=rank, base_tokens=len(rest.emitted), prompt_tokens=rest.prompt_tokens,
-            policy=choice.policy, params=choice.params, seed=choice.seed,
-            block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
-            prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=s.name,
-            held_ms=choice.forecast.queued_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
-            session=_session_use(request, choice), lora_name=adapter,
-            known_ms=s.ledger.last_append_ms,
-            service_class=request.service_class, is_preemptible=is_resumable(request),
-            choice=choice.choice,
-        )  # fmt: skip
-        assignment = Assignment(
-            worker=run.worker, epoch=run.epoch, rank=rank, attempt=run.attempt, phase=run.phase,
-            request=_request_of(rest, choice, bootstrap), origin=rest.origin,
-            responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
-            budget_s=(rest.deadline_ms - s.broker_clock.now_ms()) / 1000,
-            taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
-            handoff_until_ms=handover_until_ms,
-        )  # fmt: skip
+        assigned = decision_record(rest, run, choice, s.name, s.ledger.last_append_ms)
+        assignment = assignment_record(
+            rest, run, choice, bootstrap, s.broker_clock.now_ms(), handover_until_ms
+        )
         slot = s.assignments_partition(run.worker).partition
         s.scheduler.on_dispatched(request, run.phase)
         try:
@@ -472,41 +307,6 @@ class Dispatcher:
         return bootstrap_info(member.card, place.rank, self._context.ctx.rng)
 
 
-def is_resumable(request: Request) -> bool:
-    """Whether another run can go on in the middle of the answer, if its engine gives tokens."""
-    return request.body is None and request.sampling.guided_decoding is None
-
-
-def _request_of(rest: RemainingWork, choice: Placement, bootstrap: BootstrapInfo | None) -> Request:
-    """The request as its worker gets it: with the rank that was chosen."""
-    request, place = rest.request, choice.worker_rank
-    if choice.phase == "prefill":
-        return prefill_request(request, place, len(rest.emitted), bootstrap)
-    if place.rank == (request.hints.dp_rank or 0):
-        return request
-    return replace(request, hints=replace(request.hints, dp_rank=place.rank))
-
-
-def _session_use(request: Request, choice: Placement) -> SessionUse | None:
-    control = request.hints.session_control
-    if control is None:
-        return None
-    bound = choice.session_rank or WorkerRank("", 0)
-    return SessionUse(
-        id=control.session_id, timeout_s=control.timeout, closes=control.action == "close",
-        bound_worker=bound.worker, bound_epoch=bound.epoch, bound_rank=bound.rank,
-    )  # fmt: skip
-
-
-def _reference(rest: RemainingWork, wanted: LaneRequest) -> DeferredRequest:
-    size = QueueSize(1, rest.prompt_tokens, rest.request.prompt_bytes)
-    return DeferredRequest(
-        rest.request.id, rest.attempt, rest.origin, rest.responses_from, rest.deadline_ms,
-        rest.excluded, wanted.queue_key, size, rest.request.service_class,
-        rest.renewal_ms,
-    )  # fmt: skip
-
-
 def _route_span(rest: RemainingWork, choice: Placement) -> Span:
     attributes: dict[str, str | int] = {
         "worker_id": choice.worker_rank.worker,
@@ -521,7 +321,3 @@ def _route_span(rest: RemainingWork, choice: Placement) -> Span:
         rest.attempt,
         own_id=spans.route_of(choice.phase),
     )
-
-
-def _rejection(code: EndCode, why: str = "") -> Rejection:
-    return Rejection(code, f"{REJECTION_REASONS[code]}: {why}" if why else REJECTION_REASONS[code])

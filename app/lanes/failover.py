@@ -16,8 +16,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from app.lanes.assignment_records import is_resumable
 from app.lanes.context import RouterContext
-from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher, is_resumable
+from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
 from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestTermination
 from app.routing.reconcile import Restart, RestartReason, is_run_listed

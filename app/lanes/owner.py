@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from app.lanes.admission import RenewalDue
 from app.lanes.context import RouterContext
-from app.lanes.dispatch import Dispatcher, RenewalDue, RequestDeferred, is_request_fault
+from app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
+from app.lanes.lane_backpressure import LaneBackpressure
 from app.lanes.scheduling.waiting_requests import RemainingWork, RequestKey
 from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
 from app.request_timers import RequestTimers
@@ -50,15 +52,6 @@ from streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 
-MAX_APPENDING_JOBS = 150
-MAX_APPENDING_BYTES = 64 * 1024 * 1024
-"""Jobs of a lane, and bytes of their prompts, that do not wait for a worker: they append to its
-topics, in a few milliseconds each. With more of them under way the lane takes no appends, or too
-few, and is not read until half of them are done. A Cancel that waits there could not be answered
-either; the other lanes are read on."""
-STUCK_WARNING_S = 2.0
-"""How long a lane is paused before that is worth a line: a burst is over in less."""
-
 JobFactory = Callable[[], Coroutine[Any, Any, None]]
 """A job to be begun. Called when its task runs: one that is cancelled before leaves nothing."""
 
@@ -81,10 +74,7 @@ class LaneOwner:
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
         self._batch_arrived: set[str] = set()  # those of them that are batch requests
         self._renewed: set[str] = set()  # ids that were appended again, and not read since
-        self._sizes: dict[str, int] = {}  # bytes of the prompts that jobs have in hand
-        self._bytes = 0  # of them all
-        self._paused_at = 0.0
-        self._is_stuck = False  # and that was logged
+        self._backpressure = LaneBackpressure(context, claim)
         self.take_over = context.ctx.spawn(f"take over lane {self._lane}", self._begin())
 
     # --- from outside ----------------------------------------------------------------------------
@@ -105,8 +95,7 @@ class LaneOwner:
         job = self._jobs.get(record.id)
         if job is None:
             self._start(record.id, partial(self._take, fact), fact)
-            if self._is_clogged(1.0) and not self.claim.is_paused:
-                self._pause()
+            self._backpressure.pause_if_clogged(self._appending_jobs)
             return
         self._queue(fact, record)
         if isinstance(record, Cancel) and record.id in self._waits.cancellable_ids:
@@ -290,41 +279,15 @@ class LaneOwner:
             keys = scheduler.waiting.keys
             keys -= {key for key in keys if key.lane == self._lane}
 
-    # --- a lane that takes no appends ------------------------------------------------------------
-
-    def _is_clogged(self, share: float) -> bool:
-        """Whether this share of the bound on jobs that do not wait for a worker is reached."""
-        writing = len(self._jobs) - len(self._waits.waiting_ids)
-        if writing >= share * MAX_APPENDING_JOBS:
-            return True
-        schedulers = (self._context.scheduler, self._context.batch_scheduler)
-        queued_bytes = sum(each.waiting.queued_bytes_of_lane(self._lane) for each in schedulers)
-        return self._bytes - queued_bytes >= share * MAX_APPENDING_BYTES
-
-    def _pause(self) -> None:
-        self._context.pause(self.claim)
-        self._paused_at = self._context.ctx.clock.now()
+    @property
+    def _appending_jobs(self) -> int:
+        """Jobs that do not wait for a worker: they append to topics."""
+        return len(self._jobs) - len(self._waits.waiting_ids)
 
     def resume_if_relieved(self) -> None:
         """Read on, if the lane was paused and takes appends again."""
-        if not self.claim.is_paused or not self.serving:
-            return
-        paused_s = self._context.ctx.clock.now() - self._paused_at
-        if not self._is_clogged(0.5):
-            self._context.resume(self.claim)
-            if self._is_stuck:
-                log.info(
-                    "lane %d resumed after %.0f s: its topics take appends again",
-                    self._lane,
-                    paused_s,
-                )
-            self._is_stuck = False
-        elif paused_s > STUCK_WARNING_S and not self._is_stuck:
-            self._is_stuck = True
-            log.warning(
-                "lane %d is paused: %d of its records wait for appends to its topics",
-                self._lane, len(self._jobs) - len(self._waits.waiting_ids),
-            )  # fmt: skip
+        if self.serving:
+            self._backpressure.resume_if_relieved(self._appending_jobs)
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -343,8 +306,7 @@ class LaneOwner:
     def _start(self, request_id: str, work: JobFactory, fact: LogRecord | None = None) -> None:
         """Begin a job; `fact` is the record that it handles, done when the job is."""
         if fact is not None and isinstance(fact.record, Request):
-            self._sizes[request_id] = size = fact.record.prompt_bytes
-            self._bytes += size
+            self._backpressure.add_prompt(request_id, fact.record.prompt_bytes)
         job = self._context.ctx.spawn(
             f"lane {self._lane} {request_id}",
             self._run(request_id, work, None if fact is None else fact.offset),
@@ -364,7 +326,7 @@ class LaneOwner:
                     break
                 except RequestDeferred as e:
                     work = partial(self._dispatcher.resume_deferred, e.deferred)
-                    self._bytes -= self._sizes.pop(request_id, 0)
+                    self._backpressure.drop_prompt(request_id)
         except RequestCancelled:
             return
         except RenewalDue as e:
@@ -397,7 +359,7 @@ class LaneOwner:
         if self._jobs.get(request_id) is not job:
             return
         del self._jobs[request_id]
-        self._bytes -= self._sizes.pop(request_id, 0)
+        self._backpressure.drop_prompt(request_id)
         self.resume_if_relieved()
         called_off = self._is_called_off(request_id)
         if (job.cancelled() and not called_off) or (not job.cancelled() and job.exception()):

@@ -278,7 +278,7 @@ async def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies(
     await world.sleep(5)
     assert waiting(router) == (5, 95)
     (owner,) = router._owners.values()
-    assert owner._bytes == 5 * 4000
+    assert owner._backpressure.prompt_bytes == 5 * 4000
     assert not owner.claim.is_paused
     worker.state = "ready"
     world.spawn(finish_all(world, worker))

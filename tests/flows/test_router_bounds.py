@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.lanes.owner import MAX_APPENDING_BYTES
+from app.lanes.lane_backpressure import MAX_APPENDING_BYTES
 from app.routing.queueing.fair_share import ClassConfig
 from streams.codecs import decode
 from streams.memory.broker_faults import AppendFate, BrokerFaults
@@ -130,7 +130,7 @@ async def test_memory_of_a_router_is_bounded_while_a_lane_takes_no_appends(
     await world.sleep(20)
     (owner,) = router._owners.values()
     assert len(owner._jobs) < 200
-    assert owner._bytes <= 200 * 100
+    assert owner._backpressure.prompt_bytes <= 200 * 100
     outage.tries = 0
     await world.sleep(60)
     assert outage.tries < 60 + 5 * len(owner._jobs), "one try a second for each request"
@@ -140,7 +140,7 @@ async def test_memory_of_a_router_is_bounded_while_a_lane_takes_no_appends(
     await world.sleep(130)
     known = {r.id for r in map(decode, world.all_records(LEDGER)) if isinstance(r, FATES)}
     assert known == set(names)
-    assert owner._bytes == 0
+    assert owner._backpressure.prompt_bytes == 0
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: group.committed.get(0) == len(names))
 
@@ -174,12 +174,12 @@ async def test_memory_of_a_lane_is_also_bounded_in_bytes(world: MemoryWorld) -> 
     await world.wait_until(lambda: 0 in router._owners and router._owners[0].claim.is_paused)
     owner = router._owners[0]
     await world.sleep(10)
-    assert owner._bytes < MAX_APPENDING_BYTES + 4_000_001
+    assert owner._backpressure.prompt_bytes < MAX_APPENDING_BYTES + 4_000_001
     outage.partitions.clear()
     await world.wait_until(lambda: len(ended(world, *names)) == len(names), within_s=30)
     await world.sleep(1)
     assert not owner.claim.is_paused
-    assert owner._bytes == 0
+    assert owner._backpressure.prompt_bytes == 0
 
 
 @scenario_test

@@ -21,7 +21,7 @@ import msgspec
 
 from app import worker
 from app.http.openai import active_streams, stream_resume
-from app.lanes import dispatch, handovers, owner, shared_reads, termination
+from app.lanes import admission, dispatch, handovers, owner, shared_reads, termination
 from app.prompts import prompt_credit, prompt_source
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
@@ -384,7 +384,7 @@ def _prompts_are_refused() -> Iterator[Replacement]:
         crowded = self._context.scheduler.waiting.is_full(wanted.queue_key)
         return Rejection("queue_full", "as over HTTP") if crowded else None
 
-    yield dispatch.Dispatcher, "_excess", excess
+    yield admission.Admission, "_excess", excess
 
 
 def _prompts_paused_for_ever() -> Iterator[Replacement]:

@@ -7,9 +7,9 @@ refused for load. Preempted requests are first, then the order of arrival.
 
 A run gives way when the interactive runs of its rank need its place. Which ones is a function of
 the ledger alone, so that all routers agree, and the owner of each lane moves its own requests
-(`owner.py`), without a message between them.
+(`app/lanes/owner.py`), without a message between them.
 
-Never here: the restart of a preempted request (`failover.py`).
+Never here: the restart of a preempted request (`app/lanes/failover.py`).
 """
 
 from __future__ import annotations

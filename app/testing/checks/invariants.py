@@ -163,8 +163,10 @@ def _left_over(label: str, router: Router) -> Iterator[str]:
         if deferred.size.requests or deferred.granted.requests:
             yield f"load: {label} still defers {deferred.size} and reserves {deferred.granted}"
     for owner in router._owners.values():
-        if owner.claim.is_paused or owner._bytes or owner._sizes:
-            yield f"paused: {label} has lane {owner.claim.partition} with {owner._bytes} bytes"
+        kept = owner._backpressure
+        if owner.claim.is_paused or kept.prompt_bytes or kept._sizes:
+            lane = owner.claim.partition
+            yield f"paused: {label} has lane {lane} with {kept.prompt_bytes} bytes"
 
 
 def _handovers(world: SimulatedWorld) -> Iterator[str]:

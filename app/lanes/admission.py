@@ -1,0 +1,191 @@
+"""Admission of a request: it waits until a worker can take it, or is refused, or deferred.
+
+Owns the rules of refusal: which requests may wait, and for how long. Never here: the choice of the
+worker (`scheduling/`), and what is written when there is one (`dispatch.py`).
+
+Every wait ends with the request's deadline, and at once when its Cancel arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from app.lanes.context import RouterContext
+from app.lanes.handovers import HandOver, HandOvers
+from app.lanes.scheduling.deferred_prompts import QueueSize
+from app.lanes.scheduling.waiting_requests import (
+    DeferredRequest,
+    LaneRequest,
+    RemainingWork,
+    RequestKey,
+)
+from app.lanes.termination import CancellableWaits
+from app.routing.selection.decision import Placement, Rejection, Wait
+from app.routing.selection.handover import FirstPhase
+from app.routing.selection.prompt_hashes import PromptHashes
+from streams.codecs import pack_tokens
+from streams.records import EndCode
+from streams.request import Request
+
+RETRY_AFTER_S = 1.0
+"""Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
+completes in a second."""
+DECODE = FirstPhase("decode")
+MAX_SPLIT_ATTEMPTS = 3
+"""Attempts in which a prompt is handed over. With decode workers that are full for longer than a
+hand-over lasts, prompts would be computed again and again."""
+MAX_NAME_IN_MESSAGE = 64
+"""Characters of a model's name in the message of an end."""
+
+REJECTION_REASONS: Mapping[EndCode, str] = {
+    "model_not_found": "no worker of this deployment serves the model",
+    "queue_full": "the queue for workers is full",
+    "deadline": "no worker had capacity for it in time",
+    "no_workers": "its model has no worker, and none appeared in time",
+    "none_eligible": "no worker satisfies the request's constraints",
+    "all_busy": "all eligible workers are at capacity",
+    "pinned_busy": "the worker that it is pinned to could not take it",
+}
+"""Messages of rejections."""
+
+
+RETRY_AFTER_BY_CODE: Mapping[EndCode, float] = {
+    "queue_full": RETRY_AFTER_S, "all_busy": RETRY_AFTER_S, "pinned_busy": RETRY_AFTER_S,
+    "no_workers": 10.0,
+}  # fmt: skip
+"""Retry-After by rejection that may be over soon; an engine takes longer to start than to free
+capacity."""
+
+
+class RenewalDue(Exception):
+    """A batch request has waited so long that its record in `requests` is to be appended again."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.id)
+        self.request = request
+
+
+class Admission:
+    """The admission of the requests of one lane. `waits`: where they wait for workers."""
+
+    def __init__(
+        self, context: RouterContext, lane: int, waits: CancellableWaits, handovers: HandOvers
+    ) -> None:
+        self._context = context
+        self._lane = lane
+        self._waits = waits
+        self._handovers = handovers
+
+    async def find_place(
+        self,
+        rest: RemainingWork,
+        handover: HandOver | None = None,
+        *,
+        is_cancellable: bool = True,
+    ) -> Placement | Rejection | DeferredRequest:
+        """Wait for a worker with capacity until the deadline; else the reason of the rejection.
+
+        If the queue is full, a request that has not begun is refused, or deferred if it came over
+        Kafka. One that has begun, or whose prompt a prefill worker has computed, is queued in any
+        case: there are never more of them than runs that workers had.
+        """
+        s, request = self._context, rest.request
+        deferral = Wait("")
+        scheduler = s.scheduler_of(request.service_class)
+        until_ms = rest.deadline_ms if handover is None else handover.until_ms
+        wanted = self._wanted(rest, handover)
+        key = wanted.key
+        try:
+            while s.broker_clock.now_ms() <= min(until_ms, rest.deadline_ms):
+                first = DECODE if handover else self._first_phase(rest, wanted)
+                if first.phase != wanted.phase:
+                    wanted = replace(wanted, phase=first.phase)
+                planned = (
+                    s.scheduler.dry_run(wanted)
+                    if request.is_query
+                    else await scheduler.schedule(wanted)
+                )
+                if isinstance(planned, Placement):
+                    return replace(planned, choice=first.choice)
+                if not isinstance(planned, Wait):
+                    return planned
+                deferral = planned
+                if refusal := self._refusal(rest, wanted, deferral):
+                    return refusal
+                if s.broker_clock.now_ms() >= rest.renewal_ms and not rest.has_begun:
+                    raise RenewalDue(request)
+                if key not in scheduler.waiting.keys:
+                    scheduler.start_waiting(wanted)
+                with self._waits.begin(request.id, is_cancellable=is_cancellable):
+                    await scheduler.wait_for_change(wanted, planned)
+        finally:
+            scheduler.leave(wanted)
+        if not s.scheduler.model_availability.has_worker(request.model):
+            return rejection("no_workers", deferral.reason)
+        code: EndCode = "deadline" if deferral.code == "no_workers" else deferral.code
+        return rejection(code, deferral.reason)
+
+    def _wanted(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
+        """The request as the scheduler plans it; a decode keeps the place of its prefill."""
+        s, request = self._context, rest.request
+        wanted = s.scheduler_of(request.service_class).waiting.new_request(
+            RequestKey(self._lane, request.id),
+            PromptHashes(request, pack_tokens(rest.emitted)),
+            s.ctx.rng.getrandbits(32),
+            rest.deadline_ms,
+            rest.excluded,
+        )
+        if handover is None:
+            return wanted
+        since_ms = min(handover.since_ms, wanted.since_ms)
+        return replace(wanted, phase="decode", since_ms=since_ms)
+
+    def _first_phase(self, rest: RemainingWork, wanted: LaneRequest) -> FirstPhase:
+        is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
+        stays_whole = bool(rest.excluded) or is_late or not self._handovers.has_room
+        return self._context.scheduler.first_phase(wanted, stays_whole=stays_whole)
+
+    def _refusal(
+        self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
+    ) -> Rejection | DeferredRequest | None:
+        """Why a request may not wait; one that has begun is refused only for a missing model."""
+        scheduler, model = self._context.scheduler, rest.request.model
+        if deferral.needs_new_worker and not rest.has_begun:
+            return rejection(deferral.code, deferral.reason)
+        queue = self._context.scheduler_of(rest.request.service_class).waiting
+        is_new = wanted.key not in queue.keys
+        if is_new and not scheduler.model_availability.is_known(model):
+            return rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
+        if rest.has_begun or wanted.phase == "decode":
+            return None
+        if deferral.code == "no_workers" and scheduler.model_availability.is_timed_out(model):
+            return rejection("no_workers", deferral.reason)
+        return self._excess(rest, wanted, deferral) if is_new else None
+
+    def _excess(
+        self, rest: RemainingWork, wanted: LaneRequest, deferral: Wait
+    ) -> Rejection | DeferredRequest | None:
+        """The result if the queue is full: prompts from Kafka, and batch requests, are deferred; of
+        the others those are refused of which no prompt was computed by a prefill worker."""
+        queue = self._context.scheduler_of(rest.request.service_class).waiting
+        if rest.request.queued_ms or rest.request.service_class == "batch":
+            return _reference(rest, wanted) if queue.must_defer(wanted) else None
+        split_attempts = 1 if wanted.phase == "prefill" else MAX_SPLIT_ATTEMPTS
+        is_full = rest.attempt < split_attempts and queue.is_full(wanted.queue_key)
+        return rejection("queue_full", deferral.reason) if is_full else None
+
+
+def _reference(rest: RemainingWork, wanted: LaneRequest) -> DeferredRequest:
+    size = QueueSize(1, rest.prompt_tokens, rest.request.prompt_bytes)
+    return DeferredRequest(
+        rest.request.id, rest.attempt, rest.origin, rest.responses_from, rest.deadline_ms,
+        rest.excluded, wanted.queue_key, size, rest.request.service_class,
+        rest.renewal_ms,
+    )  # fmt: skip
+
+
+def rejection(code: EndCode, why: str = "") -> Rejection:
+    """The rejection of a request with its message."""
+    return Rejection(code, f"{REJECTION_REASONS[code]}: {why}" if why else REJECTION_REASONS[code])

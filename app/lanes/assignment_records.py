@@ -1,0 +1,80 @@
+"""The two records of a dispatch, made from what is left of a request and from its place.
+
+`Assigned` has the decision with all its inputs, `Assignment` the work as its worker gets it. Pure:
+`dispatch.py` writes them.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from app.lanes.scheduling.waiting_requests import RemainingWork
+from app.routing.selection.decision import Placement
+from app.routing.selection.handover import prefill_request
+from app.routing.state.ledger import RunId
+from app.routing.worker_rank import WorkerRank
+from streams.codecs import pack_tokens
+from streams.records import Assigned, Assignment, SessionUse
+from streams.request import BootstrapInfo, Request
+
+
+def decision_record(
+    rest: RemainingWork, run: RunId, choice: Placement, router: str, known_ms: int
+) -> Assigned:
+    """The decision for a run. `known_ms`: append time of the youngest record of the ledger read."""
+    request = rest.request
+    return Assigned(
+        id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
+        origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
+        rank=choice.worker_rank.rank, base_tokens=len(rest.emitted),
+        prompt_tokens=rest.prompt_tokens,
+        policy=choice.policy, params=choice.params, seed=choice.seed,
+        block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
+        prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=router,
+        held_ms=choice.forecast.queued_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
+        session=_session_use(request, choice), lora_name=request.hints.lora_name or "",
+        known_ms=known_ms,
+        service_class=request.service_class, is_preemptible=is_resumable(request),
+        choice=choice.choice,
+    )  # fmt: skip
+
+
+def assignment_record(
+    rest: RemainingWork, run: RunId, choice: Placement, bootstrap: BootstrapInfo | None,
+    now_ms: int, handover_until_ms: int,
+) -> Assignment:  # fmt: skip
+    """The work of a run, as of broker time `now_ms`."""
+    return Assignment(
+        worker=run.worker, epoch=run.epoch, rank=choice.worker_rank.rank, attempt=run.attempt,
+        phase=run.phase, request=_request_of(rest, choice, bootstrap), origin=rest.origin,
+        responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
+        budget_s=(rest.deadline_ms - now_ms) / 1000,
+        taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
+        handoff_until_ms=handover_until_ms,
+    )  # fmt: skip
+
+
+def is_resumable(request: Request) -> bool:
+    """Whether another run can go on in the middle of the answer, if its engine gives tokens."""
+    return request.body is None and request.sampling.guided_decoding is None
+
+
+def _request_of(rest: RemainingWork, choice: Placement, bootstrap: BootstrapInfo | None) -> Request:
+    """The request as its worker gets it: with the rank that was chosen."""
+    request, place = rest.request, choice.worker_rank
+    if choice.phase == "prefill":
+        return prefill_request(request, place, len(rest.emitted), bootstrap)
+    if place.rank == (request.hints.dp_rank or 0):
+        return request
+    return replace(request, hints=replace(request.hints, dp_rank=place.rank))
+
+
+def _session_use(request: Request, choice: Placement) -> SessionUse | None:
+    control = request.hints.session_control
+    if control is None:
+        return None
+    bound = choice.session_rank or WorkerRank("", 0)
+    return SessionUse(
+        id=control.session_id, timeout_s=control.timeout, closes=control.action == "close",
+        bound_worker=bound.worker, bound_epoch=bound.epoch, bound_rank=bound.rank,
+    )  # fmt: skip
