@@ -16,7 +16,8 @@ import msgspec
 from app.audit.time_range import check_partitions
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import OPEN, LaneState, LedgerState
+from app.routing.state.ledger import LaneState, LedgerState
+from app.routing.state.request_state import OPEN
 from app.settings import Settings
 from indexer.epochs import CacheId
 from streams.clock import Clock

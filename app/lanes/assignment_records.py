@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.routing.selection.decision import Placement
 from app.routing.selection.handover import prefill_request
-from app.routing.state.ledger import RunId
+from app.routing.state.request_state import RunId
 from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens
 from streams.records import Assigned, Assignment, SessionUse

@@ -29,7 +29,8 @@ from app.routing.state.active_load import ActiveLoad
 from app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState, RunId
+from app.routing.state.ledger import LedgerState
+from app.routing.state.request_state import RunId
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.wait_queue import WaitQueue

@@ -26,7 +26,7 @@ from app.lanes.termination import CancellableWaits, RequestTermination
 from app.routing.selection.decision import Placement, Rejection
 from app.routing.selection.eligibility import domain_taint
 from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.state.ledger import RunId
+from app.routing.state.request_state import RunId
 from app.routing.worker_rank import WorkerRank
 from app.runtime import spans
 from streams.codecs import unpack_tokens

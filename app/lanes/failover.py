@@ -22,7 +22,7 @@ from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
 from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestTermination
 from app.routing.reconcile import Restart, RestartReason, is_run_listed
-from app.routing.state.ledger import OPEN, RequestState, RunId
+from app.routing.state.request_state import OPEN, RequestState, RunId
 from streams.errors import PositionLost
 from streams.records import EndCode, Fence, Fencing, Usage
 from streams.request import Request

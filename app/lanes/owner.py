@@ -40,7 +40,8 @@ from app.routing.reconcile import (
     next_action_ms,
 )
 from app.routing.state.fleet import LastHeartbeat
-from app.routing.state.ledger import OPEN, LedgerRecord, RequestState, RunId, WorkerEpoch
+from app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
+from app.routing.state.request_transitions import LedgerRecord
 from app.settings import Settings
 from streams.codecs import TOKEN_BYTES
 from streams.errors import RecordError, StreamError

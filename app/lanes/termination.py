@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from app.lanes.context import RouterContext
-from app.routing.state.ledger import RunId
+from app.routing.state.request_state import RunId
 from streams.errors import AppendFailed
 from streams.ports import Partition
 from streams.records import CancelRun, DryRunResult, End, EndCode, Ended, Usage

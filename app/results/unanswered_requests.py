@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
 from app.results.pending_result import PendingResult
-from app.routing.state.ledger import LedgerRecord, LedgerState
+from app.routing.state.ledger import LedgerState
+from app.routing.state.request_transitions import LedgerRecord
 from streams.codecs import decode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError
 from streams.ports import Partition, Record

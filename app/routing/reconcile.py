@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import OPEN, RequestState, RunId, RunState, RunStatus
+from app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
 from streams.records import EndCode, RunKey
 
 RestartReason = Literal[

@@ -23,8 +23,8 @@ from app.routing.state.active_load import ActiveLoad
 from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import RunStatus
 from app.routing.state.performance import PerformanceModel
+from app.routing.state.request_state import RunStatus
 from app.routing.worker_rank import WorkerRank
 from app.simulation.simulated_worker import SimulatedWorker
 from app.simulation.trace_requests import MODEL, SIMULATION_SECRET
@@ -149,9 +149,9 @@ class SharedViews:
 class LedgerReplica:
     """The ledger, as far as it was read.
 
-    Simplified from `app/routing/state/ledger.py`, whose other rules have no effect here: each
-    request has one run, each record comes once and in order. The full view took a tenth of a
-    simulation.
+    Simplified from `app/routing/state/request_transitions.py`, whose other rules have no effect
+    here: each request has one run, each record comes once and in order. The full view took a tenth
+    of a simulation.
     """
 
     def __init__(self, lag_ms: float = 0.0) -> None:

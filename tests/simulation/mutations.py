@@ -27,7 +27,7 @@ from app.results import lane_collector, pending_result
 from app.routing import reconcile
 from app.routing.selection import eligibility
 from app.routing.selection.decision import Rejection
-from app.routing.state import ledger
+from app.routing.state import ledger, request_state, request_transitions
 from app.serving import chunk_writer, registration, run_executor, run_queue
 from app.testing.seed_simulation import simulate_seed
 from streams import record_publisher
@@ -124,16 +124,18 @@ def _only_on_change() -> Iterator[Replacement]:
 
 
 def _newest_run_speaks() -> Iterator[Replacement]:
-    def speaking(state: ledger.RequestState) -> list[tuple[ledger.RunId, ledger.RunStatus]]:
+    def speaking(
+        state: request_state.RequestState,
+    ) -> list[tuple[request_state.RunId, request_state.RunStatus]]:
         return list(state.runs.items())[-1:]
 
-    def over(state: ledger.RequestState) -> bool:
+    def over(state: request_state.RequestState) -> bool:
         states = [run.state for _, run in speaking(state)]
-        goes_on = ledger.OPEN | ledger.FAILED | {"handed_off"}
+        goes_on = request_state.OPEN | request_state.FAILED | {"handed_off"}
         return bool(state.ended) or (bool(states) and states[0] not in goes_on)
 
     yield reconcile, "_current_runs", speaking
-    yield ledger.RequestState, "is_finished", property(over)
+    yield request_state.RequestState, "is_finished", property(over)
 
 
 def _nobody_looks_for_missing_runs() -> Iterator[Replacement]:
@@ -144,7 +146,7 @@ def _nobody_looks_for_missing_runs() -> Iterator[Replacement]:
 
 
 def _refusals_count_as_failures() -> Iterator[Replacement]:
-    yield ledger, "NOT_COUNTED_AS_FAILURE", frozenset()
+    yield request_transitions, "NOT_COUNTED_AS_FAILURE", frozenset()
 
 
 def _cancel_done_when_read() -> Iterator[Replacement]:
@@ -246,31 +248,33 @@ def _commit_early() -> Iterator[Replacement]:
 
 
 def _highest_responses_from() -> Iterator[Replacement]:
-    yield ledger, "min", max  # the module's name for the lower of two offsets
+    yield request_transitions, "min", max  # the module's name for the lower of two offsets
 
 
 def _started_is_not_knowledge() -> Iterator[Replacement]:
-    original = ledger._apply_record
+    original = ledger.apply_record
 
-    def changed(state: ledger.RequestState, record: Any, *more: Any) -> None:
+    def changed(state: request_state.RequestState, record: Any, *more: Any) -> None:
         unknown = state.origin is None
         original(state, record, *more)
         if unknown and isinstance(record, Started):
             state.origin = None
 
-    yield ledger, "_apply_record", changed
+    yield ledger, "apply_record", changed
 
 
 def _late_records_open_old_attempts() -> Iterator[Replacement]:
-    original = ledger._apply_record
+    original = ledger.apply_record
 
-    def changed(state: ledger.RequestState, record: Any, at_ms: int, active_load: Any) -> None:
+    def changed(
+        state: request_state.RequestState, record: Any, at_ms: int, active_load: Any
+    ) -> None:
         original(state, record, at_ms, active_load)
         old = not isinstance(record, Ended | Fencing) and record.attempt < state.attempt
         if old and not state.ended:
-            ledger._apply_run(state, record, at_ms, active_load)
+            request_transitions._apply_run(state, record, at_ms, active_load)
 
-    yield ledger, "_apply_record", changed
+    yield ledger, "apply_record", changed
 
 
 def _gather_past_the_first_fence() -> Iterator[Replacement]:
@@ -512,7 +516,7 @@ def _decode_before_the_handover() -> Iterator[Replacement]:
 def _handovers_are_used_again() -> Iterator[Replacement]:
     def is_handed_over(state: Any) -> bool:
         is_failed = all(
-            run.state in ledger.FAILED
+            run.state in request_state.FAILED
             for run_id, run in state.runs.items()
             if run_id.phase == "decode"
         )

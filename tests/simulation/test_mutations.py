@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.routing import reconcile
-from app.routing.state import ledger
+from app.routing.state import ledger, request_state, request_transitions
 from app.testing.seed_simulation import simulate_seed
 from streams.reading.group_consumer import PartitionClaim
 from tests.simulation.mutations import MUTATIONS, apply_mutations, needs_take_overs
@@ -94,7 +94,13 @@ def test_cover_is_a_rule_that_is_checked_itself() -> None:
 
 def test_rules_are_restored_afterwards() -> None:
     def rules() -> list[object]:
-        watched = (ledger.RequestState, ledger, reconcile, PartitionClaim)
+        watched = (
+            request_state.RequestState,
+            ledger,
+            request_transitions,
+            reconcile,
+            PartitionClaim,
+        )
         return [dict(vars(owner)) for owner in watched]
 
     before = rules()

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.routing.state.active_load import WorkerLoad
-from app.routing.state.ledger import LedgerState, RunId
+from app.routing.state.ledger import LedgerState
+from app.routing.state.request_state import RunId
 from app.routing.worker_rank import WorkerRank
 from streams.ports import Partition
 from streams.records import (

@@ -19,7 +19,7 @@ from app.routing.reconcile import (
     next_action_ms,
 )
 from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import RequestState, RunId, RunState, RunStatus
+from app.routing.state.request_state import RequestState, RunId, RunState, RunStatus
 from streams.ports import Partition
 from streams.records import (
     EngineConfig,

@@ -34,8 +34,9 @@ from app.routing.selection.decision import Decision, Placement, RoutingState, Wa
 from app.routing.state.active_load import WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import OPEN, LedgerState, RequestState
+from app.routing.state.ledger import LedgerState
 from app.routing.state.performance import profile_from_card
+from app.routing.state.request_state import OPEN, RequestState
 from app.routing.worker_rank import WorkerRank
 from app.wait_queue import QueueName
 from streams.clock import BrokerClock

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from app.engine.echo import echo_answer
 from app.preprocess.text.byte_level import ByteDetokenizer
-from app.routing.state.ledger import NOT_COUNTED_AS_FAILURE
+from app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
 from app.testing.http_clients import HttpClient, HttpClients
 from app.testing.kafka_clients import ExpectedRequest, KafkaClients
 from app.testing.simulated_world import SimulatedWorld

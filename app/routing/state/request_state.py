@@ -1,0 +1,127 @@
+"""The state of one request by the ledger: its attempt, its runs, its end.
+
+Structs only. The rules by which records change them are in `request_transitions.py`, the requests
+of a lane in `ledger.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from app.routing.state.active_load import NO_LOAD, WorkerLoad
+from app.routing.worker_rank import WorkerRank
+from streams.record_base import ServiceClass
+from streams.records import Phase, RequestOffset, RunKey
+
+RunState = Literal[
+    "assigned", "started", "prefilled",
+    "stop", "length", "cancelled", "error", "handed_off",
+    "broken", "worker_full", "expired", "retryable",
+]  # fmt: skip
+OPEN: frozenset[RunState] = frozenset({"assigned", "started", "prefilled"})
+FAILED: frozenset[RunState] = frozenset({"broken", "worker_full", "retryable", "expired"})
+"""Closed without a last Chunk: the reader still waits, so the owner owes the request something."""
+
+WorkerEpoch = tuple[str, int]
+"""A worker and one of its epochs."""
+
+
+class RunId(NamedTuple):
+    """One run in the ledger: duplicates of a run key differ in worker or epoch."""
+
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+
+    def worker_rank(self, rank: int) -> WorkerRank:
+        """Where it is, with the rank, which two runs do not differ in alone."""
+        return WorkerRank(self.worker, self.epoch, rank)
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """State of one run. `since_ms`: append time of the record that brought it there.
+
+    `tokens` it has to hold, `prefill_tokens` of them still to be computed when it was assigned.
+    """
+
+    state: RunState
+    since_ms: int
+    tokens: int = 0
+    rank: int = 0
+    prefill_tokens: int = 0
+    lora_name: str = ""
+    service_class: ServiceClass = "interactive"
+    is_preemptible: bool = True
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The load that it adds to its worker's rank now."""
+        if self.state not in OPEN:
+            return NO_LOAD
+        if self.state == "prefilled":
+            return WorkerLoad(1, self.tokens)
+        return WorkerLoad(1, self.tokens, self.prefill_tokens, 1, self.since_ms)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The state of one request by the ledger. `ended`: the code of its end, "" before."""
+
+    attempt: int = 0
+    runs: dict[RunId, RunStatus] = field(default_factory=dict)
+    ended: str = ""
+    origin: RequestOffset | None = None
+    responses_from: int = 0
+    deadline_ms: int = 0
+    failures: int = 0
+    full_rejections: int = 0
+    failed_workers: set[str] = field(default_factory=set)
+    last_ms: int = 0
+    indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
+    """Its open runs, as `LaneState.open_runs` has them."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the id is taken: a Request that comes again is recognised by this alone."""
+        return self.origin is not None or bool(self.ended)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it has a run of class batch."""
+        return any(run.service_class == "batch" for run in self.runs.values())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no run is open and no action is due.
+
+        A prefill that was handed off is not an end: its decode is still to come. A refusal beside
+        the end of a twin is owed nothing: a full worker has shown nothing to readers.
+        """
+        if self.ended:
+            return True
+        is_final = False
+        has_decode = any(run_id.phase != "prefill" for run_id in self.runs)
+        for run_id, run in self.runs.items():
+            if run.state in OPEN:
+                return False
+            if run_id.phase == "prefill" and has_decode:
+                continue  # of a twin, maybe: the answer is that of the other run
+            if run.state in FAILED and run.state != "worker_full":
+                return False
+            is_final |= run.state not in ("handed_off", "worker_full")
+        return is_final
+
+    def open_runs(self) -> list[RunId]:
+        """The runs that a worker may still be working on."""
+        return [k for k, run in self.runs.items() if run.state in OPEN]
+
+
+class FinishedRequest(NamedTuple):
+    """The remainder of a finished request: enough to recognise its id, and late runs of it."""
+
+    code: str
+    attempt: int
+    last_ms: int

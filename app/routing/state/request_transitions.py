@@ -1,0 +1,179 @@
+"""The rules by which a record of the ledger changes the state of its request, and the load.
+
+No clock, no input of this process: equal records give equal states. Per request id:
+
+* the attempt is the highest one in any Assigned, Started or Fencing;
+* a higher attempt, or Ended, closes every run below it, and nothing below opens afterwards;
+* a Started without Assigned counts as assigned (the router may have died between its two sends);
+* of several `responses_from` the lowest is kept: scanning too much is only slower;
+* the first token of a decode, or its last one, ends the prefills of its attempt;
+* an interactive run counts in `active_load`, one of class batch in `batch_runs`;
+* the first close of a run is final;
+* a request that is over stays so; `ledger.py` keeps its outcome only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from app.routing.state.active_load import ActiveLoad
+from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from app.routing.state.request_state import (
+    FAILED,
+    OPEN,
+    RequestState,
+    RunId,
+    RunState,
+    RunStatus,
+)
+from streams.records import Assigned, Ended, Fencing, Finished, PrefillDone, Started
+
+LedgerRecord = Assigned | Started | PrefillDone | Finished | Fencing | Ended
+
+NOT_COUNTED_AS_FAILURE = frozenset({"worker_full", "not_started", "preempted", "handover_unused"})
+"""Reasons of a new attempt that are not the request's fault and do not use up its attempts."""
+
+
+class RunLoads(NamedTuple):
+    """The load of all open runs, by the class of their requests."""
+
+    active_load: ActiveLoad
+    batch_runs: BatchRuns
+
+    def add(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
+        """Count a run."""
+        place, load = run_id.worker_rank(run.rank), run.load
+        if run.service_class == "interactive":
+            self.active_load.add(place, load, run.lora_name)
+            if run.state == "prefilled":
+                self.active_load.on_first_token(place, run.since_ms)
+        elif load.runs:
+            left = max(load.prefill_tokens, 1) if load.prefill_runs else 0
+            batch_run = BatchRun(request_id, load.tokens, left, run.since_ms, run.is_preemptible)
+            self.batch_runs.put(place, _batch_key(request_id, run_id), batch_run)
+
+    def remove(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
+        """Undo `add` of the run as it is."""
+        if run.service_class == "interactive":
+            self.active_load.remove(run_id.worker_rank(run.rank), run.load, run.lora_name)
+        else:
+            self.batch_runs.discard(_batch_key(request_id, run_id))
+
+
+def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
+    return BatchRunKey(request_id, run_id.attempt, run_id.worker, run_id.epoch)
+
+
+def apply_record(
+    state: RequestState,
+    record: LedgerRecord,
+    at_ms: int,
+    loads: RunLoads,
+) -> None:
+    """Take in one record, appended at `at_ms`."""
+    if isinstance(record, Ended):
+        state.ended = state.ended or record.code
+        clear_runs(record.id, state, loads)
+        return
+    if isinstance(record, Assigned | Started):
+        lowest = record.responses_from
+        if state.origin is not None:
+            lowest = min(lowest, state.responses_from)
+        state.origin, state.responses_from = record.origin, lowest
+        state.deadline_ms = record.deadline_ms
+    if state.ended:
+        return
+    if record.attempt > state.attempt and isinstance(record, Assigned | Started | Fencing):
+        _begin_attempt(state, record, loads)
+    if isinstance(record, Fencing) or record.attempt < state.attempt:
+        return
+    _apply_run(state, record, at_ms, loads)
+
+
+def _begin_attempt(
+    state: RequestState, record: Assigned | Started | Fencing, loads: RunLoads
+) -> None:
+    state.attempt = record.attempt
+    if isinstance(record, Fencing):
+        if record.reason in NOT_COUNTED_AS_FAILURE:
+            state.full_rejections += record.reason not in ("preempted", "handover_unused")
+        else:
+            state.failures += 1
+            state.failed_workers.update(
+                run_id.worker for run_id, run in state.runs.items() if run.state != "worker_full"
+            )
+    clear_runs(record.id, state, loads)
+
+
+def _apply_run(
+    state: RequestState,
+    record: Assigned | Started | PrefillDone | Finished,
+    at_ms: int,
+    loads: RunLoads,
+) -> None:
+    run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
+    run = state.runs.get(run_id)
+    if run is None:
+        run = state.runs[run_id] = RunStatus("assigned", at_ms)
+        if isinstance(record, Started):
+            run.tokens = run.prefill_tokens = record.prompt_tokens
+    else:
+        loads.remove(record.id, run_id, run)
+    if isinstance(record, Assigned):  # more exact than a Started that may have overtaken it
+        booked = record.policy != "direct"  # who chooses the workers keeps the books there
+        run.tokens = (record.prompt_tokens + record.base_tokens) * booked
+        run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
+        run.lora_name, run.service_class = record.lora_name, record.service_class
+        run.is_preemptible = record.is_preemptible
+    run_state = _next_state(run.state, record)
+    if run_state != run.state:
+        run.state, run.since_ms = run_state, at_ms
+    loads.add(record.id, run_id, run)
+    if run_id.phase == "decode" and not (
+        run_state in FAILED or run_state in ("assigned", "started")
+    ):
+        _end_prefills(state, record.id, at_ms, loads)
+
+
+def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLoads) -> None:
+    """Close the prefills of an attempt whose decode has tokens: their blocks were transferred.
+
+    On the bootstrap path this may be known before PrefillDone, which the death of its worker may
+    keep back for ever.
+    """
+    for run_id, run in state.runs.items():
+        if run_id.phase == "prefill" and run.state in OPEN:
+            loads.remove(request_id, run_id, run)
+            run.state, run.since_ms = "handed_off", at_ms
+            loads.add(request_id, run_id, run)
+
+
+def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
+    if state not in OPEN or isinstance(record, Assigned):
+        return state
+    if isinstance(record, Started):
+        return "started" if state == "assigned" else state
+    if isinstance(record, PrefillDone):
+        return "handed_off" if record.phase == "prefill" else "prefilled"
+    # No reader sees the error of a prefill: it writes no Chunk.
+    is_retryable = record.retryable or record.phase == "prefill"
+    return "retryable" if record.code == "error" and is_retryable else record.code
+
+
+def clear_runs(request_id: str, state: RequestState, loads: RunLoads) -> None:
+    """Remove all runs of a request, and their load."""
+    for run_id, run in state.runs.items():
+        loads.remove(request_id, run_id, run)
+    state.runs.clear()
+
+
+def last_code(state: RequestState) -> str:
+    """How a worker ended a request without an Ended.
+
+    Twins may both have ended it, and the reader saw the first.
+    """
+    return next(
+        run.state
+        for run in state.runs.values()
+        if run.state not in OPEN and run.state not in FAILED and run.state != "handed_off"
+    )
