@@ -12,9 +12,9 @@ An engine that does not answer makes the worker unhealthy until it does. A dead 
 process, after a last heartbeat and the failure of its open runs.
 
 Wires the parts and runs the loops. Runs are in `app/serving/run_queue.py`, cards in
-`app/serving/registration.py`, heartbeats in `app/serving/heartbeat.py`, cache events in
-`app/serving/kv_event_publisher.py`, the choice of the engine in `app/engine/engine_factory.py`, its
-health in `app/serving/engine_health.py`.
+`app/serving/registration.py` and `worker_model.py`, heartbeats in `heartbeat.py`, cache events in
+`kv_event_publisher.py`, the choice of the engine in `app/engine/engine_factory.py`, its health in
+`app/serving/engine_health.py`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
 
 from app.engine.engine_factory import create_engine
 from app.engine.interface import Engine, EngineDead
 from app.http.probes import Checks, Probes, StatusServer
 from app.metrics.worker_metrics import WorkerMetrics
 from app.operator_error import OperatorError
-from app.preprocess.models.byte_model import ByteModel, Model
 from app.runtime.process import ProcessContext, faststream_app
 from app.serving.chunk_writer import ChunkWriter
 from app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
 from app.serving.heartbeat import HeartbeatSender
 from app.serving.kv_event_publisher import KvEventPublisher
-from app.serving.model_compatibility import check_compatible, wait_until_compatible
-from app.serving.model_publisher import ModelPublisher, passthrough_card
-from app.serving.registration import REGISTER_TIMEOUT_S, Registration, interpret
+from app.serving.model_publisher import ModelPublisher
+from app.serving.registration import (
+    REGISTER_TIMEOUT_S,
+    Registration,
+    check_role,
+    interpret,
+    with_adapters,
+    worker_card,
+)
 from app.serving.run_executor import Run, RunEnd, RunExecutor
 from app.serving.run_queue import RunLimits, RunQueue
-from app.settings import Settings, SettingsError
+from app.serving.worker_model import WorkerModel
+from app.settings import Settings
 from indexer.cache_events.engine_events import EngineEvent
 from indexer.cache_events.event_normalizer import NormalizerCounters
 from streams.clock import BrokerClock
@@ -61,7 +64,6 @@ from streams.records import (
     LogRecord,
     Lost,
     ModelCard,
-    WorkerCard,
     WorkerState,
 )
 from streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
@@ -103,14 +105,11 @@ class Worker:
         self._ctx = ctx
         self._clock = ctx.clock
         self._engine = engine
-        self._offer = offer
-        self._model: Model = ByteModel()
-        self._card: ModelCard | None = None
-        """The model card this worker has written, if any."""
-        self._card_offset = -1
-        """Offset of the model card in the registry."""
         self._broker_clock = BrokerClock(ctx.clock)
         self._publisher = RecordPublisher(log, ctx.clock, self._broker_clock)
+        # Long enough for a killed worker to be declared lost, and for a draining one to leave.
+        leaving_s = max(4 * settings.worker_timeout_s, settings.drain_grace_s + 2 * SHUTDOWN_STEP_S)
+        self._model = WorkerModel(log, self._publisher, ctx, self.id, leaving_s, offer)
         self._state: WorkerState = "ready"
         self._fatal_reason = ""
         """Why this process is about to end with an error; "" otherwise."""
@@ -228,15 +227,8 @@ class Worker:
     async def _start_engine(self) -> EngineConfig:
         """Start the engine with its listener, and publish the files and card of its model."""
         self._engine.set_kv_event_listener(self._on_engine_events)
-        config = _with_adapters(await self._engine.start(self.id), self._settings)
-        role = self._settings.worker_role
-        if role != "aggregated" and config.transfer_lease_s is None:
-            raise SettingsError(
-                f"KVLANE_WORKER_ROLE={role}: the engine {self._settings.engine} of {self.id} can "
-                "neither hand a prompt over nor fetch one: use the engine vllm with a "
-                "kv_transfer_config in KVLANE_ENGINE_ARGS, attached with "
-                "KVLANE_ATTACH_TRANSFER_LEASE_S, or simulated"
-            )
+        config = with_adapters(await self._engine.start(self.id), self._settings)
+        check_role(config, self._settings, self.id)
         model = config.served_model_name or config.model
         self._metrics.model = model
         self._cache_events = [
@@ -251,22 +243,8 @@ class Worker:
             )
             for rank in range(config.data_parallel_size or 1)
         ]
-        if self._offer is not None:
-            self._model = await self._offer.publish(model, config, self._publish_card)
-        elif config.kind != "tokens":
-            await self._publish_card(passthrough_card(model, config))
+        await self._model.publish(model, config)
         return config
-
-    async def _publish_card(self, card: ModelCard) -> None:
-        """Write a model's card. Raises ModelMismatch, BrokerUnavailable, AppendFailed."""
-        s = self._settings
-        # Long enough for a killed worker to be declared lost, and for a draining one to leave.
-        leaving_s = max(4 * s.worker_timeout_s, s.drain_grace_s + 2 * SHUTDOWN_STEP_S)
-        await wait_until_compatible(card, self.id, self._log, self._ctx, leaving_s)
-        self._card = card
-        until = self._clock.now() + REGISTER_TIMEOUT_S
-        written = await self._publisher.publish(REGISTRY, f"model/{card.name}", card, until=until)
-        self._card_offset = written.offset
 
     def _on_engine_events(self, events: Sequence[EngineEvent], rank: int = 0) -> None:
         if self._cache_events:  # blocks cached during the start of the engine belong to no request
@@ -289,8 +267,9 @@ class Worker:
         self._lease_s = config.transfer_lease_s or 0.0
         self._slot_offset = await end_offset_of(self._log, self._clock, self._slot)
         registry = Partition(REGISTRY, 0)
-        if self._card_offset < 0:
-            self._card_offset = await end_offset_of(self._log, self._clock, registry)
+        registry_offset = self._model.card_offset
+        if registry_offset < 0:
+            registry_offset = await end_offset_of(self._log, self._clock, registry)
         s = self._settings
         timeouts = HealthTimeouts(
             s.health_probe_idle_s,
@@ -301,25 +280,16 @@ class Worker:
         self._watch = EngineHealthMonitor(
             self._engine, self._ctx, timeouts, self._idle_output_s, self._health_changed
         )
-        card = WorkerCard(
-            id=self.id,
-            slot=slot,
-            model=config.served_model_name or config.model,
-            config=config,
-            ranks=config.data_parallel_size or 1,
-            role=self._settings.worker_role,
-            taints=self._settings.taint_names,
-            versions={"kvlane": version("kvlane"), **self._engine.versions()},
-            busy_cache=self._settings.max_cache_usage,
-            busy_prefill_tokens=self._settings.max_pending_prefill_tokens,
+        card = worker_card(
+            self.id, slot, config, s, self._engine.versions(),
             max_runs=self._limits.max_running + self._limits.max_waiting,
-        )
+        )  # fmt: skip
         adapters = self._engine.adapters()
         self._registration = Registration(self._publisher, self._ctx, card, adapters)
         await self._start_epoch(self._clock.now() + REGISTER_TIMEOUT_S)
         self._loops = [
             self._ctx.spawn(
-                "registry", self._follow(registry, self._card_offset, self._on_registry_record)
+                "registry", self._follow(registry, registry_offset, self._on_registry_record)
             ),
             self._ctx.spawn("heartbeats", self._heartbeat_loop()),
             self._ctx.spawn(
@@ -334,8 +304,8 @@ class Worker:
         for events in self._cache_events:
             await events.begin_epoch(epoch, until)
         executor = RunExecutor(
-            self._ctx, self._publisher, self._engine, self._chunks, self._model, self.id, epoch,
-            broker_clock=self._broker_clock, lease_s=self._lease_s,
+            self._ctx, self._publisher, self._engine, self._chunks, self._model.text_model,
+            self.id, epoch, broker_clock=self._broker_clock, lease_s=self._lease_s,
         )  # fmt: skip
         self._runs = RunQueue(
             executor, self._ctx, self._publisher, self._broker_clock, self._limits, self.id, epoch,
@@ -456,8 +426,8 @@ class Worker:
         except RecordError as e:  # broken, or written by a newer version
             log.debug("registry offset %d skipped: %s", record.offset, e)
             return
-        if self._card is not None and isinstance(fact.record, ModelCard):
-            check_compatible(self._card, fact.record)
+        if isinstance(fact.record, ModelCard):
+            self._model.check(fact.record)
         registration = self._registration
         match interpret(fact, registration.card, registration.card_offset):
             case "rewrite" if self._runs is not None:  # between two epochs it is written anyway
@@ -502,13 +472,6 @@ async def _cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
-    """The engine's configuration, with the adapters of the settings if it names none."""
-    if config.lora_names is not None or not (settings.adapters or settings.max_loras):
-        return config
-    return replace(config, lora_names=tuple(settings.adapters), max_loras=settings.max_loras)
 
 
 def build(log: Log, settings: Settings, ctx: ProcessContext) -> Worker:

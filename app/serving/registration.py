@@ -8,14 +8,17 @@ finds its id used by a newer process must stop at once.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Literal
 
 import msgspec
 
 from app.runtime.process import ProcessContext
+from app.settings import Settings, SettingsError
 from streams.errors import AppendFailed
 from streams.record_publisher import RecordPublisher
-from streams.records import LogRecord, Tombstone, WorkerCard
+from streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
 from streams.topics import REGISTRY
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,51 @@ def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
     if isinstance(record, Tombstone) and epoch == card.epoch:
         return "renew"
     return "rewrite" if epoch < card.epoch and fact.offset > written_at else "fine"
+
+
+def worker_card(
+    worker_id: str,
+    slot: int,
+    config: EngineConfig,
+    settings: Settings,
+    versions: Mapping[str, str],
+    max_runs: int,
+) -> WorkerCard:
+    """The card of a worker before its first epoch. `versions`: of its engine, by name."""
+    return WorkerCard(
+        id=worker_id,
+        slot=slot,
+        model=config.served_model_name or config.model,
+        config=config,
+        ranks=config.data_parallel_size or 1,
+        role=settings.worker_role,
+        taints=settings.taint_names,
+        versions={"kvlane": version("kvlane"), **versions},
+        busy_cache=settings.max_cache_usage,
+        busy_prefill_tokens=settings.max_pending_prefill_tokens,
+        max_runs=max_runs,
+    )
+
+
+def check_role(config: EngineConfig, settings: Settings, worker_id: str) -> None:
+    """Raises SettingsError for a role that the engine cannot take."""
+    role = settings.worker_role
+    if role != "aggregated" and config.transfer_lease_s is None:
+        raise SettingsError(
+            f"KVLANE_WORKER_ROLE={role}: the engine {settings.engine} of {worker_id} can "
+            "neither hand a prompt over nor fetch one: use the engine vllm with a "
+            "kv_transfer_config in KVLANE_ENGINE_ARGS, attached with "
+            "KVLANE_ATTACH_TRANSFER_LEASE_S, or simulated"
+        )
+
+
+def with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
+    """The engine's configuration, with the adapters of the settings if it names none."""
+    if config.lora_names is not None or not (settings.adapters or settings.max_loras):
+        return config
+    return msgspec.structs.replace(
+        config, lora_names=tuple(settings.adapters), max_loras=settings.max_loras
+    )
 
 
 class Registration:
