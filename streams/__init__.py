@@ -3,7 +3,7 @@
 Start with topics.py, the topic table. The modules, from the records to their readers:
 
     records    topics.py            all topics: writers, readers, keys, retention
-               records.py           every record, field by field; request.py, record_base.py
+               records.py           every record; field by field: record_types/, request.py
                prompt.py            a prompt as clients publish it, as a pydantic model
                codecs.py            records to bytes and back
                ids.py               request ids

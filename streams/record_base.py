@@ -1,11 +1,11 @@
 """The two kinds of records, by their format on the wire, and types that several records share.
 
-`streams/request.py` and `streams/records.py` define the records themselves.
+`streams/request.py` and `streams/record_types/` define the records themselves.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,8 +13,41 @@ ModelKind = Literal["tokens", "chat", "completion", "embedding"]
 """Input of a model: tokens, which serve chats and completions, or OpenAI's bodies of one kind."""
 ServiceClass = Literal["interactive", "batch"]
 """Class of work of a request: batch requests wait until interactive ones leave capacity."""
+Phase = Literal["aggregated", "prefill", "decode"]
+EndCode = Literal[
+    "refused",
+    "deadline",
+    "cancelled",
+    "no_workers",
+    "attempts",
+    "lost",
+    "invalid",
+    "too_large",
+    "queue_full",
+    "internal",
+    "stop",
+    "length",
+    "model_not_found",
+    "none_eligible",
+    "all_busy",
+    "pinned_gone",
+    "pinned_busy",
+    "pin_not_allowed",
+]
+"""Why a router ended a request; stop and length: the answer was complete, its last Chunk lost."""
 Json = bytes
 """A JSON value of any form, in UTF-8: passed on unchanged, read by its receiver only."""
+
+MAX_ID_CHARS = 200
+"""Longest request id in characters: it is a record key, and part of every log line."""
+
+
+class RunKey(NamedTuple):
+    """The identity of an assignment: a worker starts each run key at most once."""
+
+    id: str
+    attempt: int
+    phase: Phase
 
 
 class InternalRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
@@ -29,3 +62,11 @@ class PublicRecord(
     Codes and reasons in them are plain strings: clients are not upgraded before the writers, and
     one without a new code must still see the end that it comes with.
     """
+
+
+class LogRecord(msgspec.Struct, frozen=True, gc=False):
+    """A decoded record with its position in the log, the input of views."""
+
+    offset: int
+    timestamp_ms: int
+    record: InternalRecord | PublicRecord

@@ -4,14 +4,14 @@
 
 One cache event has a representation per step of its way from the engine to the index:
 
-    what                    module                       blocks are identified by vLLM's wire format
-    `app/engine/kv_events.py`    engine hashes, per group and medium `BlocksStored`, ...
-    `indexer/cache_events/engine_events.py`   engine hashes, in types of any engine `MirrorChange`
-    `indexer/cache_events/cache_mirror.py`          sums, only what changes for readers `CacheEvent`
-    `indexer/events.py`          keys (canonical), coalesced into rows `EventColumns`
-    `indexer/events.py`          keys, encoded column by column `Blocks`
-    `streams/records.py`         the columns as a Kafka record `EventRows`
-    `indexer/events.py`          keys, the columns decoded as arrays
+    what                module                                  blocks are identified by
+    vLLM's wire format  app/engine/kv_events.py                 engine hashes, per group and medium
+    `BlocksStored`, ... indexer/cache_events/engine_events.py   engine hashes, of any engine
+    `MirrorChange`      indexer/cache_events/cache_mirror.py    sums, only changes for readers
+    `CacheEvent`        indexer/events.py                       keys (canonical), in rows
+    `EventColumns`      indexer/events.py                       keys, encoded by column
+    `Blocks`            streams/record_types/worker_records.py  the columns as a Kafka record
+    `EventRows`         indexer/events.py                       keys, columns decoded as arrays
 
 Engine hashes are opaque. The normalizer gets a block's tokens once, when it is stored, computes its
 key, and keeps the engine's hash for later events that continue or remove the block. An engine

@@ -1,0 +1,1 @@
+"""The records by topic. They are imported from `streams/records.py`, which has all of them."""

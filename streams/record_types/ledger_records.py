@@ -1,0 +1,217 @@
+"""Records of `requests` and `ledger`, both keyed by request id: what is to be done, and the history
+of each request. `Request` is in `streams/request.py`.
+"""
+
+# ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streams.record_base import EndCode, InternalRecord, Phase, ServiceClass
+from streams.request import ResultOptions
+
+RunCode = Literal[
+    "stop", "length", "cancelled", "error", "broken", "worker_full", "expired", "handed_off"
+]
+"""How a run ended. Only stop, length, cancelled and a final error follow a last Chunk."""
+
+
+class Cancel(InternalRecord, frozen=True):
+    """The client cancels this request. It has the request's key, so it is read after the
+    request."""
+
+    id: str
+    reason: str = ""
+
+
+class Refused(InternalRecord, frozen=True):
+    """A preprocessor rejected a prompt; the lane's owner ends the request visibly."""
+
+    id: str
+    code: EndCode
+    message: str = ""
+    result: ResultOptions | None = None
+
+
+class RequestOffset(InternalRecord, frozen=True):
+    """The position of a Request."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Candidate(InternalRecord, frozen=True, kw_only=False):
+    """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
+
+    The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
+    runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
+    has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
+    waited in the router and was to go there, by arrival; where they are more than 16, `planned_ms`
+    instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
+    (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
+    how much later than others the router counted on it. `prefill_share`: of its time lately.
+    `batch_ms`: the delay by its batch runs.
+    """
+
+    worker: str
+    epoch: int
+    rank: int = 0
+    cost: float = 0.0
+    open_runs: int = 0
+    open_tokens: int = 0
+    overlap_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    prefill_tokens: int = 0
+    taint_weight: float = 0.0
+    prompt_tokens: int = 0
+    prefill_runs: int = 0
+    busy_ms: float = 0.0
+    ahead_ms: tuple[float, ...] = ()
+    slowness: float = 1.0
+    chunk_tokens: int = 0
+    capacity_tokens: int = 0
+    curve: tuple[float, ...] = ()
+    later_ms: float = 0.0
+    planned_ms: float | None = None
+    prefill_share: float = 0.0
+    batch_ms: float = 0.0
+
+
+class HandOverChoice(InternalRecord, frozen=True):
+    """The choice between a whole request and a hand-over, with the best worker for each part.
+
+    It was handed over if `prefill` and `decode` cost less than `whole`. `params`: the settings and
+    estimates in force, as in `Assigned`, with the time of the transfer. Decode is decided again
+    when the prompt is computed.
+    """
+
+    whole: Candidate
+    prefill: Candidate
+    decode: Candidate
+    params: dict[str, float]
+
+
+class SessionUse(InternalRecord, frozen=True):
+    """The use of a session by a request. `timeout_s`: idle time after which the session expires.
+
+    `closes`: the session ends with this request. `bound_*`: its previous worker, if it applied.
+    """
+
+    id: str
+    timeout_s: int = 300
+    closes: bool = False
+    bound_worker: str = ""
+    bound_epoch: int = 0
+    bound_rank: int = 0
+
+
+class Assigned(InternalRecord, frozen=True):
+    """The decision: this run of the request goes to this worker.
+
+    `prefill_tokens`: what it adds to the worker's prefill until it is done. `params`: the settings
+    of the policy that were in force. `candidates`: the best ones, and the chosen one.
+    `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: what was expected
+    from here to its first token; both by policy predictive only. `known_ms`: append time of the
+    youngest record of the ledger that its router had read. `choice`: whether to hand it over, where
+    that was a question of costs. `is_preemptible`: whether a run of class
+    batch gives way; not if no other run could go on in the middle of its answer.
+    """
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    rank: int = 0
+    base_tokens: int = 0
+    prompt_tokens: int = 0
+    policy: str = ""
+    seed: int = 0
+    candidates: tuple[Candidate, ...] = ()
+    router: str = ""
+    cached_tokens_predicted: int = 0
+    prefill_tokens: int = 0
+    block_size: int = 0
+    params: dict[str, float] = {}
+    held_ms: int = 0
+    ttft_ms_predicted: float = 0.0
+    session: SessionUse | None = None
+    lora_name: str = ""
+    known_ms: int = 0
+    service_class: ServiceClass = "interactive"
+    is_preemptible: bool = True
+    choice: HandOverChoice | None = None
+
+
+class Started(InternalRecord, frozen=True):
+    """A worker has accepted the run; acknowledged before its first Chunk."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    run: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    prompt_tokens: int = 0
+
+
+class PrefillDone(InternalRecord, frozen=True):
+    """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
+
+    `handoff` is the engine's own, opaque to everything between the two. `lease_until_ms`: broker
+    time until which the engine holds the blocks for it; 0 if unknown.
+    """
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    run: int
+    cached_tokens: int = 0
+    ttft_ms: float = 0.0
+    prefill_ms: float = 0.0
+    handoff: bytes = b""
+    lease_until_ms: int = 0
+
+
+class Finished(InternalRecord, frozen=True):
+    """The run is over. Sent after the acknowledgement of its last Chunk."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    worker: str
+    epoch: int
+    code: RunCode
+    run: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_ms: float = 0.0
+    itl_ms: float = 0.0
+    retryable: bool = False
+    message: str = ""
+
+
+class Fencing(InternalRecord, frozen=True):
+    """The owner intends to start `attempt`; acknowledged before the Fence is sent."""
+
+    id: str
+    attempt: int
+    reason: str = ""
+
+
+class Ended(InternalRecord, frozen=True):
+    """The request is over. Its last record: no further action is due."""
+
+    id: str
+    code: EndCode | Literal["seen"]

@@ -1,0 +1,148 @@
+"""Records of `registry`, compacted and keyed by entity: cards, snapshots, the deployment."""
+
+# ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from streams.record_base import InternalRecord, ModelKind
+from streams.request import SamplingOptions
+
+Role = Literal["aggregated", "prefill", "decode"]
+GUIDED_DECODING_FEATURE = "guided_decoding"
+LOGPROBS_FEATURE = "logprobs"
+"""Features that an engine may not support: names in `EngineConfig.unsupported`."""
+
+
+class EngineConfig(InternalRecord, frozen=True):
+    """The properties that an engine advertises; None: not advertised.
+
+    `curve`: how long its steps take, see `numbers` in app/perf_curves.py. `lora_names`:
+    adapters that it has, `max_loras`: how many it can load besides, at a time.
+    `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
+    `gives_tokens` it gives text only, and nobody can continue its answers; with `guesses_cache` its
+    cache events are a guess. `kind`: what it takes. `unsupported`: features that it would ignore
+    (`guided_decoding`, `logprobs`); requests for them are refused. `transfer_lease_s`: how long it
+    holds the blocks of a prompt for another engine; None: it neither hands prompts over nor fetches
+    them. `transfer_bytes_per_token`: size of these blocks.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    context_length: int | None = None
+    kv_cache_block_size: int | None = None
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    curve: tuple[float, ...] | None = None
+    lora_names: tuple[str, ...] | None = None
+    max_loras: int | None = None
+    data_parallel_size: int | None = None
+    gives_tokens: bool = True
+    guesses_cache: bool = False
+    kind: ModelKind = "tokens"
+    unsupported: tuple[str, ...] = ()
+    transfer_lease_s: float | None = None
+    transfer_bytes_per_token: int | None = None
+
+
+class WorkerCard(InternalRecord, frozen=True):
+    """The registration of a worker. Key `worker/<id>`.
+
+    The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
+    Every later card of that life repeats it. `life` is random, different for each process of one
+    name. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
+    of prompts still to be computed on a rank, it is to get no new work; None: no such bound.
+    `versions`: of kvlane and of its engine, by name; for people. `max_runs`: how many it has open
+    at a time, running and waiting; it refuses more.
+    """
+
+    id: str
+    slot: int
+    model: str
+    config: EngineConfig
+    epoch: int | None = None
+    role: Role = "aggregated"
+    ranks: int = 1
+    taints: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+    life: str = ""
+    busy_cache: float | None = None
+    busy_prefill_tokens: int | None = None
+    max_runs: int | None = None
+
+
+class Artifact(InternalRecord, frozen=True):
+    """A file on `artifacts`: its SHA-256 in hex, and its size in bytes."""
+
+    sha256: str
+    size: int
+
+
+class ModelCard(InternalRecord, frozen=True):
+    """A model that clients may ask for. Key `model/<name>`.
+
+    `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
+    everything but name and checksum: equal sums, interchangeable models. No parsers of tool calls
+    or reasoning are named: answers to bodies that went on as they came are parsed by the server
+    that gives them, and what is made of tokens is text. `served_as`: what such servers call it, who
+    tell no files to compare.
+    """
+
+    name: str
+    kind: ModelKind = "tokens"
+    context_length: int | None = None
+    block_size: int | None = None
+    tokenizer: Artifact | None = None
+    template: Artifact | None = None
+    special_tokens: dict[str, str] = {}
+    eos_token_ids: tuple[int, ...] = ()
+    defaults: SamplingOptions = SamplingOptions()
+    checksum: str = ""
+    served_as: str = ""
+
+
+class SnapshotPointer(InternalRecord, frozen=True):
+    """The position of a complete snapshot of one partition of a view. Key
+    `snapshot/<view>/<partition>`."""
+
+    view: str = msgspec.field(name="fold")  # the name on the wire
+    partition: int
+    position: int
+    first_part: int
+    parts: int
+    checksum: str
+    state_hash: str
+    format: int = 1
+
+
+class Deployment(InternalRecord, frozen=True):
+    """Parameters that all processes of a deployment must share. Key `deployment`."""
+
+    lanes: int
+    partitions: dict[str, int]
+    format: int = 1
+
+
+class Skip(InternalRecord, frozen=True):
+    """A record that readers skip. Key `skip/<topic>/<partition>/<offset>`.
+
+    Counts for records that are marked for newer readers only (`streams/reading/decoding.py`).
+    """
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Tombstone(InternalRecord, frozen=True):
+    """The removal of an entity. On the wire: a null value, so that it compacts away, and an epoch
+    header."""
+
+    key: str
+    epoch: int | None = None

@@ -1,0 +1,109 @@
+"""Records of `responses`, keyed by request id: what clients read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from streams.record_base import PublicRecord
+
+FinishReason = Literal[
+    "stop", "length", "cancelled", "error", "content_filter", "tool_calls", "function_call"
+]
+"""How an answer ended; the last two if a server says so. On the wire any string, see
+`PublicRecord`.
+"""
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """Token counts of a whole request, over all its attempts. Part of a Chunk.
+
+    `details`: what a server counted besides, under OpenAI's names.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    details: dict[str, Any] | None = None
+
+
+class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token and the logarithm of its probability. Part of a Chunk, as [id, number]."""
+
+    token_id: int
+    log_prob: float
+
+
+class PassthroughDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """Output of a server that is not text, unchanged. Part of a Chunk.
+
+    `at`: length of the whole text before it. In an event of OpenAI's form, `delta` is of
+    its choice's delta (tool calls, reasoning …), `choice` of the choice, `event` of the event.
+    """
+
+    at: int = 0
+    delta: dict[str, Any] = {}
+    choice: dict[str, Any] = {}
+    event: dict[str, Any] = {}
+
+
+class Chunk(PublicRecord, frozen=True, tag="Chunk"):
+    """Some tokens of the answer. `run` is a u64 in decimals, for JSON readers without 64 bits.
+
+    `seq` counts the Chunks of a run from 0; `index` is the place of the first token in the whole
+    answer, over all attempts; `chars` is the length of the whole text after this Chunk.
+    `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
+    `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
+    `invalid`: what is wrong with the request, where that is why it ends with an error.
+    `data`: of models that are asked in OpenAI's words, what is no text. They bring no tokens.
+    `model`: the name of the model, on the first Chunk of a run.
+    """
+
+    id: str
+    attempt: int
+    run: str
+    seq: int
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    chars: int = 0
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    stop_reason: int | str | None = None
+    log_probs: tuple[tuple[LogProb, ...], ...] | None = None
+    invalid: str = ""
+    data: tuple[PassthroughDelta, ...] = ()
+    model: str = ""
+
+
+class Fence(PublicRecord, frozen=True, tag="Fence"):
+    """`attempt` begins here; Chunks of lower attempts that come later do not count."""
+
+    id: str
+    attempt: int
+    reason: str = ""
+
+
+class DryRunResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """The result of a dry run: the worker, and the tokens of the prompt. Part of an End.
+
+    `prefill_worker_id`: the worker of the prompt, if another one computes it.
+    """
+
+    worker_id: str
+    dp_rank: int = 0
+    token_ids: tuple[int, ...] = ()
+    prefill_worker_id: str = ""
+    prefill_dp_rank: int = 0
+
+
+class End(PublicRecord, frozen=True, tag="End"):
+    """A router ended the request with an EndCode; no last Chunk will come."""
+
+    id: str
+    code: str
+    message: str = ""
+    retry_after_s: float | None = None
+    usage: Usage | None = None
+    placed: DryRunResult | None = None

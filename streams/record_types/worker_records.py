@@ -1,0 +1,139 @@
+"""Records of `assignments`, `kv-events` and `capacity`: commands to workers, their heartbeats and
+cache changes, and the free capacity of routers.
+"""
+
+# ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streams.record_base import InternalRecord, Phase
+from streams.record_types.ledger_records import RequestOffset
+from streams.request import Request
+
+WorkerState = Literal["ready", "draining", "unhealthy"]
+
+
+class Assignment(InternalRecord, frozen=True):
+    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from.
+
+    `handoff_until_ms`: in phase decode, when the blocks of its prefill may be gone: past it the
+    worker refuses the run; 0: never. With `Request.bootstrap_info`, in both phases, also the time
+    until which the run may wait for their transfer.
+    """
+
+    worker: str
+    epoch: int
+    attempt: int
+    phase: Phase
+    request: Request
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    budget_s: float
+    rank: int = 0
+    taken: bytes = b""
+    taken_chars: int = 0
+    handoff_until_ms: int = 0
+
+
+class CancelRun(InternalRecord, frozen=True):
+    """Stop this run; the reader no longer needs it."""
+
+    worker: str
+    epoch: int
+    id: str
+    attempt: int
+    phase: Phase
+    reason: str = ""
+
+
+class Lost(InternalRecord, frozen=True):
+    """This epoch of the worker counts as dead, whether it still runs or not."""
+
+    worker: str
+    epoch: int
+    by: str = ""
+    silent_ms: int = 0
+
+
+class Blocks(InternalRecord, frozen=True):
+    """Cache changes of one worker, as columns: one row per event, keys of all rows end to end.
+
+    kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block),
+    counts u32, keys u64; all little endian. stored: `count` keys at consecutive positions.
+    """
+
+    worker: str
+    epoch: int
+    first_event_id: int
+    rank: int = 0
+    model: str = ""
+    hash_fingerprint: str = ""
+    kinds: bytes = b""
+    tiers: bytes = b""
+    positions: bytes = b""
+    counts: bytes = b""
+    keys: bytes = b""
+
+
+class RunProgress(InternalRecord, frozen=True):
+    """An open run, as its worker reports it. `expected_output_tokens`: by its request, 0 if
+    unsaid."""
+
+    id: str
+    attempt: int
+    phase: Phase
+    output_tokens: int = 0
+    expected_output_tokens: int = 0
+
+
+class EngineStats(InternalRecord, frozen=True):
+    """Current figures of an engine; `steps` since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used_blocks: int = 0
+    kv_total_blocks: int = 0
+    steps: int = 0
+
+
+class Heartbeat(InternalRecord, frozen=True):
+    """The worker is alive; `slot_offset` is the next offset of its assignments that it will read.
+
+    `last_event_ids`: for each rank the last cache event of this epoch before this record in the
+    log, -1 for none. `waiting` counts runs outside the engine, `engine` what is inside.
+    """
+
+    worker: str
+    epoch: int
+    slot_offset: int
+    state: WorkerState = "ready"
+    reason: str = ""
+    running: tuple[RunProgress, ...] = ()
+    waiting: int = 0
+    last_event_ids: tuple[int, ...] = ()
+    engine: EngineStats | None = None
+
+
+class Probe(InternalRecord, frozen=True):
+    """A router's probe record: tests whether the broker still accepts appends."""
+
+    by: str
+
+
+class RouterCapacity(InternalRecord, frozen=True):
+    """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
+
+    `positions`: the lanes that it serves, each with the offset up to which it had read `requests`
+    at that time. Later records are not counted. `batch_requests`: its room for requests of class
+    batch, which the other figures do not count.
+    """
+
+    router: str
+    requests: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    positions: dict[int, int] = {}
+    batch_requests: int = 0
