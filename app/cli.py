@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 
 from app.commands import (
     audit_commands,
-    bench_commands,
     capture_commands,
     dead_letter_commands,
     key_commands,
@@ -27,6 +26,7 @@ from app.commands import (
     size_command,
     topic_commands,
 )
+from app.commands.bench import bench_commands
 from app.commands.console import escape_lines
 from app.commands.gateway_client import batch_commands
 

