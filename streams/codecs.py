@@ -2,7 +2,7 @@
 
 `encode` gives a log entry, `decode` a record; the header `t` decides the type. No other
 code contains the wire format of records. Golden bytes of every type are in
-`tests/unit/test_codecs.py`; they may gain fields, never change meaning.
+`tests/harness/golden_records.py`; they may gain fields, never change meaning.
 
 Any program with the rights may write anything to a topic, so an undecodable record is `Malformed`
 and skipped, as is an unknown type. If older readers must not skip a record of a later version (a
