@@ -103,14 +103,12 @@ def parse_policy(policy: str) -> RoutingConfig:
     return RoutingConfig(name, weights)
 
 
-def run_requests(
-    trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
-) -> list[SimulatedRequest]:
+def run_requests(trace: PreparedTrace, run: SimulationRun) -> list[SimulatedRequest]:
     """Run the simulation; returns the requests after `warmup_requests`, in order of arrival.
 
-    `progress` is called with the number of new arrivals. Raises as `new_simulator` does.
+    Raises as `new_simulator` does.
     """
-    return _simulator(trace, run, progress).run()[run.warmup_requests :]
+    return _simulator(trace, run, lambda _: None).run()[run.warmup_requests :]
 
 
 def _simulator(

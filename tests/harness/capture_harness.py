@@ -41,7 +41,7 @@ async def start_deployment(world: MemoryWorld, workers: int = 3, **over: Any) ->
         name = f"w{number}"
         ctx = ProcessContext(name, world.clock, random.Random(name))
         engine = SimulatedEngine(world.clock, SHAPE, model="demo", context_length=4096)
-        settings = memory_settings(taints=("odd",)) if False else memory_settings()
+        settings = memory_settings()
         await Worker(await world.connect(name), settings, ctx, engine, worker_id=name).start()
     await world.sleep(2)
 

@@ -85,15 +85,11 @@ class IndexSetup(NamedTuple):
     pairs: int
 
 
-def make_sequences(
-    setup: IndexSetup, chain_hasher: ChainHasher | None = None, *, seed: int = 42
-) -> CachedSequences:
+def make_sequences(setup: IndexSetup, chain_hasher: ChainHasher | None = None) -> CachedSequences:
     """Prompts of `blocks` blocks, the first quarter of which is one of GROUPS; about `pairs`."""
     count = max(setup.pairs // setup.blocks, 1)
     shared = round(setup.blocks * SHARED_FRACTION)
-    group = (
-        np.random.default_rng(seed).integers(0, SHARED_PREFIXES, count).astype(np.uint64)[:, None]
-    )
+    group = np.random.default_rng(42).integers(0, SHARED_PREFIXES, count).astype(np.uint64)[:, None]
     number = np.arange(1, count + 1, dtype=np.uint64)[:, None]
     block = np.arange(setup.blocks, dtype=np.uint64)[None, :]
     beginning = np.uint64(1 << 60) | (group << np.uint64(32))

@@ -17,10 +17,10 @@ class BodyShape(NamedTuple):
     body: bytes
 
 
-def body_shapes(model: str, size: int = BODY_BYTES) -> list[BodyShape]:
+def body_shapes(model: str) -> list[BodyShape]:
     head = b'"model":"%s",' % model.encode()
     return [
-        BodyShape(name, kind, b"{" + head + make(size - len(head) - 300) + b"}")
+        BodyShape(name, kind, b"{" + head + make(BODY_BYTES - len(head) - 300) + b"}")
         for name, (kind, make) in _SHAPES.items()
     ]
 
