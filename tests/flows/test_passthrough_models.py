@@ -636,7 +636,11 @@ async def test_model_is_listed_with_its_context(cluster: PassthroughDeployment) 
 async def test_both_response_forms_have_all_fields_on_a_real_kafka(
     kafka: Broker, topic_prefix: str, server: ScriptedServer
 ) -> None:
-    where = {"bootstrap_servers": kafka.bootstrap_servers, "topic_prefix": topic_prefix}
+    where = {
+        "bootstrap_servers": kafka.bootstrap_servers,
+        "topic_prefix": topic_prefix,
+        "hash_secret": "tests",  # the broker may be remote
+    }
     settings = Settings(worker_id="-", router_id="-", **where)
     async with contextlib.AsyncExitStack() as stack:
 
