@@ -190,12 +190,13 @@ class Settings(  # pydantic takes the fields of the last base first
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with the prefix KVLANE_ that no setting reads, each with a similar name."""
-    known = [variable_name(name) for name in Settings.model_fields]
+    known = [variable_name(name).removeprefix(PREFIX) for name in Settings.model_fields]
     unknown = []
     for name in sorted(environ):
-        if name.upper().startswith(PREFIX) and name.upper() not in known:
-            close = difflib.get_close_matches(name.upper(), known, n=1)
-            unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
+        own = name.upper().removeprefix(PREFIX)
+        if name.upper().startswith(PREFIX) and own not in known:
+            close = difflib.get_close_matches(own, known, n=1)
+            unknown.append(f"{name} (did you mean {PREFIX}{close[0]}?)" if close else name)
     return unknown
 
 

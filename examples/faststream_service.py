@@ -5,7 +5,8 @@
 KVLANE_REPLY_TOPIC_PREFIXES=replies kvlane up --port 9092      # in another shell
 faststream run examples.faststream_service:app
 
-The topics `questions`, `replies` and `answers` exist; `replies` is one that the operator allows.
+The topics `questions`, `replies` and `answers` exist (`kafka-topics.sh --create --topic replies
+--bootstrap-server 127.0.0.1:9092`, and so on); `replies` is one that the operator allows.
 """
 
 from __future__ import annotations

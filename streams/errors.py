@@ -48,7 +48,9 @@ class AccessDenied(StreamError):
 
 
 class TopicMismatch(StreamError):
-    """A topic is missing or shaped differently. `kvlane topics describe` shows what differs."""
+    """A topic is missing or has another shape. Create it (`kvlane topics create`), or correct the
+    setting that the message names; `kvlane topics describe` shows what differs.
+    """
 
 
 class RecordError(StreamError):

@@ -73,7 +73,9 @@ class KvEventListener(Protocol):
 
 
 class EngineError(OperatorError):
-    """A request failed in the engine. `retryable`: another worker may succeed with it."""
+    """An engine did not start, or a request failed in it. At a start, correct the setting or the
+    server that the message names. `retryable`: another worker may succeed with the request.
+    """
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)

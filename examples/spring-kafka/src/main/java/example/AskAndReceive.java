@@ -28,7 +28,8 @@ import org.springframework.kafka.requestreply.RequestReplyFuture;
  *     -Dexec.args="127.0.0.1:9092 kvlane. replies.spring 3"   # servers, prefix, topic, prompts
  * </pre>
  *
- * The topic for replies exists, and the operator allows it: KVLANE_REPLY_TOPIC_PREFIXES=replies.
+ * The topic for replies exists (kafka-topics.sh --create --topic replies.spring --bootstrap-server
+ * 127.0.0.1:9092), and the operator allows it: KVLANE_REPLY_TOPIC_PREFIXES=replies is a prefix of it.
  */
 public final class AskAndReceive {
   private static final Duration TIMEOUT = Duration.ofSeconds(30);
