@@ -37,12 +37,7 @@ from opentelemetry.trace import SpanKind
 from app.http.probes import Checks, Probes, StatusServer
 from app.metrics.preprocessor_metrics import PreprocessorMetrics
 from app.preprocess.cooperative_steps import run_cooperatively
-from app.preprocess.kafka_prompts import (
-    PromptRecord,
-    UnreadablePrompt,
-    prompt_steps,
-    to_request,
-)
+from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, prompt_steps, to_request
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.byte_model import ByteModel, Model
 from app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
@@ -263,10 +258,7 @@ class Preprocessor:
         )
 
     async def _answer(
-        self,
-        parsed: PromptRecord | Cancel | Refused,
-        record: Record,
-        service_class: ServiceClass,
+        self, parsed: PromptRecord | Cancel | Refused, record: Record, service_class: ServiceClass
     ) -> tuple[PreprocessedRecord, int]:
         if not isinstance(parsed, PromptRecord):
             return parsed, record.partition

@@ -41,15 +41,7 @@ from streams.ports import Log, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from streams.record_publisher import RecordPublisher
 from streams.records import Assigned, Heartbeat, LogRecord, Probe
-from streams.topics import (
-    ASSIGNMENTS,
-    KV_EVENTS,
-    LEDGER,
-    REGISTRY,
-    REQUESTS,
-    RESPONSES,
-    lane_of,
-)
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
 from streams.views.follower import Follower
 from streams.views.snapshot_store import SnapshotStore
 from streams.views.tail_reader import TailReader

@@ -109,9 +109,7 @@ class Reader(Protocol):
     """Reads partitions from explicit positions; belongs to no group and commits nothing."""
 
     def assign(
-        self,
-        positions: Mapping[Partition, int],
-        keys: Container[bytes | None] | None = None,
+        self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
         """Read exactly these partitions, each from the given offset on.
 

@@ -69,10 +69,7 @@ class JobOutput:
         self._partition = partition
         self._first = job.outputs_from
         self._run = run
-        self._files = (
-            _OutputFile(output_file_id(job.id)),
-            _OutputFile(error_file_id(job.id)),
-        )
+        self._files = (_OutputFile(output_file_id(job.id)), _OutputFile(error_file_id(job.id)))
         self._is_done = bytearray(job.lines + 1)
         self._parts = [0, 0]
         """Numbers of the next parts."""

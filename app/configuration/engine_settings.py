@@ -24,8 +24,7 @@ class EngineSettings(BaseModel):
     )
     model: str = Field("demo", min_length=1, description="name under which the model is served")
     model_path: Path | None = Field(
-        None,
-        description="directory of the model in Hugging Face layout; empty: the demo model",
+        None, description="directory of the model in Hugging Face layout; empty: the demo model"
     )
     context_length: int = Field(
         8192, ge=1, description="maximum of prompt and output together, in tokens"

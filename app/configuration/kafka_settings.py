@@ -7,12 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import (
-    UPPER_CASE,
-    ReadableFile,
-    SettingsError,
-    variable_name,
-)
+from app.configuration.setting_values import UPPER_CASE, ReadableFile, SettingsError, variable_name
 from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
 
 
@@ -126,12 +121,7 @@ def kafka_conflicts(settings: KafkaSettings) -> Iterator[str]:
 
 def _sasl_conflicts(settings: KafkaSettings, protocol: str) -> Iterator[str]:
     if not settings.security_protocol.startswith("SASL_"):
-        for name in (
-            "sasl_mechanism",
-            "sasl_username",
-            "sasl_password",
-            "sasl_oauth_token_file",
-        ):
+        for name in ("sasl_mechanism", "sasl_username", "sasl_password", "sasl_oauth_token_file"):
             if getattr(settings, name):  # an empty SecretStr is false
                 variable = variable_name(name)
                 yield f"{variable} is set, but {protocol} does not use it: use SASL_SSL"

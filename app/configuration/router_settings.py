@@ -105,9 +105,7 @@ class RouterSettings(BaseModel):
         "predictive", description="routing policy: how a worker is selected among the eligible ones"
     )
     overlap_score_credit: float = Field(
-        1.0,
-        ge=0,
-        description="policy dynamo: weight of a cached prompt block, in blocks",
+        1.0, ge=0, description="policy dynamo: weight of a cached prompt block, in blocks"
     )
     prefill_load_scale: float = Field(
         1.0, ge=0, description="policy dynamo: weight of a prefill block, in decode blocks"
@@ -146,9 +144,7 @@ class RouterSettings(BaseModel):
         8090, ge=0, le=65535, description="port of an indexer; 0: any free port"
     )
     snapshot_interval_s: float = Field(
-        300,
-        gt=0,
-        description="time between two snapshots of the index by an indexer, in seconds",
+        300, gt=0, description="time between two snapshots of the index by an indexer, in seconds"
     )
 
     @field_validator("queue_classes")

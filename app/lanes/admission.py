@@ -79,11 +79,7 @@ class Admission:
         self._handovers = handovers
 
     async def find_place(
-        self,
-        rest: RemainingWork,
-        handover: HandOver | None = None,
-        *,
-        is_cancellable: bool = True,
+        self, rest: RemainingWork, handover: HandOver | None = None, *, is_cancellable: bool = True
     ) -> Placement | Rejection | DeferredRequest:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
 

@@ -197,10 +197,7 @@ def _options_of_invalid(fields: Mapping[str, Any], rules: ResultRules) -> Result
 
 
 def _refused(
-    key: bytes | None,
-    wanted_id: Any,
-    error: InvalidPrompt,
-    result: ResultOptions | None = None,
+    key: bytes | None, wanted_id: Any, error: InvalidPrompt, result: ResultOptions | None = None
 ) -> Refused | UnreadablePrompt:
     """Answer to the id in the prompt, else to the record's key, if either can be an id."""
     for candidate in (wanted_id, _text(key)):

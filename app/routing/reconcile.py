@@ -171,9 +171,7 @@ def _current_runs(state: RequestState) -> Sequence[tuple[RunId, RunStatus]]:
 _WAITING: frozenset[RunState] = frozenset({"assigned", "started"})
 
 
-def _without_refused(
-    runs: Sequence[tuple[RunId, RunStatus]],
-) -> Sequence[tuple[RunId, RunStatus]]:
+def _without_refused(runs: Sequence[tuple[RunId, RunStatus]]) -> Sequence[tuple[RunId, RunStatus]]:
     return [x for x in runs if x[1].state != "worker_full"] or runs
 
 

@@ -16,12 +16,7 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from app.local.deployment import (
-    DeploymentPart,
-    ProcessDeployment,
-    count_workers,
-    deployment_parts,
-)
+from app.local.deployment import DeploymentPart, ProcessDeployment, count_workers, deployment_parts
 from app.runtime.process import ProcessContext
 from app.settings import Settings, variable_name
 from app.up.data_folder import CannotStart, DataFolder, rotate_logs

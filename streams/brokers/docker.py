@@ -62,12 +62,7 @@ class DockerBroker(Broker):
     kind = "docker"
 
     def __init__(
-        self,
-        *,
-        port: int = 0,
-        full_jit: bool = False,
-        kept: KeptData | None = None,
-        report: Report,
+        self, *, port: int = 0, full_jit: bool = False, kept: KeptData | None = None, report: Report
     ) -> None:
         self.version = KAFKA_VERSION
         self.bootstrap_servers = ""

@@ -110,9 +110,7 @@ async def test_first_token_of_the_previous_request_releases_the_next_at_once(
 
 
 @scenario_test
-async def test_shortest_goes_first_and_each_after_the_previous_one(
-    world: MemoryWorld,
-) -> None:
+async def test_shortest_goes_first_and_each_after_the_previous_one(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     world.spawn(compute(world, hand))
     await start_router(world, policy="predictive")
@@ -145,9 +143,7 @@ async def test_shortest_of_simultaneous_requests_goes_first(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_unplannable_request_does_not_block_the_others(
-    world: MemoryWorld,
-) -> None:
+async def test_unplannable_request_does_not_block_the_others(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     await start_router(world, policy="predictive")
     await world.sleep(1)
@@ -241,11 +237,11 @@ async def test_revoked_lane_takes_its_queued_requests_along(world: MemoryWorld) 
     assert len(scheduler._pending) == 5
     await router.stop()
     await world.sleep(0.1)
-    assert (
-        len(scheduler._pending),
-        len(scheduler.waiting.keys),
-        len(scheduler._wait_queues),
-    ) == (0, 0, 0)
+    assert (len(scheduler._pending), len(scheduler.waiting.keys), len(scheduler._wait_queues)) == (
+        0,
+        0,
+        0,
+    )
 
 
 @scenario_test

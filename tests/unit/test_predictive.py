@@ -428,9 +428,7 @@ def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(
     assert held(routing).reservation is not None
 
 
-def test_deferral_is_bounded_by_its_limit_and_the_deadline(
-    routing: RoutingHarness,
-) -> None:
+def test_deferral_is_bounded_by_its_limit_and_the_deadline(routing: RoutingHarness) -> None:
     routing.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
     routing.add_load("w1", 4000)
     assert held(routing).retry_at_ms == NOW_MS + 10_000
@@ -460,9 +458,7 @@ def test_worker_is_predicted_by_its_own_curve_and_its_learned_slowdown(
     }
 
 
-def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(
-    routing: RoutingHarness,
-) -> None:
+def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(routing: RoutingHarness) -> None:
     for worker in ("w1", "w2", "w3", "w4"):
         routing.worker(worker)
     routing.worker("w5", engine={"curve": CURVES.coefficients(3.0)})

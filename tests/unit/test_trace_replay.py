@@ -308,9 +308,7 @@ def test_waiting_request_is_retried_when_another_gets_a_token_and_joins_the_next
     assert held.first_token_ms == pytest.approx(20 + 20 + 4)
 
 
-def test_retry_time_in_the_past_does_not_stop_the_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_retry_time_in_the_past_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda _, view: Wait("now", 0) if view.now_ms < 5 else None)
     (each,) = played([row(0, 1000, 1)])
     assert each.sent_ms == 5

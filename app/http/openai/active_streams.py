@@ -109,11 +109,7 @@ class ActiveStreams:
         self._lanes = await self._log.partitions(RESPONSES)
         lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
         self._replies = ReplyReader(
-            self._log,
-            self._clock,
-            self._lanes,
-            self._broker_clock,
-            moving=len(lanes) < self._lanes,
+            self._log, self._clock, self._lanes, self._broker_clock, moving=len(lanes) < self._lanes
         )
         self._replies.start()
         self._ctx.spawn("replies", self._replies.wait_until_failed())

@@ -30,13 +30,7 @@ import msgspec
 import numpy as np
 
 from app.routing.selection import cost_kernels
-from app.routing.selection.cost_kernels import (
-    OPEN_TOKENS,
-    RUNS,
-    Floats,
-    Ints,
-    Words,
-)
+from app.routing.selection.cost_kernels import OPEN_TOKENS, RUNS, Floats, Ints, Words
 from app.routing.worker_rank import WorkerRank
 from indexer.xxh3 import M64
 
