@@ -157,7 +157,7 @@ class Router:
         await self._listen(followers)
         self._lanes = self._context.partitions[REQUESTS]
         self._lane_of = lru_cache(LANE_CACHE_SIZE)(partial(lane_of, lanes=self._lanes))
-        self._deaths = FailureDetector(self._context)
+        self._failure_detector = FailureDetector(self._context)
         # The broker's time, which is where each log is read from: this machine's may be wrong.
         await self._context.publisher.publish(KV_EVENTS, self._name, Probe(by=self._name))
         ctx.spawn("tail", tail.run())
@@ -168,7 +168,7 @@ class Router:
         await load_follower.wait_caught_up()
         await fleet_follower.wait_caught_up()
         await index_follower.wait_caught_up()
-        ctx.spawn("deaths", self._deaths.run())
+        ctx.spawn("failure detector", self._failure_detector.run())
         ctx.spawn("response ends", self._follow_response_ends())
         ctx.spawn("tick", self._tick())
         ctx.spawn("drift", self._watch_drift())
@@ -263,7 +263,8 @@ class Router:
             if not self._fleet.is_lost(beat.worker, beat.epoch):
                 self._reconcile(beat)
             elif is_news:
-                self._ctx.spawn("notify again", self._deaths.renotify(beat.worker, beat.epoch))
+                renotified = self._failure_detector.renotify(beat.worker, beat.epoch)
+                self._ctx.spawn("notify again", renotified)
         if self._fleet_version != self._fleet.version:
             self._fleet_version = self._fleet.version
             context.scheduler.on_fleet_changed()

@@ -161,7 +161,8 @@ def _queue_families(
     """The queue, and the load of workers."""
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
-        ("queued_batch_requests", "Batch requests queued in this router, besides those",
+        ("queued_batch_requests",
+         "Batch requests queued in this router or deferred in the log, besides interactive ones",
          batch.queued_requests + batch.deferred_requests),
         ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
          queue.deferred_requests),

@@ -1,8 +1,8 @@
 """Registration of a worker: its card in the registry, and the reaction to records about it.
 
 Owns the epochs of one process. An *epoch* is the offset of its first card, so epochs are unique and
-increase. Every reader of a newer card of a worker treats the older epochs as dead, so a worker that
-finds its id used by a newer process must stop at once.
+increase. A newer card of a worker ends its older epochs for every reader, so a process that reads a
+newer card of another process with its id stops at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def registry_key(worker: str) -> str:
 
 
 def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
-    """The action for a registry record; this worker's newest card is at offset `card_offset`."""
+    """The action for a registry record; this worker's newest card is at offset `written_at`."""
     record = fact.record
     if isinstance(record, WorkerCard) and record.id == card.id:
         epoch = fact.offset if record.epoch is None else record.epoch
@@ -47,7 +47,7 @@ def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
         own = True  # a tombstone ends an epoch without claiming the id
     else:
         return "fine"
-    assert card.epoch is not None, "judged before it was registered"
+    assert card.epoch is not None, "the worker is not registered yet"
     if epoch > card.epoch:
         return "renew" if own else "yield"
     if isinstance(record, Tombstone) and epoch == card.epoch:
@@ -101,7 +101,7 @@ def with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 class Registration:
-    """Writes the card of one process; all its epochs share the same random `ctx`."""
+    """Writes the card of one process; all its epochs share the same random `life`."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Registration:
         card: WorkerCard,
         adapters: tuple[str, ...] | None = None,
     ) -> None:
-        """`adapters`: the engine's own list at its start; the card may have one by the settings."""
+        """`adapters`: the list that the engine reports at its start; None: it reports none."""
         self._publisher = publisher
         self._adapters = adapters
         self.card = msgspec.structs.replace(card, life=f"{ctx.rng.getrandbits(64):016x}")

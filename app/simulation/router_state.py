@@ -194,7 +194,7 @@ class RouterState:
     def __init__(
         self, views: SharedViews, books: LedgerReplica, later_ms: Mapping[str, float] = NO_STAGGER
     ) -> None:
-        """`stagger_ms`: see `RoutingState`; used while requests arrive in bursts."""
+        """`later_ms`: `stagger_ms` of `RoutingState`, used while requests arrive in bursts."""
         self._later_ms = later_ms
         self.shared_views = views
         self.ledger = books
@@ -206,7 +206,7 @@ class RouterState:
     def routing_state(
         self, now_ms: float, others: PlannedReservations = NOTHING_PLANNED
     ) -> RoutingState:
-        """View for `plan`, valid until the next record. `others`: see `RoutingState`."""
+        """View for `select_worker`, valid until the next record. `others`: see `RoutingState`."""
         views, books = self.shared_views, self.ledger
         return RoutingState(
             views.fleet, self._pools, views.index, books.active_load, self.own_load, int(now_ms),

@@ -1,11 +1,11 @@
 """The entry point for obtaining a broker, for tests, `kvlane up` and `kvlane demo`.
 
-    with obtain("auto", report=print) as broker:
+    with obtain_broker("auto", report=print) as broker:
         connect(broker.bootstrap_servers)
 
 Tried in this order: servers that are given; Docker; a local JVM; the log in memory, with lines
-that say why. Data that are kept are asked of a local JVM first, which writes into their folder. A
-kind that was asked for by name is used, or fails with the reason.
+that say why. With data to keep, a local JVM is tried before Docker: it writes into their folder. A
+kind that is named is used, or fails with the reason.
 """
 
 from __future__ import annotations

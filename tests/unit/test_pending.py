@@ -116,7 +116,7 @@ def test_least_served_class_goes_first() -> None:
     held, claims = PendingRequests[str]("fcfs", classes), dict[str, ShareCost]()
     for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
         claims[name] = ShareCost(QueueKey("m", "batch" if name[0] == "b" else DEFAULT_CLASS), 100)
-        held.add(name, number, number, planned(W1, 10.0), claim=claims[name])
+        held.add(name, number, number, planned(W1, 10.0), cost=claims[name])
         classes.add_waiting(claims[name].queue, 0)
     expected = ["b1", "o1", "o2", "b2", "o3", "o4", "b3"]
     assert held.in_dispatch_order() == expected

@@ -42,7 +42,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class BatchContext(NamedTuple):
-    """The arguments of `plan` that are the same for all requests of a batch."""
+    """The arguments of `select_worker` that are the same for all requests of a batch."""
 
     state: RoutingState
     config: RoutingConfig

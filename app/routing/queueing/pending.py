@@ -99,7 +99,8 @@ _Lines: TypeAlias = dict[tuple[int, QueueKey], _Line[K]]
 
 
 class PendingRequests(Generic[K]):
-    """Requests with a reservation, by keys of the router's choice; all that wait: `Scheduler`."""
+    """Requests with a reservation, by keys of the router's choice. All queued requests are in
+    `WaitingRequests`."""
 
     def __init__(self, order: QueueOrder = "sjf", classes: FairQueue | None = None) -> None:
         self._queue_order = order
@@ -169,13 +170,13 @@ class PendingRequests(Generic[K]):
         return list(islice(self._in_turn(first), MAX_WAKEUPS))
 
     def add(
-        self, key: K, number: int, since_ms: float, planned: Reservation, strict: int = 0,
-        jump_s: float = 0.0, claim: ShareCost = NO_COST,
+        self, key: K, arrival: int, since_ms: float, planned: Reservation, strict_priority: int = 0,
+        jump_s: float = 0.0, cost: ShareCost = NO_COST,
     ) -> None:  # fmt: skip
         """Replace the reservation of a request.
 
-        `since_ms`: when it counts as arrived, with the jump; `strict_priority` and `cost` as in
-        `PendingEntry`.
+        `since_ms`: when it counts as arrived, with the jump; `arrival`, `strict_priority` and
+        `cost` as in `PendingEntry`.
         """
         self.remove(key)
         turn = planned.prefill_ms + AGING_RATE * since_ms
@@ -183,11 +184,12 @@ class PendingRequests(Generic[K]):
             turn = since_ms
         elif self._queue_order == "wspt":
             turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
-        entry = self._entries[key] = PendingEntry(number, planned, strict, turn, claim)
-        self._columns.set(number, planned)
+        entry = self._entries[key] = PendingEntry(arrival, planned, strict_priority, turn, cost)
+        self._columns.set(arrival, planned)
         place = planned.worker_rank
         lines = self._by_worker.setdefault(place.worker, {}).setdefault(place, {})
-        insort(lines.setdefault((strict, claim.queue), []), (entry.order, number, key))
+        line = lines.setdefault((strict_priority, cost.queue), [])
+        insort(line, (entry.order, arrival, key))
 
     def remove(self, key: K) -> None:
         """Remove a request, if it is held."""

@@ -125,7 +125,7 @@ class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
 
 
 class DynamoWeights(NamedTuple):
-    """Settings of the `dynamo_costs` policy, with its documented defaults."""
+    """Settings of the `dynamo` policy, with its documented defaults."""
 
     overlap_score_credit: float = 1.0
     prefill_load_scale: float = 1.0

@@ -42,7 +42,7 @@ STEADY_TASKS = {
         "fleet",
         "index",
         "scanner",
-        "deaths",
+        "failure detector",
         "response ends",
         "tick",
         "intake",

@@ -28,7 +28,8 @@ import org.springframework.kafka.requestreply.RequestReplyFuture;
  *     -Dexec.args="127.0.0.1:9092 kvlane. replies.spring 3"   # servers, prefix, topic, prompts
  * </pre>
  *
- * The topic for replies exists, and the operator allows it: KVLANE_REPLY_TOPIC_PREFIXES=replies.
+ * The topic for replies exists, and the operator allows it by a prefix of its name:
+ * {@code KVLANE_REPLY_TOPIC_PREFIXES=replies}
  */
 public final class AskAndReceive {
   private static final Duration TIMEOUT = Duration.ofSeconds(30);
