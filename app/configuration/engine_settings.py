@@ -37,7 +37,8 @@ class EngineSettings(BaseModel):
     adapters: dict[str, Path] = Field(
         {},
         description="LoRA adapters that the engine loads when it starts, as a JSON object of names "
-        "and directories; the engines simulated and echo read no directory",
+        'and directories, such as {"sql": "/adapters/sql"}; the engines simulated and echo read no '
+        "directory; engine attached has those of its server instead",
     )
     max_loras: int = Field(
         0,
@@ -123,7 +124,8 @@ class EngineSettings(BaseModel):
     attach_bootstrap: str = Field(
         "",
         description="engine attached: address, host:port, where decode servers meet a SGLang "
-        "server that computes prompts, with its --disaggregation-bootstrap-port (8998 by default)",
+        "server that computes prompts, with its --disaggregation-bootstrap-port (8998 by default), "
+        "such as 10.0.0.7:8998; set at the prefill worker only",
     )
     validate_engine: bool = Field(
         False, description="check every engine output against the engine interface while it runs"

@@ -19,9 +19,10 @@ class KafkaSettings(BaseModel):
     )
     broker: Literal["auto", "env", "docker", "jvm", "memory"] = Field(
         "auto",
-        description="source of the broker for demos and tests: env uses KVLANE_BOOTSTRAP_SERVERS, "
-        "docker and jvm start one, memory is the in-process broker, auto takes the first "
-        "that works",
+        description="source of the broker for `kvlane demo`, `kvlane up` and tests: env uses "
+        "KVLANE_BOOTSTRAP_SERVERS; docker and jvm start one; memory is an in-process broker, not "
+        "for `kvlane up`; auto uses KVLANE_BOOTSTRAP_SERVERS if set, else the first of docker, jvm "
+        "and memory that starts",
     )
     request_timeout_ms: int = Field(
         4000,
@@ -45,7 +46,9 @@ class KafkaSettings(BaseModel):
         None, description="PEM file of the client certificate, for mutual TLS"
     )
     ssl_keyfile: ReadableFile | None = Field(
-        None, description="PEM file of the client's private key"
+        None,
+        description="PEM file of the private key of KVLANE_SSL_CERTFILE, such as "
+        "/etc/kvlane/kafka-user/user.key; for HTTP see KVLANE_HTTP_TLS_KEY",
     )
     ssl_keypassword: SecretStr = Field(
         SecretStr(""), description="password of the private key, if it is encrypted"

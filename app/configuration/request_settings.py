@@ -32,13 +32,14 @@ class RequestSettings(BaseModel):
     )
     results: Literal["requested", "all", "batch"] = Field(
         "requested",
-        description="requests that get a record on results: those whose prompt asks for it or "
-        "belongs to a batch job, all (also over HTTP), or those of batch jobs only",
+        description="requests that get a record on results: requested: those whose prompt asks for "
+        "it or belongs to a batch job; all: also those over HTTP; batch: those of batch jobs only. "
+        "Read by preprocessors and gateways",
     )
     reply_topic_prefixes: str = Field(
         "",
         description="prefixes of the topics that prompts may name for a copy of their result, "
-        "separated by commas; empty: none",
+        "separated by commas, such as replies.,shop.answers.; empty: none",
     )
 
     @property

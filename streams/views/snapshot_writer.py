@@ -41,7 +41,7 @@ CaptureInThread = Callable[[Callable[[], CapturedState]], Awaitable[CapturedStat
 class SnapshotWriter:
     """Writes snapshots of the partitions of `topic` that this member of `group` owns.
 
-    A snapshot is due when the partition has advanced and the newest one is `every_s` old, or
+    A snapshot is due when the partition has advanced and the newest one is `interval_s` old, or
     missing, or MAX_RECORDS_BEHIND behind. Snapshots are written one at a time. `join_group` and
     `run` must both be running. `written` counts snapshots and `bytes` their sizes before
     compression; `last_duration_s` is the duration of the last one, from capture to pointer.
@@ -59,7 +59,7 @@ class SnapshotWriter:
         broker_clock: BrokerClock,
         *,
         offload: CaptureInThread,
-        every_s: float,
+        interval_s: float,
     ) -> None:
         self._log = log
         self._topic = topic
@@ -70,7 +70,7 @@ class SnapshotWriter:
         self._clock = clock
         self._broker_clock = broker_clock
         self._offload = offload
-        self._every_s = every_s
+        self._interval_s = interval_s
         self._member: Member | None = None
         self._closing = False
         self.owned: frozenset[int] = frozenset()
@@ -100,7 +100,7 @@ class SnapshotWriter:
                         await self._write(source)
             except BrokerUnavailable as e:
                 log.warning("cannot write snapshots, broker unavailable: %s", e)
-            await self._clock.sleep(min(self._every_s / CHECKS_PER_PERIOD, MAX_CHECK_INTERVAL_S))
+            await self._clock.sleep(min(self._interval_s / CHECKS_PER_PERIOD, MAX_CHECK_INTERVAL_S))
 
     async def close(self) -> None:
         """Leave the group, so that other replicas take over at once. Idempotent."""
@@ -138,7 +138,7 @@ class SnapshotWriter:
         moved = position - newest.pointer.position
         age_s = self.age_s(source.partition) or 0.0
         # Below it: the topic was recreated, and the pointer belongs to the old one.
-        return moved < 0 or moved >= MAX_RECORDS_BEHIND or (moved > 0 and age_s >= self._every_s)
+        return moved < 0 or moved >= MAX_RECORDS_BEHIND or (moved > 0 and age_s >= self._interval_s)
 
     async def _write(self, source: Partition) -> None:
         began = self._clock.now()

@@ -38,7 +38,7 @@ class Replica:
         )
         self.duty = SnapshotWriter(
             log, LEDGER, "tally", self.view, self.follower, snapshots, world.clock, broker_clock,
-            offload=inline, every_s=every_s,
+            offload=inline, interval_s=every_s,
         )  # fmt: skip
         works = (self.follower.run(), self.duty.join_group(), self.duty.run())
         self.tasks = [world.spawn(work) for work in works]
