@@ -18,15 +18,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from streams.clock import BrokerClock, Clock
-from streams.errors import BrokerUnavailable, LogClosed
-from streams.ports import Log, Member, Partition
+from streams.errors import BrokerUnavailable
+from streams.ports import Log, Partition
+from streams.reading.group_membership import GroupMembership
 from streams.views.follower import Follower
 from streams.views.snapshot_store import CapturedState, SnapshotStore, capture
 from streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+
 CHECKS_PER_PERIOD = 5
 """Due checks per snapshot period; a snapshot is at most a fifth of a period late."""
 MAX_CHECK_INTERVAL_S = 10.0
@@ -61,9 +62,7 @@ class SnapshotWriter:
         offload: CaptureInThread,
         interval_s: float,
     ) -> None:
-        self._log = log
         self._topic = topic
-        self._group = group
         self._view = view
         self._follower = follower
         self._snapshots = snapshots
@@ -71,8 +70,7 @@ class SnapshotWriter:
         self._broker_clock = broker_clock
         self._offload = offload
         self._interval_s = interval_s
-        self._member: Member | None = None
-        self._closing = False
+        self._membership = GroupMembership(log, topic, group, self)
         self.owned: frozenset[int] = frozenset()
         self.written = 0
         self.bytes = 0
@@ -80,13 +78,7 @@ class SnapshotWriter:
 
     async def join_group(self) -> None:
         """Take part in the group until cancelled or closed. Raises as `Member.poll`."""
-        self._member = member = self._log.member(self._topic, self._group, self)
-        try:
-            while True:
-                await member.poll(POLL_S)  # never a record: no partition is resumed
-        except LogClosed:
-            if not self._closing:
-                raise
+        await self._membership.run()
 
     async def run(self) -> None:
         """Write due snapshots until cancelled. Raises as `Log.append`."""
@@ -104,10 +96,8 @@ class SnapshotWriter:
 
     async def close(self) -> None:
         """Leave the group, so that other replicas take over at once. Idempotent."""
-        self._closing = True
         self.owned = frozenset()
-        if self._member is not None:
-            await self._member.close()
+        await self._membership.close()
 
     def age_s(self, partition: int) -> float | None:
         """Age of the newest known snapshot; None without one."""

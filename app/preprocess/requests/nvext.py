@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from pydantic import (
@@ -350,6 +350,28 @@ def cost_override_of(ext: NvExt) -> RouterConfigOverride | None:
 def agent_context_of(ext: NvExt) -> Json | None:
     """Context of an agent, forwarded unread."""
     return _json(ext.agent_context)
+
+
+class RoutingFields(TypedDict):
+    """The fields of a `Request` that `nvext` alone determines, for requests of any kind."""
+
+    hints: Hints
+    annotations: tuple[str, ...]
+    router_config_override: RouterConfigOverride | None
+    router: RouterParams | None
+    agent_context: Json | None
+    request_timestamp_ms: float | None
+
+
+def routing_fields_of(ext: NvExt) -> RoutingFields:
+    return RoutingFields(
+        hints=hints_of(ext),
+        annotations=tuple(ext.annotations or ()),
+        router_config_override=cost_override_of(ext),
+        router=latency_targets_of(ext),
+        agent_context=agent_context_of(ext),
+        request_timestamp_ms=ext.request_timestamp_ms,
+    )
 
 
 def extra_args_of(ext: NvExt) -> Json | None:
