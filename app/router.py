@@ -35,7 +35,7 @@ from app.routing.worker_rank import WorkerRank
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
 from indexer.precompile import compile_all
-from streams.clock import BrokerClock
+from streams.clock import CLOCK_SKEW_MS, BrokerClock
 from streams.errors import BrokerUnavailable
 from streams.ports import Log, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
@@ -69,8 +69,6 @@ RESPONSE_ENDS_INTERVAL_S = 1.0
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""
 
-CLOCK_SKEW_MS = 60_000
-"""Added to how far back a topic is read: the clocks of two brokers may differ."""
 
 LANE_CACHE_SIZE = 65_536
 """Ids whose lane is cached: every open run is in every heartbeat of its worker."""

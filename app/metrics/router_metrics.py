@@ -22,7 +22,7 @@ from app.routing.state.kv_index import KvIndexView
 from streams.records import EndCode
 from streams.views.follower import Follower
 
-POLICIES = ("predictive", "batch", *policies.POLICIES)
+RECORDED_POLICIES = ("predictive", "batch", *policies.POLICIES)
 
 
 class QueueGauges(Protocol):
@@ -101,7 +101,7 @@ class RouterMetrics(MetricSet):
         self.requests = RequestMetrics(self)
         for use in get_args(HandOverUse):
             self._handovers.labels(use)
-        for policy in POLICIES:
+        for policy in RECORDED_POLICIES:
             self._decisions.labels(policy)
         for code in get_args(EndCode):
             self._outcomes.labels(code)

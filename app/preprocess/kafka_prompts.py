@@ -32,7 +32,7 @@ from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests import openai_requests, passthrough
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
-from app.preprocess.result_rules import Headers, ResultRules
+from app.preprocess.result_rules import ReadHeaders, ResultRules
 from streams import ports
 from streams.prompt import Prompt
 from streams.record_base import ServiceClass
@@ -70,7 +70,7 @@ def read_prompt(
     value: bytes | None,
     received_ms: int,
     passes_on: IsPassthrough = lambda _: False,
-    headers: Headers = (),
+    headers: ReadHeaders = (),
     rules: ResultRules = NO_REPLIES,
 ) -> PromptRecord | Cancel | Refused | UnreadablePrompt:
     """Parse a record of `prompts` in one step. Never raises."""
@@ -82,7 +82,7 @@ def prompt_steps(
     value: bytes | None,
     received_ms: int,
     passes_on: IsPassthrough,
-    headers: Headers,
+    headers: ReadHeaders,
     rules: ResultRules,
 ) -> Steps[PromptRecord | Cancel | Refused | UnreadablePrompt]:
     """Parse a record of `prompts`, in steps that are short enough for the event loop."""

@@ -51,7 +51,7 @@ TIMEOUT_MS = 5000
 REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
 _ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 
-LedgerRecord = Assigned | PrefillDone | Finished
+SimulatedLedgerRecord = Assigned | PrefillDone | Finished
 
 
 class SharedViews:
@@ -161,7 +161,7 @@ class LedgerReplica:
         self._open: dict[str, RunStatus] = {}
         self._position = 0
 
-    def on_record(self, record: LedgerRecord, at_ms: float) -> None:
+    def on_record(self, record: SimulatedLedgerRecord, at_ms: float) -> None:
         """Apply a record that was written at `at_ms`."""
         fact = LogRecord(self._position, int(at_ms), record)
         self._position += 1
@@ -169,7 +169,7 @@ class LedgerReplica:
         self.performance.on_record(fact)
         self.burst_detector.on_record(fact)
 
-    def _update_load(self, record: LedgerRecord, at_ms: int) -> None:
+    def _update_load(self, record: SimulatedLedgerRecord, at_ms: int) -> None:
         if isinstance(record, Assigned):
             place = WorkerRank(record.worker, record.epoch, record.rank)
             run = self._open[record.id] = RunStatus(

@@ -37,10 +37,10 @@ from app.simulation.event_queue import EventQueue
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.router_state import (
     HEARTBEAT_MS,
-    LedgerRecord,
     LedgerReplica,
     RouterState,
     SharedViews,
+    SimulatedLedgerRecord,
     assigned_record,
     finished_record,
     prefill_done_record,
@@ -384,7 +384,9 @@ class Simulator:
             self.router_slots[0].state.ledger.on_record(record, now_ms)
         self._progressed[worker.name] = None
 
-    def _write(self, simulated: SimulatedRequest, record: LedgerRecord, now_ms: float) -> None:
+    def _write(
+        self, simulated: SimulatedRequest, record: SimulatedLedgerRecord, now_ms: float
+    ) -> None:
         """Write a record of a worker; routers that read it plan again."""
         books = self.router_slots[simulated.router].state.ledger
 

@@ -24,11 +24,7 @@ from pydantic import ValidationError
 
 from app.preprocess.json_limits import check_size
 from app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from app.preprocess.requests.nvext import (
-    NvExt,
-    routing_fields_of,
-    with_headers,
-)
+from app.preprocess.requests.nvext import NvExt, routing_fields_of, with_headers
 from app.preprocess.requests.openai_requests import RoutingOptions
 from app.preprocess.requests.request_models import MAX_CHOICES, PassthroughBody
 from streams.records import ModelCard
