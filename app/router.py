@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
-from app.http.probes import Probes, StatusServer, catch_up_checks
+from app.http.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
 from app.lanes.capacity_reports import CapacityReporter
 from app.lanes.context import LedgerListener, RouterContext
 from app.lanes.failure_detector import FailureDetector
@@ -48,7 +48,6 @@ from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ LANE_CACHE_SIZE = 65_536
 """Ids whose lane is cached: every open run is in every heartbeat of its worker."""
 
 
-class Router:
+class Router(ObservedProcess):
     """One router; any number of them share the lanes of a deployment."""
 
     def __init__(
@@ -96,16 +95,6 @@ class Router:
             log, REQUESTS, GROUP, self, ctx.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
         )  # fmt: skip
-
-    @property
-    def url(self) -> str:
-        """The address of its probes, if they have a port. Only after `start`."""
-        return self._status.url
-
-    @property
-    def http(self) -> Starlette:
-        """The application of its probes. Only after `start`."""
-        return self._status.http
 
     async def start(self) -> None:
         """Read the views up to now, then join the group; returns when its lanes are served."""
@@ -241,7 +230,7 @@ class Router:
                 context.metrics.requests.on_record(fact, self._model_of)
             if isinstance(fact.record, Assigned) and not is_replay:
                 place = WorkerRank(fact.record.worker, fact.record.epoch, fact.record.rank)
-                self._reconcile_each(context.batch_scheduler.on_rank(place))
+                self._reconcile_each(context.batch_scheduler.giving_way_on(place))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
         """Reconcile these requests, in the lanes of this router."""

@@ -23,7 +23,7 @@ from app.lanes.scheduling.waiting_requests import (
 )
 from app.lanes.termination import CancellableWaits
 from app.routing.selection.decision import Placement, Rejection, Wait
-from app.routing.selection.handover import FirstPhase
+from app.routing.selection.handover_rules import FirstPhase
 from app.routing.selection.prompt_hashes import PromptHashes
 from streams.codecs import pack_tokens
 from streams.records import EndCode

@@ -27,7 +27,7 @@ REGISTER_TIMEOUT_S = 60.0
 """Time limit of the registration at the start of a process, in seconds. Later registrations have
 none: a loaded engine outlasts an outage of the broker."""
 
-CardAction = Literal["fine", "rewrite", "renew", "yield"]
+CardAction = Literal["none", "rewrite", "renew", "stop"]
 """The action that a registry record demands: none; write the overwritten card again; begin a new
 epoch; stop, since another process has this worker id."""
 
@@ -46,13 +46,13 @@ def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
         epoch = fact.offset if record.epoch is None else record.epoch
         own = True  # a tombstone ends an epoch without claiming the id
     else:
-        return "fine"
+        return "none"
     assert card.epoch is not None, "the worker is not registered yet"
     if epoch > card.epoch:
-        return "renew" if own else "yield"
+        return "renew" if own else "stop"
     if isinstance(record, Tombstone) and epoch == card.epoch:
         return "renew"
-    return "rewrite" if epoch < card.epoch and fact.offset > written_at else "fine"
+    return "rewrite" if epoch < card.epoch and fact.offset > written_at else "none"
 
 
 def worker_card(

@@ -229,7 +229,7 @@ def assigned_record(request_id: str, decision: Placement, phase: Phase = "aggreg
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
         prefill_tokens=decision.prefill_tokens, candidates=() if chosen is None else (chosen,),
-        held_ms=decision.forecast.queued_ms,
+        held_ms=decision.forecast.waited_ms,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from app.engine.simulated.step import release_held
 from app.routing.queueing.herd_avoidance import stagger_by_worker
 from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
-from app.routing.selection.handover import NO_HASHES, HandOverRules, decode_request
+from app.routing.selection.handover_rules import NO_HASHES, HandOverRules, decode_request
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 from app.routing.worker_rank import WorkerRank
@@ -330,7 +330,7 @@ class Simulator:
         """Send batch requests to workers, as far as they have capacity for them."""
         assert self.batch is not None
         router, state = self.router_slots[0][:2]
-        awaited = router.reserved_ranks()
+        awaited = router.ranks_with_reservations()
         while found := self.batch.place(state, router.config, awaited, len(self.workers), now_ms):
             task, decision = found
             worker = self.workers[decision.worker_rank.epoch]

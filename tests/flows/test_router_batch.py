@@ -177,7 +177,7 @@ async def test_one_search_finds_all_preempted_runs(world: MemoryWorld) -> None:
     with patch.object(batch_scheduler, "runs_to_preempt", wraps=runs_to_preempt) as search:
         end = len(world.records(LEDGER, 0)) + 4
         ledger.apply(Partition(LEDGER, 0), [LogRecord(end, 0, each) for each in interactive], end)
-        found = scheduler.on_rank(WorkerRank(worker.name, worker.epoch, 0))
+        found = scheduler.giving_way_on(WorkerRank(worker.name, worker.epoch, 0))
         states = {name: ledger.request(0, name) for name in found}
         assert sorted(found) == ["b", "c", "d", "e"]
         assert all(state and scheduler.gives_way(name, state) for name, state in states.items())

@@ -15,7 +15,7 @@ from app.bench.routing import cost_reference
 from app.perf_curves import PerfCurves
 from app.routing.selection.cost_kernels import COMPARED, DECODE_PART, PREFILL_PART
 from app.routing.selection.decision import Placement, RoutingConfig, RoutingState
-from app.routing.selection.handover import (
+from app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     FirstPhase,
     HandOverRules,

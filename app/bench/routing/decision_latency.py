@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from app.bench.bench_environment import PrintLine
 from app.bench.report import Report, Threshold
 from app.bench.routing import cost_reference
-from app.routing.queueing.batch_select import BatchContext, plan_uniform, uniform_groups
+from app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
 from app.routing.queueing.pending import PendingRequest, PendingRequests
 from app.routing.selection.decision import (
     Decision,
@@ -305,7 +305,7 @@ def queued_times(there: LoadedFleet, queued: int, count: int) -> list[float]:
         PendingRequest(n, n, PromptHashes(there.prompts[n % len(there.prompts)]), n, NOW_MS)
         for n in range(queued)
     ]
-    by = BatchContext(view, tuning)
+    by = PlanningContext(view, tuning)
     took, moved = [], list[tuple[WorkerRank, WorkerLoad]]()
     for n in range(count + WARM_UP_DECISIONS):
         _stir(there, places, moved)

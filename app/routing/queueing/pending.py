@@ -13,7 +13,7 @@ their classes (`fair_share.py`), and then by one of
 A `priority_jump` counts as waiting time in all three orders.
 
 So requests that look for a place at one moment are all planned before one of them goes
-(`batch_select.py`): otherwise the shortest of several concurrent requests would wait behind
+(`joint_planning.py`): otherwise the shortest of several concurrent requests would wait behind
 whichever was read first.
 
 Never here: whether a request may go, which `select.py` decides, and any clock.
@@ -79,7 +79,7 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
 
 
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):
-    """A held request. `arrival`: its position in the order of arrival.
+    """A request with a reservation. `arrival`: its position in the order of arrival.
 
     The lowest `strict_priority` goes first; then, within a class, the lowest `order`, which never
     changes, since all requests age at the same rate.
@@ -121,7 +121,7 @@ class PendingRequests(Generic[K]):
         return order
 
     def joined(self, looking: Iterable[PendingRequest[K]]) -> JoinedColumns:
-        """The reservations of all held requests, with rows for the `looking` ones, which are in
+        """The reservations of all pending requests, with rows for the `looking` ones, which are in
         the order of arrival.
         """
         return self._columns.joined([wanted.arrival for wanted in looking])
@@ -150,7 +150,7 @@ class PendingRequests(Generic[K]):
         return woken
 
     def next_retry_ms(self, key: K, hold: Wait) -> int | None:
-        """When a held request retries by itself; None: only on records, and now and then.
+        """When a pending request retries by itself; None: only on records, and now and then.
 
         Of the requests for one place the next in order retries when the place is predicted free.
         The others follow one by one as it goes.
@@ -192,7 +192,7 @@ class PendingRequests(Generic[K]):
         insort(line, (entry.order, arrival, key))
 
     def remove(self, key: K) -> None:
-        """Remove a request, if it is held."""
+        """Remove a request, if it is there."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -213,7 +213,7 @@ class PendingRequests(Generic[K]):
         entry = self._entries.get(key)
         return self._columns.others(None if entry is None else entry.arrival)
 
-    def reserved_ranks(self) -> set[WorkerRank]:
+    def ranks_with_reservations(self) -> set[WorkerRank]:
         """The places that have reservations."""
         return {place for places in self._by_worker.values() for place in places}
 
