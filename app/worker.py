@@ -217,7 +217,8 @@ class Worker(ObservedProcess):
     async def _start_engine(self) -> EngineConfig:
         """Start the engine with its listener, and publish the files and card of its model."""
         self._engine.set_kv_event_listener(self._on_engine_events)
-        config = with_adapters(await self._engine.start(self.id), self._settings)
+        started = await self._engine.start(self.id)
+        config = with_adapters(started, self._engine.adapters(), self._settings)
         check_role(config, self._settings, self.id)
         model = config.served_model_name or config.model
         self._metrics.model = model

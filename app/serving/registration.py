@@ -91,9 +91,16 @@ def check_role(config: EngineConfig, settings: Settings, worker_id: str) -> None
         )
 
 
-def with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
-    """The engine's configuration, with the adapters of the settings if it names none."""
-    if config.lora_names is not None or not (settings.adapters or settings.max_loras):
+def with_adapters(
+    config: EngineConfig, loaded: tuple[str, ...] | None, settings: Settings
+) -> EngineConfig:
+    """The engine's configuration, with the adapters of the settings if the engine names none.
+
+    `loaded`: those that the engine reports (`Engine.adapters`). A server that reports none has
+    none, whatever the settings say.
+    """
+    is_named = config.lora_names is not None or loaded is not None
+    if is_named or not (settings.adapters or settings.max_loras):
         return config
     return msgspec.structs.replace(
         config, lora_names=tuple(settings.adapters), max_loras=settings.max_loras
