@@ -70,8 +70,7 @@ def _main(
     *,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
     _show_version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_version, help="Show the version."),
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version.")
     ] = False,
 ) -> None:
     """Set up logging for all commands; `debug` is read by `_Commands`."""

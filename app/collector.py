@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from app.batches.job_runner import JobRunner
-from app.http.probes import Checks, Probes, StatusServer
+from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
 from app.metrics.collector_metrics import CollectorMetrics
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.byte_model import ByteModel, Model
@@ -40,7 +40,6 @@ from streams.views.follower import Follower
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ CHECK_PAUSE = 10.0
 reply, they read the ledger of `dedup_window_s` from Kafka: 90 000 records a second."""
 
 
-class Collector:
+class Collector(ObservedProcess):
     """One collector; any number of them share the lanes."""
 
     def __init__(
@@ -91,16 +90,6 @@ class Collector:
         self._reader = LaneReader(self._context, self._lanes)
         probes = Probes(self._checks, metrics.page, lambda: ctx.error is None)
         self._status = StatusServer(settings, ctx, probes, metrics.loop_delay)
-
-    @property
-    def http(self) -> Starlette:
-        """The application of its probes."""
-        return self._status.http
-
-    @property
-    def url(self) -> str:
-        """The address of its probes, if they have a port. Only after `start`."""
-        return self._status.url
 
     async def start(self) -> None:
         """Join the group; returns when the lanes that it got are taken over."""

@@ -66,7 +66,7 @@ class Indexer:
         }
         self._duty = SnapshotWriter(
             log, KV_EVENTS, CONSUMER_GROUP, index, follower, snapshots, clock, broker_clock,
-            offload=(pool or self._threads).run, every_s=settings.snapshot_interval_s,
+            offload=(pool or self._threads).run, interval_s=settings.snapshot_interval_s,
         )  # fmt: skip
         self._metrics = IndexerMetrics(index, self._followers, self._duty)
         self._access = AccessControl(settings, ctx)

@@ -34,15 +34,10 @@ from typing import TYPE_CHECKING, Any
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
 from opentelemetry.trace import SpanKind
 
-from app.http.probes import Checks, Probes, StatusServer
+from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
 from app.metrics.preprocessor_metrics import PreprocessorMetrics
 from app.preprocess.cooperative_steps import run_cooperatively
-from app.preprocess.kafka_prompts import (
-    PromptRecord,
-    UnreadablePrompt,
-    prompt_steps,
-    to_request,
-)
+from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, prompt_steps, to_request
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.byte_model import ByteModel, Model
 from app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
@@ -72,7 +67,6 @@ from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +75,7 @@ INITIAL_REPORTS = 1000
 """Reports that are read at startup: the last seconds of a few hundred routers."""
 
 
-class Preprocessor:
+class Preprocessor(ObservedProcess):
     """One preprocessor; any number of them share the prompts."""
 
     def __init__(
@@ -128,16 +122,6 @@ class Preprocessor:
         self._running: list[asyncio.Task[None]] = []
         probes = Probes(self._checks, self._metrics.page, lambda: ctx.error is None)
         self._status = StatusServer(settings, ctx, probes, self._metrics.loop_delay)
-
-    @property
-    def http(self) -> Starlette:
-        """The application of its probes."""
-        return self._status.http
-
-    @property
-    def url(self) -> str:
-        """The address of its probes, if they have a port. Only after `start`."""
-        return self._status.url
 
     def _checks(self) -> Checks:
         return {
@@ -263,10 +247,7 @@ class Preprocessor:
         )
 
     async def _answer(
-        self,
-        parsed: PromptRecord | Cancel | Refused,
-        record: Record,
-        service_class: ServiceClass,
+        self, parsed: PromptRecord | Cancel | Refused, record: Record, service_class: ServiceClass
     ) -> tuple[PreprocessedRecord, int]:
         if not isinstance(parsed, PromptRecord):
             return parsed, record.partition

@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
-from app.http.probes import Probes, StatusServer, catch_up_checks
+from app.http.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
 from app.lanes.capacity_reports import CapacityReporter
 from app.lanes.context import LedgerListener, RouterContext
 from app.lanes.failure_detector import FailureDetector
@@ -35,28 +35,19 @@ from app.routing.worker_rank import WorkerRank
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
 from indexer.precompile import compile_all
-from streams.clock import BrokerClock
+from streams.clock import CLOCK_SKEW_MS, BrokerClock
 from streams.errors import BrokerUnavailable
 from streams.ports import Log, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from streams.record_publisher import RecordPublisher
 from streams.records import Assigned, Heartbeat, LogRecord, Probe
-from streams.topics import (
-    ASSIGNMENTS,
-    KV_EVENTS,
-    LEDGER,
-    REGISTRY,
-    REQUESTS,
-    RESPONSES,
-    lane_of,
-)
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
 from streams.views.follower import Follower
 from streams.views.snapshot_store import SnapshotStore
 from streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +68,12 @@ RESPONSE_ENDS_INTERVAL_S = 1.0
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""
 
-CLOCK_SKEW_MS = 60_000
-"""Added to how far back a topic is read: the clocks of two brokers may differ."""
 
 LANE_CACHE_SIZE = 65_536
 """Ids whose lane is cached: every open run is in every heartbeat of its worker."""
 
 
-class Router:
+class Router(ObservedProcess):
     """One router; any number of them share the lanes of a deployment."""
 
     def __init__(
@@ -106,16 +95,6 @@ class Router:
             log, REQUESTS, GROUP, self, ctx.clock, broker_clock=self._broker_clock,
             keep_prompts=settings.keep_prompts,
         )  # fmt: skip
-
-    @property
-    def url(self) -> str:
-        """The address of its probes, if they have a port. Only after `start`."""
-        return self._status.url
-
-    @property
-    def http(self) -> Starlette:
-        """The application of its probes. Only after `start`."""
-        return self._status.http
 
     async def start(self) -> None:
         """Read the views up to now, then join the group; returns when its lanes are served."""
@@ -165,7 +144,7 @@ class Router:
         await self._listen(followers)
         self._lanes = self._context.partitions[REQUESTS]
         self._lane_of = lru_cache(LANE_CACHE_SIZE)(partial(lane_of, lanes=self._lanes))
-        self._deaths = FailureDetector(self._context)
+        self._failure_detector = FailureDetector(self._context)
         # The broker's time, which is where each log is read from: this machine's may be wrong.
         await self._context.publisher.publish(KV_EVENTS, self._name, Probe(by=self._name))
         ctx.spawn("tail", tail.run())
@@ -176,7 +155,7 @@ class Router:
         await load_follower.wait_caught_up()
         await fleet_follower.wait_caught_up()
         await index_follower.wait_caught_up()
-        ctx.spawn("deaths", self._deaths.run())
+        ctx.spawn("failure detector", self._failure_detector.run())
         ctx.spawn("response ends", self._follow_response_ends())
         ctx.spawn("tick", self._tick())
         ctx.spawn("drift", self._watch_drift())
@@ -251,7 +230,7 @@ class Router:
                 context.metrics.requests.on_record(fact, self._model_of)
             if isinstance(fact.record, Assigned) and not is_replay:
                 place = WorkerRank(fact.record.worker, fact.record.epoch, fact.record.rank)
-                self._reconcile_each(context.batch_scheduler.on_rank(place))
+                self._reconcile_each(context.batch_scheduler.giving_way_on(place))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
         """Reconcile these requests, in the lanes of this router."""
@@ -271,7 +250,8 @@ class Router:
             if not self._fleet.is_lost(beat.worker, beat.epoch):
                 self._reconcile(beat)
             elif is_news:
-                self._ctx.spawn("notify again", self._deaths.renotify(beat.worker, beat.epoch))
+                renotified = self._failure_detector.renotify(beat.worker, beat.epoch)
+                self._ctx.spawn("notify again", renotified)
         if self._fleet_version != self._fleet.version:
             self._fleet_version = self._fleet.version
             context.scheduler.on_fleet_changed()

@@ -2,8 +2,10 @@
 
 Owns the reading, the checks between areas and the texts of errors; names, defaults and units are in
 `app/configuration`, by area. Reads the environment when `Settings()` is called and never again; a
-process passes the value on and nothing below reads the environment. An empty variable counts as not
-set. Secrets come from the environment or from files and are masked wherever settings are shown.
+process passes the value on. Two folders are read where no settings are: KVLANE_CACHE_DIR in
+`streams/brokers/jvm_artifacts.py`, KVLANE_KERNEL_CACHE_DIR in `indexer/kernels.py`. An empty
+variable counts as not set. Secrets come from the environment or from files and are masked wherever
+settings are shown.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.engine.engine_factory import create_engine
 from app.engine.interface import Engine, EngineDead
-from app.http.probes import Checks, Probes, StatusServer
+from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
 from app.metrics.worker_metrics import WorkerMetrics
 from app.operator_error import OperatorError
 from app.runtime.process import ProcessContext, faststream_app
@@ -70,7 +70,6 @@ from streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
 
 if TYPE_CHECKING:
     from faststream import FastStream
-    from starlette.applications import Starlette
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class WorkerIdTaken(OperatorError):
     """A newer process has registered the same worker id. Set KVLANE_WORKER_ID to a unique value."""
 
 
-class Worker:
+class Worker(ObservedProcess):
     """One worker process. `start` returns after the registration and the first heartbeat."""
 
     def __init__(
@@ -128,15 +127,6 @@ class Worker:
     def epoch(self) -> int | None:
         """The current epoch; None before the first one and between two epochs."""
         return self._runs.epoch if self._runs is not None else None
-
-    @property
-    def http(self) -> Starlette:
-        return self._status.http
-
-    @property
-    def url(self) -> str:
-        """Base URL of the status server, if it has a port. Only after `start`."""
-        return self._status.url
 
     @property
     def is_alive(self) -> bool:
@@ -227,7 +217,8 @@ class Worker:
     async def _start_engine(self) -> EngineConfig:
         """Start the engine with its listener, and publish the files and card of its model."""
         self._engine.set_kv_event_listener(self._on_engine_events)
-        config = with_adapters(await self._engine.start(self.id), self._settings)
+        started = await self._engine.start(self.id)
+        config = with_adapters(started, self._engine.adapters(), self._settings)
         check_role(config, self._settings, self.id)
         model = config.served_model_name or config.model
         self._metrics.model = model
@@ -435,7 +426,7 @@ class Worker:
                 await registration.rewrite_card()
             case "renew":
                 self._restart_epoch("a record in the registry ended it")
-            case "yield":
+            case "stop":
                 self._drop_epoch()
                 raise WorkerIdTaken(
                     f"another process registered the worker id {self.id!r}: "

@@ -230,11 +230,7 @@ class Client:
             data += piece.data
             if piece.finish_reason is not None:
                 return ReplyResult(
-                    "".join(text),
-                    tuple(tokens),
-                    piece.finish_reason,
-                    usage=usage,
-                    data=tuple(data),
+                    "".join(text), tuple(tokens), piece.finish_reason, usage=usage, data=tuple(data)
                 )
         raise AssertionError("a stream ends with its last piece or with an error")
 

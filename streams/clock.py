@@ -11,6 +11,8 @@ import asyncio
 import time
 from typing import Protocol
 
+CLOCK_SKEW_MS = 60_000
+"""Largest difference between the clocks of two brokers: a topic is read from so much before."""
 _NEVER = float("-inf")
 
 

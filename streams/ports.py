@@ -30,12 +30,16 @@ class Partition(NamedTuple):
     partition: int
 
 
+Headers = tuple[tuple[str, bytes | None], ...]
+"""Names and values of the headers of a record, in order. Kafka's values may be null."""
+
+
 class Entry(NamedTuple):
     """One record to append. A value of None is a tombstone."""
 
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes | None], ...] = ()
+    headers: Headers = ()
 
 
 class TopicEntry(NamedTuple):
@@ -109,9 +113,7 @@ class Reader(Protocol):
     """Reads partitions from explicit positions; belongs to no group and commits nothing."""
 
     def assign(
-        self,
-        positions: Mapping[Partition, int],
-        keys: Container[bytes | None] | None = None,
+        self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
         """Read exactly these partitions, each from the given offset on.
 

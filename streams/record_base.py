@@ -35,7 +35,7 @@ EndCode = Literal[
     "pin_not_allowed",
 ]
 """Why a router ended a request; stop and length: the answer was complete, its last Chunk lost."""
-Json = bytes
+JsonText = bytes
 """A JSON value of any form, in UTF-8: passed on unchanged, read by its receiver only."""
 
 MAX_ID_CHARS = 200

@@ -198,12 +198,7 @@ class RecordPublisher:
                 first.cancel()  # unless it has ended
 
     async def publish_entry(
-        self,
-        topic: str,
-        entry: Entry,
-        partition: int | None = None,
-        *,
-        until: float | None = None,
+        self, topic: str, entry: Entry, partition: int | None = None, *, until: float | None = None
     ) -> Appended:
         """As `publish`, for an encoded entry."""
         place = (topic, entry.key if partition is None else partition)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from streams.record_base import InternalRecord, Json, ModelKind, ServiceClass
+from streams.record_base import InternalRecord, JsonText, ModelKind, ServiceClass
 
 ResultKind = Literal["chat", "completion", "tokens", "embedding"]
 """The kind of a prompt that has an answer."""
@@ -37,13 +37,13 @@ class StopConditions(InternalRecord, frozen=True):
 class GuidedDecoding(InternalRecord, frozen=True):
     """Constraints on the form of an answer; at most one of json, regex, choice, grammar and tag."""
 
-    json: Json | None = None
+    json: JsonText | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     backend: str | None = None
     whitespace_pattern: str | None = None
-    structural_tag: Json | None = None
+    structural_tag: JsonText | None = None
 
 
 class SamplingOptions(InternalRecord, frozen=True):
@@ -164,7 +164,7 @@ class PromptTokensDetails(InternalRecord, frozen=True):
 class PrefillResult(InternalRecord, frozen=True):
     """The result of prefill, for decode. The parameters are opaque."""
 
-    disaggregated_params: Json
+    disaggregated_params: JsonText
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
@@ -197,7 +197,7 @@ class MultimodalData(InternalRecord, frozen=True):
 
     kind: Literal["url", "raw_url", "decoded"]
     url: str = ""
-    decoded: Json | None = None
+    decoded: JsonText | None = None
 
 
 class RoutingTokens(NamedTuple):
@@ -214,7 +214,7 @@ class OpenAiBody(InternalRecord, frozen=True):
     """
 
     kind: Literal["chat", "completion", "embedding"]
-    json: Json
+    json: JsonText
     prompt_tokens: int = 0
 
 
@@ -239,7 +239,7 @@ class ResultOptions(InternalRecord, frozen=True):
     """
 
     kind: ResultKind = "chat"
-    metadata: Json = b"{}"
+    metadata: JsonText = b"{}"
     batch_id: str = ""
     custom_id: str = ""
     reply: ReplyAddress | None = None
@@ -277,10 +277,10 @@ class Request(InternalRecord, frozen=True):
     prefill_result: PrefillResult | None = None
     migration_link: TraceLink | None = None
     bootstrap_info: BootstrapInfo | None = None
-    extra_args: Json | None = None
+    extra_args: JsonText | None = None
     router: RouterParams | None = None
-    agent_context: Json | None = None
-    mm_processor_kwargs: Json | None = None
+    agent_context: JsonText | None = None
+    mm_processor_kwargs: JsonText | None = None
     request_timestamp_ms: float | None = None
     is_probe: bool = msgspec.field(default=False, name="_HEALTH_CHECK")
     body: OpenAiBody | None = None

@@ -114,10 +114,7 @@ class Topic(NamedTuple):
             shared["retention.ms"] = str(self.retention_ms)
             # Retention by time alone: unfinished work stays readable, however much is written.
             shared["retention.bytes"] = "-1"
-        return shared | {
-            "cleanup.policy": ",".join(policies),
-            "segment.ms": str(segment_ms // 4),
-        }
+        return shared | {"cleanup.policy": ",".join(policies), "segment.ms": str(segment_ms // 4)}
 
 
 TOPICS: tuple[Topic, ...] = (

@@ -33,16 +33,16 @@ _ID_BYTES = 6
 _SALT_BYTES = 16
 _SECRET_BYTES = 32
 
-Role = Literal["user", "operator", "metrics"]
+KeyRole = Literal["user", "operator", "metrics"]
 """`user`: models and its tenant's streams. `operator`: also dry runs, the indexer and figures.
 `metrics`: figures only."""
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@-]{1,100}\Z")]
+KeyName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@-]{1,100}\Z")]
 """Without a slash and a zero byte, the separators after tenants."""
 Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]+\Z", max_length=128)]
 MAX_LIMIT = 2**53
 """Larger limits are not exact as floats, which buckets use."""
-Limit = Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)]
+KeyLimit = Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)]
 
 
 class KeyFileError(OperatorError):
@@ -63,12 +63,12 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     `share_cache`: its prompts share cached blocks with all requests without a tenant's salt.
     """
 
-    requests: Limit | None = None
-    tokens: Limit | None = None
-    requests_per_minute: Limit | None = None
-    tokens_per_minute: Limit | None = None
-    file_bytes: Limit | None = None
-    batches: Limit | None = None
+    requests: KeyLimit | None = None
+    tokens: KeyLimit | None = None
+    requests_per_minute: KeyLimit | None = None
+    tokens_per_minute: KeyLimit | None = None
+    file_bytes: KeyLimit | None = None
+    batches: KeyLimit | None = None
     queue_class: str = ""
     share_cache: bool = False
 
@@ -76,11 +76,11 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One key. `note`: for people; `expires`: with a time zone."""
 
-    id: Name
+    id: KeyName
     salt: Hex
     hash: Hex
-    tenant: Name
-    role: Role = "user"
+    tenant: KeyName
+    role: KeyRole = "user"
     note: str = ""
     expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     disabled: bool = False
@@ -97,7 +97,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file."""
 
-    tenants: dict[Name, Tenant] = {}
+    tenants: dict[KeyName, Tenant] = {}
     keys: list[ApiKey] = []
 
     def with_key(self, key: ApiKey) -> KeyFile:
@@ -148,7 +148,7 @@ class KeyRing:
 
 
 def new_key(
-    tenant: str, role: Role = "user", note: str = "", expires: datetime | None = None
+    tenant: str, role: KeyRole = "user", note: str = "", expires: datetime | None = None
 ) -> CreatedKey:
     """A random key of a tenant."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)

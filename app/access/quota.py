@@ -166,12 +166,9 @@ class QuotaLease:
 
     def add_reader(self, now_s: float) -> QuotaRefusal | None:
         """Count a reader of an existing stream."""
-        quota, most = self.quota, self.quota.limits.requests
-        if most is not None and quota.attached + 1 > most:
-            return QuotaRefusal("requests", _in_flight(most), QUOTA_RETRY_S if most else None)
-        if (refusal := quota.take("requests", 1, now_s)) is not None:
+        if (refusal := self._refusal(self.quota.attached, 0, 1, now_s)) is not None:
             return refusal
-        quota.attached += 1
+        self.quota.attached += 1
         self._attached += 1
         return None
 
@@ -186,16 +183,20 @@ class QuotaLease:
         self.answers = ()
 
     def _more_requests(self, more: int, now_s: float) -> QuotaRefusal | None:
-        quota, most = self.quota, self.quota.limits.requests
-        if most is not None and quota.requests + more > most:
-            can_be = self._requests + more <= most
-            return QuotaRefusal("requests", _in_flight(most), QUOTA_RETRY_S if can_be else None)
-        if (refusal := quota.take("requests", more, now_s)) is not None:
+        if (refusal := self._refusal(self.quota.requests, self._requests, more, now_s)) is not None:
             return refusal
-        quota.requests += more
+        self.quota.requests += more
         self._requests += more
         return None
 
+    def _refusal(self, used: int, own: int, more: int, now_s: float) -> QuotaRefusal | None:
+        """Why the tenant, with `used` at a time, may not have more; else they count in its rate.
 
-def _in_flight(most: int) -> str:
-    return f"the tenant may have {most} requests at a time"
+        `own`: those of `used` that this lease has, which do not end while it waits.
+        """
+        most = self.quota.limits.requests
+        if most is not None and used + more > most:
+            again_s = QUOTA_RETRY_S if own + more <= most else None
+            excess = f"the tenant may have {most} requests at a time"
+            return QuotaRefusal("requests", excess, again_s)
+        return self.quota.take("requests", more, now_s)

@@ -13,7 +13,7 @@ import msgspec
 
 from app.audit.recompute import find_difference, has_inputs
 from app.routing.selection.cost_kernels import DECODE_PART, MISSED_TARGET_MS
-from app.routing.selection.handover import is_handed_over
+from app.routing.selection.handover_rules import is_handed_over
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
 from app.routing.selection.select import Reconstructed, reconstruct

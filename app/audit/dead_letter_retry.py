@@ -22,7 +22,7 @@ from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_pr
 from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import RecordError
-from streams.ports import Appended, Entry, Log, Partition
+from streams.ports import Appended, Entry, Headers, Log, Partition
 from streams.reading.dead_letter_format import DeadLetter, parse_dead_letter
 from streams.reading.range_reader import Progress, read_range, record_at
 from streams.record_publisher import RecordPublisher
@@ -45,7 +45,7 @@ class DeadLetterRecord(NamedTuple):
     timestamp: int
     key: bytes | None
     value: bytes
-    headers: tuple[tuple[str, bytes | None], ...]
+    headers: Headers
     source: str
 
 
@@ -196,9 +196,7 @@ async def _check_unknown(log: Log, clock: Clock, letter: DeadLetter, request_id:
         )
 
 
-def _content(
-    letter: DeadLetter, value: bytes, headers: tuple[tuple[str, bytes | None], ...], where: str
-) -> DeadLetterRecord:
+def _content(letter: DeadLetter, value: bytes, headers: Headers, where: str) -> DeadLetterRecord:
     return DeadLetterRecord(
         letter.origin_partition, letter.origin_offset, letter.at_ms, letter.key, value, headers,
         where,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from app.routing.selection.handover import is_handed_over, recompute_choice_costs
+from app.routing.selection.handover_rules import is_handed_over, recompute_choice_costs
 from app.routing.selection.policies import POLICIES
 from app.routing.selection.select import recompute_choice, reconstruct
 from app.routing.worker_rank import WorkerRank

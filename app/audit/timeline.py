@@ -87,10 +87,7 @@ class RequestTimeline(NamedTuple):
 
 
 async def explain_request(
-    log: Log,
-    clock: Clock,
-    request_id: str,
-    progress: Progress = lambda _done, _total: None,
+    log: Log, clock: Clock, request_id: str, progress: Progress = lambda _done, _total: None
 ) -> RequestTimeline:
     """Read all records of a request.
 

@@ -7,6 +7,9 @@ process is found by id too, since a look-up in vain reads to the present end of 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from app.batches.batch_view import BatchView, batch_key, cancel_key, file_key
 from streams.batch_records import BatchCancel, BatchJob, FileCard
@@ -18,6 +21,8 @@ from streams.record_publisher import RecordPublisher
 from streams.records import Tombstone
 from streams.topics import BATCH_JOBS, partition_of
 from streams.views.follower import Follower, OnApplied
+
+T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 """Time limit of a write, and of reading to the end of a partition."""
@@ -36,10 +41,7 @@ class BatchLog:
 
     async def file(self, file_id: str, tenant: str) -> FileCard | None:
         """A file of a tenant."""
-        if (card := self.view.file(file_id, tenant)) is None:
-            await self.read_to_end(await self.partition_of(file_id))
-            card = self.view.file(file_id, tenant)
-        return card
+        return await self._look_up(file_id, partial(self.view.file, file_id, tenant))
 
     async def put_file(self, card: FileCard) -> None:
         """Write the card of a file, whose content is complete."""
@@ -50,10 +52,7 @@ class BatchLog:
 
     async def job(self, job_id: str, tenant: str) -> BatchJob | None:
         """A job of a tenant."""
-        if (job := self.view.job(job_id, tenant)) is None:
-            await self.read_to_end(await self.partition_of(job_id))
-            job = self.view.job(job_id, tenant)
-        return job
+        return await self._look_up(job_id, partial(self.view.job, job_id, tenant))
 
     async def put_job(self, job: BatchJob) -> None:
         """Write the present state of a job."""
@@ -77,6 +76,13 @@ class BatchLog:
         """Wait until the view has all that is in a partition now."""
         ends = await self._log.end_offsets(BATCH_JOBS, [partition])
         await self._wait_for(partition, ends[partition])
+
+    async def _look_up(self, entity_id: str, find: Callable[[], T | None]) -> T | None:
+        """What the view has of an entity; if nothing, after reading to the end of its partition."""
+        if (found := find()) is None:
+            await self.read_to_end(await self.partition_of(entity_id))
+            found = find()
+        return found
 
     async def _wait_for(self, partition: int, offset: int) -> None:
         try:

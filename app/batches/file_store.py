@@ -20,8 +20,8 @@ from streams.batch_records import FileCard
 from streams.clock import Clock
 from streams.codecs import TYPE_HEADER
 from streams.errors import PositionLost, StreamError
-from streams.ports import Appended, Entry, Log, Partition, Record
-from streams.reading.part_format import PART_BYTES, Headers, numbered_part, part_number
+from streams.ports import Appended, Entry, Headers, Log, Partition, Record
+from streams.reading.part_format import PART_BYTES, numbered_part, part_number
 from streams.reading.range_reader import read_range
 from streams.record_publisher import RecordPublisher
 from streams.topics import FILE_PARTS, partition_of

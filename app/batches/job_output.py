@@ -22,8 +22,8 @@ from app.batches.file_store import FileStore, PartOrder, WrittenFile
 from app.batches.output_lines import OutputLine, failure_line
 from streams.batch_records import BatchJob
 from streams.errors import RecordTooLarge
-from streams.ports import Record
-from streams.reading.part_format import PART_BYTES, Headers
+from streams.ports import Headers, Record
+from streams.reading.part_format import PART_BYTES
 
 MAX_LINES_PER_PART = 5000
 """Their indices in the headers take 25 kB at most, so that a part stays below 1 MiB."""
@@ -69,10 +69,7 @@ class JobOutput:
         self._partition = partition
         self._first = job.outputs_from
         self._run = run
-        self._files = (
-            _OutputFile(output_file_id(job.id)),
-            _OutputFile(error_file_id(job.id)),
-        )
+        self._files = (_OutputFile(output_file_id(job.id)), _OutputFile(error_file_id(job.id)))
         self._is_done = bytearray(job.lines + 1)
         self._parts = [0, 0]
         """Numbers of the next parts."""

@@ -23,14 +23,15 @@ from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.batch_records import BatchJob
 from streams.errors import AccessDenied, LogClosed, StreamError
-from streams.ports import Log, Member, Partition
+from streams.ports import Log, Partition
+from streams.reading.group_membership import GroupMembership
 from streams.records import LogRecord
 from streams.topics import BATCH_JOBS
 
 log = logging.getLogger(__name__)
 
 GROUP = "collector-jobs"
-POLL_S = 1.0
+
 CHECK_S = 1.0
 """Period of checks for jobs to start; also the delay before a run is repeated."""
 MAX_RUNNING = 8
@@ -43,14 +44,13 @@ class JobRunner:
     """A `ProcessLifecycle` that is a part of another one."""
 
     def __init__(self, log: Log, settings: Settings, ctx: ProcessContext) -> None:
-        self._log = log
         self._ctx = ctx
         self._batches = BatchLog(log, ctx.clock, self._applied)
         self._context = JobContext(
             log, ctx.clock, ctx.rng, self._batches, FileStore(log, ctx.clock),
             settings.batch_max_lines,
         )  # fmt: skip
-        self._member: Member | None = None
+        self._membership = GroupMembership(log, BATCH_JOBS, GROUP, self)
         self._owned: dict[int, object] = {}
         """By owned partition, a token of its assignment."""
         self._read: dict[int, object] = {}
@@ -59,7 +59,6 @@ class JobRunner:
         self._errors: dict[str, list[str]] = {}
         """By job, the errors of this program that ended its runs."""
         self._changed = asyncio.Event()
-        self._is_closing = False
 
     @property
     def running_jobs(self) -> int:
@@ -75,15 +74,13 @@ class JobRunner:
         """Return when all jobs are read."""
         self._ctx.spawn("batch jobs", self._batches.follower.run())
         await self._batches.follower.wait_caught_up()
-        self._ctx.spawn("ownership of jobs", self._join())
+        self._ctx.spawn("ownership of jobs", self._membership.run())
         self._ctx.spawn("jobs", self._run())
 
     async def stop(self) -> None:
         """Leave all jobs to other runners."""
-        self._is_closing = True
         self.revoked(frozenset(self._owned))
-        if self._member is not None:
-            await self._member.close()
+        await self._membership.close()
 
     # --- ownership, called by the member ---
 
@@ -104,15 +101,6 @@ class JobRunner:
 
     def _applied(self, _: Partition, __: Sequence[LogRecord]) -> None:
         self._changed.set()
-
-    async def _join(self) -> None:
-        self._member = member = self._log.member(BATCH_JOBS, GROUP, self)
-        try:
-            while True:
-                await member.poll(POLL_S)  # never a record: no partition is resumed
-        except LogClosed:
-            if not self._is_closing:
-                raise
 
     async def _read_to_end(self, partition: int, token: object) -> None:
         """A job may be older than the assignment, and its last record just written."""

@@ -59,8 +59,7 @@ def replay(
 
 def verify_decisions(
     source: Annotated[
-        str,
-        typer.Argument(metavar="FILE|PERIOD", help="A capture, or a period: -1h, -1h..-5m."),
+        str, typer.Argument(metavar="FILE|PERIOD", help="A capture, or a period: -1h, -1h..-5m.")
     ],
     *,
     json: JsonOption = None,

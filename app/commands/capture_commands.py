@@ -24,8 +24,7 @@ SECRET_BYTES = 32
 def capture(
     *,
     since: Annotated[
-        str,
-        typer.Option("--from", metavar="TIME", help="Start of the period: -1h, or as in --to."),
+        str, typer.Option("--from", metavar="TIME", help="Start of the period: -1h, or as in --to.")
     ],
     until: Annotated[
         str,

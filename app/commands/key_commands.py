@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.access import key_file
-from app.access.key_file import KeyFile, KeyFileError, Role, Tenant
+from app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
 from app.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
@@ -168,7 +168,7 @@ def _path(file: Path | None) -> Path:
     return path
 
 
-def _role(role: str) -> Role:
+def _role(role: str) -> KeyRole:
     for each in ("user", "operator", "metrics"):
         if role == each:
             return each

@@ -60,8 +60,7 @@ def simulate(
         float, typer.Option(help="Largest random delay of an arrival, in seconds.", min=0.0)
     ] = 0.0,
     policy: Annotated[
-        str,
-        typer.Option(help="Policies, joined by commas; dynamo:64 sets its prefill_load_scale."),
+        str, typer.Option(help="Policies, joined by commas; dynamo:64 sets its prefill_load_scale.")
     ] = "predictive,dynamo,round_robin",
     seeds: Annotated[int, typer.Option(help="Runs of each policy.", min=1)] = 1,
     blocks: Annotated[
@@ -200,7 +199,7 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
     conditions = f"; {like['conditions']}" if like["conditions"] else ""
     console.print(
         f"{like['requests']} requests for {like['workers']} workers, {like['speed']:g} times as "
-        f"fast as recorded{jitter}{conditions}",
+        f"fast as recorded{jitter}{conditions}"
     )
     has_seeds = any(row["seed"] for row in rows)
     seed = ("seed",) if has_seeds else ()
@@ -219,8 +218,7 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
         )
     console.print(table)
     console.print(
-        "reuse: prompt tokens found in a cache; times are means unless named otherwise",
-        style="dim",
+        "reuse: prompt tokens found in a cache; times are means unless named otherwise", style="dim"
     )
 
 

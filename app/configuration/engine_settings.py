@@ -24,8 +24,7 @@ class EngineSettings(BaseModel):
     )
     model: str = Field("demo", min_length=1, description="name under which the model is served")
     model_path: Path | None = Field(
-        None,
-        description="directory of the model in Hugging Face layout; empty: the demo model",
+        None, description="directory of the model in Hugging Face layout; empty: the demo model"
     )
     context_length: int = Field(
         8192, ge=1, description="maximum of prompt and output together, in tokens"
@@ -38,7 +37,8 @@ class EngineSettings(BaseModel):
     adapters: dict[str, Path] = Field(
         {},
         description="LoRA adapters that the engine loads when it starts, as a JSON object of names "
-        "and directories; the engines simulated and echo read no directory",
+        'and directories, such as {"sql": "/adapters/sql"}; the engines simulated and echo read no '
+        "directory; engine attached has those of its server instead",
     )
     max_loras: int = Field(
         0,
@@ -124,7 +124,8 @@ class EngineSettings(BaseModel):
     attach_bootstrap: str = Field(
         "",
         description="engine attached: address, host:port, where decode servers meet a SGLang "
-        "server that computes prompts, with its --disaggregation-bootstrap-port (8998 by default)",
+        "server that computes prompts, with its --disaggregation-bootstrap-port (8998 by default), "
+        "such as 10.0.0.7:8998; set at the prefill worker only",
     )
     validate_engine: bool = Field(
         False, description="check every engine output against the engine interface while it runs"

@@ -8,21 +8,14 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import (
-    ReadableFile,
-    SettingsError,
-    are_on_loopback,
-    listed,
-)
+from app.configuration.setting_values import ReadableFile, SettingsError, are_on_loopback, listed
 
 
 class HttpSettings(BaseModel):
     """HTTP ports, access to them, and gateways."""
 
     http_host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="address that every process listens on",
+        "127.0.0.1", min_length=1, description="address that every process listens on"
     )
     http_port: int = Field(
         8000, ge=0, le=65535, description="port of the gateway; 0: any free port"
@@ -74,8 +67,7 @@ class HttpSettings(BaseModel):
         False, description="whether /metrics is served without a key although there are API keys"
     )
     http_tls_cert: ReadableFile | None = Field(
-        None,
-        description="PEM file with the certificate chain of the HTTP ports; empty: no TLS",
+        None, description="PEM file with the certificate chain of the HTTP ports; empty: no TLS"
     )
     http_tls_key: ReadableFile | None = Field(
         None, description="PEM file with the unencrypted private key of KVLANE_HTTP_TLS_CERT"

@@ -7,12 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import (
-    UPPER_CASE,
-    ReadableFile,
-    SettingsError,
-    variable_name,
-)
+from app.configuration.setting_values import UPPER_CASE, ReadableFile, SettingsError, variable_name
 from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
 
 
@@ -24,9 +19,10 @@ class KafkaSettings(BaseModel):
     )
     broker: Literal["auto", "env", "docker", "jvm", "memory"] = Field(
         "auto",
-        description="source of the broker for demos and tests: env uses KVLANE_BOOTSTRAP_SERVERS, "
-        "docker and jvm start one, memory is the in-process broker, auto takes the first "
-        "that works",
+        description="source of the broker for `kvlane demo`, `kvlane up` and tests: env uses "
+        "KVLANE_BOOTSTRAP_SERVERS; docker and jvm start one; memory is an in-process broker, not "
+        "for `kvlane up`; auto uses KVLANE_BOOTSTRAP_SERVERS if set, else the first of docker, jvm "
+        "and memory that starts",
     )
     request_timeout_ms: int = Field(
         4000,
@@ -50,7 +46,9 @@ class KafkaSettings(BaseModel):
         None, description="PEM file of the client certificate, for mutual TLS"
     )
     ssl_keyfile: ReadableFile | None = Field(
-        None, description="PEM file of the client's private key"
+        None,
+        description="PEM file of the private key of KVLANE_SSL_CERTFILE, such as "
+        "/etc/kvlane/kafka-user/user.key; for HTTP see KVLANE_HTTP_TLS_KEY",
     )
     ssl_keypassword: SecretStr = Field(
         SecretStr(""), description="password of the private key, if it is encrypted"
@@ -126,12 +124,7 @@ def kafka_conflicts(settings: KafkaSettings) -> Iterator[str]:
 
 def _sasl_conflicts(settings: KafkaSettings, protocol: str) -> Iterator[str]:
     if not settings.security_protocol.startswith("SASL_"):
-        for name in (
-            "sasl_mechanism",
-            "sasl_username",
-            "sasl_password",
-            "sasl_oauth_token_file",
-        ):
+        for name in ("sasl_mechanism", "sasl_username", "sasl_password", "sasl_oauth_token_file"):
             if getattr(settings, name):  # an empty SecretStr is false
                 variable = variable_name(name)
                 yield f"{variable} is set, but {protocol} does not use it: use SASL_SSL"

@@ -25,22 +25,21 @@ class RequestSettings(BaseModel):
         600, gt=0, description="longest time limit that a request may set, in seconds"
     )
     dedup_window_s: float = Field(
-        1200,
-        gt=0,
-        description="time during which a repeated request id is recognised, in seconds",
+        1200, gt=0, description="time during which a repeated request id is recognised, in seconds"
     )
     max_attempts: int = Field(
         3, ge=1, description="failed attempts after which a request ends with an error"
     )
     results: Literal["requested", "all", "batch"] = Field(
         "requested",
-        description="requests that get a record on results: those whose prompt asks for it or "
-        "belongs to a batch job, all (also over HTTP), or those of batch jobs only",
+        description="requests that get a record on results: requested: those whose prompt asks for "
+        "it or belongs to a batch job; all: also those over HTTP; batch: those of batch jobs only. "
+        "Read by preprocessors and gateways",
     )
     reply_topic_prefixes: str = Field(
         "",
         description="prefixes of the topics that prompts may name for a copy of their result, "
-        "separated by commas; empty: none",
+        "separated by commas, such as replies.,shop.answers.; empty: none",
     )
 
     @property

@@ -102,12 +102,12 @@ class RouterSettings(BaseModel):
         "session_hash",
         "direct",
     ] = Field(
-        "predictive", description="routing policy: how a worker is selected among the eligible ones"
+        "predictive",
+        description="routing policy: how a worker is selected among the eligible ones: predictive, "
+        "dynamo, least_loaded, round_robin, random, power_of_two, session_hash or direct",
     )
     overlap_score_credit: float = Field(
-        1.0,
-        ge=0,
-        description="policy dynamo: weight of a cached prompt block, in blocks",
+        1.0, ge=0, description="policy dynamo: weight of a cached prompt block, in blocks"
     )
     prefill_load_scale: float = Field(
         1.0, ge=0, description="policy dynamo: weight of a prefill block, in decode blocks"
@@ -148,7 +148,8 @@ class RouterSettings(BaseModel):
     snapshot_interval_s: float = Field(
         300,
         gt=0,
-        description="time between two snapshots of the index by an indexer, in seconds",
+        description="age of the newest snapshot of a partition after which an indexer writes "
+        "another, in seconds; sooner after 20 000 records",
     )
 
     @field_validator("queue_classes")

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, Field, SecretStr
 
 from app.configuration.setting_values import ReadableFile, exceeds
-from streams.topics import (
-    ASSIGNMENTS,
-    DEFAULT_LANES,
-    KV_EVENTS,
-    PROMPTS,
-    RESULTS,
-    TOPICS_BY_NAME,
-)
+from streams.topics import ASSIGNMENTS, DEFAULT_LANES, KV_EVENTS, PROMPTS, RESULTS, TOPICS_BY_NAME
 
 
 class TopicSettings(BaseModel):

@@ -16,7 +16,8 @@ class WorkerSettings(BaseModel):
     worker_id: str = Field(
         default_factory=unique_name,
         pattern=r"^[A-Za-z0-9._:-]{1,128}$",
-        description="name of this worker, unique in the deployment",
+        description="name of this worker, unique in the deployment; keep it over restarts, so that "
+        "the new process replaces the one before at once",
     )
     worker_role: Role = Field(
         "aggregated",

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import SecretStr
 from rich.console import Console
@@ -27,7 +27,7 @@ from app.local.processes import free_port
 from app.preprocessor import Preprocessor
 from app.router import Router
 from app.settings import Settings
-from streams.brokers.broker_factory import Broker, Kind, obtain_broker
+from streams.brokers.broker_factory import Broker, BrokerChoice, obtain_broker
 
 DEMO_WORKERS = 4
 CONTEXT_LENGTH = 16_384
@@ -48,8 +48,6 @@ PROCESS_FACTORIES: dict[str, ProcessFactory] = {
     "collector": Collector,
     "gateway": Gateway,
 }
-
-BrokerChoice = Literal["auto"] | Kind
 
 
 def run_vllm_demo(

@@ -107,9 +107,6 @@ class AnswerOracle:
         prepared = await self._model.prepare(read_openai(kind, body))
         request = prepared.requests[0]
         answer = expected_answer(
-            request,
-            self._speaker,
-            self._model.text_stream(request),
-            self._settings.context_length,
+            request, self._speaker, self._model.text_stream(request), self._settings.context_length
         )
         return DemoAnswer(request_id, answer, token_count(request.token_ids), self._clock.now())

@@ -123,11 +123,7 @@ class VllmScenario(DemoSession):
         limits = {"ignore_eos": True}
         async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=ANSWER_S) as chat:
             reply = await chat.chat.completions.create(
-                model=MODEL,
-                messages=[turn],
-                max_tokens=24,
-                temperature=0,
-                extra_body=limits,
+                model=MODEL, messages=[turn], max_tokens=24, temperature=0, extra_body=limits
             )
         text = reply.choices[0].message.content or ""
         self._console.print(f"[bold]answer[/]  {escape(repr(text))}\n", highlight=False)

@@ -45,7 +45,7 @@ import msgspec
 
 from app.operator_error import OperatorError
 from indexer.cache_events.engine_events import EngineEvent
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.records import (
     GUIDED_DECODING_FEATURE,
     LOGPROBS_FEATURE,
@@ -138,7 +138,7 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     message: str = ""
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
-    transfer: Json | None = None
+    transfer: JsonText | None = None
     text: str = ""
     data: tuple[PassthroughDelta, ...] = ()
 

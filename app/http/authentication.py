@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.access.key_file import ApiKey, KeyFileError, KeyRing, Role, Tenant, read_key_file
+from app.access.key_file import ApiKey, KeyFileError, KeyRing, KeyRole, Tenant, read_key_file
 from app.access.quota import CountedAnswer, QuotaLease, QuotaRefusal, TenantQuota
 from app.http.api_errors import ApiError
 from app.runtime.process import ProcessContext
@@ -104,7 +104,7 @@ class Caller:
     """Sender of an HTTP request: tenant, role, and its share of the limits."""
 
     def __init__(
-        self, tenant: str = "", role: Role = "operator", lease: QuotaLease | None = None,
+        self, tenant: str = "", role: KeyRole = "operator", lease: QuotaLease | None = None,
         terms: Tenant | None = None, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         """Without arguments: any sender where there are no keys."""
@@ -226,7 +226,7 @@ class AccessControl:
         else:
             log.warning("no API keys: HTTP on %s is open to all", settings.http_host)
 
-    def authenticate(self, scope: Scope, needs: Role) -> Caller:
+    def authenticate(self, scope: Scope, needs: KeyRole) -> Caller:
         """The sender of a request, if it has the right to its path.
 
         `needs`: the role for all paths but probes. Raises ApiError, 401 or 403.
@@ -251,7 +251,7 @@ class AccessControl:
 class Authentication:
     """ASGI middleware: lets requests with the right to their path through, as a `Caller`'s."""
 
-    def __init__(self, app: ASGIApp, access: AccessControl, needs: Role = "user") -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, needs: KeyRole = "user") -> None:
         """`needs`: the role that requests need, but for probes and figures."""
         self._app = app
         self._access = access

@@ -118,6 +118,22 @@ class StatusServer:
             await self._server.stop()
 
 
+class ObservedProcess:
+    """A process with a status server. Its constructor sets `_status`."""
+
+    _status: StatusServer
+
+    @property
+    def http(self) -> Starlette:
+        """The application of its probes."""
+        return self._status.http
+
+    @property
+    def url(self) -> str:
+        """The address of its probes, if they have a port. Only after `start`."""
+        return self._status.url
+
+
 def _judged(name: str, is_good: bool, more: Checks) -> Response:  # noqa: FBT001 - the verdict
     status = HTTPStatus.OK if is_good else HTTPStatus.SERVICE_UNAVAILABLE
     return Response(msgspec.json.encode({name: is_good} | dict(more)), status, media_type=JSON)

@@ -23,7 +23,7 @@ from app.lanes.scheduling.waiting_requests import (
 )
 from app.lanes.termination import CancellableWaits
 from app.routing.selection.decision import Placement, Rejection, Wait
-from app.routing.selection.handover import FirstPhase
+from app.routing.selection.handover_rules import FirstPhase
 from app.routing.selection.prompt_hashes import PromptHashes
 from streams.codecs import pack_tokens
 from streams.records import EndCode
@@ -79,11 +79,7 @@ class Admission:
         self._handovers = handovers
 
     async def find_place(
-        self,
-        rest: RemainingWork,
-        handover: HandOver | None = None,
-        *,
-        is_cancellable: bool = True,
+        self, rest: RemainingWork, handover: HandOver | None = None, *, is_cancellable: bool = True
     ) -> Placement | Rejection | DeferredRequest:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.routing.selection.decision import Placement
-from app.routing.selection.handover import prefill_request
+from app.routing.selection.handover_rules import prefill_request
 from app.routing.state.request_state import RunId
 from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens
@@ -31,7 +31,7 @@ def decision_record(
         policy=choice.policy, params=choice.params, seed=choice.seed,
         block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
         prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=router,
-        held_ms=choice.forecast.queued_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
+        held_ms=choice.forecast.waited_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
         session=_session_use(request, choice), lora_name=request.hints.lora_name or "",
         known_ms=known_ms,
         service_class=request.service_class, is_preemptible=is_resumable(request),

@@ -22,7 +22,7 @@ from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.reconcile import ReconcileTimeouts
 from app.routing.selection.batch_placement import BatchBounds
 from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
-from app.routing.selection.handover import HandOverRules
+from app.routing.selection.handover_rules import HandOverRules
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
 from app.routing.state.active_load import ActiveLoad
@@ -72,7 +72,7 @@ def routing_config(settings: Settings) -> RoutingConfig:
         prefill_load_scale=settings.prefill_load_scale,
         temperature=settings.router_temperature,
     )
-    # Without a queue, a request held for a better place would be refused beside a free one.
+    # Without a queue, a request that waits for a better place would be refused beside a free one.
     max_queue_wait_s = settings.max_queue_wait_s if settings.max_queued_requests else 0.0
     predicting = PredictiveWeights(settings.decode_weight, max_queue_wait_s * 1000)
     transfers = TransferSpeed(settings.transfer_bandwidth, settings.transfer_latency_ms)
@@ -172,11 +172,6 @@ class RouterContext:
     def worker_timeout_ms(self) -> int:
         """Silence after which a worker is suspected, in ms."""
         return int(self.settings.worker_timeout_s * 1000)
-
-    @property
-    def queued_requests(self) -> int:
-        """Number of requests that wait here; each class of work has its bound."""
-        return len(self.scheduler.waiting.keys) + len(self.batch_scheduler.waiting.keys)
 
     def scheduler_of(self, service_class: ServiceClass) -> Scheduler | BatchScheduler:
         """The scheduler of the requests of a class."""

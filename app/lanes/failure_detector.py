@@ -82,7 +82,7 @@ class FailureDetector:
             work.close()
             return
         self._under_way.add(what)
-        task = self._context.ctx.spawn("death watch", work)
+        task = self._context.ctx.spawn("failure detection", work)
         task.add_done_callback(lambda _: self._under_way.discard(what))
 
     # --- who is silent ---------------------------------------------------------------------------

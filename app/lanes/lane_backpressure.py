@@ -17,11 +17,10 @@ log = logging.getLogger(__name__)
 MAX_APPENDING_JOBS = 150
 MAX_APPENDING_BYTES = 64 * 1024 * 1024
 """Jobs of a lane, and bytes of their prompts, that do not wait for a worker: they append to its
-topics, in a few milliseconds each. With more of them under way the lane takes no appends, or too
-few, and is not read until half of them are done. A Cancel that waits there could not be answered
-either."""
+topics, in a few milliseconds each. More than this many mean that the topics accept appends too
+slowly: the lane is paused until half of the jobs are done. Its Cancels wait too."""
 STUCK_WARNING_S = 2.0
-"""How long a lane is paused before that is worth a line: a burst is over in less."""
+"""A pause longer than this is logged; bursts are shorter."""
 
 
 class LaneBackpressure:

@@ -2,10 +2,10 @@
 
 A `LaneOwner` exists from the assignment of a lane to this router until its revocation. It accepts
 requests (each is done when its decision or its end is in the ledger, or its record was appended
-again), and it meets the obligations that `app/routing/reconcile.py` finds, for its own requests as
-for those of the owner before it. At most one job per request runs at a time; all jobs are cancelled
-with the ownership, at any step, which is safe because every obligation can be found again in the
-log.
+again), and it executes the actions that `app/routing/reconcile.py` finds due, for its own requests
+as for those of the owner before it. At most one job per request runs at a time; all jobs are
+cancelled with the ownership, at any step, which is safe because the next owner finds the same
+actions due by the log.
 
 The jobs, step by step: `dispatch.py` (dispatch), `failover.py`, `termination.py`.
 """
@@ -66,7 +66,7 @@ class LaneOwner:
         self._context = context
         self._lane = claim.partition
         self._ends = RequestTermination(context, claim.partition)
-        self._waits = waits = CancellableWaits(self._is_called_off)
+        self._waits = waits = CancellableWaits(self._has_cancel)
         self._dispatcher = Dispatcher(context, self._ends, self._lane, waits)
         self._failover = Failover(context, self._ends, self._lane, self._dispatcher, waits)
         self._timers = RequestTimers()
@@ -115,7 +115,7 @@ class LaneOwner:
         else:
             waiting.append(fact)
 
-    def _is_called_off(self, request_id: str) -> bool:
+    def _has_cancel(self, request_id: str) -> bool:
         """Whether a Cancel waits for the job of its request."""
         return any(isinstance(w.record, Cancel) for w in self._waiting.get(request_id, ()))
 
@@ -126,7 +126,7 @@ class LaneOwner:
             self.reconcile(fact.record.id)
 
     def reconcile(self, request_id: str) -> None:
-        """Look for an obligation of one request, and start to meet it."""
+        """Find the action that is due for one request, if any, and start it."""
         if not self.serving or request_id in self._jobs:
             return  # it is looked at when the job is over
         s = self._context
@@ -215,15 +215,15 @@ class LaneOwner:
         return len(self._batch_arrived)
 
     def reconcile_all(self) -> None:
-        """Look for the obligations of every request that is not over."""
+        """Reconcile every request that is not over."""
         for request_id in list(self._context.ledger.lane(self._lane).unfinished):
             self.reconcile(request_id)
 
     def reconcile_due(self) -> None:
-        """Look for what time and the fleet have made due since the last look.
+        """Reconcile the requests for which time or the fleet may have made an action due.
 
-        All other requests are as they were: a record of the ledger has its own request looked at, a
-        heartbeat those that it should list.
+        For the others nothing has changed: each record of the ledger reconciles its own request,
+        and each heartbeat the runs that it should list but does not.
         """
         if not self.serving:
             return
@@ -236,7 +236,7 @@ class LaneOwner:
                 self._check_each(runs)
 
     def reconcile_unlisted(self, worker: str, epoch: int, beat: LastHeartbeat) -> None:
-        """Look for what is due of the runs that a worker's last heartbeat does not list."""
+        """Reconcile the requests whose runs a worker's last heartbeat does not list."""
         if beat.epoch == epoch and (runs := self._open_runs.get((worker, epoch))):
             self._check_each(sorted(runs.keys() - beat.running.keys()))
 
@@ -251,9 +251,10 @@ class LaneOwner:
     def on_heartbeat_run(self, worker: str, epoch: int, key: RunProgress) -> None:
         """A heartbeat lists a run of this lane: cancel it when readers do not see it any more.
 
-        A Fencing alone does not make it so: before the Fence stands, the last word of a cancelled
-        run would be the end of its request. A run of the new attempt shows that it does. Runs of
-        ids that are not in the ledger are left alone: their Assigned may still come.
+        A Fencing is not enough: until its Fence is in the log, readers take the last Chunk of a
+        cancelled run as the end of the request. A run of the new attempt proves that the Fence was
+        written. Runs of ids that are not in the ledger are left alone: their Assigned may still
+        come.
         """
         state = self._context.ledger.request(self._lane, key.id)
         if not self.serving or state is None or not state.is_known:
@@ -362,8 +363,8 @@ class LaneOwner:
         del self._jobs[request_id]
         self._backpressure.drop_prompt(request_id)
         self.resume_if_relieved()
-        called_off = self._is_called_off(request_id)
-        if (job.cancelled() and not called_off) or (not job.cancelled() and job.exception()):
+        was_interrupted = job.cancelled() and not self._has_cancel(request_id)
+        if was_interrupted or (not job.cancelled() and job.exception()):
             return
         waiting = self._waiting.get(request_id)
         if not waiting:

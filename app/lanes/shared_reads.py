@@ -35,7 +35,7 @@ POLL_TIMEOUT_S = 0.25
 
 @dataclass(eq=False, slots=True)
 class _Query:
-    """A query for the records of a partition in [start, stop), which go to `apply`."""
+    """A query for the records of a partition in [start, stop), which go to `feed`."""
 
     start: int
     stop: int

@@ -34,15 +34,15 @@ class RequestCancelled(Exception):
 class CancellableWaits:
     """The requests of one lane whose job waits for what may never come.
 
-    Cancelling the job's task ends such a wait, also for a Cancel. `is_cancelled`: whether a
-    Cancel of a request has arrived already.
+    Cancelling the job's task ends such a wait, also for a Cancel. `has_cancel`: whether a Cancel of
+    a request has arrived already.
     """
 
-    def __init__(self, is_cancelled: Callable[[str], bool]) -> None:
+    def __init__(self, has_cancel: Callable[[str], bool]) -> None:
         self.waiting_ids: set[str] = set()
         self.cancellable_ids: set[str] = set()
         """Those of them that a Cancel ends."""
-        self._is_cancelled = is_cancelled
+        self._has_cancel = has_cancel
 
     @contextmanager
     def begin(self, request_id: str, *, is_cancellable: bool = True) -> Iterator[None]:
@@ -51,7 +51,7 @@ class CancellableWaits:
         `is_cancellable`: False for a wait that a Cancel has caused. Raises RequestCancelled if a
         Cancel is here already; then no wait begins.
         """
-        if is_cancellable and self._is_cancelled(request_id):
+        if is_cancellable and self._has_cancel(request_id):
             raise RequestCancelled(request_id)
         self.waiting_ids.add(request_id)
         if is_cancellable:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Generic, TypeVar
 
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
 """Values of the labels of a series, in the order of their names."""
+
+
+S = TypeVar("S")
 
 
 class CounterSeries:
@@ -53,22 +54,34 @@ class HistogramSeries:
         self.total += value
 
 
-class Counter(Collector):
-    """A counter; with names of labels, one for each combination of their values."""
+class _Family(Collector, Generic[S]):
+    """Series of one name, one for each combination of values of its labels."""
 
-    def __init__(self, name: str, meaning: str, labels: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, meaning: str, labels: Sequence[str], new_series: Callable[[], S]
+    ) -> None:
         self._name, self._meaning, self._labels = name, meaning, labels
-        self._series: dict[Labels, CounterSeries] = {}
+        self._new_series = new_series
+        self._series: dict[Labels, S] = {}
         if not labels:
             self.labels()
 
-    def labels(self, *values: str) -> CounterSeries:
+    def labels(self, *values: str) -> S:
         """The series with these values of the labels; it is shown from now on."""
         found = self._series.get(values)
         if found is None:
-            _check(self._name, self._labels, values)
-            found = self._series[values] = CounterSeries()
+            if len(values) != len(self._labels):
+                wanted = ", ".join(self._labels)
+                raise ValueError(f"{self._name}: {len(values)} values for the labels {wanted}")
+            found = self._series[values] = self._new_series()
         return found
+
+
+class Counter(_Family[CounterSeries]):
+    """A counter; with names of labels, one for each combination of their values."""
+
+    def __init__(self, name: str, meaning: str, labels: Sequence[str]) -> None:
+        super().__init__(name, meaning, labels, CounterSeries)
 
     def inc(self, amount: float = 1.0) -> None:
         """Add an amount, at least 0, to a counter without labels."""
@@ -81,25 +94,14 @@ class Counter(Collector):
         return (family,)
 
 
-class Histogram(Collector):
+class Histogram(_Family[HistogramSeries]):
     """A histogram; with names of labels, one for each combination of their values."""
 
     def __init__(
         self, name: str, meaning: str, labels: Sequence[str], buckets: Sequence[float]
     ) -> None:
-        self._name, self._meaning, self._labels = name, meaning, labels
         self._bounds = (*buckets, math.inf)
-        self._series: dict[Labels, HistogramSeries] = {}
-        if not labels:
-            self.labels()
-
-    def labels(self, *values: str) -> HistogramSeries:
-        """The series with these values of the labels; it is shown from now on."""
-        found = self._series.get(values)
-        if found is None:
-            _check(self._name, self._labels, values)
-            found = self._series[values] = HistogramSeries(self._bounds)
-        return found
+        super().__init__(name, meaning, labels, partial(HistogramSeries, self._bounds))
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram without labels."""
@@ -112,8 +114,3 @@ class Histogram(Collector):
             counts = accumulate(series.counts)
             family.add_metric(values, list(zip(bounds, counts, strict=True)), series.total)
         return (family,)
-
-
-def _check(name: str, labels: Sequence[str], values: Labels) -> None:
-    if len(values) != len(labels):
-        raise ValueError(f"{name}: {len(values)} values for the labels {', '.join(labels)}")

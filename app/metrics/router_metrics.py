@@ -22,7 +22,7 @@ from app.routing.state.kv_index import KvIndexView
 from streams.records import EndCode
 from streams.views.follower import Follower
 
-POLICIES = ("predictive", "batch", *policies.POLICIES)
+RECORDED_POLICIES = ("predictive", "batch", *policies.POLICIES)
 
 
 class QueueGauges(Protocol):
@@ -101,7 +101,7 @@ class RouterMetrics(MetricSet):
         self.requests = RequestMetrics(self)
         for use in get_args(HandOverUse):
             self._handovers.labels(use)
-        for policy in POLICIES:
+        for policy in RECORDED_POLICIES:
             self._decisions.labels(policy)
         for code in get_args(EndCode):
             self._outcomes.labels(code)
@@ -161,7 +161,8 @@ def _queue_families(
     """The queue, and the load of workers."""
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
-        ("queued_batch_requests", "Batch requests queued in this router, besides those",
+        ("queued_batch_requests",
+         "Batch requests queued in this router or deferred in the log, besides interactive ones",
          batch.queued_requests + batch.deferred_requests),
         ("deferred_requests", "Prompts from Kafka that stay in the log until the queue has room",
          queue.deferred_requests),

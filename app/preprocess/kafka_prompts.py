@@ -32,7 +32,7 @@ from app.preprocess.request_reader import prepare, read_request
 from app.preprocess.requests import openai_requests, passthrough
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
-from app.preprocess.result_rules import Headers, ResultRules
+from app.preprocess.result_rules import ReadHeaders, ResultRules
 from streams import ports
 from streams.prompt import Prompt
 from streams.record_base import ServiceClass
@@ -70,7 +70,7 @@ def read_prompt(
     value: bytes | None,
     received_ms: int,
     passes_on: IsPassthrough = lambda _: False,
-    headers: Headers = (),
+    headers: ReadHeaders = (),
     rules: ResultRules = NO_REPLIES,
 ) -> PromptRecord | Cancel | Refused | UnreadablePrompt:
     """Parse a record of `prompts` in one step. Never raises."""
@@ -82,7 +82,7 @@ def prompt_steps(
     value: bytes | None,
     received_ms: int,
     passes_on: IsPassthrough,
-    headers: Headers,
+    headers: ReadHeaders,
     rules: ResultRules,
 ) -> Steps[PromptRecord | Cancel | Refused | UnreadablePrompt]:
     """Parse a record of `prompts`, in steps that are short enough for the event loop."""
@@ -197,10 +197,7 @@ def _options_of_invalid(fields: Mapping[str, Any], rules: ResultRules) -> Result
 
 
 def _refused(
-    key: bytes | None,
-    wanted_id: Any,
-    error: InvalidPrompt,
-    result: ResultOptions | None = None,
+    key: bytes | None, wanted_id: Any, error: InvalidPrompt, result: ResultOptions | None = None
 ) -> Refused | UnreadablePrompt:
     """Answer to the id in the prompt, else to the record's key, if either can be an id."""
     for candidate in (wanted_id, _text(key)):

@@ -28,7 +28,7 @@ _STYLES = (("reply_to", "correlation_id"), ("kafka_replyTopic", "kafka_correlati
 _REPLY_PARTITION = "kafka_replyPartition"
 _PARTITION = struct.Struct(">i")
 
-Headers = Sequence[tuple[str, bytes | None]]
+ReadHeaders = Sequence[tuple[str, bytes | None]]
 
 
 class ResultRules(NamedTuple):
@@ -39,7 +39,7 @@ class ResultRules(NamedTuple):
     reply_prefixes: tuple[str, ...] = ()
     own_prefix: str = "kvlane."
 
-    def options(self, prompt: Prompt, headers: Headers = ()) -> ResultOptions | None:
+    def options(self, prompt: Prompt, headers: ReadHeaders = ()) -> ResultOptions | None:
         """The options of the result of a prompt; None if it gets no result.
 
         Raises InvalidPrompt that names the header or the field.
@@ -61,7 +61,7 @@ class ResultRules(NamedTuple):
             reply=reply,
         )
 
-    def _reply(self, headers: Headers) -> ReplyAddress | None:
+    def _reply(self, headers: ReadHeaders) -> ReplyAddress | None:
         given = dict(headers)
         for topic_header, correlation_header in _STYLES:
             if topic := given.get(topic_header):

@@ -12,9 +12,6 @@ from streams.clock import BrokerClock
 from streams.ports import Log
 from streams.reading.group_consumer import PartitionClaim
 
-CLOCK_SKEW_MS = 60_000
-"""Largest difference between the clocks of two brokers."""
-
 
 class CollectorContext(NamedTuple):
     """`remembered_ms`: for how long ids of finished requests are recognised. `find_model`: the

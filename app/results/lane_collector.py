@@ -25,11 +25,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
+from app.results.collector_context import CollectorContext
 from app.results.lane_results import LaneResults
 from app.results.pending_result import PendingResult
 from app.results.result_writer import ResultWriter
 from app.results.unanswered_requests import search_ledger
+from streams.clock import CLOCK_SKEW_MS
 from streams.errors import RecordError
 from streams.ports import Partition, Record
 from streams.reading.group_consumer import PartitionClaim

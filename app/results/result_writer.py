@@ -18,9 +18,10 @@ from itertools import islice
 from typing import TypeVar
 
 from app.preprocess.models.byte_model import Model
-from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
+from app.results.collector_context import CollectorContext
 from app.results.lane_results import LaneResults
 from app.results.pending_result import PendingResult
+from streams.clock import CLOCK_SKEW_MS
 from streams.codecs import encode
 from streams.errors import (
     AccessDenied,

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from app.results.collector_context import CLOCK_SKEW_MS, CollectorContext
+from app.results.collector_context import CollectorContext
 from app.results.pending_result import PendingResult
 from app.routing.state.ledger import LedgerState
 from app.routing.state.request_transitions import LedgerRecord
+from streams.clock import CLOCK_SKEW_MS
 from streams.codecs import decode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError
 from streams.ports import Partition, Record

@@ -16,14 +16,13 @@ action is due for the next owner. Acting twice is harmless by the stream reconst
     a run assigned long ago and not started                         Verify
     a run started, but not in its worker's later heartbeat          Verify
     a prefill handed off, and no decode assigned                    Decode
-    a prefill failed, lost or missing, whose decode has no token    as of a run without decode
+    a prefill failed, lost or missing, whose decode has no token    as if no decode existed
     otherwise (running well, or ended by the worker)                nothing
 
-Nor is preemption: whether a batch run gives way depends on other requests
-(`app/lanes/scheduling/batch_scheduler.py`); one that does is restarted with the next attempt.
-
 Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
-the log itself brings it to the next owner.
+the next owner reads it again. Preemption is not in the table either: whether a batch run gives way
+depends on other requests (`app/lanes/scheduling/batch_scheduler.py`); one that does is restarted
+with the next attempt.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ Action = Restart | Decode | Finish | Verify
 
 
 class ReconcileTimeouts(NamedTuple):
-    """Time-outs before a run is looked into, in milliseconds of broker time."""
+    """Time-outs after which a run is verified or restarted, in milliseconds of broker time."""
 
     start_timeout_ms: int = 3_000
     """From Assigned to Started; a worker's two heartbeats and a slow broker fit in."""
@@ -129,9 +128,9 @@ def _action_for_runs(
 def next_action_ms(
     request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts
 ) -> int | None:
-    """When time alone may make something due of which nothing is due now; None if it cannot.
+    """Broker time at which an action may become due without a new record; None if none may.
 
-    Until then it depends on records: of the ledger, of deaths, and heartbeats without the run.
+    Before it only records make an action due: of the ledger, Lost, heartbeats without the run.
     """
     if state.ended or state.origin is None:
         return None
@@ -152,11 +151,11 @@ def is_run_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
 
 
 def _current_runs(state: RequestState) -> Sequence[tuple[RunId, RunStatus]]:
-    """The runs that decide: those of the present attempt, decode before the prefill it follows.
+    """The runs of the present attempt that determine the action; decode, where there is one.
 
-    On the bootstrap path both do until decode has a token: it waits for the blocks of a prefill
-    that has not ended. A refused run decides only where there is no other: a full worker has shown
-    nothing to readers, so its refusal is no reason to fence a twin that goes well.
+    On the bootstrap path the prefill does, too, until decode has a token: decode waits for the
+    blocks of a prefill that has not ended. A refused run counts only where there is no other: a
+    full worker has shown nothing to readers, so its refusal is no reason to fence another run.
     """
     runs = [(k, run) for k, run in state.runs.items() if k.attempt == state.attempt]
     prefills = _without_refused([x for x in runs if x[0].phase == "prefill"])
@@ -171,9 +170,7 @@ def _current_runs(state: RequestState) -> Sequence[tuple[RunId, RunStatus]]:
 _WAITING: frozenset[RunState] = frozenset({"assigned", "started"})
 
 
-def _without_refused(
-    runs: Sequence[tuple[RunId, RunStatus]],
-) -> Sequence[tuple[RunId, RunStatus]]:
+def _without_refused(runs: Sequence[tuple[RunId, RunStatus]]) -> Sequence[tuple[RunId, RunStatus]]:
     return [x for x in runs if x[1].state != "worker_full"] or runs
 
 

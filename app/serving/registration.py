@@ -1,8 +1,8 @@
 """Registration of a worker: its card in the registry, and the reaction to records about it.
 
 Owns the epochs of one process. An *epoch* is the offset of its first card, so epochs are unique and
-increase. Every reader of a newer card of a worker treats the older epochs as dead, so a worker that
-finds its id used by a newer process must stop at once.
+increase. A newer card of a worker ends its older epochs for every reader, so a process that reads a
+newer card of another process with its id stops at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REGISTER_TIMEOUT_S = 60.0
 """Time limit of the registration at the start of a process, in seconds. Later registrations have
 none: a loaded engine outlasts an outage of the broker."""
 
-CardAction = Literal["fine", "rewrite", "renew", "yield"]
+CardAction = Literal["none", "rewrite", "renew", "stop"]
 """The action that a registry record demands: none; write the overwritten card again; begin a new
 epoch; stop, since another process has this worker id."""
 
@@ -37,7 +37,7 @@ def registry_key(worker: str) -> str:
 
 
 def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
-    """The action for a registry record; this worker's newest card is at offset `card_offset`."""
+    """The action for a registry record; this worker's newest card is at offset `written_at`."""
     record = fact.record
     if isinstance(record, WorkerCard) and record.id == card.id:
         epoch = fact.offset if record.epoch is None else record.epoch
@@ -46,13 +46,13 @@ def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
         epoch = fact.offset if record.epoch is None else record.epoch
         own = True  # a tombstone ends an epoch without claiming the id
     else:
-        return "fine"
-    assert card.epoch is not None, "judged before it was registered"
+        return "none"
+    assert card.epoch is not None, "the worker is not registered yet"
     if epoch > card.epoch:
-        return "renew" if own else "yield"
+        return "renew" if own else "stop"
     if isinstance(record, Tombstone) and epoch == card.epoch:
         return "renew"
-    return "rewrite" if epoch < card.epoch and fact.offset > written_at else "fine"
+    return "rewrite" if epoch < card.epoch and fact.offset > written_at else "none"
 
 
 def worker_card(
@@ -91,9 +91,16 @@ def check_role(config: EngineConfig, settings: Settings, worker_id: str) -> None
         )
 
 
-def with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
-    """The engine's configuration, with the adapters of the settings if it names none."""
-    if config.lora_names is not None or not (settings.adapters or settings.max_loras):
+def with_adapters(
+    config: EngineConfig, loaded: tuple[str, ...] | None, settings: Settings
+) -> EngineConfig:
+    """The engine's configuration, with the adapters of the settings if the engine names none.
+
+    `loaded`: those that the engine reports (`Engine.adapters`). A server that reports none has
+    none, whatever the settings say.
+    """
+    is_named = config.lora_names is not None or loaded is not None
+    if is_named or not (settings.adapters or settings.max_loras):
         return config
     return msgspec.structs.replace(
         config, lora_names=tuple(settings.adapters), max_loras=settings.max_loras
@@ -101,7 +108,7 @@ def with_adapters(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 
 class Registration:
-    """Writes the card of one process; all its epochs share the same random `ctx`."""
+    """Writes the card of one process; all its epochs share the same random `life`."""
 
     def __init__(
         self,
@@ -110,7 +117,7 @@ class Registration:
         card: WorkerCard,
         adapters: tuple[str, ...] | None = None,
     ) -> None:
-        """`adapters`: the engine's own list at its start; the card may have one by the settings."""
+        """`adapters`: the list that the engine reports at its start; None: it reports none."""
         self._publisher = publisher
         self._adapters = adapters
         self.card = msgspec.structs.replace(card, life=f"{ctx.rng.getrandbits(64):016x}")

@@ -200,8 +200,7 @@ class RunQueue:
             self._close(run, RunEnd("expired", message="its deadline passed before it could start"))
         elif self._rejecting:
             self._close(
-                run,
-                RunEnd("worker_full", retryable=True, message="the worker accepts no new runs"),
+                run, RunEnd("worker_full", retryable=True, message="the worker accepts no new runs")
             )
         elif self._running < self._limits.max_running:
             self._start(run)

@@ -51,7 +51,7 @@ TIMEOUT_MS = 5000
 REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
 _ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 
-LedgerRecord = Assigned | PrefillDone | Finished
+SimulatedLedgerRecord = Assigned | PrefillDone | Finished
 
 
 class SharedViews:
@@ -161,7 +161,7 @@ class LedgerReplica:
         self._open: dict[str, RunStatus] = {}
         self._position = 0
 
-    def on_record(self, record: LedgerRecord, at_ms: float) -> None:
+    def on_record(self, record: SimulatedLedgerRecord, at_ms: float) -> None:
         """Apply a record that was written at `at_ms`."""
         fact = LogRecord(self._position, int(at_ms), record)
         self._position += 1
@@ -169,7 +169,7 @@ class LedgerReplica:
         self.performance.on_record(fact)
         self.burst_detector.on_record(fact)
 
-    def _update_load(self, record: LedgerRecord, at_ms: int) -> None:
+    def _update_load(self, record: SimulatedLedgerRecord, at_ms: int) -> None:
         if isinstance(record, Assigned):
             place = WorkerRank(record.worker, record.epoch, record.rank)
             run = self._open[record.id] = RunStatus(
@@ -194,7 +194,7 @@ class RouterState:
     def __init__(
         self, views: SharedViews, books: LedgerReplica, later_ms: Mapping[str, float] = NO_STAGGER
     ) -> None:
-        """`stagger_ms`: see `RoutingState`; used while requests arrive in bursts."""
+        """`later_ms`: `stagger_ms` of `RoutingState`, used while requests arrive in bursts."""
         self._later_ms = later_ms
         self.shared_views = views
         self.ledger = books
@@ -206,7 +206,7 @@ class RouterState:
     def routing_state(
         self, now_ms: float, others: PlannedReservations = NOTHING_PLANNED
     ) -> RoutingState:
-        """View for `plan`, valid until the next record. `others`: see `RoutingState`."""
+        """View for `select_worker`, valid until the next record. `others`: see `RoutingState`."""
         views, books = self.shared_views, self.ledger
         return RoutingState(
             views.fleet, self._pools, views.index, books.active_load, self.own_load, int(now_ms),
@@ -229,7 +229,7 @@ def assigned_record(request_id: str, decision: Placement, phase: Phase = "aggreg
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
         prefill_tokens=decision.prefill_tokens, candidates=() if chosen is None else (chosen,),
-        held_ms=decision.forecast.queued_ms,
+        held_ms=decision.forecast.waited_ms,
     )  # fmt: skip
 
 

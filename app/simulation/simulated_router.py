@@ -15,10 +15,10 @@ from heapq import heappop, heappush
 
 from msgspec.structs import replace
 
-from app.routing.queueing.batch_select import BatchContext, plan_batch
+from app.routing.queueing.joint_planning import PlanningContext, plan_together
 from app.routing.queueing.pending import PendingRequest, PendingRequests
 from app.routing.selection.decision import Placement, Rejection, Reservation, RoutingConfig, Wait
-from app.routing.selection.handover import HandOverRules, first_phase
+from app.routing.selection.handover_rules import HandOverRules, first_phase
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
 from app.routing.worker_rank import WorkerRank
@@ -64,7 +64,7 @@ class SimulatedRouter:
             heappop(self._retries)
         return NEVER
 
-    def reserved_ranks(self) -> list[WorkerRank]:
+    def ranks_with_reservations(self) -> list[WorkerRank]:
         """The ranks that requests wait for."""
         ranks = [self._held.reserved_rank(number) for number in self.waiting]
         return [rank for rank in ranks if rank is not None]
@@ -100,9 +100,9 @@ class SimulatedRouter:
             looking = [self.waiting[number] for number in due if number in self.waiting]
             by = None
             if self.config.holds_requests and self.phase != "decode" and len(looking) > 1:
-                by = BatchContext(self.state.routing_state(now_ms), self.config)
+                by = PlanningContext(self.state.routing_state(now_ms), self.config)
             plan_now = partial(self._plan, now_ms=now_ms)
-            ordered = plan_batch(looking, self._held, by, plan_now)
+            ordered = plan_together(looking, self._held, by, plan_now)
             self._due |= dict.fromkeys(ordered.to_wake)
             for number, hold in ordered.waiting.items():
                 self._set_retry(number, hold, now_ms)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from app.engine.simulated.batch import EngineLimits
 from app.perf_curves import PerfCurves
 from app.routing.selection.decision import RoutingConfig
-from app.routing.selection.handover import HandOverRules
+from app.routing.selection.handover_rules import HandOverRules
 from app.routing.selection.policies import POLICIES, DynamoWeights
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of

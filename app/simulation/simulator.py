@@ -28,7 +28,7 @@ from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from app.engine.simulated.step import release_held
 from app.routing.queueing.herd_avoidance import stagger_by_worker
 from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
-from app.routing.selection.handover import NO_HASHES, HandOverRules, decode_request
+from app.routing.selection.handover_rules import NO_HASHES, HandOverRules, decode_request
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 from app.routing.worker_rank import WorkerRank
@@ -37,10 +37,10 @@ from app.simulation.event_queue import EventQueue
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.router_state import (
     HEARTBEAT_MS,
-    LedgerRecord,
     LedgerReplica,
     RouterState,
     SharedViews,
+    SimulatedLedgerRecord,
     assigned_record,
     finished_record,
     prefill_done_record,
@@ -330,7 +330,7 @@ class Simulator:
         """Send batch requests to workers, as far as they have capacity for them."""
         assert self.batch is not None
         router, state = self.router_slots[0][:2]
-        awaited = router.reserved_ranks()
+        awaited = router.ranks_with_reservations()
         while found := self.batch.place(state, router.config, awaited, len(self.workers), now_ms):
             task, decision = found
             worker = self.workers[decision.worker_rank.epoch]
@@ -384,7 +384,9 @@ class Simulator:
             self.router_slots[0].state.ledger.on_record(record, now_ms)
         self._progressed[worker.name] = None
 
-    def _write(self, simulated: SimulatedRequest, record: LedgerRecord, now_ms: float) -> None:
+    def _write(
+        self, simulated: SimulatedRequest, record: SimulatedLedgerRecord, now_ms: float
+    ) -> None:
         """Write a record of a worker; routers that read it plan again."""
         books = self.router_slots[simulated.router].state.ledger
 

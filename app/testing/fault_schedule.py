@@ -187,7 +187,7 @@ class SimulationFaults:
         epoch = victim.process.epoch
         if epoch is not None:
             self._world.history.add_event(f"{router.label} falsely suspects {victim.label}")
-            declaring = router.process._deaths._declare(victim.name, epoch)
+            declaring = router.process._failure_detector._declare(victim.name, epoch)
             self._world.run_in(router, "false suspicion", declaring)
 
     def _evict(self) -> None:

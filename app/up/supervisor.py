@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from streams.brokers.broker import Broker
+from streams.brokers.broker import Broker, ReportLine
 from streams.clock import Clock
 from streams.errors import BrokerUnavailable
 
@@ -26,8 +26,6 @@ MAX_MISSED_CHECKS = 3
 """Failed checks of an external broker before it counts as down; one for a broker started here."""
 MAX_LAST_LINES = 2
 """Lines of output to show of a failed process: the error and the advice."""
-
-ReportLine = Callable[[str], None]
 
 
 class RestartBackoff:

@@ -11,30 +11,23 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from app.local.deployment import (
-    DeploymentPart,
-    ProcessDeployment,
-    count_workers,
-    deployment_parts,
-)
+from app.local.deployment import DeploymentPart, ProcessDeployment, count_workers, deployment_parts
 from app.runtime.process import ProcessContext
 from app.settings import Settings, variable_name
 from app.up.data_folder import CannotStart, DataFolder, rotate_logs
 from app.up.readiness import ReadinessCheck, WorkerObserver
 from app.up.supervisor import BrokerSupervisor, ProcessSupervisor
-from streams.brokers.broker import LOOPBACK, free_ports
-from streams.brokers.broker_factory import Broker, KeptData, Kind, obtain_broker
+from streams.brokers.broker import LOOPBACK, ReportLine, free_ports
+from streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
 from streams.brokers.watchdog import ProcessGuard
 from streams.clock import SystemClock
 from streams.kafka import provision
 from streams.kafka.kafka_log import KafkaLog
-
-BrokerChoice = Literal["auto"] | Kind
 
 PORT_FIELDS = {"gateway": "http_port", "indexer": "indexer_port"}
 """Port settings by kind of process; all others listen on a status port."""
@@ -46,8 +39,6 @@ READY_POLL_S = 0.25
 LATE_REPORT_S = 30.0
 """A start that takes longer reports what is missing, at this interval."""
 LOG_ROTATION_S = 10.0
-
-ReportLine = Callable[[str], None]
 
 
 class UpOptions(NamedTuple):

@@ -132,10 +132,7 @@ def _versions(
 
 
 def _wanted(
-    data: bytes,
-    sections: dict[str, Section],
-    strings: int,
-    versions: dict[int, tuple[str, str]],
+    data: bytes, sections: dict[str, Section], strings: int, versions: dict[int, tuple[str, str]]
 ) -> Iterator[Wanted]:
     symbols, numbers = sections[".dynsym"], sections.get(".gnu.version")
     for i in range(1, symbols.size // SYMBOL.size):

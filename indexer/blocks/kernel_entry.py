@@ -88,7 +88,7 @@ def apply_rows(
     most: int,
     accounts: U64Array,
 ) -> int:
-    """As `changes.apply_rows`; returns the rejected blocks, or NO_ROOM, with nothing applied.
+    """As `updates.apply_rows`; returns the rejected blocks, or NO_ROOM, with nothing applied.
 
     `tags` (tiers) and `accounts` (tiers, words) are the cache's, `most` its limit over all tiers.
     """
@@ -115,7 +115,7 @@ def match_prefix(
     is_closed: bool,
     scratch: I64Array,
 ) -> int:
-    """As `search.match_prefix`; `mixing`: u64 (4)."""
+    """As `prefix_search.match_prefix`; `mixing`: u64 (4)."""
     return prefix_search.match_prefix(
         _table(table), _sets(sets), alive, _mixing(mixing), local, is_closed, _scratch(scratch)
     )
@@ -131,7 +131,7 @@ def extend_to_lower_tier(
     depth: I64Array,
     scratch: I64Array,
 ) -> int:
-    """As `search.extend_to_lower_tier`; `mixing`: u64 (4)."""
+    """As `prefix_search.extend_to_lower_tier`; `mixing`: u64 (4)."""
     return prefix_search.extend_to_lower_tier(
         _table(table), _sets(sets), alive, _mixing(mixing), local, depth, _scratch(scratch)
     )

@@ -343,10 +343,7 @@ def _union(sets: HolderSets, number: int, row: NDArray[np.uint64]) -> np.uint64:
 
 @inlined
 def _count_block(
-    row: NDArray[np.uint64],
-    key: np.uint64,
-    tags: NDArray[np.uint64],
-    accounts: NDArray[np.uint64],
+    row: NDArray[np.uint64], key: np.uint64, tags: NDArray[np.uint64], accounts: NDArray[np.uint64]
 ) -> None:
     """Count a block in the accounts of all columns of a row."""
     for word in range(len(row)):

@@ -58,7 +58,7 @@ SCRAMBLE_KEYS, LAST_KEYS, FINAL_KEYS, KEYS = u64(16), u64(24), u64(32), 40
 TOKENS = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
 HASHES = types.Array(types.uint64, 1, "C", readonly=True, aligned=False)
 RESULTS = types.Array(types.uint64, 1, "C")
-Words: TypeAlias = NDArray[np.uint32]
+Words32: TypeAlias = NDArray[np.uint32]
 Column: TypeAlias = NDArray[np.uint64]
 Word: TypeAlias = Any
 """A u64 inside kernels; callers pass any int from 0 to 2^64 - 1."""
@@ -68,7 +68,7 @@ Word: TypeAlias = Any
 
 
 @inlined
-def load_word(tokens: Words, at: Word) -> Word:
+def load_word(tokens: Words32, at: Word) -> Word:
     """Two words as one u64: a single load."""
     return u64(tokens[at]) | (u64(tokens[at + ONE]) << HALF_BITS)
 
@@ -95,7 +95,7 @@ def reverse_bytes(h: Word) -> Word:
 
 
 @inlined
-def mix(tokens: Words, at: Word, secret: Word, seed: Word) -> Word:
+def mix(tokens: Words32, at: Word, secret: Word, seed: Word) -> Word:
     """Mix 16 bytes of a row with 16 bytes of the secret."""
     low = load_word(tokens, at) ^ (SECRET[secret] + seed)
     high = load_word(tokens, at + TWO) ^ (SECRET[secret + u64(8)] - seed)
@@ -103,7 +103,7 @@ def mix(tokens: Words, at: Word, secret: Word, seed: Word) -> Word:
 
 
 @inlined
-def upto_8(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
+def upto_8(tokens: Words32, at: Word, size: Word, seed: Word) -> Word:
     """One or two words."""
     flip = (SECRET[8] ^ SECRET[16]) - (seed ^ (reverse_bytes(seed & LOW_MASK)))
     h = (u64(tokens[at + size - ONE]) + (u64(tokens[at]) << HALF_BITS)) ^ flip
@@ -123,7 +123,7 @@ def upto_16(low: Word, high: Word, length: Word, seed: Word) -> Word:
 
 
 @inlined
-def upto_128(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
+def upto_128(tokens: Words32, at: Word, size: Word, seed: Word) -> Word:
     """5 to 32 words."""
     total = FOUR * size * P64_1
     for i in range((size - ONE) // u64(8) + ONE):
@@ -134,14 +134,14 @@ def upto_128(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
 
 
 @inlined
-def mix_two_rows(tokens: Words, at: Word, stride: Word, keys: Any) -> Any:
+def mix_two_rows(tokens: Words32, at: Word, stride: Word, keys: Any) -> Any:
     """The four `mix` results of each of two rows of 16 words, interleaved."""
     first = xor_lanes(load_simd(tokens, at), keys)
     return fold_neighbours(first, xor_lanes(load_simd(tokens, at + stride), keys))
 
 
 @inlined
-def mix_four_rows(tokens: Words, at: Word, stride: Word, keys: Any) -> Any:
+def mix_four_rows(tokens: Words32, at: Word, stride: Word, keys: Any) -> Any:
     """Partial sums of four rows: first and second halves of two rows, then of the next two."""
     return add_pairs(
         mix_two_rows(tokens, at, stride, keys),
@@ -150,7 +150,7 @@ def mix_four_rows(tokens: Words, at: Word, stride: Word, keys: Any) -> Any:
 
 
 @inlined
-def hash_eight_rows(tokens: Words, at: Word, stride: Word, keys: Any) -> Any:
+def hash_eight_rows(tokens: Words32, at: Word, stride: Word, keys: Any) -> Any:
     """`upto_128` of eight rows of 16 words, one per SIMD lane: 2.0 instead of 3.0 ns a row."""
     sums = add_pairs(
         mix_four_rows(tokens, at, stride, keys),
@@ -163,7 +163,7 @@ def hash_eight_rows(tokens: Words, at: Word, stride: Word, keys: Any) -> Any:
 
 
 @inlined
-def upto_240(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
+def upto_240(tokens: Words32, at: Word, size: Word, seed: Word) -> Word:
     """33 to 60 words."""
     total = FOUR * size * P64_1
     for i in range(u64(8)):
@@ -175,7 +175,7 @@ def upto_240(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
 
 
 @inlined
-def hash_short(tokens: Words, at: Word, size: Word, seed: Word) -> Word:
+def hash_short(tokens: Words32, at: Word, size: Word, seed: Word) -> Word:
     """1 to 60 words."""
     if size <= TWO:
         return upto_8(tokens, at, size, seed)
@@ -204,7 +204,7 @@ def seeded_secret(seed: Word) -> Column:
 
 
 @inlined
-def accumulate_stripe(sums: Any, tokens: Words, at: Word, keys: Column, key: Word) -> Any:
+def accumulate_stripe(sums: Any, tokens: Words32, at: Word, keys: Column, key: Word) -> Any:
     """Accumulate one stripe: eight u64 at once."""
     data = load_simd(tokens, at)
     products = mul_halves(xor_lanes(data, load_simd(keys, key)))
@@ -212,7 +212,7 @@ def accumulate_stripe(sums: Any, tokens: Words, at: Word, keys: Column, key: Wor
 
 
 @inlined
-def hash_long(tokens: Words, at: Word, size: Word, keys: Column) -> Word:
+def hash_long(tokens: Words32, at: Word, size: Word, keys: Column) -> Word:
     """More than 60 words; `keys`: the seeded secret."""
     sums = load_simd(FIRST_SUMS, ZERO)
     for stripe in range((size - ONE) // STRIPE):
@@ -228,7 +228,7 @@ def hash_long(tokens: Words, at: Word, size: Word, keys: Column) -> Word:
 
 
 @inlined
-def hash_rows_of_16(tokens: Words, stride: Word, seed: Word, out: Column) -> None:
+def hash_rows_of_16(tokens: Words32, stride: Word, seed: Word, out: Column) -> None:
     """Eight rows in vector units, and a ninth in the scalar units, which are idle meanwhile.
 
     1.8 ns a row (1.9 for 64 rows); without the ninth row 2.0; with two scalar rows 1.7, but 2.0 for
@@ -246,7 +246,7 @@ def hash_rows_of_16(tokens: Words, stride: Word, seed: Word, out: Column) -> Non
 
 
 @kernel(types.void(TOKENS, types.uint64, types.uint64, types.uint64, RESULTS), allocates=True)
-def hash_rows(tokens: Words, size: Word, stride: Word, seed: Word, out: Column) -> None:
+def hash_rows(tokens: Words32, size: Word, stride: Word, seed: Word, out: Column) -> None:
     """XXH3-64 of rows of `size` words; row i starts at word i · stride."""
     rows = u64(len(out))
     if size == u64(16):

@@ -20,7 +20,9 @@ from typing import Literal, NamedTuple, Self
 from streams.errors import BrokerUnavailable
 
 Kind = Literal["env", "docker", "jvm", "memory"]
-Report = Callable[[str], None]
+BrokerChoice = Literal["auto"] | Kind
+"""The kind that a user chooses; "auto": the first that starts."""
+ReportLine = Callable[[str], None]
 """Called with one line of progress for the user."""
 
 LOOPBACK = "127.0.0.1"

@@ -1,26 +1,26 @@
 """The entry point for obtaining a broker, for tests, `kvlane up` and `kvlane demo`.
 
-    with obtain("auto", report=print) as broker:
+    with obtain_broker("auto", report=print) as broker:
         connect(broker.bootstrap_servers)
 
 Tried in this order: servers that are given; Docker; a local JVM; the log in memory, with lines
-that say why. Data that are kept are asked of a local JVM first, which writes into their folder. A
-kind that was asked for by name is used, or fails with the reason.
+that say why. With data to keep, a local JVM is tried before Docker: it writes into their folder. A
+kind that is named is used, or fails with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from streams.brokers.broker import (
     Broker,
+    BrokerChoice,
     ExternalBroker,
     KeptData,
     Kind,
     NoBroker,
     PortTaken,
-    Report,
+    ReportLine,
 )
 from streams.brokers.docker import DockerBroker
 from streams.brokers.jvm import JvmBroker
@@ -30,11 +30,12 @@ from streams.errors import BrokerUnavailable
 
 __all__ = [
     "Broker",
+    "BrokerChoice",
     "JvmBroker",
     "JvmNode",
     "KeptData",
     "Kind",
-    "Report",
+    "ReportLine",
     "jars",
     "java_tool",
     "obtain_broker",
@@ -42,14 +43,14 @@ __all__ = [
 
 
 def obtain_broker(
-    kind: Literal["auto"] | Kind,
+    kind: BrokerChoice,
     *,
     bootstrap_servers: str = "",
     brokers: int = 1,
     port: int = 0,
     full_jit: bool = False,
     kept: KeptData | None = None,
-    report: Report,
+    report: ReportLine,
 ) -> Broker:
     """A broker that runs and answers; it ends with its `with` block, `stop()` or this process.
 
@@ -89,7 +90,7 @@ def obtain_broker(
 
 
 def _one_container(
-    brokers: int, port: int, kept: KeptData | None, *, full_jit: bool, report: Report
+    brokers: int, port: int, kept: KeptData | None, *, full_jit: bool, report: ReportLine
 ) -> DockerBroker:
     if brokers > 1:
         raise BrokerUnavailable("a cluster runs in local JVMs only")

@@ -15,7 +15,14 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from streams.brokers.broker import LOOPBACK, Broker, KeptData, Report, free_ports, query_metadata
+from streams.brokers.broker import (
+    LOOPBACK,
+    Broker,
+    KeptData,
+    ReportLine,
+    free_ports,
+    query_metadata,
+)
 from streams.brokers.broker_settings import SMALL_BROKER, replication_settings
 from streams.brokers.jvm_artifacts import KAFKA_VERSION
 from streams.brokers.watchdog import ProcessGuard
@@ -67,7 +74,7 @@ class DockerBroker(Broker):
         port: int = 0,
         full_jit: bool = False,
         kept: KeptData | None = None,
-        report: Report,
+        report: ReportLine,
     ) -> None:
         self.version = KAFKA_VERSION
         self.bootstrap_servers = ""
@@ -193,7 +200,7 @@ def volume(folder: Path) -> str:
     return f"kvlane-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 
-def find_image(report: Report) -> str:
+def find_image(report: ReportLine) -> str:
     """The image to run: one that is here, or the official one, pulled. Raises BrokerUnavailable.
 
     A locally built image goes before pulling: it was built because no registry answered.

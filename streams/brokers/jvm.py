@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from streams.brokers.broker import LOOPBACK, Broker, KeptData, PortTaken, Report, free_ports
+from streams.brokers.broker import LOOPBACK, Broker, KeptData, PortTaken, ReportLine, free_ports
 from streams.brokers.broker_settings import SMALL_BROKER, replication_settings, to_properties
 from streams.brokers.jvm_artifacts import (
     FULL_JIT,
@@ -58,7 +58,7 @@ class JvmBroker(Broker):
         full_jit: bool = False,
         changes: Mapping[str, str] = NO_CHANGES,
         kept: KeptData | None = None,
-        report: Report,
+        report: ReportLine,
     ) -> None:
         self.version = KAFKA_VERSION
         self.bootstrap_servers = ""
@@ -187,7 +187,7 @@ def node_settings(
     }
 
 
-def prepare(report: Report) -> Path:
+def prepare(report: ReportLine) -> Path:
     """The directory with what makes starts quick, made when absent. Raises BrokerUnavailable.
 
     Formatting a data directory and loading the broker's classes cost a JVM two to three seconds at
@@ -202,7 +202,7 @@ def prepare(report: Report) -> Path:
     )
 
 
-def _prepare(guard: ProcessGuard, report: Report) -> Path:
+def _prepare(guard: ProcessGuard, report: ReportLine) -> Path:
     check_java_version()
     report("preparing quick starts of the broker: 5 to 15 s, only this once")
     prepared = guard.directory / "prepared"

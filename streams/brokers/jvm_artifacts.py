@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from streams.brokers.broker import Report
+from streams.brokers.broker import ReportLine
 from streams.brokers.watchdog import ProcessGuard
 from streams.errors import BrokerUnavailable
 
@@ -111,7 +111,7 @@ def check_java_version() -> None:
         )
 
 
-def jars(report: Report = lambda _: None) -> Path:
+def jars(report: ReportLine = lambda _: None) -> Path:
     """The directory with the jars of the broker and its command line tools, fetched when absent.
 
     Raises BrokerUnavailable when Maven is missing or fails.
@@ -140,7 +140,7 @@ def java_tool(main_class: str, *arguments: str) -> list[str]:
     return java_command(main_class, arguments, ("-Xmx128m", "-XX:TieredStopAtLevel=1"))
 
 
-def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: Report) -> Path:
+def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: ReportLine) -> Path:
     """`target`; when absent, what `build` returns below its guard's directory is renamed to it.
 
     One process builds at a time, the others wait for it and take the result. Raises
@@ -162,7 +162,7 @@ def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: Repo
 
 
 @contextlib.contextmanager
-def _lock(path: Path, report: Report) -> Iterator[None]:
+def _lock(path: Path, report: ReportLine) -> Iterator[None]:
     """Hold the lock of this file; the system frees it when the process dies."""
     deadline = time.monotonic() + _FETCH_DEADLINE_S
     waited = False
@@ -184,7 +184,7 @@ def _lock(path: Path, report: Report) -> Iterator[None]:
         yield
 
 
-def _fetch(guard: ProcessGuard, report: Report) -> Path:
+def _fetch(guard: ProcessGuard, report: ReportLine) -> Path:
     maven = shutil.which("mvn")
     if maven is None:
         raise BrokerUnavailable(
@@ -222,7 +222,7 @@ def _fetch(guard: ProcessGuard, report: Report) -> Path:
     return found
 
 
-def _wait_for_maven(process: subprocess.Popen[bytes], log: Path, report: Report) -> int:
+def _wait_for_maven(process: subprocess.Popen[bytes], log: Path, report: ReportLine) -> int:
     """Maven's exit status; a line every five seconds shows its progress."""
     deadline = time.monotonic() + _FETCH_DEADLINE_S
     while time.monotonic() < deadline:

@@ -48,11 +48,7 @@ class ProcessGuard:
     """
 
     def __init__(
-        self,
-        *,
-        parent: Path | None = None,
-        docker: bool = False,
-        inherited: Sequence[int] = (),
+        self, *, parent: Path | None = None, docker: bool = False, inherited: Sequence[int] = ()
     ) -> None:
         name = f"{NAME}{uuid.uuid4().hex[:12]}"
         self.directory = (parent or Path(tempfile.gettempdir())).absolute() / name

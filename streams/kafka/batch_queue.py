@@ -20,11 +20,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.errors import (
-    KafkaError,
-    NotLeaderForPartitionError,
-    TopicAuthorizationFailedError,
-)
+from aiokafka.errors import KafkaError, NotLeaderForPartitionError, TopicAuthorizationFailedError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from streams.kafka.aiokafka_client import RETRY_S
@@ -62,11 +58,7 @@ class PendingAppend:
     __slots__ = ("deadline", "entries", "future", "size")
 
     def __init__(
-        self,
-        entries: Sequence[Entry],
-        size: int,
-        deadline: float,
-        future: asyncio.Future[Appended],
+        self, entries: Sequence[Entry], size: int, deadline: float, future: asyncio.Future[Appended]
     ) -> None:
         self.entries = entries
         self.size = size

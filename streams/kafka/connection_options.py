@@ -47,8 +47,8 @@ class ConnectionOptions:
         request_timeout_ms: time a broker has to answer, in milliseconds.
 
     Example:
-        Connection("kafka:9093", "my-program", "SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
-                   sasl_username="me", sasl_password=password)
+        ConnectionOptions("kafka:9093", "my-program", "SASL_SSL", sasl_mechanism="SCRAM-SHA-512",
+                          sasl_username="me", sasl_password=password)
     """
 
     bootstrap_servers: str  # host:port, several separated by commas

@@ -82,9 +82,7 @@ class KafkaReader:
         self._closed = False
 
     def assign(
-        self,
-        positions: Mapping[Partition, int],
-        keys: Container[bytes | None] | None = None,
+        self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
         """Read exactly these partitions, each from the given offset on; of `keys` only."""
         self._check_open()

@@ -20,25 +20,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.errors import (
-    KafkaError,
-    MessageSizeTooLargeError,
-    RecordListTooLargeError,
-)
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError, RecordListTooLargeError
 
-from streams.errors import (
-    AppendFailed,
-    LogClosed,
-    RecordTooLarge,
-    StreamError,
-)
+from streams.errors import AppendFailed, LogClosed, RecordTooLarge, StreamError
 from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
-from streams.kafka.batch_queue import (
-    MAX_BATCH_BYTES,
-    BatchQueue,
-    PendingAppend,
-    size_bytes,
-)
+from streams.kafka.batch_queue import MAX_BATCH_BYTES, BatchQueue, PendingAppend, size_bytes
 from streams.kafka.batch_sender import BatchSender
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES

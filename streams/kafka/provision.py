@@ -314,10 +314,7 @@ async def _create(
     answer = await admin.create_topics(
         [
             NewTopic(
-                prefix + t.name,
-                partitions[t.name],
-                replication,
-                topic_configs=t.config(min_insync),
+                prefix + t.name, partitions[t.name], replication, topic_configs=t.config(min_insync)
             )
             for t in topics
         ]

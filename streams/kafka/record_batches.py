@@ -39,7 +39,7 @@ from aiokafka.record.memory_records import MemoryRecords
 
 from streams.kafka.decompression import DecompressionError, decompress
 from streams.kafka.key_filter import KeyFilter
-from streams.ports import Unreadable
+from streams.ports import Headers, Unreadable
 from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ReadRecord(NamedTuple):
     timestamp: int
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes | None], ...]
+    headers: Headers
 
 
 _new_record = tuple.__new__  # a third faster than the constructor of a named tuple

@@ -10,13 +10,7 @@ import asyncio
 from collections.abc import Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any
 
-from streams.errors import (
-    BrokerUnavailable,
-    LogClosed,
-    PositionLost,
-    RecordTooLarge,
-    TopicMismatch,
-)
+from streams.errors import BrokerUnavailable, LogClosed, PositionLost, RecordTooLarge, TopicMismatch
 from streams.memory.append_queue import AppendQueue
 from streams.memory.broker_faults import Operation
 from streams.memory.memory_broker import MemoryBroker
@@ -252,9 +246,7 @@ class MemoryReader:
         self._closed = False
 
     def assign(
-        self,
-        positions: Mapping[Partition, int],
-        keys: Container[bytes | None] | None = None,
+        self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
         """Read these partitions and no others, of `keys` only."""
         self._check_open()

@@ -12,13 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from contextvars import Context
 
-from streams.errors import (
-    AppendFailed,
-    BrokerUnavailable,
-    LogClosed,
-    OwnershipLost,
-    RecordTooLarge,
-)
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, RecordTooLarge
 from streams.memory.broker_faults import AppendFate
 from streams.memory.memory_connection import MemoryConnection
 from streams.ports import TopicEntry

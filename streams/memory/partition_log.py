@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from streams.ports import Entry, Partition
+from streams.ports import Entry, Headers, Partition
 
 _offset = attrgetter("offset")
 
@@ -25,7 +25,7 @@ class MemoryRecord(NamedTuple):
     timestamp: int
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes | None], ...]
+    headers: Headers
 
 
 class WakeUp:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from streams.codecs import TYPE_HEADER, type_of
 from streams.errors import RecordTooLarge
-from streams.ports import Appended, Entry, Record, Unreadable
+from streams.ports import Appended, Entry, Headers, Record, Unreadable
 from streams.record_publisher import RecordPublisher
 from streams.topics import DEAD_LETTERS
 
@@ -101,7 +101,7 @@ class DeadLetter(NamedTuple):
     value_bytes: int
     value_sha256: str
     """"" when the value is kept."""
-    headers: tuple[tuple[str, bytes | None], ...]
+    headers: Headers
     """The kept headers of the original record, including its type."""
     unreadable: bool = False
     """The log could not return the record: it is not kept, and cannot be read again."""

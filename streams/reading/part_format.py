@@ -7,12 +7,10 @@ Files API by their id and the run that wrote them (`app/batches/file_store.py`).
 from __future__ import annotations
 
 from streams.codecs import TYPE_HEADER
-from streams.ports import Entry, Record
+from streams.ports import Entry, Headers, Record
 
 PART_BYTES = 1_000_000
 """Content bytes of each part: with key and headers a record stays below 1 MiB."""
-
-Headers = tuple[tuple[str, bytes | None], ...]
 
 
 def numbered_part(

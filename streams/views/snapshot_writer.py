@@ -18,15 +18,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from streams.clock import BrokerClock, Clock
-from streams.errors import BrokerUnavailable, LogClosed
-from streams.ports import Log, Member, Partition
+from streams.errors import BrokerUnavailable
+from streams.ports import Log, Partition
+from streams.reading.group_membership import GroupMembership
 from streams.views.follower import Follower
 from streams.views.snapshot_store import CapturedState, SnapshotStore, capture
 from streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+
 CHECKS_PER_PERIOD = 5
 """Due checks per snapshot period; a snapshot is at most a fifth of a period late."""
 MAX_CHECK_INTERVAL_S = 10.0
@@ -41,7 +42,7 @@ CaptureInThread = Callable[[Callable[[], CapturedState]], Awaitable[CapturedStat
 class SnapshotWriter:
     """Writes snapshots of the partitions of `topic` that this member of `group` owns.
 
-    A snapshot is due when the partition has advanced and the newest one is `every_s` old, or
+    A snapshot is due when the partition has advanced and the newest one is `interval_s` old, or
     missing, or MAX_RECORDS_BEHIND behind. Snapshots are written one at a time. `join_group` and
     `run` must both be running. `written` counts snapshots and `bytes` their sizes before
     compression; `last_duration_s` is the duration of the last one, from capture to pointer.
@@ -59,20 +60,17 @@ class SnapshotWriter:
         broker_clock: BrokerClock,
         *,
         offload: CaptureInThread,
-        every_s: float,
+        interval_s: float,
     ) -> None:
-        self._log = log
         self._topic = topic
-        self._group = group
         self._view = view
         self._follower = follower
         self._snapshots = snapshots
         self._clock = clock
         self._broker_clock = broker_clock
         self._offload = offload
-        self._every_s = every_s
-        self._member: Member | None = None
-        self._closing = False
+        self._interval_s = interval_s
+        self._membership = GroupMembership(log, topic, group, self)
         self.owned: frozenset[int] = frozenset()
         self.written = 0
         self.bytes = 0
@@ -80,13 +78,7 @@ class SnapshotWriter:
 
     async def join_group(self) -> None:
         """Take part in the group until cancelled or closed. Raises as `Member.poll`."""
-        self._member = member = self._log.member(self._topic, self._group, self)
-        try:
-            while True:
-                await member.poll(POLL_S)  # never a record: no partition is resumed
-        except LogClosed:
-            if not self._closing:
-                raise
+        await self._membership.run()
 
     async def run(self) -> None:
         """Write due snapshots until cancelled. Raises as `Log.append`."""
@@ -100,14 +92,12 @@ class SnapshotWriter:
                         await self._write(source)
             except BrokerUnavailable as e:
                 log.warning("cannot write snapshots, broker unavailable: %s", e)
-            await self._clock.sleep(min(self._every_s / CHECKS_PER_PERIOD, MAX_CHECK_INTERVAL_S))
+            await self._clock.sleep(min(self._interval_s / CHECKS_PER_PERIOD, MAX_CHECK_INTERVAL_S))
 
     async def close(self) -> None:
         """Leave the group, so that other replicas take over at once. Idempotent."""
-        self._closing = True
         self.owned = frozenset()
-        if self._member is not None:
-            await self._member.close()
+        await self._membership.close()
 
     def age_s(self, partition: int) -> float | None:
         """Age of the newest known snapshot; None without one."""
@@ -138,7 +128,7 @@ class SnapshotWriter:
         moved = position - newest.pointer.position
         age_s = self.age_s(source.partition) or 0.0
         # Below it: the topic was recreated, and the pointer belongs to the old one.
-        return moved < 0 or moved >= MAX_RECORDS_BEHIND or (moved > 0 and age_s >= self._every_s)
+        return moved < 0 or moved >= MAX_RECORDS_BEHIND or (moved > 0 and age_s >= self._interval_s)
 
     async def _write(self, source: Partition) -> None:
         began = self._clock.now()

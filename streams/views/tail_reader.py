@@ -61,10 +61,7 @@ async def decode_batches(decoder: RecordDecoder, batches: Batches) -> list[Decod
     """Decode the result of a poll. Raises NewerRecord."""
     return [
         DecodedBatch(
-            source,
-            records,
-            await decoder.decode_records(source, records),
-            records[-1].offset + 1,
+            source, records, await decoder.decode_records(source, records), records[-1].offset + 1
         )
         for source, records in batches.items()
     ]

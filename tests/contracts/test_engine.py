@@ -338,9 +338,7 @@ async def test_worker_whose_engine_fails_to_drain_and_to_clean_up_leaves(
 
 
 @scenario_test
-async def test_engine_cancelled_during_its_start_is_cleaned_up(
-    world: MemoryWorld,
-) -> None:
+async def test_engine_cancelled_during_its_start_is_cleaned_up(world: MemoryWorld) -> None:
     class Slow(Described):
         async def start(self, worker_id: str) -> EngineConfig:
             await world.sleep(1000)

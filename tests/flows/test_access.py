@@ -637,9 +637,7 @@ async def test_without_keys_only_loopback_is_served(
 
 
 @scenario_test
-async def test_router_that_other_machines_reach_needs_keys_for_its_port(
-    world: MemoryWorld,
-) -> None:
+async def test_router_that_other_machines_reach_needs_keys_for_its_port(world: MemoryWorld) -> None:
     for over in ({"status_port": 0}, {}):
         ctx = ProcessContext("r", world.clock, random.Random(1))
         settings = memory_settings(http_host="0.0.0.0", **over)

@@ -87,9 +87,7 @@ async def test_load_of_a_request_is_released_once_for_every_ending(
 
 
 @scenario_test
-async def test_two_ends_of_one_request_release_its_load_once(
-    world: MemoryWorld,
-) -> None:
+async def test_two_ends_of_one_request_release_its_load_once(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1", engine=slow_engine(world))
     first, second = cluster.complete_with(), cluster.complete_with()

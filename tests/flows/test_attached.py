@@ -238,9 +238,7 @@ async def test_server_that_was_unreachable_is_treated_as_restarted(
         await subject.engine.cleanup()
 
 
-async def test_heartbeats_have_the_metrics_of_a_server_or_none(
-    behind: SimulatedEngine,
-) -> None:
+async def test_heartbeats_have_the_metrics_of_a_server_or_none(behind: SimulatedEngine) -> None:
     for kind, has_some in (("vllm", True), ("text", False)):
         async with ModelServer(behind, kind) as server:
             engine = beside(server)

@@ -134,9 +134,7 @@ async def test_failed_replay_drops_all_blocks_in_doubt(
     await follower.holds(3)  # 3, and 1 and 2, which it continues
 
 
-async def test_gap_without_replays_drops_all_blocks_in_doubt(
-    publisher: EventPublisher,
-) -> None:
+async def test_gap_without_replays_drops_all_blocks_in_doubt(publisher: EventPublisher) -> None:
     follower = await Follower(publisher, replay=False).begin()
     publisher.publish([block(1), block(9)])
     await follower.holds(2)

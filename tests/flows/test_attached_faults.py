@@ -15,13 +15,7 @@ from app.engine.attached.passthrough_engine import PassthroughEngine
 from app.engine.attached.server_engine import ServerAddress
 from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from app.engine.echo import EchoEngine
-from app.engine.interface import (
-    Engine,
-    EngineError,
-    EngineOutput,
-    GenerateContext,
-    InvalidRequest,
-)
+from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, InvalidRequest
 from app.engine.validator import ValidatingEngine
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
@@ -434,9 +428,7 @@ async def test_answer_without_trailing_usage_is_complete(
     assert (first.token_ids or first.text, last.finish_reason) in (((64,), "stop"), ("a", "stop"))
 
 
-async def test_server_that_exceeds_the_token_limit_fails(
-    server: ModelServer,
-) -> None:
+async def test_server_that_exceeds_the_token_limit_fails(server: ModelServer) -> None:
     engine = ValidatingEngine(beside(server))
     await engine.start("w")
 

@@ -405,9 +405,7 @@ async def test_deferred_prompt_whose_record_is_gone_ends_as_lost(world: MemoryWo
 
 
 @scenario_test
-async def test_full_class_does_not_block_the_others(
-    world: MemoryWorld,
-) -> None:
+async def test_full_class_does_not_block_the_others(world: MemoryWorld) -> None:
     worker = FakeWorker(world, model="m", state="draining")
     router = await start_router(world, queue_classes={"batch": ClassConfig(max_queued_requests=2)})
     for n in range(20):

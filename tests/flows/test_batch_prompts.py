@@ -89,9 +89,7 @@ async def test_batch_prompt_waits_while_no_router_reports(world: MemoryWorld) ->
 
 
 @partial(scenario_test, lanes=1)
-async def test_batch_prompt_may_wait_longer_than_an_interactive_one(
-    world: MemoryWorld,
-) -> None:
+async def test_batch_prompt_may_wait_longer_than_an_interactive_one(world: MemoryWorld) -> None:
     await begin(world)
     ask_batch(world, "long", deadline_s=100_000)
     ask_batch(world, "short", deadline_s=1000)

@@ -78,9 +78,7 @@ async def test_every_decision_of_a_captured_run_is_recomputed_bit_for_bit(
 
 
 @scenario_test
-async def test_id_that_was_published_again_counts_by_its_first_publish(
-    world: MemoryWorld,
-) -> None:
+async def test_id_that_was_published_again_counts_by_its_first_publish(world: MemoryWorld) -> None:
     await start_deployment(world)
     sent = make_requests(world, 5)
     await serve_requests(world, sent)
@@ -208,9 +206,7 @@ async def test_prefixes_are_renamed_consistently_in_one_file_and_differently_in_
 
 
 @scenario_test
-async def test_period_has_its_own_decisions_and_their_outcomes(
-    world: MemoryWorld,
-) -> None:
+async def test_period_has_its_own_decisions_and_their_outcomes(world: MemoryWorld) -> None:
     await start_deployment(world)
     first, last = make_requests(world, 80)[:40], make_requests(world, 80, seed=8)[40:]
     await serve_requests(world, first)

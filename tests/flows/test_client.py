@@ -9,10 +9,7 @@ import pytest
 
 from app.commands.kafka_client import write_stream
 from streams.client import ReplyResult
-from streams.errors import (
-    AppendFailed,
-    RecordTooLarge,
-)
+from streams.errors import AppendFailed, RecordTooLarge
 from streams.memory.broker_faults import AppendFate
 from streams.prompt import Prompt
 from streams.records import Chunk, DryRunResult, End, Fence, Usage

@@ -11,11 +11,7 @@ from app.testing.virtual_time import VirtualClock
 from streams import client as module
 from streams.client import Client
 from streams.codecs import encode
-from streams.errors import (
-    AppendFailed,
-    BrokerUnavailable,
-    PositionLost,
-)
+from streams.errors import AppendFailed, BrokerUnavailable, PositionLost
 from streams.ids import TenantTag
 from streams.memory.broker_faults import AppendFate
 from streams.prompt import Prompt
@@ -247,9 +243,7 @@ async def test_stream_without_its_last_fence_raises_its_error(world: MemoryWorld
 
 
 @scenario_test
-async def test_stream_that_moved_is_found_although_its_clock_is_ahead(
-    world: MemoryWorld,
-) -> None:
+async def test_stream_that_moved_is_found_although_its_clock_is_ahead(world: MemoryWorld) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
     worker = Worker(world, request_id)
     worker.write("he")
@@ -277,9 +271,7 @@ async def test_resuming_client_gets_position_lost_for_a_deleted_stream(
 
 
 @scenario_test
-async def test_new_client_waits_for_the_first_chunk_in_a_truncated_lane(
-    world: MemoryWorld,
-) -> None:
+async def test_new_client_waits_for_the_first_chunk_in_a_truncated_lane(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     lane = lane_of(worker.id, world.lanes)
@@ -360,9 +352,7 @@ def cut(world: MemoryWorld, request_id: str, before: int) -> None:
 
 
 @scenario_test
-async def test_end_with_deleted_text_raises_position_lost(
-    world: MemoryWorld,
-) -> None:
+async def test_end_with_deleted_text_raises_position_lost(world: MemoryWorld) -> None:
     worker = Worker(world, "job-17")
     worker.write("hello")
     worker.append(End(id="job-17", code="deadline"))
@@ -426,9 +416,7 @@ async def test_end_is_delivered_for_an_id_younger_than_the_truncation(world: Mem
 
 
 @scenario_test
-async def test_resuming_client_gets_no_end_without_the_remaining_text(
-    world: MemoryWorld,
-) -> None:
+async def test_resuming_client_gets_no_end_without_the_remaining_text(world: MemoryWorld) -> None:
     client = await connect(world)
     worker = Worker(world, client.new_request_id())
     worker.write("he")
@@ -440,9 +428,7 @@ async def test_resuming_client_gets_no_end_without_the_remaining_text(
 
 
 @scenario_test
-async def test_unresponsive_broker_fails_only_streams_that_need_offsets(
-    world: MemoryWorld,
-) -> None:
+async def test_unresponsive_broker_fails_only_streams_that_need_offsets(world: MemoryWorld) -> None:
     client = await connect(world)
     other = Worker(world, in_lane(1 - lane_of("job-17", 2), "job"))
     reading = world.spawn(read(client, other.id))

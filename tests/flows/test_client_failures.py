@@ -6,12 +6,7 @@ import pytest
 
 from streams.client import Client
 from streams.codecs import encode
-from streams.errors import (
-    BrokerUnavailable,
-    LogClosed,
-    NewerRecord,
-    PositionLost,
-)
+from streams.errors import BrokerUnavailable, LogClosed, NewerRecord, PositionLost
 from streams.ports import Entry
 from streams.prompt import Prompt
 from streams.request import Request

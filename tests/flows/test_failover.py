@@ -76,9 +76,7 @@ def spoken(world: MemoryWorld, tokens: int) -> Callable[[], bool]:
 
 
 @scenario_test
-async def test_queued_request_is_assigned_elsewhere_when_a_worker_dies(
-    world: MemoryWorld,
-) -> None:
+async def test_queued_request_is_assigned_elsewhere_when_a_worker_dies(world: MemoryWorld) -> None:
     processes = SimulatedProcesses(world)
     await processes.router()
     await processes.worker("w1", max_num_seqs=1, worker_max_waiting=0)

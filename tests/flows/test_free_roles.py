@@ -81,9 +81,7 @@ async def test_workers_without_transfers_get_whole_requests(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_decode_never_goes_to_the_worker_that_computed_the_prompt(
-    world: MemoryWorld,
-) -> None:
+async def test_decode_never_goes_to_the_worker_that_computed_the_prompt(world: MemoryWorld) -> None:
     first, second = worker(world, "w1", COMPUTES), worker(world, "w2", DECODES, max_runs=1)
     await start_router(world)
     append_record(world, REQUESTS, LONG)

@@ -365,9 +365,7 @@ async def test_body_of_unknown_size_is_refused_at_the_limit(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_client_that_expects_100_continue_cannot_send_too_much(
-    world: MemoryWorld,
-) -> None:
+async def test_client_that_expects_100_continue_cannot_send_too_much(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     headers = {"content-length": str(9_000_000), "expect": "100-continue"}
     answer = HttpExchange(
@@ -418,9 +416,7 @@ async def test_bodies_are_bounded_in_total(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_unknown_url_and_a_wrong_method_are_errors_in_openai_form(
-    world: MemoryWorld,
-) -> None:
+async def test_unknown_url_and_a_wrong_method_are_errors_in_openai_form(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     unknown = await harness.send("GET", "/v1/nonsense").wait_done()
     assert (unknown.status, unknown.error["type"]) == (404, "invalid_request_error")
@@ -481,9 +477,7 @@ async def test_answer_beyond_the_context_has_the_code_of_openai(world: MemoryWor
 
 
 @scenario_test
-async def test_unsupported_openai_endpoints_name_a_supported_one(
-    world: MemoryWorld,
-) -> None:
+async def test_unsupported_openai_endpoints_name_a_supported_one(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     for path in ("/v1/responses", "/v1/responses/r1", "/v1/audio/speech"):
         answer = await harness.send("POST", path, {"model": "demo", "input": "hi"}).wait_done()

@@ -74,9 +74,7 @@ async def test_model_that_was_there_before_the_gateway_is_loaded(world: MemoryWo
 
 
 @scenario_test
-async def test_prompt_length_is_checked_in_tokens_of_its_model(
-    world: MemoryWorld,
-) -> None:
+async def test_prompt_length_is_checked_in_tokens_of_its_model(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     await publish_model(world, context_length=64)
     await harness.register_and_wait()

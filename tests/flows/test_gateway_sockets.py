@@ -159,9 +159,7 @@ async def test_call_that_cannot_be_enforced_is_refused(client: openai.AsyncOpenA
     assert refused.value.param == "response_format"
 
 
-async def test_openai_client_has_a_request_id_for_every_answer(
-    client: openai.AsyncOpenAI,
-) -> None:
+async def test_openai_client_has_a_request_id_for_every_answer(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model="demo", messages=user("hi"), max_tokens=2)
     assert answer._request_id == answer.id
     with pytest.raises(openai.NotFoundError) as unknown:
@@ -325,8 +323,7 @@ async def half_closed(deployment: Deployment, sent: bytes) -> bytes:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_closes_its_sending_side_gets_its_answer(
-    deployment: Deployment,
-    stream: bool,
+    deployment: Deployment, stream: bool
 ) -> None:
     request = post("/v1/chat/completions", messages=user("half"), max_tokens=50, stream=stream)
     got = await half_closed(deployment, request)
@@ -363,9 +360,7 @@ async def test_half_closed_client_gets_the_end_of_an_answer_that_had_begun(
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_closes_before_its_answer_cancels(
-    deployment: Deployment,
-    stream: bool,
-    version: str,
+    deployment: Deployment, stream: bool, version: str
 ) -> None:
     _, out = await connect(deployment)
     out.write(post("/v1/completions", version, prompt="x" * 1500, stream=stream))

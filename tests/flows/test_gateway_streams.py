@@ -358,9 +358,7 @@ async def test_stream_whose_beginning_is_gone_is_not_found(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_resumed_stream_without_records_is_not_found(
-    world: MemoryWorld,
-) -> None:
+async def test_resumed_stream_without_records_is_not_found(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hello", stream=True).wait_done()
     url = f"/v1/streams/{answer.headers['x-kvlane-id']}"
@@ -415,9 +413,7 @@ async def test_stream_that_waits_is_found_whatever_the_clocks_of_gateways(
 
 
 @scenario_test
-async def test_first_id_of_a_gateway_is_not_older_than_the_registry(
-    world: MemoryWorld,
-) -> None:
+async def test_first_id_of_a_gateway_is_not_older_than_the_registry(world: MemoryWorld) -> None:
     other = await GatewayHarness.with_card(world)
     await world.sleep(5)
     slow_clock = VirtualClock(world.clock._loop, ahead_ms=-3_500_000)

@@ -156,9 +156,7 @@ async def test_rank_decides_and_a_pin_without_one_means_rank_0(world: MemoryWorl
 
 
 @scenario_test
-async def test_chosen_rank_is_in_the_request_of_the_worker(
-    world: MemoryWorld,
-) -> None:
+async def test_chosen_rank_is_in_the_request_of_the_worker(world: MemoryWorld) -> None:
     cluster = await ClusterHarness.start(world, ())
     await cluster.start_worker("w1", engine=ranked_engine(world))
     together = [cluster.complete_with() for _ in range(3)]
@@ -395,9 +393,7 @@ async def test_embeddings_have_no_overlap(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_routing_tokens_replace_the_prompt_in_the_overlap_only(
-    world: MemoryWorld,
-) -> None:
+async def test_routing_tokens_replace_the_prompt_in_the_overlap_only(world: MemoryWorld) -> None:
     cluster = await two_caches(world)
     other = [5] * len(PROMPT)
     held = list(unpack_tokens(cluster.requests()[0].token_ids))

@@ -143,9 +143,7 @@ async def test_bad_prompts_are_answered_and_stop_nothing(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_dead_letters_are_redacted_unless_content_is_kept(
-    world: MemoryWorld,
-) -> None:
+async def test_dead_letters_are_redacted_unless_content_is_kept(world: MemoryWorld) -> None:
     await begin(world)
     publish(world, None, b"private")
     await world.wait_until(lambda: len(world.all_records(DEAD_LETTERS)) == 1)
@@ -178,9 +176,7 @@ async def test_context_of_the_served_model_is_used_from_the_start(world: MemoryW
 
 
 @scenario_test
-async def test_prompts_are_rendered_and_tokenised_by_their_model(
-    world: MemoryWorld,
-) -> None:
+async def test_prompts_are_rendered_and_tokenised_by_their_model(world: MemoryWorld) -> None:
     card = await serve_demo(world)
     await begin(world)
     send(world, "a", "how are you?")
@@ -260,9 +256,7 @@ async def test_prompt_for_a_model_whose_only_worker_restarts_is_accepted(
 
 
 @scenario_test
-async def test_departed_model_is_no_candidate_for_an_unnamed_prompt(
-    world: MemoryWorld,
-) -> None:
+async def test_departed_model_is_no_candidate_for_an_unnamed_prompt(world: MemoryWorld) -> None:
     serve(world, "old")
     await begin(world, models=False)
     await world.sleep(1.0)

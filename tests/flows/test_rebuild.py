@@ -191,9 +191,7 @@ async def test_router_starts_from_snapshots_and_the_tail(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_snapshot_keeps_completeness_after_the_log_was_truncated(
-    world: MemoryWorld,
-) -> None:
+async def test_snapshot_keeps_completeness_after_the_log_was_truncated(world: MemoryWorld) -> None:
     whole, half = Cache(world, "w1"), Cache(world, "w2")
     whole.say(CLEARED, stored(1, 40))
     half.say(stored(1, 40))  # the log begins in its middle
@@ -293,9 +291,7 @@ async def test_snapshot_from_before_the_logs_start_is_dropped(world: MemoryWorld
 
 
 @scenario_test
-async def test_truncated_cache_is_incomplete_until_it_is_cleared(
-    world: MemoryWorld,
-) -> None:
+async def test_truncated_cache_is_incomplete_until_it_is_cleared(world: MemoryWorld) -> None:
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))
     end = cache.say(stored(41, 2, 40))
@@ -338,9 +334,7 @@ async def test_log_at_the_edge_of_retention_rebuilds_the_index(world: MemoryWorl
 
 
 @scenario_test
-async def test_view_paused_beyond_retention_is_rebuilt_from_a_snapshot(
-    world: MemoryWorld,
-) -> None:
+async def test_view_paused_beyond_retention_is_rebuilt_from_a_snapshot(world: MemoryWorld) -> None:
     """A replica that was stopped for so long that its place in the log is gone."""
     cache = Cache(world)
     cache.say(CLEARED, stored(1, 40))

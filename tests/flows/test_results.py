@@ -299,9 +299,7 @@ async def test_reply_waits_for_its_request_to_be_read(world: MemoryWorld, late_s
 
 
 @scenario_test
-async def test_lane_with_unread_requests_blocks_no_other(
-    world: MemoryWorld,
-) -> None:
+async def test_lane_with_unread_requests_blocks_no_other(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     process = await results.start()
     names = [f"r{number}" for number in range(100)]
@@ -346,9 +344,7 @@ async def test_killed_collector_is_followed_by_one_that_reads_the_reply_again(
 
 
 @scenario_test
-async def test_result_above_the_committed_position_is_not_written_again(
-    world: MemoryWorld,
-) -> None:
+async def test_result_above_the_committed_position_is_not_written_again(world: MemoryWorld) -> None:
     results = await collector(world)
     names = ids_of_lane(results, 3)
     for name in names:

@@ -101,9 +101,7 @@ async def test_deleted_refusal_is_lost(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_repetition_beside_deleted_replies_gets_no_second_result(
-    world: MemoryWorld,
-) -> None:
+async def test_repetition_beside_deleted_replies_gets_no_second_result(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     await results.start()
     results.ask("a")
@@ -120,9 +118,7 @@ async def test_repetition_beside_deleted_replies_gets_no_second_result(
 
 
 @scenario_test
-async def test_request_that_continues_beside_deleted_replies_is_awaited(
-    world: MemoryWorld,
-) -> None:
+async def test_request_that_continues_beside_deleted_replies_is_awaited(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     results.ask("a")
     results.answer("a", "on", end=None)

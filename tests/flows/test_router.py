@@ -10,12 +10,7 @@ from msgspec.structs import replace
 from app.router import Router
 from streams.records import Assigned, Assignment, End, Ended, Finished
 from streams.request import Request
-from streams.topics import (
-    LEDGER,
-    REQUESTS,
-    RESPONSES,
-    lane_of,
-)
+from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -29,9 +24,7 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
 @scenario_test
-async def test_request_is_assigned_and_the_decision_is_in_the_ledger(
-    world: MemoryWorld,
-) -> None:
+async def test_request_is_assigned_and_the_decision_is_in_the_ledger(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -155,9 +148,7 @@ async def test_refusal_without_a_decision_does_not_mark_an_id_as_seen(world: Mem
 
 
 @scenario_test
-async def test_answer_is_searched_from_the_end_of_its_lane_at_takeover(
-    world: MemoryWorld,
-) -> None:
+async def test_answer_is_searched_from_the_end_of_its_lane_at_takeover(world: MemoryWorld) -> None:
     FakeWorker(world)
     for n in range(10):
         world.append(RESPONSES, lane_of("a", world.lanes), chunk(n), key="other")

@@ -101,9 +101,7 @@ async def test_router_that_owns_a_batch_request_moves_it(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_batch_request_follows_the_interactive_one_read_with_it(
-    world: MemoryWorld,
-) -> None:
+async def test_batch_request_follows_the_interactive_one_read_with_it(world: MemoryWorld) -> None:
     worker = FakeWorker(world, max_num_seqs=1)
     ask(world, "b", "c", "d")
     ask(world, "a", service_class="interactive")
@@ -179,7 +177,7 @@ async def test_one_search_finds_all_preempted_runs(world: MemoryWorld) -> None:
     with patch.object(batch_scheduler, "runs_to_preempt", wraps=runs_to_preempt) as search:
         end = len(world.records(LEDGER, 0)) + 4
         ledger.apply(Partition(LEDGER, 0), [LogRecord(end, 0, each) for each in interactive], end)
-        found = scheduler.on_rank(WorkerRank(worker.name, worker.epoch, 0))
+        found = scheduler.giving_way_on(WorkerRank(worker.name, worker.epoch, 0))
         states = {name: ledger.request(0, name) for name in found}
         assert sorted(found) == ["b", "c", "d", "e"]
         assert all(state and scheduler.gives_way(name, state) for name, state in states.items())
@@ -260,9 +258,7 @@ async def test_batch_request_that_waits_ends_at_its_own_deadline(world: MemoryWo
 
 
 @partial(scenario_test, lanes=1)
-async def test_repeated_request_moves_with_its_lane_and_is_cancelled(
-    world: MemoryWorld,
-) -> None:
+async def test_repeated_request_moves_with_its_lane_and_is_cancelled(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     first = await start_router(world, "r1", max_lifetime_s=60, deadline_s=60)
     ask(world, "b", "c", deadline_s=600, queued_ms=world.broker.now_ms())

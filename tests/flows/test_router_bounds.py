@@ -81,9 +81,7 @@ async def test_queue_is_also_bounded_in_uncached_tokens(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_queue_is_bounded_in_bytes_for_any_number_of_tokens(
-    world: MemoryWorld,
-) -> None:
+async def test_queue_is_bounded_in_bytes_for_any_number_of_tokens(world: MemoryWorld) -> None:
     worker = FakeWorker(world, kind="chat", state="draining")
     await start_router(world, max_queued_bytes=150_000)
     image = OpenAiBody(kind="chat", json=b"." * 100_000, prompt_tokens=1000)
@@ -236,7 +234,7 @@ async def test_refused_requests_count_as_waiting(world: MemoryWorld) -> None:
     assert all(e.retry_after_s for n in names for e in read_records(world, RESPONSES, End, n))
     send(world, "late")
     await world.wait_until(lambda: ended(world, "late") == {"late": "queue_full"}, within_s=1)
-    assert router._context.queued_requests <= 2
+    assert len(router._context.scheduler.waiting.keys) <= 2
 
 
 @scenario_test
@@ -410,9 +408,7 @@ async def test_started_request_waits_for_a_worker_until_its_deadline(world: Memo
 
 
 @scenario_test
-async def test_expired_request_reports_whether_its_model_had_workers(
-    world: MemoryWorld,
-) -> None:
+async def test_expired_request_reports_whether_its_model_had_workers(world: MemoryWorld) -> None:
     FakeWorker(world)
     world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
     await start_router(world)
@@ -421,9 +417,7 @@ async def test_expired_request_reports_whether_its_model_had_workers(
 
 
 @scenario_test
-async def test_refused_and_requeued_request_is_taken_by_a_new_worker(
-    world: MemoryWorld,
-) -> None:
+async def test_refused_and_requeued_request_is_taken_by_a_new_worker(world: MemoryWorld) -> None:
     full = FakeWorker(world)
     await start_router(world)
     world.spawn(full.serve(room=0))

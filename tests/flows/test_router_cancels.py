@@ -5,12 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from streams.records import Assignment, Cancel, CancelRun, End, Ended, Fence, Refused
-from streams.topics import (
-    LEDGER,
-    REQUESTS,
-    RESPONSES,
-    lane_of,
-)
+from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -56,9 +51,7 @@ async def test_request_and_its_cancel_of_one_poll_do_not_wait_for_a_worker(
 
 
 @scenario_test
-async def test_cancel_precedes_earlier_records_and_waits_as_well(
-    world: MemoryWorld,
-) -> None:
+async def test_cancel_precedes_earlier_records_and_waits_as_well(world: MemoryWorld) -> None:
     append_record(world, REQUESTS, PROMPT)
     append_record(world, REQUESTS, Refused(id="a", code="invalid"))
     append_record(world, REQUESTS, Cancel(id="a"))
@@ -79,9 +72,7 @@ async def test_request_that_waits_for_another_worker_can_be_cancelled(world: Mem
 
 
 @scenario_test
-async def test_cancel_during_a_fence_is_not_delayed(
-    world: MemoryWorld,
-) -> None:
+async def test_cancel_during_a_fence_is_not_delayed(world: MemoryWorld) -> None:
     worker, _, run = await begin_run(world)
     worker.state = "draining"
     worker.send_heartbeat()
@@ -104,9 +95,7 @@ async def test_cancel_does_not_wait_for_a_heartbeat_that_never_comes(world: Memo
 
 
 @scenario_test
-async def test_cancel_precedes_the_wait_for_a_heartbeat(
-    world: MemoryWorld,
-) -> None:
+async def test_cancel_precedes_the_wait_for_a_heartbeat(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)

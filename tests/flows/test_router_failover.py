@@ -21,13 +21,7 @@ from streams.records import (
     Usage,
 )
 from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
-from streams.topics import (
-    ASSIGNMENTS,
-    LEDGER,
-    REGISTRY,
-    REQUESTS,
-    RESPONSES,
-)
+from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -84,9 +78,7 @@ async def test_chunks_after_the_fence_are_not_carried_over(world: MemoryWorld) -
 
 
 @scenario_test
-async def test_stream_that_had_ended_before_the_fence_is_closed_as_seen(
-    world: MemoryWorld,
-) -> None:
+async def test_stream_that_had_ended_before_the_fence_is_closed_as_seen(world: MemoryWorld) -> None:
     worker = (await begin_run(world)).worker
     append_record(world, RESPONSES, chunk(0, 7, finish_reason="stop"))
     worker.heartbeat_task.cancel()
@@ -164,9 +156,7 @@ async def test_run_unlisted_by_its_worker_is_restarted(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_run_found_broken_by_its_check_is_restarted(
-    world: MemoryWorld,
-) -> None:
+async def test_run_found_broken_by_its_check_is_restarted(world: MemoryWorld) -> None:
     worker, other = FakeWorker(world), FakeWorker(world, "w2")
     other.state = "draining"
     await start_router(world)
@@ -221,9 +211,7 @@ async def test_run_is_not_cancelled_before_its_fence_is_written(world: MemoryWor
 
 
 @scenario_test
-async def test_fenced_run_is_cancelled_while_its_request_is_queued(
-    world: MemoryWorld,
-) -> None:
+async def test_fenced_run_is_cancelled_while_its_request_is_queued(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     append_record(world, REQUESTS, PROMPT)
@@ -299,9 +287,7 @@ async def test_answer_that_had_reached_its_end_of_text_ends_as_stop(world: Memor
 
 
 @scenario_test
-async def test_guided_answer_is_not_continued_in_its_middle(
-    world: MemoryWorld,
-) -> None:
+async def test_guided_answer_is_not_continued_in_its_middle(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world)
     guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a*"))

@@ -193,9 +193,7 @@ async def test_slightly_late_heartbeats_cause_no_probes(world: MemoryWorld) -> N
 
 
 @scenario_test
-async def test_silence_is_measured_in_log_time_and_not_by_a_fast_clock(
-    world: MemoryWorld,
-) -> None:
+async def test_silence_is_measured_in_log_time_and_not_by_a_fast_clock(world: MemoryWorld) -> None:
     workers = [FakeWorker(world, f"w{n}") for n in range(2)]
     await start_router(world, clock=Fast(world))
     for worker in workers:
@@ -208,9 +206,7 @@ async def test_silence_is_measured_in_log_time_and_not_by_a_fast_clock(
 
 
 @scenario_test
-async def test_worker_silent_before_the_router_started_gets_time(
-    world: MemoryWorld,
-) -> None:
+async def test_worker_silent_before_the_router_started_gets_time(world: MemoryWorld) -> None:
     workers = [FakeWorker(world, f"w{n}") for n in range(2)]
     await world.sleep(1)
     for worker in workers:

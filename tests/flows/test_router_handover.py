@@ -409,9 +409,7 @@ async def test_prompt_without_an_eligible_prefill_worker_stays_whole(world: Memo
 
 
 @scenario_test
-async def test_prompt_is_not_handed_over_to_an_engine_without_transfers(
-    world: MemoryWorld,
-) -> None:
+async def test_prompt_is_not_handed_over_to_an_engine_without_transfers(world: MemoryWorld) -> None:
     prefill = FakeWorker(world, "p", role="prefill")
     plain = FakeWorker(world, "w")
     await start_router(world)
@@ -470,9 +468,7 @@ async def test_cached_tokens_are_those_of_the_prefill_worker(world: MemoryWorld)
 
 
 @scenario_test
-async def test_lease_counts_from_the_end_of_prefill_not_from_its_record(
-    world: MemoryWorld,
-) -> None:
+async def test_lease_counts_from_the_end_of_prefill_not_from_its_record(world: MemoryWorld) -> None:
     prefill, decode = workers(world)
     await start_router(world)
     append_record(world, REQUESTS, LONG)

@@ -97,9 +97,7 @@ async def test_new_prompts_are_computed_when_the_last_decode_is_assigned(
 
 
 @scenario_test
-async def test_decode_that_waits_for_its_pin_delays_no_other_prompt(
-    world: MemoryWorld,
-) -> None:
+async def test_decode_that_waits_for_its_pin_delays_no_other_prompt(world: MemoryWorld) -> None:
     prefill, decode = workers(world, max_runs=1)
     await start_router(world, handover_timeout_s=60)
     decode.start(await fill(world, prefill, decode))

@@ -18,15 +18,7 @@ from streams.records import (
     Started,
     Tombstone,
 )
-from streams.topics import (
-    ASSIGNMENTS,
-    KV_EVENTS,
-    LEDGER,
-    REGISTRY,
-    REQUESTS,
-    RESPONSES,
-    lane_of,
-)
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -124,9 +116,7 @@ async def test_attempt_of_another_router_is_left_to_it(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_unread_finished_record_precedes_the_verdict(
-    world: MemoryWorld,
-) -> None:
+async def test_unread_finished_record_precedes_the_verdict(world: MemoryWorld) -> None:
     worker, router, run = await begin_run(world)
     await world.sleep(3)
     async with router._context.ledger_follower.paused():  # it is behind with the ledger

@@ -124,9 +124,7 @@ async def test_any_error_of_one_request_ends_that_request(
 
 
 @partial(scenario_test, lanes=1)
-async def test_request_that_cannot_be_admitted_is_done_after_its_end(
-    world: MemoryWorld,
-) -> None:
+async def test_request_that_cannot_be_admitted_is_done_after_its_end(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     router = await start_router(world)
     honest = router._context.scheduler.schedule
@@ -151,9 +149,7 @@ async def test_error_unrelated_to_a_request_ends_the_process_and_no_request(
 
 
 @scenario_test
-async def test_unreadable_ledger_ends_the_process_and_no_request(
-    world: MemoryWorld,
-) -> None:
+async def test_unreadable_ledger_ends_the_process_and_no_request(world: MemoryWorld) -> None:
     FakeWorker(world)
     router = await start_router(world)
     world.faults.slow["append"] = 1.0

@@ -110,9 +110,7 @@ async def test_first_token_of_the_previous_request_releases_the_next_at_once(
 
 
 @scenario_test
-async def test_shortest_goes_first_and_each_after_the_previous_one(
-    world: MemoryWorld,
-) -> None:
+async def test_shortest_goes_first_and_each_after_the_previous_one(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     world.spawn(compute(world, hand))
     await start_router(world, policy="predictive")
@@ -145,9 +143,7 @@ async def test_shortest_of_simultaneous_requests_goes_first(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_unplannable_request_does_not_block_the_others(
-    world: MemoryWorld,
-) -> None:
+async def test_unplannable_request_does_not_block_the_others(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     await start_router(world, policy="predictive")
     await world.sleep(1)
@@ -159,7 +155,7 @@ async def test_unplannable_request_does_not_block_the_others(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "select_worker", broken)
-        patch.setattr("app.routing.queueing.batch_select.plan_uniform", lambda *_: 1 // 0)
+        patch.setattr("app.routing.queueing.joint_planning.plan_uniform", lambda *_: 1 // 0)
         for name in ("a", "poison", "b"):
             send(world, name, 100)
         await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=1)
@@ -174,7 +170,7 @@ async def test_requests_are_planned_one_by_one_if_the_batch_plan_fails(world: Me
     await start_router(world, policy="predictive")
     await world.sleep(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "plan_batch", lambda *_: 1 // 0)
+        patch.setattr(scheduler, "plan_together", lambda *_: 1 // 0)
         for name in ("a", "b"):
             send(world, name, 100)
         await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=5)
@@ -227,7 +223,7 @@ async def test_next_in_the_queue_follows_when_the_first_is_cancelled(world: Memo
     append_record(world, REQUESTS, Cancel(id="short"))
     await world.sleep(0.5)
     assert taken(hand) == ["a", "long"]
-    assert router._context.queued_requests == 0
+    assert not router._context.scheduler.waiting.keys
     assert len(router._context.scheduler._pending) == 0
 
 
@@ -241,11 +237,11 @@ async def test_revoked_lane_takes_its_queued_requests_along(world: MemoryWorld) 
     assert len(scheduler._pending) == 5
     await router.stop()
     await world.sleep(0.1)
-    assert (
-        len(scheduler._pending),
-        len(scheduler.waiting.keys),
-        len(scheduler._wait_queues),
-    ) == (0, 0, 0)
+    assert (len(scheduler._pending), len(scheduler.waiting.keys), len(scheduler._wait_queues)) == (
+        0,
+        0,
+        0,
+    )
 
 
 @scenario_test

@@ -37,9 +37,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-def test_selecting_and_routing_are_spans_with_the_decision(
-    spans: InMemorySpanExporter,
-) -> None:
+def test_selecting_and_routing_are_spans_with_the_decision(spans: InMemorySpanExporter) -> None:
     async def scenario(world: MemoryWorld) -> None:
         FakeWorker(world, block_size=1).publish_blocks([7, 8], 1)
         await start_router(world)

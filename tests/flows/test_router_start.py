@@ -197,9 +197,7 @@ async def test_queued_request_is_woken_by_a_worker_whose_heartbeats_resume(
 
 
 @scenario_test
-async def test_healthy_runs_are_not_checked_however_many_they_are(
-    world: MemoryWorld,
-) -> None:
+async def test_healthy_runs_are_not_checked_however_many_they_are(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     router = await start_router(world)
     for n in range(20):
@@ -233,9 +231,7 @@ async def test_lane_is_hashed_once_for_a_continued_run(world: MemoryWorld) -> No
 
 
 @scenario_test
-async def test_unreadable_prompts_are_kept_only_by_a_setting(
-    world: MemoryWorld,
-) -> None:
+async def test_unreadable_prompts_are_kept_only_by_a_setting(world: MemoryWorld) -> None:
     unreadable = Entry(b"a", b"\xc1 secret", (("t", b"Request"),))
     for name, keep in (("r1", False), ("r2", True)):
         router = await start_router(world, name, keep_prompts=keep)

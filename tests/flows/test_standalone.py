@@ -153,9 +153,7 @@ async def test_prompt_is_answered_with_the_expected_text(deployed: Deployed) -> 
     assert answer.text
 
 
-async def test_log_names_the_worker_that_holds_a_served_prompt(
-    deployed: Deployed,
-) -> None:
+async def test_log_names_the_worker_that_holds_a_served_prompt(deployed: Deployed) -> None:
     body = chat("And then?", max_tokens=20)
     prompt = Prompt(id=deployed.client.new_request_id(), body=body)
     await deployed.client.publish(prompt)

@@ -85,9 +85,7 @@ async def test_worker_that_failed_is_not_alive(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_runs_of_a_worker_are_counted_with_their_tokens_and_times(
-    world: MemoryWorld,
-) -> None:
+async def test_runs_of_a_worker_are_counted_with_their_tokens_and_times(world: MemoryWorld) -> None:
     worker_harness = WorkerHarness(world)
     worker = await worker_harness.start()
     assignment = worker_harness.assign(max_tokens=5)
@@ -185,9 +183,7 @@ async def test_name_of_a_model_that_no_worker_serves_is_no_label(world: MemoryWo
     assert [name for name in got if name.startswith('router_requests_total{model="unknown"')]
 
 
-def test_unfinished_requests_are_dropped_beyond_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unfinished_requests_are_dropped_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("app.metrics.request_metrics.MAX_TRACKED_REQUESTS", 10)
     metrics = RequestMetrics(MetricSet())

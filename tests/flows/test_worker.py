@@ -8,13 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import (
-    EngineDead,
-    EngineError,
-    EngineOutput,
-    GenerateContext,
-    token_usage,
-)
+from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext, token_usage
 from app.serving.chunk_writer import MAX_PENDING_TOKENS
 from app.serving.registration import REGISTER_TIMEOUT_S
 from app.worker import WorkerIdTaken
@@ -37,14 +31,7 @@ from streams.records import (
 )
 from streams.request import Request, SamplingOptions, StopConditions
 from streams.responses.transcript import Transcript
-from streams.topics import (
-    ASSIGNMENTS,
-    KV_EVENTS,
-    LEDGER,
-    REGISTRY,
-    RESPONSES,
-    lane_of,
-)
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, RESPONSES, lane_of
 from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import (
@@ -218,9 +205,7 @@ async def test_finished_waits_for_the_last_chunks_acknowledgement(world: MemoryW
 
 
 @scenario_test
-async def test_finished_is_repeated_and_listed_until_it_is_acknowledged(
-    world: MemoryWorld,
-) -> None:
+async def test_finished_is_repeated_and_listed_until_it_is_acknowledged(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, ScriptedEngine(world, 1.0, EngineOutput.stop()))
     harness.assign()
     await world.sleep(0.5)
@@ -271,9 +256,7 @@ class Reluctant(EchoEngine):
 
 
 @scenario_test
-async def test_lost_silences_runs_that_their_engine_does_not_release(
-    world: MemoryWorld,
-) -> None:
+async def test_lost_silences_runs_that_their_engine_does_not_release(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, Reluctant(world.clock, STEP_S))
     harness.assign(max_tokens=500)
     await world.wait_until(lambda: bool(harness.chunks()))
@@ -550,9 +533,7 @@ async def test_answer_without_an_end_is_a_retryable_error(world: MemoryWorld) ->
 
 
 @scenario_test
-async def test_cancellation_inside_the_engine_is_an_error_of_the_engine(
-    world: MemoryWorld,
-) -> None:
+async def test_cancellation_inside_the_engine_is_an_error_of_the_engine(world: MemoryWorld) -> None:
     class Cancelling(ScriptedEngine):
         async def generate(
             self, request: Request, context: GenerateContext
@@ -789,9 +770,7 @@ async def test_newer_process_of_the_same_name_ends_this_one(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_stopping_worker_drains_finishes_its_runs_and_leaves(
-    world: MemoryWorld,
-) -> None:
+async def test_stopping_worker_drains_finishes_its_runs_and_leaves(world: MemoryWorld) -> None:
     engine = ScriptedEngine(world, 4.0, EngineOutput.stop().with_tokens([65]))
     harness = await WorkerHarness.started(world, engine)
     harness.assign()

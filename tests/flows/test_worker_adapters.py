@@ -75,6 +75,25 @@ async def test_requests_for_an_adapter_go_to_the_worker_that_loaded_it_later(
     assert decision.worker == harness.name
 
 
+@scenario_test
+async def test_adapters_of_the_settings_are_on_the_card_of_an_engine_that_reports_none(
+    world: MemoryWorld,
+) -> None:
+    harness = WorkerHarness(world)
+    await harness.start(EchoEngine(world.clock, 0.1), adapters={"ada": "/adapters/ada"})
+    assert cards(harness)[-1].config.lora_names == ("ada",)
+
+
+@scenario_test
+async def test_adapters_of_the_settings_are_not_on_the_card_of_a_server_without_them(
+    world: MemoryWorld,
+) -> None:
+    harness = WorkerHarness(world)
+    await harness.start(Adaptable(world.clock, 0.1), adapters={"ada": "/adapters/ada"})
+    await world.sleep(5)
+    assert {card.config.lora_names for card in cards(harness)} == {None}
+
+
 @pytest.mark.parametrize("after", [["theirs", "ada"], ["theirs"]])
 async def test_adapters_that_a_server_loads_at_runtime_are_on_the_card(
     after: list[str], monkeypatch: pytest.MonkeyPatch

@@ -415,9 +415,7 @@ async def test_only_blocks_that_the_engine_continues_are_announced_after_lost_ev
 
 
 @with_cache
-async def test_heartbeats_have_the_event_position_and_the_engine_load(
-    harness: Cached,
-) -> None:
+async def test_heartbeats_have_the_event_position_and_the_engine_load(harness: Cached) -> None:
     await harness.make_request(1)
     await harness.settle()
     await harness.world.sleep(1)

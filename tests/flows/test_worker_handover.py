@@ -238,9 +238,7 @@ async def test_open_prefills_of_a_stopped_worker_are_broken(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_decode_in_time_is_passed_to_the_engine_with_its_transfer(
-    world: MemoryWorld,
-) -> None:
+async def test_decode_in_time_is_passed_to_the_engine_with_its_transfer(world: MemoryWorld) -> None:
     engine = HandingOver(world, TOKEN, EngineOutput.stop())
     harness = await WorkerHarness.started(world, engine)
     until_ms = world.broker.now_ms() + 1000

@@ -126,9 +126,7 @@ async def test_requests_of_an_engine_without_steps_are_broken(world: MemoryWorld
 
 
 @scenario_test
-async def test_engine_with_its_own_stall_check_may_be_silent_as_long(
-    world: MemoryWorld,
-) -> None:
+async def test_engine_with_its_own_stall_check_may_be_silent_as_long(world: MemoryWorld) -> None:
     class Patient(Sick):
         output_timeout_s = 120.0
 
@@ -143,9 +141,7 @@ async def test_engine_with_its_own_stall_check_may_be_silent_as_long(
 
 
 @scenario_test
-async def test_engine_with_steps_is_healthy_however_long_its_prefill(
-    world: MemoryWorld,
-) -> None:
+async def test_engine_with_steps_is_healthy_however_long_its_prefill(world: MemoryWorld) -> None:
     harness, engine = await sick(world, 100.0, DONE)
     harness.assign(budget_s=500.0, deadline_ms=world.broker.now_ms() + 500_000)
     for _ in range(99):
@@ -173,9 +169,7 @@ async def test_request_that_waits_while_others_get_tokens_is_no_stall(world: Mem
 
 
 @scenario_test
-async def test_tokens_refused_by_the_log_are_no_stall_of_the_engine(
-    world: MemoryWorld,
-) -> None:
+async def test_tokens_refused_by_the_log_are_no_stall_of_the_engine(world: MemoryWorld) -> None:
     harness, _ = await sick(world, *[EngineOutput(token_ids=(65,) * 600)] * 4, DONE)
     world.faults.slow["append"] = 40.0
     harness.assign(max_tokens=5000, budget_s=900.0, deadline_ms=world.broker.now_ms() + 900_000)

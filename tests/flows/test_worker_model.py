@@ -163,9 +163,7 @@ async def test_worker_that_serves_another_model_by_the_same_name_is_refused(
 
 
 @scenario_test
-async def test_same_model_again_joins_and_its_only_worker_may_change_it(
-    world: MemoryWorld,
-) -> None:
+async def test_same_model_again_joins_and_its_only_worker_may_change_it(world: MemoryWorld) -> None:
     first = Built(world, "w1")
     await first.build()
     await Built(world, "w2").build()
@@ -178,9 +176,7 @@ async def test_same_model_again_joins_and_its_only_worker_may_change_it(
 
 
 @scenario_test
-async def test_worker_leaves_a_model_whose_card_was_rewritten(
-    world: MemoryWorld,
-) -> None:
+async def test_worker_leaves_a_model_whose_card_was_rewritten(world: MemoryWorld) -> None:
     first, other = Built(world, "w1"), Built(world, "w2")
     starts = [world.spawn(first.build()), world.spawn(other.build(context_length=256))]
     await world.wait_until(lambda: all(start.done() for start in starts), within_s=60)

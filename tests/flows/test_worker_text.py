@@ -129,9 +129,7 @@ class TextOnly(ScriptedEngine):
 
 
 @scenario_test
-async def test_engine_with_text_only_shows_no_tokens_of_its_own(
-    world: MemoryWorld,
-) -> None:
+async def test_engine_with_text_only_shows_no_tokens_of_its_own(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(
         world, TextOnly(world, *output("some"), EngineOutput.stop())
     )

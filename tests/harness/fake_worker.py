@@ -31,15 +31,7 @@ from streams.records import (
     WorkerState,
 )
 from streams.request import Request
-from streams.topics import (
-    ASSIGNMENTS,
-    KV_EVENTS,
-    LEDGER,
-    REGISTRY,
-    REQUESTS,
-    lane_of,
-    partition_of,
-)
+from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, lane_of, partition_of
 from tests.harness.memory_world import MemoryWorld
 
 R = TypeVar("R", bound=AnyRecord)

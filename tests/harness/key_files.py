@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.access import key_file
-from app.access.key_file import KeyFile, Role, new_key
+from app.access.key_file import KeyFile, KeyRole, new_key
 from tests.harness.cluster_harness import ClusterHarness, caching_engine
 from tests.harness.memory_world import MemoryWorld
 
@@ -24,7 +24,7 @@ class KeyFileHarness:
     def settings(self) -> dict[str, Any]:
         return {"api_keys_file": self.path, "stream_secret": SECRET}
 
-    def add(self, tenant: str, role: Role = "user", expires: datetime | None = None) -> str:
+    def add(self, tenant: str, role: KeyRole = "user", expires: datetime | None = None) -> str:
         key = new_key(tenant, role, expires=expires)
         self.change(key_file.read_key_file(self.path).with_key(key.entry))
         self.tokens.append(key.token)

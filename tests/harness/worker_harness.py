@@ -8,11 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from app.engine.echo import EchoEngine
-from app.engine.interface import (
-    Engine,
-    EngineOutput,
-    GenerateContext,
-)
+from app.engine.interface import Engine, EngineOutput, GenerateContext
 from app.engine.validator import ValidatingEngine
 from app.preprocess.text.byte_level import ASSISTANT, USER
 from app.runtime.process import ProcessContext

@@ -23,10 +23,7 @@ def main() -> None:
             {"block_hash": name, "tokens_hash": tokens}
             for name, tokens in zip(names, hashes, strict=True)
         ]
-        event = {
-            "event_id": number,
-            "data": {"stored": {"parent_hash": None, "blocks": blocks}},
-        }
+        event = {"event_id": number, "data": {"stored": {"parent_hash": None, "blocks": blocks}}}
         tree.apply_event(number % workers, json.dumps(event).encode())
     took, scores = [], []
     for number in given["queries"].tolist():

@@ -143,9 +143,7 @@ def test_worker_that_is_killed_leaves_no_process_of_its_engine(
     assert living([bystander])
 
 
-def test_worker_that_ends_in_order_leaves_no_process_of_its_engine_either(
-    bystander: int,
-) -> None:
+def test_worker_that_ends_in_order_leaves_no_process_of_its_engine_either(bystander: int) -> None:
     worker, pids = begin("tidy")
     wait_for_the_end_of(pids)
     assert worker.wait(20) == 0

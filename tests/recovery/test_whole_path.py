@@ -331,8 +331,5 @@ async def test_java_program_publishes_and_reads_the_answer_by_its_key(
     count = (await users.log.end_offsets(RESPONSES, [lane]))[lane]
     printed = await java_reads(kafka, prefix + RESPONSES, lane, count)
     answer = transcript_of([value for key, value in printed if key == sent.id])
-    assert (answer.text, answer.finish_reason) == (
-        sent.expected.text,
-        sent.expected.finish_reason,
-    )
+    assert (answer.text, answer.finish_reason) == (sent.expected.text, sent.expected.finish_reason)
     assert sent.is_correct

@@ -39,9 +39,7 @@ def document() -> dict[str, Any]:
     return got
 
 
-def test_public_topics_have_the_names_of_the_broker(
-    document: dict[str, Any],
-) -> None:
+def test_public_topics_have_the_names_of_the_broker(document: dict[str, Any]) -> None:
     addresses = {name: channel["address"] for name, channel in document["channels"].items()}
     assert addresses == {
         name: f"mine.{name}" for name in ("prompts", "batch", "responses", "results")

@@ -199,9 +199,7 @@ def test_brokers_get_every_fault_in_turn() -> None:
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_rounds_follow_from_their_number_and_leave_a_working_deployment(
-    number: int,
-) -> None:
+def test_rounds_follow_from_their_number_and_leave_a_working_deployment(number: int) -> None:
     strikes = draw_faults(7, number, FAULT_KINDS, PARTS, 3)
     assert strikes == draw_faults(7, number, FAULT_KINDS, PARTS, 3)
     assert strikes

@@ -98,10 +98,7 @@ def test_loops_may_break() -> None:
 
 # --- how messages are worded ----------------------------------------------------------------------
 
-PARTS = {
-    "role": "user",
-    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 
 
 def test_text_parts_are_joined_for_a_template_without_parts() -> None:

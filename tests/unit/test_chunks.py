@@ -118,9 +118,7 @@ async def test_chunk_that_no_record_holds_breaks_its_own_run_only() -> None:
         FinalChunk("stop", None, stop_reason="x" * 200_000),
     ],
 )
-async def test_fields_at_the_end_count_for_the_size_of_their_chunk(
-    last: FinalChunk,
-) -> None:
+async def test_fields_at_the_end_count_for_the_size_of_their_chunk(last: FinalChunk) -> None:
     sent, ctx = Sent(), ProcessContext("t")
     writers = ChunkWriter(cast("RecordPublisher", sent), ctx, lanes=1)
     streams = [writers.open(name, 0, "1", index=0, chars=0) for name in ("a", "b", "c")]

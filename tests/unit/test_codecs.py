@@ -44,9 +44,7 @@ TYPES = (*codecs._INNER, *codecs._PUBLIC)
 
 
 def record(
-    value: bytes | None,
-    *headers: tuple[str, bytes | None],
-    key: bytes | None = b"job-17",
+    value: bytes | None, *headers: tuple[str, bytes | None], key: bytes | None = b"job-17"
 ) -> MemoryRecord:
     return MemoryRecord("topic", 0, 5, 1000, key, value, headers)  # type: ignore[arg-type]
 

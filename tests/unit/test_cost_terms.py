@@ -55,9 +55,7 @@ def test_terms_of_a_cost_add_up_to_it(
     assert [w.cost for w in found.others] == sorted(w.cost for w in found.others)
 
 
-def test_runner_up_is_shown_with_its_cost_difference_by_term(
-    routing: RoutingHarness,
-) -> None:
+def test_runner_up_is_shown_with_its_cost_difference_by_term(routing: RoutingHarness) -> None:
     for name, blocks in (("w1", 10), ("w2", 1)):
         routing.worker(name)
         routing.add_blocks(name, blocks)

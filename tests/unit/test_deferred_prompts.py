@@ -66,9 +66,7 @@ async def test_oldest_goes_first_among_classes_with_room(world: MemoryWorld) -> 
 
 
 @scenario_test
-async def test_expired_or_cancelled_prompt_leaves_nothing(
-    world: MemoryWorld,
-) -> None:
+async def test_expired_or_cancelled_prompt_leaves_nothing(world: MemoryWorld) -> None:
     queue = DeferredQueue(world)
     await queue.come("1", within_s=5)
     task = world.spawn(queue.deferred.wait_for_room("2", A, ONE, 60))

@@ -11,7 +11,7 @@ import pytest
 from app.bench.routing.disagg import FLEETS, free_thresholds, thresholds
 from app.engine.simulated.batch import EngineLimits
 from app.routing.selection.decision import RoutingConfig, TransferSpeed
-from app.routing.selection.handover import DEFAULT_RULES
+from app.routing.selection.handover_rules import DEFAULT_RULES
 from app.routing.selection.predictive import PredictiveWeights
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import metrics_of

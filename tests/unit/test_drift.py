@@ -122,10 +122,7 @@ def test_only_the_run_that_was_decided_on_counts() -> None:
     write(drift, assigned("e", candidates=()))
     write(drift, finished("e"))
     write(drift, assigned("f"))
-    write(
-        drift,
-        PrefillDone(id="f", attempt=0, phase="aggregated", worker="w1", epoch=3, run=1),
-    )
+    write(drift, PrefillDone(id="f", attempt=0, phase="aggregated", worker="w1", epoch=3, run=1))
     write(drift, finished("f"))
     write(drift, finished("f"))
     assert drift.summary_of(["w1"], NOW_MS).runs == 1

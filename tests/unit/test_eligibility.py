@@ -23,9 +23,7 @@ def hopeless(reason: str) -> Wait:
 # Who may take it
 
 
-def test_ineligible_workers_get_no_requests(
-    routing: RoutingHarness,
-) -> None:
+def test_ineligible_workers_get_no_requests(routing: RoutingHarness) -> None:
     for name in ("fine", "other", "dead", "silent", "draining"):
         routing.worker(name, model="x" if name == "other" else "m")
     routing.registry(WorkerCard(id="new", slot=0, model="m", config=EngineConfig(model="m")))
@@ -210,9 +208,7 @@ def test_own_decisions_make_workers_busy_before_they_are_read_back(routing: Rout
     assert routing.plan() == Wait("all workers are busy", code="all_busy")
 
 
-def test_unconstrained_request_gets_the_rows_of_the_pool_unchanged(
-    routing: RoutingHarness,
-) -> None:
+def test_unconstrained_request_gets_the_rows_of_the_pool_unchanged(routing: RoutingHarness) -> None:
     routing.worker("w1")
     pool = routing.pools.pool("m", "aggregated", NOW_MS)
     request = Request(id="a", model="m", token_ids=TOKENS)
@@ -288,9 +284,7 @@ def test_adapter_is_served_by_those_that_have_it(routing: RoutingHarness) -> Non
     assert [c.worker for c in sent.candidates] == ["w1"]
 
 
-def test_new_adapter_has_the_same_home_for_all_routers(
-    routing: RoutingHarness,
-) -> None:
+def test_new_adapter_has_the_same_home_for_all_routers(routing: RoutingHarness) -> None:
     for n in range(4):
         routing.worker(f"w{n}", engine={"max_loras": 2})
     homes = set()

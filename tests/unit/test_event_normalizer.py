@@ -148,9 +148,7 @@ def test_hash_repeated_in_one_event_is_two_copies() -> None:
     assert (bridge.held_blocks, bridge.counters.unknown_removed) == (0, 0)
 
 
-def test_sum_0_has_the_key_1_and_is_continued_as_a_sum(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sum_0_has_the_key_1_and_is_continued_as_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     local = np.array([SECRET.start, 5], np.uint64)
     parts = iter([local[:1], local[1:]])
     monkeypatch.setattr(

@@ -261,9 +261,7 @@ async def test_append_times_that_were_read_set_the_broker_clock(world: MemoryWor
 
 
 @scenario_test
-async def test_listener_is_called_after_each_record_is_applied(
-    world: MemoryWorld,
-) -> None:
+async def test_listener_is_called_after_each_record_is_applied(world: MemoryWorld) -> None:
     received: list[int] = []
 
     def note(source: Partition, facts: Sequence[LogRecord]) -> None:
@@ -390,9 +388,7 @@ async def leave_a_gap_at_the_end(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_missing_offsets_at_the_end_of_the_log_do_not_block(
-    world: MemoryWorld,
-) -> None:
+async def test_missing_offsets_at_the_end_of_the_log_do_not_block(world: MemoryWorld) -> None:
     await leave_a_gap_at_the_end(world)
     copy = await (await a_copy(world, REGISTRY)).caught_up()
     assert copy.view.offsets(CARDS) == [0]
@@ -411,9 +407,7 @@ async def test_later_gap_in_offsets_does_not_block(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_gap_at_the_end_is_passed_while_another_partition_is_busy(
-    world: MemoryWorld,
-) -> None:
+async def test_gap_at_the_end_is_passed_while_another_partition_is_busy(world: MemoryWorld) -> None:
     await leave_a_gap_at_the_end(world)
     copy = await a_copy(
         world, REGISTRY, LANE_0,

@@ -254,9 +254,7 @@ async def test_error_of_writing_a_dead_letter_ends_the_intake(world: MemoryWorld
 
 
 @scenario_test
-async def test_lane_revoked_by_its_own_record_gets_no_more_of_the_batch(
-    world: MemoryWorld,
-) -> None:
+async def test_lane_revoked_by_its_own_record_gets_no_more_of_the_batch(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
     router = await (await a_router(world)).owns(0, 1)
     router.owner.hook = lambda claim, fact: router.intake.revoked(frozenset([0]))
@@ -530,9 +528,7 @@ def test_record_without_a_request_id_becomes_a_dead_letter_only(poison: Entry) -
 
 
 @scenario_test
-async def test_refusal_is_done_after_handler_and_dead_letter(
-    world: MemoryWorld,
-) -> None:
+async def test_refusal_is_done_after_handler_and_dead_letter(world: MemoryWorld) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
     router = await reading_router(world)
     await router.received(1)
@@ -545,9 +541,7 @@ async def test_refusal_is_done_after_handler_and_dead_letter(
 
 
 @scenario_test
-async def test_commit_stops_before_an_unacknowledged_dead_letter(
-    world: MemoryWorld,
-) -> None:
+async def test_commit_stops_before_an_unacknowledged_dead_letter(world: MemoryWorld) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
     world.append(REQUESTS, 0, *requests("after"))
     world.faults.next_fates(DEAD_LETTERS, *[AppendFate.LOST] * 6)
@@ -562,9 +556,7 @@ async def test_commit_stops_before_an_unacknowledged_dead_letter(
 
 
 @scenario_test
-async def test_unacknowledged_letter_is_written_by_the_next_owner(
-    world: MemoryWorld,
-) -> None:
+async def test_unacknowledged_letter_is_written_by_the_next_owner(world: MemoryWorld) -> None:
     world.append_raw(REQUESTS, 0, MALFORMED)
     world.append(REQUESTS, 0, *requests("after"))
     world.faults.next_fates(DEAD_LETTERS, *[AppendFate.LOST] * 6)
@@ -577,9 +569,7 @@ async def test_unacknowledged_letter_is_written_by_the_next_owner(
 
 
 @scenario_test
-async def test_paused_lane_gets_the_next_record_when_it_is_resumed(
-    world: MemoryWorld,
-) -> None:
+async def test_paused_lane_gets_the_next_record_when_it_is_resumed(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c", "d"))
     world.append(REQUESTS, 1, *requests("other"))
     router = await a_router(world, at_once=True)

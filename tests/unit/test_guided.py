@@ -35,10 +35,7 @@ def guided(**fields: Any) -> GuidedDecoding | None:
         ({"guided_choice": ["a", "b"]}, GuidedDecoding(choice=("a", "b"))),
         ({"guided_grammar": "root ::= x"}, GuidedDecoding(grammar="root ::= x")),
         ({"structured_outputs": {"json": SCHEMA}}, GuidedDecoding(json=SCHEMA_JSON)),
-        (
-            {"structured_outputs": {"json_object": True}},
-            GuidedDecoding(json=b'{"type":"object"}'),
-        ),
+        ({"structured_outputs": {"json_object": True}}, GuidedDecoding(json=b'{"type":"object"}')),
         ({"structured_outputs": {"regex": "a"}}, GuidedDecoding(regex="a")),
         ({"structured_outputs": {"choice": ["a"]}}, GuidedDecoding(choice=("a",))),
         ({"structured_outputs": {"grammar": "g"}}, GuidedDecoding(grammar="g")),

@@ -15,7 +15,7 @@ from app.bench.routing import cost_reference
 from app.perf_curves import PerfCurves
 from app.routing.selection.cost_kernels import COMPARED, DECODE_PART, PREFILL_PART
 from app.routing.selection.decision import Placement, RoutingConfig, RoutingState
-from app.routing.selection.handover import (
+from app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     FirstPhase,
     HandOverRules,
@@ -75,9 +75,7 @@ def with_many_decodes(routing: RoutingHarness, *names: str, runs: int = 100) -> 
             routing.add_load(name, 100)
 
 
-def test_long_prompt_is_computed_away_from_decodes_and_handed_over(
-    routing: RoutingHarness,
-) -> None:
+def test_long_prompt_is_computed_away_from_decodes_and_handed_over(routing: RoutingHarness) -> None:
     free_worker(routing, "busy")
     free_worker(routing, "idle")
     with_many_decodes(routing, "busy", runs=300)
@@ -90,9 +88,7 @@ def test_long_prompt_is_computed_away_from_decodes_and_handed_over(
     assert found.choice.decode.worker == "busy"
 
 
-def test_request_stays_whole_where_transfer_only_costs_time(
-    routing: RoutingHarness,
-) -> None:
+def test_request_stays_whole_where_transfer_only_costs_time(routing: RoutingHarness) -> None:
     free_worker(routing, "w1")
     free_worker(routing, "w2")
     found = begun(routing)

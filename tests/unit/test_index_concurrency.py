@@ -109,9 +109,7 @@ def test_concurrent_readers_see_unchanged_blocks_unchanged(kind: type[KeyedIndex
     assert index.blocks_of(STEADY[0], Tier.DEVICE).keys() == set(prompt)
 
 
-def test_reader_with_old_arrays_retries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reader_with_old_arrays_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     index, prompt = steady_index(KeyedIndex, random.Random(1))
     keys = [random.Random(1000 + n).randrange(1, 1 << 64) for n in range(140)]
     ids = dict.fromkeys(range(9), 0)

@@ -18,13 +18,7 @@ from aiokafka.errors import (
 )
 from aiokafka.producer.transaction_manager import TransactionManager
 
-from streams.errors import (
-    AccessDenied,
-    AppendFailed,
-    BrokerUnavailable,
-    OwnershipLost,
-    StreamError,
-)
+from streams.errors import AccessDenied, AppendFailed, BrokerUnavailable, OwnershipLost, StreamError
 from streams.kafka import kafka_transactions
 from streams.kafka.kafka_transactions import KafkaTransactionalWriter
 from streams.ports import Entry, TopicEntry
@@ -154,9 +148,7 @@ async def test_entry_without_key_and_partition_is_an_error_of_the_caller(
     await writer.close()
 
 
-async def test_topic_that_cannot_be_looked_up_is_an_outage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_topic_that_cannot_be_looked_up_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, _ = await opened(monkeypatch, lambda _: None)
     monkeypatch.setattr(Session, "partitions_error", BrokerUnavailable("away"))
     with pytest.raises(AppendFailed):

@@ -266,9 +266,7 @@ def test_unknown_fields_and_events_are_skipped() -> None:
         {"parent_block_hash": {}},
     ],
 )
-def test_event_of_another_shape_is_counted_and_the_others_are_read(
-    broken: dict[str, Any],
-) -> None:
+def test_event_of_another_shape_is_counted_and_the_others_are_read(broken: dict[str, Any]) -> None:
     normalizer = EventNormalizer(SIZE, SECRET)
     found = events_in(STORED | broken, {"type": "AllBlocksCleared"})
     assert found == (UnreadableEvent(is_known=True), AllCleared())

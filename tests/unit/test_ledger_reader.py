@@ -6,14 +6,7 @@ from app.demo.ledger_reader import LedgerDecisions
 from streams.clock import SystemClock
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
-from streams.records import (
-    Assigned,
-    Finished,
-    Phase,
-    PrefillDone,
-    RequestOffset,
-    RunCode,
-)
+from streams.records import Assigned, Finished, Phase, PrefillDone, RequestOffset, RunCode
 
 ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 

@@ -35,9 +35,7 @@ def test_json_lines_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) 
     assert "ValueError: invalid literal" in line["traceback"]
 
 
-def test_messages_below_the_level_are_not_logged(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_messages_below_the_level_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(Settings(log_level="WARNING"))
     logging.getLogger("streams.record_publisher").info("quiet")
     logging.getLogger("streams.record_publisher").warning("loud")

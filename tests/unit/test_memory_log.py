@@ -10,13 +10,7 @@ import pytest
 
 from app.testing.virtual_time import VirtualClock
 from streams.clock import SystemClock
-from streams.errors import (
-    AppendFailed,
-    BrokerUnavailable,
-    LogClosed,
-    OwnershipLost,
-    PositionLost,
-)
+from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, PositionLost
 from streams.memory.broker_faults import AppendFate
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
@@ -343,9 +337,7 @@ async def test_member_that_does_not_poll_is_left_out(world: MemoryWorld) -> None
 
 
 @scenario_test
-async def test_closed_member_does_not_rejoin_by_a_waiting_poll(
-    world: MemoryWorld,
-) -> None:
+async def test_closed_member_does_not_rejoin_by_a_waiting_poll(world: MemoryWorld) -> None:
     group = await Group(world).settle()
     closing, other = group.owners
     assert closing.member is not None

@@ -84,9 +84,7 @@ def test_special_tokens_may_be_objects(tmp_path: Path) -> None:
 
 def test_generation_config_precedes_the_model_config_for_end_tokens(tmp_path: Path) -> None:
     path = folder(
-        tmp_path,
-        generation_config__json={"eos_token_id": [7, 8]},
-        config__json={"eos_token_id": 9},
+        tmp_path, generation_config__json={"eos_token_id": [7, 8]}, config__json={"eos_token_id": 9}
     )
     assert read_folder(path).eos_token_ids == (7, 8)
 

@@ -80,12 +80,7 @@ def test_anything_else_is_no_worker(given: Any) -> None:
             q.Hints(session_control=q.SessionControl(session_id="s", action="close", timeout=5)),
         ),
         (
-            {
-                "routing_constraints": {
-                    "required_taints": ["a"],
-                    "preferred_taints": {"b": 0.5},
-                }
-            },
+            {"routing_constraints": {"required_taints": ["a"], "preferred_taints": {"b": 0.5}}},
             q.Hints(
                 routing_constraints=q.RoutingConstraints(
                     required_taints=("a",), preferred_taints={"b": 0.5}

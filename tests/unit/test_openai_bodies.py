@@ -265,10 +265,7 @@ def test_tool_choice_none_renders_no_tools() -> None:
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": 7}, "tool_choice"),
         (
-            {
-                "tools": [TOOL],
-                "tool_choice": {"type": "function", "function": {"name": "g"}},
-            },
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
         ),
     ],

@@ -184,8 +184,7 @@ def test_end_by_a_router_repeats_nothing() -> None:
 
 @given(st.lists(st.tuples(st.text("ab", max_size=4), st.integers(0, 3)), max_size=5), st.booleans())
 def test_joined_pieces_have_the_same_positions_and_text(
-    script: list[tuple[str, int]],
-    at_once: bool,
+    script: list[tuple[str, int]], at_once: bool
 ) -> None:
     pieces, chars = [], 0
     for text, asides in script:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.queueing.batch_select import BatchContext, plan_batch
 from app.routing.queueing.fair_share import (
     DEFAULT_CLASS,
     ClassConfig,
@@ -14,6 +13,7 @@ from app.routing.queueing.fair_share import (
     QueueKey,
     ShareCost,
 )
+from app.routing.queueing.joint_planning import PlanningContext, plan_together
 from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, PendingRequests, QueueOrder
 from app.routing.selection.decision import (
     Decision,
@@ -39,7 +39,7 @@ W1, W2 = WorkerRank("w1", 1), WorkerRank("w2", 2)
 
 REFUSED = Rejection("none_eligible", "")
 FLEET = Fleet()
-NO_WORKERS = BatchContext(
+NO_WORKERS = PlanningContext(
     RoutingState(
         FLEET, CandidatePools(FLEET, 5000), KvIndexView(SECRET), ActiveLoad(), ActiveLoad(), 0
     ),
@@ -116,7 +116,7 @@ def test_least_served_class_goes_first() -> None:
     held, claims = PendingRequests[str]("fcfs", classes), dict[str, ShareCost]()
     for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
         claims[name] = ShareCost(QueueKey("m", "batch" if name[0] == "b" else DEFAULT_CLASS), 100)
-        held.add(name, number, number, planned(W1, 10.0), claim=claims[name])
+        held.add(name, number, number, planned(W1, 10.0), cost=claims[name])
         classes.add_waiting(claims[name].queue, 0)
     expected = ["b1", "o1", "o2", "b2", "o3", "o4", "b3"]
     assert held.in_dispatch_order() == expected
@@ -175,7 +175,7 @@ def test_simultaneous_requests_are_planned_by_arrival_and_dispatched_shortest_fi
         return going(planned(W1, lengths[each.key])) if each.key in lengths else REFUSED
 
     coming = [wanted(key, n) for n, key in enumerate(["long", "any", "short", "middle", "all"])]
-    batch = plan_batch(reversed(coming), held, NO_WORKERS, alone)
+    batch = plan_together(reversed(coming), held, NO_WORKERS, alone)
     assert batch.waiting == {}
     assert batch.order == ["short", "middle", "long", "any", "all"]
     assert (seen["long"], seen["any"]) == ([], [90.0])
@@ -189,7 +189,7 @@ def test_requests_outside_the_batch_are_woken_when_their_position_changes() -> N
         held.add(key, number, 0, planned(W1, length))
     plans = {"first": going(planned(W2, 40.0)), "new": going(planned(W1, 40.0))}
     looking = [wanted("first", 0), wanted("new", 9)]
-    batch = plan_batch(looking, held, NO_WORKERS, lambda each: plans[each.key])
+    batch = plan_together(looking, held, NO_WORKERS, lambda each: plans[each.key])
     assert (batch.order, batch.to_wake) == (["first", "new"], ["second"])
 
 
@@ -198,7 +198,7 @@ def test_early_requests_wait_with_a_reservation() -> None:
     full = Wait("no worker has room")
     plans = {"a": busy, "b": going(planned(W2, 50.0)), "c": REFUSED, "d": full}
     looking = [wanted(key, n) for n, key in enumerate("abcd")]
-    batch = plan_batch(looking, held, NO_WORKERS, lambda each: plans[each.key])
+    batch = plan_together(looking, held, NO_WORKERS, lambda each: plans[each.key])
     assert (batch.order, batch.waiting) == (["b", "c"], {"a": busy, "d": full})
     assert (held.reserved_rank("a"), held.reserved_rank("b"), held.reserved_rank("c")) == (
         W1,
@@ -224,8 +224,8 @@ def test_single_requests_and_other_policies_are_not_planned_twice() -> None:
         raise AssertionError("nobody is to be planned")
 
     held = PendingRequests[str]()
-    assert plan_batch([wanted("a")], held, NO_WORKERS, alone).order == ["a"]
-    assert plan_batch([wanted("b", 1), wanted("a")], held, None, alone).order == ["a", "b"]
+    assert plan_together([wanted("a")], held, NO_WORKERS, alone).order == ["a"]
+    assert plan_together([wanted("b", 1), wanted("a")], held, None, alone).order == ["a", "b"]
 
 
 def test_next_request_retries_at_its_time_and_others_at_the_end_of_their_wait() -> None:

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from app.bench.routing import cost_reference
 from app.perf_curves import PerfCurves
-from app.routing.queueing import batch_select
-from app.routing.queueing.batch_select import (
-    BatchContext,
-    BatchOrder,
-    plan_batch,
+from app.routing.queueing import joint_planning
+from app.routing.queueing.joint_planning import (
+    PlannedOrder,
+    PlanningContext,
+    plan_together,
     plan_uniform,
     uniform_groups,
 )
@@ -428,9 +428,7 @@ def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(
     assert held(routing).reservation is not None
 
 
-def test_deferral_is_bounded_by_its_limit_and_the_deadline(
-    routing: RoutingHarness,
-) -> None:
+def test_deferral_is_bounded_by_its_limit_and_the_deadline(routing: RoutingHarness) -> None:
     routing.worker("w1", engine={"total_kv_blocks": 300})  # 4800 tokens: full
     routing.add_load("w1", 4000)
     assert held(routing).retry_at_ms == NOW_MS + 10_000
@@ -460,9 +458,7 @@ def test_worker_is_predicted_by_its_own_curve_and_its_learned_slowdown(
     }
 
 
-def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(
-    routing: RoutingHarness,
-) -> None:
+def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(routing: RoutingHarness) -> None:
     for worker in ("w1", "w2", "w3", "w4"):
         routing.worker(worker)
     routing.worker("w5", engine={"curve": CURVES.coefficients(3.0)})
@@ -649,7 +645,7 @@ def test_own_reservation_is_no_load(routing: RoutingHarness) -> None:
     view = RoutingState(
         routing.fleet, routing.pools, routing.index, routing.got, routing.own, NOW_MS
     )
-    by = BatchContext(view, PREDICTIVE)
+    by = PlanningContext(view, PREDICTIVE)
     ((pool, group),) = uniform_groups(wants, by)
     assert pool is not None
     plans = plan_uniform(group, held, pool, by)
@@ -676,7 +672,7 @@ def test_batch_plan_equals_sequential_planning(
         slowdown=known["slowdown"],
     )  # fmt: skip
 
-    def in_a_batch() -> tuple[BatchOrder[int], list[tuple[WorkerRank, float]]]:
+    def in_a_batch() -> tuple[PlannedOrder[int], list[tuple[WorkerRank, float]]]:
         held = PendingRequests[int]()
 
         def alone(each: PendingRequest[int]) -> Decision:
@@ -691,10 +687,10 @@ def test_batch_plan_equals_sequential_planning(
                 n, n, 0, Reservation(WorkerRank(f"w{n % len(workers)}", n % len(workers)), 500.0, 0)
             )
         looking = [wanted[n] for n in looks if n < len(wanted)]
-        return plan_batch(looking, held, BatchContext(view, PREDICTIVE), alone), reserved(
+        return plan_together(looking, held, PlanningContext(view, PREDICTIVE), alone), reserved(
             held.reservations_of_others(99)
         )
 
     together = in_a_batch()
-    with mock.patch.object(batch_select, "_is_plain", return_value=False):
+    with mock.patch.object(joint_planning, "_is_plain", return_value=False):
         assert in_a_batch() == together

@@ -71,9 +71,7 @@ async def test_stop_signal_aborts_a_start(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_error_in_the_background_ends_a_start_that_waits_for_it(
-    world: MemoryWorld,
-) -> None:
+async def test_error_in_the_background_ends_a_start_that_waits_for_it(world: MemoryWorld) -> None:
     part = Part(world)
     await world.sleep(1)
     part.ctx.spawn("work", fails())

@@ -47,9 +47,7 @@ async def test_empty_range_is_read_without_waiting(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_outage_within_a_range_ends_by_the_given_time(
-    world: MemoryWorld,
-) -> None:
+async def test_outage_within_a_range_ends_by_the_given_time(world: MemoryWorld) -> None:
     fill(world, 3)
     log = await world.connect()
     world.broker.available = False
@@ -80,9 +78,7 @@ async def test_early_exit_releases_the_reader(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_several_partitions_are_read_to_their_ends_with_progress(
-    world: MemoryWorld,
-) -> None:
+async def test_several_partitions_are_read_to_their_ends_with_progress(world: MemoryWorld) -> None:
     fill(world, 5)
     world.append(LEDGER, 1, *(Ended(id=f"r{n}", code="seen") for n in range(4)))
     other, received = Partition(LEDGER, 1), list[tuple[int, int]]()

@@ -176,9 +176,7 @@ async def test_new_assignment_reads_the_ends_again(consumer: Consumer) -> None:
     await consumer.until(lambda: all(consumer.state(tp).highwater == 5 for tp in LANES[:2]))
 
 
-async def test_new_assignment_gets_the_end_reported_in_between(
-    consumer: Consumer,
-) -> None:
+async def test_new_assignment_gets_the_end_reported_in_between(consumer: Consumer) -> None:
     consumer.assign({LANES[0]: 5})
     await consumer.until_steady()
     consumer.cluster.ends[LANES[0]] = 6
@@ -287,9 +285,7 @@ async def test_throttled_response_affects_no_partition(consumer: Consumer) -> No
     assert consumer.state(LANES[0]).timestamp == known_ms
 
 
-async def test_broker_without_version_11_uses_aiokafkas_fetcher(
-    consumer: Consumer,
-) -> None:
+async def test_broker_without_version_11_uses_aiokafkas_fetcher(consumer: Consumer) -> None:
     consumer.node.versions = (4, 10)
     consumer.cluster.ends[LANES[0]] = 8
     consumer.assign(dict.fromkeys(LANES, 5))

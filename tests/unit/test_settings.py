@@ -175,10 +175,7 @@ def test_refusal_names_variable_value_and_remedy(
     ("values", "words"),
     [
         ({"deadline_s": 700}, "KVLANE_DEADLINE_S=700 exceeds KVLANE_MAX_LIFETIME_S=600"),
-        (
-            {"max_lifetime_s": 1500},
-            "KVLANE_MAX_LIFETIME_S=1500 exceeds KVLANE_DEDUP_WINDOW_S=1200",
-        ),
+        ({"max_lifetime_s": 1500}, "KVLANE_MAX_LIFETIME_S=1500 exceeds KVLANE_DEDUP_WINDOW_S=1200"),
         (
             {"batch_retention_s": 86_400},
             "KVLANE_BATCH_MAX_LIFETIME_S=604800 exceeds KVLANE_BATCH_RETENTION_S=86400",

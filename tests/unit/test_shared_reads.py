@@ -71,9 +71,7 @@ async def test_concurrent_queries_share_a_pass(world: MemoryWorld) -> None:
 
 
 @scenario_test
-async def test_unreadable_partition_does_not_block_other_queries(
-    world: MemoryWorld,
-) -> None:
+async def test_unreadable_partition_does_not_block_other_queries(world: MemoryWorld) -> None:
     world.append(REQUESTS, 1, Request(id="a"), key="a")
     scanner = await scanning(world)
     endless = world.spawn(scanner.visible_before(0, "b", 1, 0, 100))

@@ -477,9 +477,7 @@ async def test_evicted_blocks_are_reported(bench: Bench) -> None:
 
 
 @with_engine(EngineLimits(block_size=4, cache_blocks=12, max_batched_tokens=64, max_sequences=4))
-async def test_index_behind_the_bridge_predicts_the_hits_of_the_next_request(
-    bench: Bench,
-) -> None:
+async def test_index_behind_the_bridge_predicts_the_hits_of_the_next_request(bench: Bench) -> None:
     secret, index, holder = derive_secret(b"s"), ReferenceIndex(), CacheId("w", 0)
     bridge = EventNormalizer(4, secret)
     turn = [5, 6, 7, 8, 9, ASSISTANT]

@@ -38,7 +38,7 @@ class Replica:
         )
         self.duty = SnapshotWriter(
             log, LEDGER, "tally", self.view, self.follower, snapshots, world.clock, broker_clock,
-            offload=inline, every_s=every_s,
+            offload=inline, interval_s=every_s,
         )  # fmt: skip
         works = (self.follower.run(), self.duty.join_group(), self.duty.run())
         self.tasks = [world.spawn(work) for work in works]
@@ -212,9 +212,7 @@ async def test_writer_that_leaves_the_group_is_replaced_immediately(world: Memor
 
 
 @scenario_test
-async def test_incomplete_snapshot_of_a_moved_partition_is_never_read(
-    world: MemoryWorld,
-) -> None:
+async def test_incomplete_snapshot_of_a_moved_partition_is_never_read(world: MemoryWorld) -> None:
     write(world, 3)
     one = await a_replica(world)
     world.faults.slow["append"] = 1.0

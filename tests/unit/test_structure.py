@@ -1,6 +1,7 @@
 """The structure of the code: layers without circles, small folders, one meaning per name."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -17,6 +18,9 @@ SHARED_MODULE_NAMES: dict[str, str] = {}
 
 SHARED_CLASS_NAMES: dict[str, str] = {}
 """Class names that occur twice, each with its reason."""
+
+SHARED_ALIAS_NAMES: dict[str, str] = {}
+"""Public names of types, such as `Headers = tuple[...]`, that occur twice, each with its reason."""
 
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 FOLDERS = {".".join(file.parent.relative_to(ROOT).parts) for file in FILES}
@@ -37,6 +41,15 @@ def imported(file: Path) -> Iterator[str]:
                 yield name if name in known else node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def type_aliases(tree: ast.Module) -> Iterator[str]:
+    """Public names in CamelCase that a module assigns, with or without an annotation."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                if re.fullmatch(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name):
+                    yield name
 
 
 def shared(names: dict[str, list[str]], reasons: dict[str, str]) -> dict[str, list[str]]:
@@ -99,12 +112,23 @@ def test_class_names_are_unique() -> None:
     assert shared(names, SHARED_CLASS_NAMES) == {}
 
 
+def test_alias_names_are_unique() -> None:
+    names = defaultdict(list)
+    for file, tree in TREES.items():
+        for name in type_aliases(tree):
+            names[name].append(module_of(file))
+    assert shared(names, SHARED_ALIAS_NAMES) == {}
+
+
 def test_every_exception_to_the_rules_is_in_use() -> None:
-    modules, classes = defaultdict(int), defaultdict(int)
+    modules, classes, aliases = defaultdict(int), defaultdict(int), defaultdict(int)
     for file, tree in TREES.items():
         modules[file.name] += 1
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 classes[node.name] += 1
+        for name in type_aliases(tree):
+            aliases[name] += 1
     assert [name for name in SHARED_MODULE_NAMES if modules[name] < 2] == []
     assert [name for name in SHARED_CLASS_NAMES if classes[name] < 2] == []
+    assert [name for name in SHARED_ALIAS_NAMES if aliases[name] < 2] == []

@@ -179,9 +179,7 @@ async def test_later_requests_are_watched_again(cluster: Cluster) -> None:
     assert await first.left() is CloseReason.CONNECTION_BROKEN
 
 
-async def test_answer_about_earlier_topics_is_ignored(
-    cluster: Cluster,
-) -> None:
+async def test_answer_about_earlier_topics_is_ignored(cluster: Cluster) -> None:
     """The client would take the topics that came meanwhile for unknown ones."""
     first = cluster.lines[1]
     cluster.members.remove(1)
@@ -207,9 +205,7 @@ async def test_overtaken_answer_is_ignored(cluster: Cluster) -> None:
     assert len(known.brokers()) == 3
 
 
-async def test_abandoned_connection_is_closed_despite_unsent_requests(
-    cluster: Cluster,
-) -> None:
+async def test_abandoned_connection_is_closed_despite_unsent_requests(cluster: Cluster) -> None:
     first = cluster.lines[1]
     first.send_request()
     first.close(CloseReason.CONNECTION_TIMEOUT)

@@ -250,10 +250,7 @@ async def test_only_the_views_that_missed_records_are_rebuilt(world: MemoryWorld
 async def test_loss_of_one_view_does_not_affect_one_that_is_ahead(world: MemoryWorld) -> None:
     world.append(LEDGER, 0, *many(10))
     tail = TailReader(await world.connect(), world.clock)
-    with (
-        tail.subscribe({LANE_0: 2}, tuple) as behind,
-        tail.subscribe({LANE_0: 8}, tuple) as ahead,
-    ):
+    with tail.subscribe({LANE_0: 2}, tuple) as behind, tail.subscribe({LANE_0: 8}, tuple) as ahead:
         world.broker.delete_records(LEDGER, 0, 6)
         world.spawn(tail.run())
         with pytest.raises(Exception, match="wanted offset 2"):

@@ -46,9 +46,7 @@ async def test_slot_is_free_again_when_the_work_is_done(pool: ThreadPool) -> Non
         assert await pool.run(lambda n=number: n) == number
 
 
-async def test_cancelled_caller_keeps_its_slot_until_the_thread_is_done(
-    pool: ThreadPool,
-) -> None:
+async def test_cancelled_caller_keeps_its_slot_until_the_thread_is_done(pool: ThreadPool) -> None:
     gate = threading.Event()
     first = asyncio.ensure_future(pool.run(gate.wait))
     second = asyncio.ensure_future(pool.run(gate.wait))

@@ -19,7 +19,7 @@ from app.routing.state.ledger import LedgerState
 from app.routing.worker_rank import WorkerRank
 from app.simulation import simulated_router, simulated_worker
 from app.simulation.network_conditions import NetworkConditions
-from app.simulation.router_state import LedgerRecord
+from app.simulation.router_state import SimulatedLedgerRecord
 from app.simulation.run_metrics import metrics_of
 from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulated_router import SimulationFailed
@@ -219,7 +219,7 @@ def test_simulated_ledger_has_the_loads_of_the_ledger(rows: list[TraceRow], poli
     books, load, read = replay.router_slots[0].state.ledger, LedgerState(60_000), count()
     original = books.on_record
 
-    def write(record: LedgerRecord, at_ms: float) -> None:
+    def write(record: SimulatedLedgerRecord, at_ms: float) -> None:
         original(record, at_ms)
         position = next(read)
         load.apply(Partition("ledger", 0), [LogRecord(position, int(at_ms), record)], position + 1)
@@ -308,9 +308,7 @@ def test_waiting_request_is_retried_when_another_gets_a_token_and_joins_the_next
     assert held.first_token_ms == pytest.approx(20 + 20 + 4)
 
 
-def test_retry_time_in_the_past_does_not_stop_the_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_retry_time_in_the_past_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     holding(monkeypatch, lambda _, view: Wait("now", 0) if view.now_ms < 5 else None)
     (each,) = played([row(0, 1000, 1)])
     assert each.sent_ms == 5

@@ -45,10 +45,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from tests.vllm.adapters import make_adapter
 
     folder = tmp_path_factory.mktemp("adapters")
-    return {
-        "one": make_adapter(folder / "one", 1),
-        "two": make_adapter(folder / "two", 2),
-    }
+    return {"one": make_adapter(folder / "one", 1), "two": make_adapter(folder / "two", 2)}
 
 
 @pytest.fixture(scope="session", autouse=True)

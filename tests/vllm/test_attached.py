@@ -222,8 +222,7 @@ async def test_guided_choice_is_respected(shared: Beside, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [SamplingOptions(temperature=-1.0), SamplingOptions(logit_bias={10**6: 1.0})],
+    "sampling", [SamplingOptions(temperature=-1.0), SamplingOptions(logit_bias={10**6: 1.0})]
 )
 async def test_refusal_by_the_server_is_reported(shared: Beside, sampling: SamplingOptions) -> None:
     with pytest.raises(EngineError) as refused:

@@ -61,17 +61,13 @@ async def test_answer_depends_on_the_first_token_of_its_prompt(engine: RealEngin
     )
 
 
-async def test_interrupted_answer_continues_unchanged(
-    engine: RealEngine,
-) -> None:
+async def test_interrupted_answer_continues_unchanged(engine: RealEngine) -> None:
     tokens = prompt(50)
     whole = await answer(engine, make_request(tokens, 30))
     assert whole[:11] + await answer(engine, make_request(tokens + whole[:11], 19)) == whole
 
 
-async def test_prompt_is_found_in_the_cache_up_to_its_last_whole_block(
-    engine: RealEngine,
-) -> None:
+async def test_prompt_is_found_in_the_cache_up_to_its_last_whole_block(engine: RealEngine) -> None:
     tokens = prompt(100)
     assert cached(await outputs(engine, make_request(tokens))) == 0
     got = await outputs(engine, make_request(tokens))
@@ -128,9 +124,7 @@ def stored(engine: RealEngine) -> list[BlocksStored]:
     return [event for _, event in engine.events if isinstance(event, BlocksStored)]
 
 
-async def test_cancelled_stream_ends_as_cancelled_and_frees_its_place(
-    engine: RealEngine,
-) -> None:
+async def test_cancelled_stream_ends_as_cancelled_and_frees_its_place(engine: RealEngine) -> None:
     context = GenerateContext("c")
     got: list[EngineOutput] = []
     async with aclosing(engine.generate(make_request(prompt(20), 900), context)) as stream:
@@ -219,9 +213,7 @@ async def test_seed_draws_the_same_again(engine: RealEngine) -> None:
     assert await answer(engine, make_request(tokens, 12, sampling=other)) != first
 
 
-async def test_log_probabilities_come_with_each_token_its_own_first(
-    engine: RealEngine,
-) -> None:
+async def test_log_probabilities_come_with_each_token_its_own_first(engine: RealEngine) -> None:
     got = await outputs(engine, make_request(prompt(20), 4, output=OutputOptions(logprobs=2)))
     entries = [(t, e) for o in got for t, e in zip(o.token_ids, o.log_probs or (), strict=True)]
     assert len(entries) == 4

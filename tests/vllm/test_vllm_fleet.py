@@ -29,10 +29,7 @@ async def second(model: Path, adapters: dict[str, Path]) -> AsyncIterator[RealEn
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def fleet(
-    model: Path,
-    engine: RealEngine,
-    second: RealEngine,
-    tmp_path_factory: pytest.TempPathFactory,
+    model: Path, engine: RealEngine, second: RealEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Fleet]:
     scratch = tmp_path_factory.mktemp("scratch")
     async with Fleet(model, {"w1": engine, "w2": second}, "tiny", scratch) as fleet:

@@ -10,15 +10,7 @@ import pytest_asyncio
 
 from indexer.cache_events.event_normalizer import NormalizerCounters
 from streams.request import Hints
-from tests.vllm.engines import (
-    RealEngine,
-    answer,
-    cached,
-    make_request,
-    outputs,
-    settled,
-    started,
-)
+from tests.vllm.engines import RealEngine, answer, cached, make_request, outputs, settled, started
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -32,9 +24,7 @@ async def test_card_names_the_ranks_and_the_cache_of_each(pair: RealEngine) -> N
     assert (pair.config.data_parallel_size, pair.config.total_kv_blocks) == (2, 40)
 
 
-async def test_request_goes_to_its_rank_and_finds_the_cached_blocks_there(
-    pair: RealEngine,
-) -> None:
+async def test_request_goes_to_its_rank_and_finds_the_cached_blocks_there(pair: RealEngine) -> None:
     tokens = [*range(100, 200)]
     on_one, on_zero = Hints(dp_rank=1), Hints()
     assert cached(await outputs(pair, make_request(tokens, hints=on_one))) == 0

@@ -22,11 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.chaos.chaos_run import (
-    MODEL_READY_TIMEOUT_S,
-    PROCESS_FAULTS,
-    deployment_processes,
-)
+from app.bench.chaos.chaos_run import MODEL_READY_TIMEOUT_S, PROCESS_FAULTS, deployment_processes
 from app.bench.chaos.fault_injection import FaultInjector, InjectedFault, draw_faults
 from app.bench.chaos.impact import ROUND_S
 from app.bench.chaos.load_generator import LoadGenerator

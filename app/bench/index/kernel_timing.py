@@ -25,7 +25,7 @@ from app.bench.index.index_workload import (
     U64Column,
     make_sequences,
 )
-from app.bench.index.peers import BlocksByWorker, Tokens
+from app.bench.index.peers import BlocksByWorker, TokenArray
 from indexer.block_hashes import BASE_SEED, local_hashes
 from indexer.block_keys import prompt_keys
 from indexer.blocks.block_table import (
@@ -124,7 +124,11 @@ def match_rows(state: IndexArrays, queries: U64Column, hot: U64Column, ticks: U6
 
 @kernel()
 def match_prompts(
-    state: IndexArrays, prompts: Tokens, block_size: np.uint64, local: U64Column, ticks: U64Column
+    state: IndexArrays,
+    prompts: TokenArray,
+    block_size: np.uint64,
+    local: U64Column,
+    ticks: U64Column,
 ) -> None:
     """Hash and look up each row of tokens; `local`: a buffer for the hashes of a row."""
     for i in range(len(prompts)):
@@ -227,7 +231,7 @@ class KernelIndex:
         match_rows(self._state, queries, np.empty(queries.shape[1], np.uint64), ticks)
         return ticks
 
-    def match_tokens(self, prompts: Tokens, block_size: int) -> U64Column:
+    def match_tokens(self, prompts: TokenArray, block_size: int) -> U64Column:
         ticks = np.zeros(len(prompts), np.uint64)
         local = np.empty(prompts.shape[1] // block_size, np.uint64)
         match_prompts(self._state, prompts, np.uint64(block_size), local, ticks)
@@ -286,7 +290,7 @@ class DictIndex:
                 self._apply(batch, row)
         return time.thread_time_ns() - began, ticks
 
-    def match_tokens(self, prompts: Tokens, block_size: int) -> U64Column:
+    def match_tokens(self, prompts: TokenArray, block_size: int) -> U64Column:
         return self.match(np.array([local_hashes(prompt, block_size) for prompt in prompts]))
 
     def matches(self, queries: U64Column) -> list[BlocksByWorker]:

@@ -26,7 +26,7 @@ BUILD_SCRIPT = ROOT / "tests" / "peers" / "build.sh"
 LIBRARY = ROOT / "build" / "peers" / "libpeers.so"
 CRATE_NAME = "dynamo-kv-router 1.6.1"
 
-Tokens = NDArray[np.uint32]
+TokenArray = NDArray[np.uint32]
 BlocksByWorker = dict[int, int]
 """Number of leading cached blocks of a prompt by worker, for workers with any."""
 
@@ -49,7 +49,7 @@ class MeasuredIndex(Protocol):
     def replay(self, batch: OperationBatch) -> tuple[int, U64Column]:
         """Apply operations of all kinds; CPU time in ns, and ticks of matches (0 for others)."""
 
-    def match_tokens(self, prompts: Tokens, block_size: int) -> U64Column:
+    def match_tokens(self, prompts: TokenArray, block_size: int) -> U64Column:
         """Hash and look up each row; the ticks of each."""
 
     def matches(self, queries: U64Column) -> list[BlocksByWorker]:
@@ -94,7 +94,7 @@ class PeerCrate:
         self.call.peer_chain(_at(local), *local.shape, _at(chain))
         return chain
 
-    def local_hashes(self, tokens: Tokens, block_size: int) -> U64Column:
+    def local_hashes(self, tokens: TokenArray, block_size: int) -> U64Column:
         local = np.empty(len(tokens) // block_size, np.uint64)
         count = self.call.peer_local_hashes(_at(tokens), len(tokens), block_size, _at(local))
         assert count == len(local)
@@ -122,7 +122,7 @@ class CrateIndex:
         ticks = np.zeros(len(batch.rows), np.uint64)
         return self._run(batch, ticks, None, 0), ticks
 
-    def match_tokens(self, prompts: Tokens, block_size: int) -> U64Column:
+    def match_tokens(self, prompts: TokenArray, block_size: int) -> U64Column:
         ticks = np.zeros(len(prompts), np.uint64)
         count, length = prompts.shape
         self._call.peer_run_tokens(self._index, _at(prompts), length, count, block_size, _at(ticks))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from app.bench.bench_environment import PrintLine
 from app.bench.report import Report, Threshold
 from app.bench.routing import cost_reference
-from app.routing.queueing.batch_select import BatchContext, plan_uniform, uniform_groups
+from app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
 from app.routing.queueing.pending import PendingRequest, PendingRequests
 from app.routing.selection.decision import (
     Decision,
@@ -66,7 +66,7 @@ from streams.request import Request
 NOW_MS = 1_000_000
 BLOCK_SIZE, PROMPT_TOKENS = 16, 2048
 SECRET = derive_secret(LOOPBACK_SECRET)
-POLICIES = ("predictive", "dynamo")
+MEASURED_POLICIES = ("predictive", "dynamo")
 WARM_UP_DECISIONS = 50
 LIMIT_64_WORKERS_US, LIMIT_512_WORKERS_US, QUEUED_LIMIT_US = 40.0, 200.0, 2000.0
 QUEUED_REQUESTS, QUEUED_WORKERS = 100, 64
@@ -123,10 +123,10 @@ async def bench_decisions(
     """Measure all fleets in turn; a coroutine like the other benchmarks."""
     compile_all()
     tune_interpreter()  # as every process does when it has started
-    steps = len(scale.workers) * len(POLICIES) + len(QUEUE_SIZES) + 1
+    steps = len(scale.workers) * len(MEASURED_POLICIES) + len(QUEUE_SIZES) + 1
     rows: list[dict[str, Any]] = []
     for workers in scale.workers:
-        for policy in POLICIES:
+        for policy in MEASURED_POLICIES:
             took = decision_times(loaded_fleet(workers), workers, policy, scale.decisions)
             shown = {f"{name} us": _percentiles(values) for name, values in took.items()}
             rows.append({"what": "decision", "policy": policy, "workers": workers, **shown})
@@ -305,7 +305,7 @@ def queued_times(there: LoadedFleet, queued: int, count: int) -> list[float]:
         PendingRequest(n, n, PromptHashes(there.prompts[n % len(there.prompts)]), n, NOW_MS)
         for n in range(queued)
     ]
-    by = BatchContext(view, tuning)
+    by = PlanningContext(view, tuning)
     took, moved = [], list[tuple[WorkerRank, WorkerLoad]]()
     for n in range(count + WARM_UP_DECISIONS):
         _stir(there, places, moved)

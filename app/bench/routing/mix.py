@@ -35,10 +35,7 @@ FULL = MixScale(12_031, 50_000)
 
 
 async def bench_mix(
-    scale: MixScale,
-    trace: Path | None,
-    print_line: PrintLine,
-    progress: Callable[[float], None],
+    scale: MixScale, trace: Path | None, print_line: PrintLine, progress: Callable[[float], None]
 ) -> Report:
     """Simulate all rows. Raises InvalidTrace."""
     compile_all()

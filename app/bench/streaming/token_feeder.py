@@ -117,11 +117,5 @@ async def run_feeder(
 if __name__ == "__main__":
     _, *numbers = sys.argv
     uvloop.run(
-        run_feeder(
-            Settings(),
-            int(numbers[0]),
-            int(numbers[1]),
-            float(numbers[2]),
-            int(numbers[3]),
-        )
+        run_feeder(Settings(), int(numbers[0]), int(numbers[1]), float(numbers[2]), int(numbers[3]))
     )

@@ -26,13 +26,7 @@ from app.bench.bench_environment import BenchFailed, PrintLine, bench_environmen
 from app.bench.report import Report, Threshold
 from app.bench.statistics import spread
 from app.demo import tiny_model
-from app.engine.interface import (
-    Engine,
-    EngineError,
-    EngineOutput,
-    GenerateContext,
-    KvEventListener,
-)
+from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, KvEventListener
 from app.engine.vllm.async_llm import VllmEngine
 from app.engine.vllm.versions import check_plugin, installed_version
 from app.percentiles import percentile

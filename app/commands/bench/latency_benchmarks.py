@@ -8,13 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.bench.benchmark_command import (
-    Benchmark,
-    Full,
-    Json,
-    benchmark,
-    measure,
-)
+from app.commands.bench.benchmark_command import Benchmark, Full, Json, benchmark, measure
 from app.settings import Settings
 
 app = typer.Typer()
@@ -138,8 +132,7 @@ def rebuild(
 def index(
     *,
     peers: Annotated[
-        bool,
-        typer.Option("--peers", help="Compare with Dynamo's index, which cargo builds."),
+        bool, typer.Option("--peers", help="Compare with Dynamo's index, which cargo builds.")
     ] = False,
     pauses: Annotated[
         bool, typer.Option("--pauses", help="Measure only read latency while the index changes.")

@@ -30,8 +30,7 @@ def simulate(
     trace: Trace = None,
     full: Full = False,
     keep: Annotated[
-        Path | None,
-        typer.Option(help="Cache results in this file; cached runs are not repeated."),
+        Path | None, typer.Option(help="Cache results in this file; cached runs are not repeated.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: one per CPU.", min=0)] = 0,
     plot: Annotated[

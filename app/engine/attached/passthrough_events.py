@@ -23,12 +23,7 @@ from app.engine.attached.server_client import (
     ServerFailed,
     error_for_status,
 )
-from app.engine.interface import (
-    EngineOutput,
-    GenerateContext,
-    InvalidRequest,
-    token_usage,
-)
+from app.engine.interface import EngineOutput, GenerateContext, InvalidRequest, token_usage
 from streams.records import FinishReason, PassthroughDelta, Usage
 
 _REASONS: Mapping[str, FinishReason] = {

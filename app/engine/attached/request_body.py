@@ -18,7 +18,7 @@ import msgspec
 
 from app.engine.interface import InvalidRequest, refuse_unknown_options
 from streams.codecs import unpack_tokens
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.request import GuidedDecoding, Request
 
 AnswerTokens = Literal["token_ids", "log_probs", "text"]
@@ -269,14 +269,14 @@ def _structure(guided: GuidedDecoding) -> dict[str, Any]:
     return {name: form for name, form in forms.items() if form is not None}
 
 
-def _object(field: str, text: Json | None) -> dict[str, Any]:
+def _object(field: str, text: JsonText | None) -> dict[str, Any]:
     value = {} if text is None else _value(field, text)
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field} is not a JSON object")
     return value
 
 
-def _value(field: str, text: Json) -> Any:
+def _value(field: str, text: JsonText) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError):

@@ -36,7 +36,7 @@ from app.engine.simulated.transfers import KvTransfers
 from indexer.cache_events.engine_events import BlocksRemoved, EngineEvent
 from streams.clock import Clock
 from streams.codecs import token_count
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.records import EngineConfig, EngineStats
 from streams.request import Request
 
@@ -91,7 +91,7 @@ class SimulatedEngine(Engine):
         self._state = BatchState(limits)
         self._runs: dict[SimulatedRun, None] = {}
         """In the order of arrival, so that actions on all of them have a fixed order."""
-        self._meetings: dict[GenerateContext, asyncio.Task[Json]] = {}
+        self._meetings: dict[GenerateContext, asyncio.Task[JsonText]] = {}
         """Of the requests that wait for their blocks in a room."""
         self._work = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
@@ -225,7 +225,7 @@ class SimulatedEngine(Engine):
             self._name, run.prompt_tokens, blocks, release, run.room
         )
 
-    async def _params_of(self, request: Request, context: GenerateContext) -> Json | None:
+    async def _params_of(self, request: Request, context: GenerateContext) -> JsonText | None:
         """The transfer parameters of a decode; of one that meets its prefill in a room, when the
         blocks are there. None for other requests, and for one that is cancelled meanwhile."""
         if context.phase != "decode" or request.is_probe:
@@ -251,7 +251,7 @@ class SimulatedEngine(Engine):
             del self._meetings[context]
 
     async def _fetch(
-        self, params: Json, context: GenerateContext, prompt_tokens: int, *, is_met: bool
+        self, params: JsonText, context: GenerateContext, prompt_tokens: int, *, is_met: bool
     ) -> None:
         """Fetch the blocks of a prompt that another engine has computed. Raises EngineError."""
         transfer = self._transfers.take(params, prompt_tokens, is_met=is_met)

@@ -15,7 +15,7 @@ from app.engine.simulated.batch import BatchSequence, StoredBlocks
 from app.engine.simulated.text_generator import Continuation
 from indexer.cache_events.engine_events import BlocksStored
 from streams.codecs import pack_tokens, unpack_tokens
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.records import FinishReason
 from streams.request import Request, StopConditions
 
@@ -53,7 +53,7 @@ class SimulatedRun:
         self._ends = _ends(request.stop, request.eos_token_ids)
         self._ready: list[int] = []
         """Generated and not yet yielded; bounded by the limit."""
-        self.transfer: Json | None = None
+        self.transfer: JsonText | None = None
         """Of a prefill that ended: the parameters for the decode engine."""
         self.sequence = BatchSequence(
             self,

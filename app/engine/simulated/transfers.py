@@ -22,7 +22,7 @@ import msgspec
 
 from app.engine.interface import EngineError
 from streams.clock import Clock
-from streams.record_base import Json
+from streams.record_base import JsonText
 
 
 class TransferModel(NamedTuple):
@@ -95,7 +95,7 @@ class KvTransfers:
         """Engines that were shut down."""
         self._taken: dict[tuple[str, int], int] = {}
         """When the lease of each taken offer ends, in the order of taking."""
-        self._rooms: dict[int, asyncio.Future[Json]] = {}
+        self._rooms: dict[int, asyncio.Future[JsonText]] = {}
         """The parameters of offers in rooms: there, or waited for by a decode engine."""
         self._count = 0
         self._released = asyncio.Event()
@@ -131,7 +131,7 @@ class KvTransfers:
         blocks: int,
         release: Callable[[], None],
         room: int | None = None,
-    ) -> Json:
+    ) -> JsonText:
         """Hold the blocks of a prompt for one lease; returns the transfer parameters.
 
         In a room they are also for the engine that waits there, or comes within the lease.
@@ -151,7 +151,7 @@ class KvTransfers:
                 meeting.set_result(params)
         return params
 
-    async def meet(self, room: int) -> Json:
+    async def meet(self, room: int) -> JsonText:
         """The parameters of the offer in a room. It waits for one without a limit of its own, until
         it is cancelled."""
         meeting = self._rooms.setdefault(room, asyncio.get_running_loop().create_future())
@@ -160,7 +160,7 @@ class KvTransfers:
         finally:
             self._rooms.pop(room, None)
 
-    def take(self, params: Json, prompt_tokens: int, *, is_met: bool = False) -> Transfer:
+    def take(self, params: JsonText, prompt_tokens: int, *, is_met: bool = False) -> Transfer:
         """Begin the transfer of an offer. Its lease goes on meanwhile.
 
         `is_met`: the parameters come from `meet`. Its worker could not know the end of the lease,

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.interface import KvEventListener
-from app.engine.kv_events import (
-    BatchNumberTracker,
-    EngineEventBatch,
-    decode_batch,
-)
+from app.engine.kv_events import BatchNumberTracker, EngineEventBatch, decode_batch
 from indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import msgspec
 
 from app.engine.interface import InvalidRequest, refuse_unknown_options
 from streams.codecs import unpack_tokens
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.records import Phase
 from streams.request import GuidedDecoding, MultimodalData, Request
 
@@ -182,7 +182,7 @@ async def _media(
     return found
 
 
-def _object(field: str, text: Json | None) -> dict[str, Any]:
+def _object(field: str, text: JsonText | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:

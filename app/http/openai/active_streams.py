@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from app.http.api_errors import (
     ApiError,
@@ -109,11 +109,7 @@ class ActiveStreams:
         self._lanes = await self._log.partitions(RESPONSES)
         lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
         self._replies = ReplyReader(
-            self._log,
-            self._clock,
-            self._lanes,
-            self._broker_clock,
-            moving=len(lanes) < self._lanes,
+            self._log, self._clock, self._lanes, self._broker_clock, moving=len(lanes) < self._lanes
         )
         self._replies.start()
         self._ctx.spawn("replies", self._replies.wait_until_failed())
@@ -189,6 +185,16 @@ class ActiveStreams:
         if not self._ctx.broker_answers:
             raise error_of_stream(BrokerUnavailable("the log does not answer"))
 
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """Around waits for the log: raises ApiError where it does not answer, fails or is late."""
+        try:
+            self._check_log()
+            async with self._limit():
+                yield
+        except (StreamError, TimeoutError) as e:
+            raise _failure(e) or e from e
+
     def _limit(self) -> AbstractAsyncContextManager[object]:
         """A time-out; it comes at once when the log falls silent."""
         probe = self._ctx.broker_probe
@@ -257,12 +263,8 @@ class ActiveStreams:
         `begun`: the client has some of it already; `may_begin_s`: for how long it may still begin.
         It fails when the log has nothing of a request that has begun, or cannot begin any more.
         """
-        try:
-            self._check_log()
-            async with self._limit():
-                return await self._replies.attach(request_id, begun=begun, may_begin_s=may_begin_s)
-        except (StreamError, TimeoutError) as e:
-            raise _failure(e) or e from e
+        async with self._answering():
+            return await self._replies.attach(request_id, begun=begun, may_begin_s=may_begin_s)
 
     def unsubscribe(self, reply: Reply) -> None:
         self._replies.detach(reply)
@@ -281,12 +283,8 @@ class ActiveStreams:
 
     async def cancel_now(self, request_id: str, reason: str) -> None:
         """Ask for the end of a request; returns when the log has it. Raises ApiError."""
-        try:
-            self._check_log()
-            async with self._limit():
-                await self._send_cancel(request_id, reason, PUBLISH_TIMEOUT_S)
-        except (StreamError, TimeoutError) as e:
-            raise _failure(e) or e from e
+        async with self._answering():
+            await self._send_cancel(request_id, reason, PUBLISH_TIMEOUT_S)
 
     async def _cancel(self, request_id: str, reason: str) -> None:
         try:

@@ -154,8 +154,7 @@ class Completions:
             return prompts.requests
         return [
             replace(
-                request,
-                result=ResultOptions(kind=kind, echo=(text or "") if parsed.echo else ""),
+                request, result=ResultOptions(kind=kind, echo=(text or "") if parsed.echo else "")
             )
             for request, text in zip(*prompts, strict=True)
         ]

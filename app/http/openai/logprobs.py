@@ -7,11 +7,10 @@ streams; the text of a token comes from the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from app.http.openai.passthrough_fields import JsonObject
 from streams.records import LogProb
-
-Json = dict[str, Any]
 
 
 class TokenText(NamedTuple):
@@ -34,7 +33,7 @@ class TokenLogprobs(NamedTuple):
     ranked: Sequence[LogProb]
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> Json:
+def chat_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> JsonObject:
     """The form of chats, which leaves out tokens without a probability."""
     content = [
         _entry(token.ranked[0], spelling)
@@ -45,7 +44,9 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> Json:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText, offset: int) -> Json:
+def completion_logprobs(
+    tokens: Sequence[TokenLogprobs], spelling: TokenText, offset: int
+) -> JsonObject:
     """The form of completions; the first token starts at character `offset` of the text."""
     texts = [spelling.text(token.token_id) for token in tokens]
     offsets = []
@@ -63,7 +64,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText, of
     }
 
 
-def _entry(each: LogProb, spelling: TokenText) -> Json:
+def _entry(each: LogProb, spelling: TokenText) -> JsonObject:
     return {
         "token": spelling.text(each.token_id),
         "logprob": each.log_prob,

@@ -68,8 +68,10 @@ class MergedReplies:
         return number, pieces
 
     async def wait_for_first(self, within_s: float) -> None:
-        """Wait for the first piece of a single reply, up to a time limit. Raises as "
-        "`next_pieces`."""
+        """Wait for the first piece of a single reply, up to a time limit.
+
+        Raises the errors of `next_pieces`.
+        """
         with suppress(TimeoutError):
             self._first = await self.replies[0].next_pieces(within_s)
 

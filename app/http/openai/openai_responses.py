@@ -7,16 +7,16 @@ JSON. Never here: HTTP and the log. Failed pieces are mapped in `app/http/api_er
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from app.http.openai import logprobs, passthrough_fields
 from app.http.openai.logprobs import TokenLogprobs, TokenText
+from app.http.openai.passthrough_fields import JsonObject
 from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
 
 EndpointKind = Literal["chat", "completion", "embedding"]
-Json = dict[str, Any]
 
 _OBJECTS: dict[EndpointKind, str] = {
     "chat": "chat.completion", "completion": "text_completion", "embedding": "list",
@@ -122,7 +122,7 @@ class Choice:
             if self.spelling is not None:
                 self._take_log_probs(piece)
 
-    def logprobs(self, kind: EndpointKind) -> Json | None:
+    def logprobs(self, kind: EndpointKind) -> JsonObject | None:
         """All log probabilities, or with `keep=False` those of the last piece."""
         if self.spelling is None or not self._log_probs:
             return None
@@ -145,7 +145,7 @@ class Choice:
 
 def chunk(
     heading: ResponseHeader, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
-) -> Json | None:
+) -> JsonObject | None:
     """The event of a piece that `choice` has taken; None for none, e.g. half a character.
 
     `with_usage`: the stream ends with token counts, and all chunks before have `usage: null`.
@@ -162,9 +162,9 @@ def chunk(
     ):
         return None
     passthrough = choice.passthrough or PassthroughDelta()
-    fields: Json = {"index": index}
+    fields: JsonObject = {"index": index}
     if heading.kind == "chat":
-        delta: Json = {} if choice.has_started else {"role": "assistant"}
+        delta: JsonObject = {} if choice.has_started else {"role": "assistant"}
         if text or not choice.has_started:
             delta["content"] = text
         fields["delta"] = delta | passthrough.delta
@@ -173,7 +173,7 @@ def chunk(
     choice.has_started = True
     fields["logprobs"] = log_probs
     fields["finish_reason"] = choice.finish_reason
-    more: Json = {"usage": None} if with_usage else {}
+    more: JsonObject = {"usage": None} if with_usage else {}
     more |= passthrough.event | _dry_run_fields([choice])
     return _object(heading, _CHUNK_OBJECTS, [fields | passthrough.choice], more)
 
@@ -207,24 +207,24 @@ class ChunkEncoder:
         return None if fields is None else _encode(fields)
 
 
-def usage_chunk(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> Json:
+def usage_chunk(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject:
     """Token counts, sent at the end of a stream with `include_usage`."""
     return _object(heading, _CHUNK_OBJECTS, [], {"usage": usage(choices, n)})
 
 
-def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> Json:
+def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject:
     """The complete response as one object; all choices have ended."""
     if heading.kind == "embedding":
         return _embedded(heading, choices[0])
     fields = [_choice_object(heading.kind, number, choice) for number, choice in enumerate(choices)]
-    more: Json = {}
+    more: JsonObject = {}
     for choice in choices:
         more |= choice.passthrough.event if choice.passthrough else {}
     more |= {"usage": usage(choices, n)} | _dry_run_fields(choices)
     return _object(heading, _OBJECTS, fields, more)
 
 
-def _embedded(heading: ResponseHeader, choice: Choice) -> Json:
+def _embedded(heading: ResponseHeader, choice: Choice) -> JsonObject:
     """Response to a request for embeddings, whose content is passthrough fields only."""
     passthrough, counts = choice.passthrough or PassthroughDelta(), usage([choice])
     fields = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
@@ -232,13 +232,13 @@ def _embedded(heading: ResponseHeader, choice: Choice) -> Json:
     return {"object": "list", "data": []} | passthrough.event | more
 
 
-def usage(choices: Sequence[Choice], n: int = 1) -> Json:
+def usage(choices: Sequence[Choice], n: int = 1) -> JsonObject:
     """Token counts summed over choices; `n` successive choices share a prompt."""
     answers = [choice.usage for choice in choices]
     prompts = answers[::n]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     completion_tokens = sum(u.completion_tokens for u in answers)
-    fields: Json = {
+    fields: JsonObject = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -253,23 +253,23 @@ def usage(choices: Sequence[Choice], n: int = 1) -> Json:
     )
 
 
-def _dry_run_fields(choices: Sequence[Choice]) -> Json:
+def _dry_run_fields(choices: Sequence[Choice]) -> JsonObject:
     """Result of a dry run, which has one choice; empty for other requests."""
     result = choices[0].dry_run_result
     if result is None:
         return {}
-    where: Json = {"worker_id": result.worker_id, "dp_rank": result.dp_rank}
+    where: JsonObject = {"worker_id": result.worker_id, "dp_rank": result.dp_rank}
     if result.prefill_worker_id:
         where["prefill_worker_id"] = result.prefill_worker_id
         where["prefill_dp_rank"] = result.prefill_dp_rank
     return {"nvext": where | {"token_ids": result.token_ids}}
 
 
-def _choice_object(kind: EndpointKind, index: int, choice: Choice) -> Json:
+def _choice_object(kind: EndpointKind, index: int, choice: Choice) -> JsonObject:
     passthrough = choice.passthrough or PassthroughDelta()
-    content: Json = {"text": choice.text}
+    content: JsonObject = {"text": choice.text}
     if kind == "chat":
-        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": choice.text, "refusal": None}
         if passthrough.delta:
             message |= {"content": choice.text or None} | passthrough_fields.to_message(
                 passthrough.delta
@@ -284,8 +284,11 @@ def _choice_object(kind: EndpointKind, index: int, choice: Choice) -> Json:
 
 
 def _object(
-    heading: ResponseHeader, names: dict[EndpointKind, str], choices: list[Json], more: Json
-) -> Json:
+    heading: ResponseHeader,
+    names: dict[EndpointKind, str],
+    choices: list[JsonObject],
+    more: JsonObject,
+) -> JsonObject:
     kind, answer_id, model, created = heading
-    named: Json = {"id": answer_id, "object": names[kind], "created": created, "model": model}
+    named: JsonObject = {"id": answer_id, "object": names[kind], "created": created, "model": model}
     return named | {"choices": choices} | more

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app.http.openai.openai_responses import EndpointKind
+from app.http.openai.passthrough_fields import JsonObject
 from app.preprocess.requests.request_models import (
     MAX_INPUTS,
     MAX_STOP_CHARS,
@@ -26,8 +27,6 @@ from app.preprocess.requests.request_models import (
 )
 from streams.batch_records import BatchEndpoint, BatchStatus, FilePurpose
 from streams.records import MAX_ID_CHARS
-
-Json = dict[str, Any]
 
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, type[BaseModel]] = {
@@ -42,12 +41,12 @@ _ABOUT = (
 
 # --- bodies ---------------------------------------------------------------------------------------
 
-_NULL: Json = {"type": "null"}
-_TOKENS: Json = {
+_NULL: JsonObject = {"type": "null"}
+_TOKENS: JsonObject = {
     "type": "array", "minItems": 1,
     "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
 }  # fmt: skip
-_WORKER: Json = {
+_WORKER: JsonObject = {
     "anyOf": [
         {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
         {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
@@ -55,19 +54,19 @@ _WORKER: Json = {
 }
 
 
-def _texts(text: Json) -> Json:
+def _texts(text: JsonObject) -> JsonObject:
     """A text, the tokens of one, or a list of either."""
     many = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
     return {"anyOf": [text, _TOKENS, many | {"items": {"anyOf": [text, _TOKENS]}}]}
 
 
-def _nullable(*schemas: Json) -> Json:
+def _nullable(*schemas: JsonObject) -> JsonObject:
     return {"anyOf": [*schemas, _NULL]}
 
 
-_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _FORM = _nullable({"type": "object"}, {"type": "string"})
-_WIDER: Mapping[str, Mapping[str, Json]] = {
+_WIDER: Mapping[str, Mapping[str, JsonObject]] = {
     "ChatBody": {
         "tool_choice": _nullable(
             {"enum": ["none", "auto", "required"]},
@@ -100,7 +99,7 @@ _WIDER: Mapping[str, Mapping[str, Json]] = {
     "StructuredOutputs": {"json": _FORM, "structural_tag": _FORM},
 }  # fmt: skip
 """Fields whose validators accept more than their annotations, by the model's name."""
-_OF_ALL: Mapping[str, Json] = {
+_OF_ALL: Mapping[str, JsonObject] = {
     "stop": _nullable(_STOP, {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}),
     "guided_json": _FORM,
     "model": {"type": "string", "minLength": 1, "maxLength": 200, "examples": ["demo"]},
@@ -109,7 +108,7 @@ _OF_ALL: Mapping[str, Json] = {
 
 # --- answers --------------------------------------------------------------------------------------
 
-_ERROR: Json = {
+_ERROR: JsonObject = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -125,24 +124,24 @@ _ERROR: Json = {
         }
     },
 }
-_USAGE: Json = {
+_USAGE: JsonObject = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
     "additionalProperties": True,
 }
 
 
-def _listing(name: str, **fields: Json) -> Json:
+def _listing(name: str, **fields: JsonObject) -> JsonObject:
     """An object whose `object` has a name."""
     properties = {"object": {"const": name}} | fields
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
-_STRING: Json = {"type": "string"}
-_COUNT: Json = {"type": "integer", "minimum": 0}
+_STRING: JsonObject = {"type": "string"}
+_COUNT: JsonObject = {"type": "integer", "minimum": 0}
 _MODEL = _listing("model", id=_STRING, created=_COUNT, owned_by=_STRING)
-_CHOICES: Json = {"type": "array", "items": {"type": "object", "required": ["index"]}}
-_HEAD: Mapping[str, Json] = {
+_CHOICES: JsonObject = {"type": "array", "items": {"type": "object", "required": ["index"]}}
+_HEAD: Mapping[str, JsonObject] = {
     "id": _STRING, "created": _COUNT, "model": _STRING, "choices": _CHOICES, "usage": _USAGE,
 }  # fmt: skip
 _CHAT = _listing("chat.completion", **_HEAD)
@@ -151,7 +150,7 @@ _EMBEDDINGS = _listing(
     "list", data={"type": "array", "items": {"type": "object"}}, model=_STRING, usage={}
 )
 _MODELS = _listing("list", data={"type": "array", "items": _MODEL})
-_EVENTS: Json = {
+_EVENTS: JsonObject = {
     "text/event-stream": {
         "schema": {
             "description": "Events: each `data` is a chunk as JSON, or an error; the last is [DONE]"
@@ -178,11 +177,11 @@ _REFUSALS = ("400", "401", "403", "404", "429", "503")
 """The failures of requests without a body."""
 
 
-def _json(schema: Json) -> Json:
+def _json(schema: JsonObject) -> JsonObject:
     return {"application/json": {"schema": schema}}
 
 
-def _verdict(name: str) -> Json:
+def _verdict(name: str) -> JsonObject:
     """The answer of a probe."""
     return _json({
         "type": "object", "required": [name], "properties": {name: {"type": "boolean"}},
@@ -192,13 +191,13 @@ def _verdict(name: str) -> Json:
 # --- operations -----------------------------------------------------------------------------------
 
 
-def _parameter(name: str, place: str, about: str, schema: Json) -> Json:
+def _parameter(name: str, place: str, about: str, schema: JsonObject) -> JsonObject:
     required = {"required": True} if place == "path" else {}
     return {"name": name, "in": place, "description": about, "schema": schema} | required
 
 
-_POSITION: Json = {"type": "string", "pattern": "^[0-9]{1,15}$"}
-_SWITCH: Json = {"type": "string", "enum": ["true", "false", "1", "0"]}
+_POSITION: JsonObject = {"type": "string", "pattern": "^[0-9]{1,15}$"}
+_SWITCH: JsonObject = {"type": "string", "enum": ["true", "false", "1", "0"]}
 _ID = _parameter(
     "request_id", "path", "As in the header x-kvlane-id",
     {"type": "string", "minLength": 1, "maxLength": MAX_ID_CHARS},
@@ -226,7 +225,7 @@ _FILE = _listing(
     purpose={"enum": list(get_args(FilePurpose))}, status={"const": "processed"},
 )  # fmt: skip
 _FILE_ID = _parameter("file_id", "path", "As in the answer to its upload", _STRING)
-_UPLOAD: Json = {
+_UPLOAD: JsonObject = {
     "multipart/form-data": {
         "schema": {
             "type": "object",
@@ -255,7 +254,7 @@ _BATCH = _listing(
         "properties": dict.fromkeys(("total", "completed", "failed"), _COUNT),
     },
 )  # fmt: skip
-_NEW_BATCH: Json = {
+_NEW_BATCH: JsonObject = {
     "application/json": {
         "schema": {
             "type": "object",
@@ -273,7 +272,7 @@ _NEW_BATCH: Json = {
 }
 
 
-def _page(entity: Json) -> Json:
+def _page(entity: JsonObject) -> JsonObject:
     ends = {name: {"type": ["string", "null"]} for name in ("first_id", "last_id")}
     return _json(
         _listing("list", data={"type": "array", "items": entity}, has_more={"type": "boolean"})
@@ -281,7 +280,7 @@ def _page(entity: Json) -> Json:
     )
 
 
-def _paging(most: int) -> list[Json]:
+def _paging(most: int) -> list[JsonObject]:
     return [
         _parameter(
             "limit",
@@ -294,7 +293,7 @@ def _paging(most: int) -> list[Json]:
     ]
 
 
-_BATCH_OPERATIONS: Mapping[tuple[str, str], Json] = {
+_BATCH_OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
     ("/v1/files", "post"): {"responses": {"200": ("The file", _json(_FILE))}},
     ("/v1/files", "get"): {
         "parameters": [_parameter("purpose", "query", "Of this only", _STRING), *_paging(10_000)],
@@ -325,7 +324,7 @@ _BATCH_OPERATIONS: Mapping[tuple[str, str], Json] = {
     },
 }  # fmt: skip
 
-_OPERATIONS: Mapping[tuple[str, str], Json] = {
+_OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
     **_BATCH_OPERATIONS,
     **_BATCH_OPERATIONS,
     ("/v1/chat/completions", "post"): {
@@ -366,10 +365,10 @@ _OPERATIONS: Mapping[tuple[str, str], Json] = {
 }  # fmt: skip
 
 
-def openapi_of(api: FastAPI) -> Callable[[], Json]:
+def openapi_of(api: FastAPI) -> Callable[[], JsonObject]:
     """The `openapi` method of an application; the description is built once."""
 
-    def openapi() -> Json:
+    def openapi() -> JsonObject:
         if api.openapi_schema is None:
             api.openapi_schema = _describe(api)
         return api.openapi_schema
@@ -377,7 +376,7 @@ def openapi_of(api: FastAPI) -> Callable[[], Json]:
     return openapi
 
 
-def _describe(api: FastAPI) -> Json:
+def _describe(api: FastAPI) -> JsonObject:
     schema = get_openapi(
         title=api.title, version=version("kvlane"), description=_ABOUT, routes=api.routes
     )
@@ -402,7 +401,7 @@ def _describe(api: FastAPI) -> Json:
     return schema
 
 
-def _widened(definitions: Json) -> Json:
+def _widened(definitions: JsonObject) -> JsonObject:
     """Definitions of bodies with the types that their validators take."""
     for name, definition in definitions.items():
         properties = definition.get("properties", {})
@@ -413,7 +412,7 @@ def _widened(definitions: Json) -> Json:
     return definitions
 
 
-def _complete(operation: Json, known: Json, *, has_body: bool) -> None:
+def _complete(operation: JsonObject, known: JsonObject, *, has_body: bool) -> None:
     """Add the parameters and the answers of an operation."""
     if "parameters" in known:
         operation["parameters"] = known["parameters"]
@@ -427,6 +426,6 @@ def _complete(operation: Json, known: Json, *, has_body: bool) -> None:
     }
 
 
-_HEADERS: Json = {
+_HEADERS: JsonObject = {
     "x-request-id": {"description": "Names this response in error reports", "schema": _STRING}
 }

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from streams.records import Chunk, PassthroughDelta
 
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
+"""An object of JSON, decoded or to be encoded."""
 
 _REPEATED_FIELDS = frozenset({"id", "type", "name", "role", "index"})
 """Strings that are replaced by later ones instead of being concatenated."""
@@ -59,7 +60,7 @@ def _part(piece: Chunk, text: str, until: int, asides: tuple[PassthroughDelta, .
     return replace(piece, text=text, chars=until, data=asides, finish_reason=None, usage=None)
 
 
-def merge_fields(*deltas: Mapping[str, Any]) -> Json:
+def merge_fields(*deltas: Mapping[str, Any]) -> JsonObject:
     """Merge successive deltas: texts are concatenated, list items are merged by their index.
 
     All at once, since a text that grows piece by piece would be copied with each piece.
@@ -110,9 +111,9 @@ def _listed(items: Sequence[Any]) -> list[Any]:
     return [merge_fields(*pieces) if len(pieces) > 1 else pieces[0] for pieces in whole]
 
 
-def sum_counts(*counted: Mapping[str, Any]) -> Json:
+def sum_counts(*counted: Mapping[str, Any]) -> JsonObject:
     """Sum numbers by their names; of other values the last one counts."""
-    total: Json = {}
+    total: JsonObject = {}
     for each in counted:
         for name, value in each.items():
             match total.get(name), value:
@@ -125,7 +126,7 @@ def sum_counts(*counted: Mapping[str, Any]) -> Json:
     return total
 
 
-def to_message(delta: Mapping[str, Any]) -> Json:
+def to_message(delta: Mapping[str, Any]) -> JsonObject:
     """Merged deltas in the form of a message, whose lists have no index."""
     return {
         name: [_without_index(item) for item in value] if isinstance(value, list) else value
@@ -141,7 +142,7 @@ def _without_index(item: Any) -> Any:
 
 def merge_deltas(*deltas: PassthroughDelta) -> PassthroughDelta:
     """Merge successive asides."""
-    event: Json = {}
+    event: JsonObject = {}
     for each in deltas:
         event |= each.event
     return PassthroughDelta(

@@ -25,12 +25,7 @@ from opentelemetry.trace import Span
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.http.api_errors import (
-    ApiError,
-    deadline_exceeded,
-    error_of_stream,
-    gateway_stopping,
-)
+from app.http.api_errors import ApiError, deadline_exceeded, error_of_stream, gateway_stopping
 from app.http.body_writer import BodyWriter, body_writer_of
 from app.http.openai import openai_responses, sse
 from app.http.openai.event_encoder import EventEncoder, ResponseOptions

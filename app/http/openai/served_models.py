@@ -88,10 +88,7 @@ class ServedModels:
                 retry_after_s=DEFAULT_RETRY_AFTER_S,
             )
         raise ApiError(
-            HTTPStatus.NOT_FOUND,
-            unknown_model(name, models),
-            code="model_not_found",
-            param="model",
+            HTTPStatus.NOT_FOUND, unknown_model(name, models), code="model_not_found", param="model"
         )
 
     def kind(self, name: object) -> ModelKind:

@@ -151,7 +151,7 @@ class BatchScheduler:
         not read back count.
         """
         waited_ms = view.now_ms - wanted.since_ms
-        awaited = self._interactive.reserved_ranks()
+        awaited = self._interactive.ranks_with_reservations()
         place = partial(
             place_batch_request,
             wanted.prompt, view, self, self._bounds,
@@ -176,7 +176,7 @@ class BatchScheduler:
 
     # --- preemption ------------------------------------------------------------------------------
 
-    def on_rank(self, rank: WorkerRank) -> Collection[str]:
+    def giving_way_on(self, rank: WorkerRank) -> Collection[str]:
         """The ids of the requests whose runs on a rank give way, by the ledger.
 
         They are searched again only after a change, since each of them is asked for by itself.
@@ -197,14 +197,16 @@ class BatchScheduler:
 
     def due(self) -> list[str]:
         """The ids of all requests whose runs give way, by the ledger."""
-        return [found for rank in self._ledger.batch_runs.ranks() for found in self.on_rank(rank)]
+        return [
+            found for rank in self._ledger.batch_runs.ranks() for found in self.giving_way_on(rank)
+        ]
 
     def gives_way(self, request_id: str, state: RequestState) -> bool:
         """Whether the open run of a request gives way."""
         return any(
             run.state in OPEN
             and run.service_class == "batch"
-            and request_id in self.on_rank(run_id.worker_rank(run.rank))
+            and request_id in self.giving_way_on(run_id.worker_rank(run.rank))
             for run_id, run in state.runs.items()
         )
 

@@ -3,7 +3,7 @@
 A prompt that came over Kafka is not refused for load. Where the share of the queue for
 prompts is full, further prompts wait here in the order of their arrival, as a key, a size and the
 offset of their record in `requests`. When there is room again, the next of them gets a reservation;
-its body is fetched again, and the reservation ends when the request is held or goes to a worker.
+its body is fetched again, and the reservation ends when the request is queued or goes to a worker.
 
 Few wait here: preprocessors publish no more than routers report to have room for
 (`app/prompts/prompt_credit.py`). More come when lanes move, or when HTTP takes the room that was
@@ -53,7 +53,7 @@ class QueueSize(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _DeferredRequest:
+class _DeferredEntry:
     """A waiting prompt. `number`: its position in the order of arrival."""
 
     number: int
@@ -63,11 +63,11 @@ class _DeferredRequest:
 
 
 class DeferredPrompts(Generic[K]):
-    """The deferred requests of one router. `fits`: whether one more of a class may be held."""
+    """The deferred requests of one router. `fits`: whether one more of a class may be queued."""
 
     def __init__(self, fits: Callable[[QueueKey], bool]) -> None:
         self._fits = fits
-        self._waiting: dict[str, OrderedDict[K, _DeferredRequest]] = {}
+        self._waiting: dict[str, OrderedDict[K, _DeferredEntry]] = {}
         """By class, the oldest first."""
         self._reserved: dict[K, tuple[QueueKey, QueueSize]] = {}
         self._by_class: Counter[str] = Counter()
@@ -92,7 +92,7 @@ class DeferredPrompts(Generic[K]):
         line = self._waiting.setdefault(queue.class_name, OrderedDict())
         has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrived += 1
-        line[key] = _DeferredRequest(self._arrived, queue, size, has_room)
+        line[key] = _DeferredEntry(self._arrived, queue, size, has_room)
         self.size = self.size.plus(size)
         self.grant_next()
         try:

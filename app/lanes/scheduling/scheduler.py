@@ -1,13 +1,13 @@
 """The scheduler of a router: the requests that wait here for a worker, and the place each gets.
 
 Requests wait here instead of being sent to and fro. Their number is bounded, also by class:
-`is_queue_full` means that one more has to be refused, `must_defer` that one from Kafka has to wait
-in the log. A freed place wakes one request of a phase that its worker serves, by priority, class
-and age; a request that finds a place wakes the next, since there may be more. Every second each
-request retries by itself. While prompts that are computed wait to be decoded, new ones wait behind
-them: so the bound holds for both.
+`waiting.is_full` means that one more has to be refused, `waiting.must_defer` that one from Kafka
+has to wait in the log. A freed place wakes one request of a phase that its worker serves, by
+priority, class and age; a request that finds a place wakes the next, since there may be more. Every
+second each request retries by itself. While prompts that are computed wait to be decoded, new ones
+wait behind them: so the bound holds for both.
 
-A request that policy predictive holds for a place retries when that is predicted free; see
+A request that policy predictive queues for a place retries when that is predicted free; see
 `app/routing/queueing/pending.py`, also for the requests that a record wakes. Requests that retry in
 one turn of the event loop, such as those of one poll, are planned together before one of them goes.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -34,9 +33,9 @@ from app.lanes.scheduling.waiting_requests import (
     wait_queue_name,
 )
 from app.lanes.scheduling.worker_capacity import WorkerCapacity
-from app.routing.queueing.batch_select import BatchContext, BatchOrder, plan_batch
 from app.routing.queueing.fair_share import FairQueue, QueueKey
 from app.routing.queueing.herd_avoidance import HerdAvoidance
+from app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
 from app.routing.queueing.pending import PendingRequests, QueueOrder
 from app.routing.selection.decision import (
     NOTHING_PLANNED,
@@ -49,13 +48,7 @@ from app.routing.selection.decision import (
     Wait,
 )
 from app.routing.selection.eligibility import CandidatePools, can_take, pinned_worker
-from app.routing.selection.handover import (
-    DEFAULT_RULES,
-    WHOLE,
-    FirstPhase,
-    HandOverRules,
-    first_phase,
-)
+from app.routing.selection.handover_rules import WHOLE, FirstPhase, HandOverRules, first_phase
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRuns
@@ -91,7 +84,7 @@ request beyond the bound is refused instead of waiting in the log."""
 class _Looking(NamedTuple):
     """A request that is scheduled in this turn of the event loop, with the future of its turn.
 
-    The result of the future is the hold that the batch planned for it, if any.
+    The result of the future is the wait that was planned for it together with the others, if any.
     """
 
     wanted: LaneRequest
@@ -110,7 +103,7 @@ class Scheduler:
     def __init__(
         self,
         fleet: Fleet,
-        load: LedgerState,
+        ledger: LedgerState,
         index: KvIndexView,
         own: ActiveLoad,
         tuning: RoutingConfig,
@@ -120,23 +113,23 @@ class Scheduler:
         *,
         own_batch: BatchRuns,
         herd_avoidance: HerdAvoidance,
-        counts_output: bool = True,
-        absence_ms: float = math.inf,
-        queue_order: QueueOrder = "sjf",
-        classes: FairQueue | None = None,
-        handover_rules: HandOverRules = DEFAULT_RULES,
+        counts_output: bool,
+        absence_ms: float,
+        queue_order: QueueOrder,
+        classes: FairQueue,
+        handover_rules: HandOverRules,
     ) -> None:
-        self._classes = classes or FairQueue()
+        self._classes = classes
         self.waiting = WaitingRequests(
             self._classes, broker_clock, bound,
             QueueSize(*(max(1, int(KAFKA_QUEUE_SHARE * each)) for each in bound)),
             MAX_FREQUENT_RETRIES,
         )  # fmt: skip
         self._fleet = fleet
-        self._load = load
+        self._ledger = ledger
         self._index = index
         self._own = own
-        self.worker_capacity = WorkerCapacity(fleet, load, own, own_batch)
+        self.worker_capacity = WorkerCapacity(fleet, ledger, own, own_batch)
         self._tuning = tuning
         unheld = tuning.predictive_weights._replace(max_hold_ms=0.0)
         self._unheld = tuning._replace(predictive_weights=unheld)
@@ -155,7 +148,7 @@ class Scheduler:
         self._performance = PerformanceModel()
         self._pending = PendingRequests[RequestKey](queue_order, self._classes)
         self._wait_queues: dict[RequestKey, WaitQueue] = {}
-        """By request that is held for a place."""
+        """By request that is queued for a place."""
         self._looking: dict[RequestKey, _Looking] = {}
         self._planning = 0
         """Calls of `schedule` under way."""
@@ -186,8 +179,8 @@ class Scheduler:
             self._looking.pop(wanted.key, None)
         if hold is not None:
             return hold
-        # Planned a second time, now for good: a request of the batch that went before may have
-        # taken the place that was planned for this one.
+        # Planned a second time, now for good: a request that was planned together with it and went
+        # before may have taken the place that was planned for this one.
         planned = self._wait_behind_decodes(wanted) or self._plan(wanted)
         if isinstance(planned, Placement):
             self._take(wanted, planned.worker_rank)
@@ -224,7 +217,7 @@ class Scheduler:
         return decode if isinstance(decode, Wait) and not decode.needs_new_worker else None
 
     def _start_pass(self) -> None:
-        """Plan all requests of this turn as a batch; resolve their futures in dispatch order."""
+        """Plan all requests of this turn together; resolve their futures in dispatch order."""
         looking, self._looking = self._looking, {}
         try:
             ordered = self._plan_waiting([each.wanted for each in looking.values()])
@@ -237,24 +230,24 @@ class Scheduler:
                 if not each.turn.done():
                     each.turn.set_result(None)
 
-    def _plan_waiting(self, wanted: Sequence[LaneRequest]) -> BatchOrder[RequestKey]:
+    def _plan_waiting(self, wanted: Sequence[LaneRequest]) -> PlannedOrder[RequestKey]:
         if self._tuning.holds_requests:
             now_ms = self._broker_clock.now_ms()
-            by = BatchContext(
+            by = PlanningContext(
                 self.routing_state(now_ms), self._tuning, self.worker_capacity.full_workers(now_ms)
             )
             try:
-                return plan_batch(wanted, self._pending, by, self._plan)
+                return plan_together(wanted, self._pending, by, self._plan)
             except Exception:
                 # One request cannot be planned; that error is raised again when it goes, alone.
                 log.exception(
-                    "batch planning failed for %d queued requests; planning them individually",
+                    "joint planning failed for %d queued requests; planning them individually",
                     len(wanted),
                 )
-        return plan_batch(wanted, self._pending, None, self._plan)
+        return plan_together(wanted, self._pending, None, self._plan)
 
     def first_phase(self, wanted: LaneRequest, *, stays_whole: bool) -> FirstPhase:
-        """The phase that a request begins with; see `handover.first_phase`."""
+        """The phase that a request begins with; see `handover_rules.first_phase`."""
         now_ms, model = self._broker_clock.now_ms(), wanted.prompt.request.model
         if not self._pools.pool(model, "prefill", now_ms).rows and (
             not self.handover_rules.is_enforced
@@ -282,7 +275,7 @@ class Scheduler:
         session = wanted.prompt.request.hints.session_control
         bound: WorkerRank | None = None
         if session is not None and session.action != "open":
-            bound = self._load.sessions.preferred_rank(session.session_id, wanted.phase, now_ms)
+            bound = self._ledger.sessions.preferred_rank(session.session_id, wanted.phase, now_ms)
         return select_worker(
             wanted.prompt,
             self.routing_state(now_ms, others),
@@ -297,9 +290,9 @@ class Scheduler:
             session_rank=bound,
         )
 
-    def reserved_ranks(self) -> set[WorkerRank]:
-        """The places that requests are held for."""
-        return self._pending.reserved_ranks()
+    def ranks_with_reservations(self) -> set[WorkerRank]:
+        """The places that requests are queued for."""
+        return self._pending.ranks_with_reservations()
 
     def routing_state(
         self, now_ms: int, others: PlannedReservations = NOTHING_PLANNED
@@ -307,13 +300,13 @@ class Scheduler:
         """The state for a decision, with the reservations of `others`."""
         performance = self._performance
         return RoutingState(
-            self._fleet, self._pools, self._index, self._load.active_load, self._own, now_ms,
+            self._fleet, self._pools, self._index, self._ledger.active_load, self._own, now_ms,
             performance.mean_output_tokens, performance.slowdown, others,
             count_output_tokens=self._counts_output,
             expected_followups=performance.expected_followups,
             prefill_shares=performance.prefill_shares,
             transfer_token_ms=performance.transfer_token_ms,
-            recent_prefill=performance.recent_prefill, batch_runs=self._load.batch_runs,
+            recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
             stagger_ms=self._herd_avoidance.stagger_ms(
                 self._fleet.members, self._fleet.version, now_ms
             ),
@@ -329,10 +322,10 @@ class Scheduler:
     @property
     def worker_loads(self) -> Mapping[str, WorkerLoad]:
         """Load by worker according to the ledger, as far as it was read."""
-        loads = dict.fromkeys(self._fleet.members, NO_LOAD) | self._load.active_load.by_worker()
-        for rank in self._load.batch_runs.ranks():
+        loads = dict.fromkeys(self._fleet.members, NO_LOAD) | self._ledger.active_load.by_worker()
+        for rank in self._ledger.batch_runs.ranks():
             before = loads.get(rank.worker, NO_LOAD)
-            loads[rank.worker] = before.add(self._load.batch_runs.load(rank))
+            loads[rank.worker] = before.add(self._ledger.batch_runs.load(rank))
         return loads
 
     @property

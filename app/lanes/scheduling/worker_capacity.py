@@ -40,10 +40,10 @@ class WorkerCapacity:
     """One per router. `own`, `own_batch`: its decisions that it has not read back."""
 
     def __init__(
-        self, fleet: Fleet, load: LedgerState, own: ActiveLoad, own_batch: BatchRuns
+        self, fleet: Fleet, ledger: LedgerState, own: ActiveLoad, own_batch: BatchRuns
     ) -> None:
         self._fleet = fleet
-        self._load = load
+        self._ledger = ledger
         self._own = own
         self._own_batch = own_batch
         self._limits: dict[tuple[str, int], _Limit] = {}
@@ -95,13 +95,13 @@ class WorkerCapacity:
         return min(limit.runs + one_more, self._most_runs(*key))
 
     def _interactive_runs(self, worker: str, epoch: int) -> int:
-        known, own = self._load.active_load, self._own
+        known, own = self._ledger.active_load, self._own
         return known.total(worker, epoch).runs + own.total(worker, epoch).runs
 
     def _known_runs(self, worker: str, epoch: int) -> int:
         """Of both classes, by the ledger."""
-        interactive = self._load.active_load.total(worker, epoch).runs
-        return interactive + self._load.batch_runs.on_worker(worker, epoch)
+        interactive = self._ledger.active_load.total(worker, epoch).runs
+        return interactive + self._ledger.batch_runs.on_worker(worker, epoch)
 
     def _open_runs(self, worker: str, epoch: int) -> int:
         own = self._own.total(worker, epoch).runs + self._own_batch.on_worker(worker, epoch)

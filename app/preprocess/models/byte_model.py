@@ -101,7 +101,7 @@ def _check_length(field: str, texts: Sequence[str], context: int | None) -> None
         raise context_error(field, MAX_PROMPT_TOKENS, context)
 
 
-_ROLES: dict[str, byte_level.Role] = {
+_ROLES: dict[str, byte_level.MessageRole] = {
     "system": "system",
     "developer": "developer",
     "user": "user",

@@ -117,11 +117,7 @@ async def publish_folder(
     Raises BadModel, BrokerUnavailable.
     """
     return await publish_files(
-        name,
-        read_folder(folder),
-        artifacts,
-        context_length=context_length,
-        block_size=block_size,
+        name, read_folder(folder), artifacts, context_length=context_length, block_size=block_size
     )
 
 

@@ -31,8 +31,7 @@ def check_supported(
         return
     if request.tool_choice not in ("none", "auto"):
         raise InvalidPrompt(
-            "tool_choice",
-            "this model answers in text, a call cannot be enforced: use auto or none",
+            "tool_choice", "this model answers in text, a call cannot be enforced: use auto or none"
         )
     if GUIDED_DECODING_FEATURE in unsupported and (field := guided_field(request.body)):
         raise InvalidPrompt(field, "the engine of this model cannot enforce the form of an answer")

@@ -9,7 +9,7 @@ import msgspec
 
 from app.preprocess.prompt_errors import InvalidPrompt
 from app.preprocess.requests.request_models import GenerationBody
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.request import GuidedDecoding
 
 MAX_GRAMMAR_DEPTH = 500
@@ -89,7 +89,7 @@ def _response_format(body: GenerationBody) -> tuple[str, Any] | None:
     return "json", wanted.json_schema.form
 
 
-def _json(field: str, value: Any) -> Json:
+def _json(field: str, value: Any) -> JsonText:
     """JSON text of an object; JSON text itself stays as it is."""
     try:
         return msgspec.json.encode(msgspec.json.decode(value) if isinstance(value, str) else value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from pydantic import (
@@ -26,7 +26,7 @@ from pydantic_core import PydanticCustomError
 from app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from app.preprocess.prompt_errors import InvalidPrompt
 from streams.codecs import pack_tokens
-from streams.record_base import Json
+from streams.record_base import JsonText
 from streams.request import (
     NO_HINTS,
     BlockExtraInfo,
@@ -131,7 +131,7 @@ def _not_offered(value: Any) -> Any:
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Token = Annotated[int, Field(ge=0, le=U32)]
-Tokens = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS), WrapValidator(_tokens)]
+TokenIds = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS), WrapValidator(_tokens)]
 Object = Annotated[dict[str, Any], Field(max_length=MAX_NAMES)]
 """Forwarded unchanged."""
 Worker = Annotated[str, BeforeValidator(_worker)]
@@ -219,7 +219,7 @@ class MultimodalRouting(BaseModel):
 
     model_config = STRICT_MODEL
 
-    routing_token_ids: Tokens = []
+    routing_token_ids: TokenIds = []
     block_mm_infos: Annotated[
         list[MultimodalBlock | None], Field(max_length=MAX_BLOCKS), WrapValidator(_blocks)
     ] = []
@@ -234,7 +234,7 @@ class NvExt(BaseModel):
     use_raw_prompt: bool | None = None
     annotations: Annotated[list[str], SHORT_LIST] | None = None
     backend_instance_id: Worker | None = None
-    token_data: Annotated[Tokens, Field(min_length=1)] | None = None
+    token_data: Annotated[TokenIds, Field(min_length=1)] | None = None
     max_thinking_tokens: int | None = Field(default=None, ge=0, le=U32)
     extra_fields: Annotated[list[str], SHORT_LIST, AfterValidator(_not_offered)] | None = None
     prefill_worker_id: Worker | None = None
@@ -347,12 +347,34 @@ def cost_override_of(ext: NvExt) -> RouterConfigOverride | None:
     return None if override is None else RouterConfigOverride(**override.model_dump())
 
 
-def agent_context_of(ext: NvExt) -> Json | None:
+def agent_context_of(ext: NvExt) -> JsonText | None:
     """Context of an agent, forwarded unread."""
     return _json(ext.agent_context)
 
 
-def extra_args_of(ext: NvExt) -> Json | None:
+class RoutingFields(TypedDict):
+    """The fields of a `Request` that `nvext` alone determines, for requests of any kind."""
+
+    hints: Hints
+    annotations: tuple[str, ...]
+    router_config_override: RouterConfigOverride | None
+    router: RouterParams | None
+    agent_context: JsonText | None
+    request_timestamp_ms: float | None
+
+
+def routing_fields_of(ext: NvExt) -> RoutingFields:
+    return RoutingFields(
+        hints=hints_of(ext),
+        annotations=tuple(ext.annotations or ()),
+        router_config_override=cost_override_of(ext),
+        router=latency_targets_of(ext),
+        agent_context=agent_context_of(ext),
+        request_timestamp_ms=ext.request_timestamp_ms,
+    )
+
+
+def extra_args_of(ext: NvExt) -> JsonText | None:
     """Engine arguments, forwarded unread."""
     return _json(ext.extra_args)
 
@@ -368,5 +390,5 @@ def mm_routing_of(ext: NvExt) -> MmRoutingInfo | None:
     )
 
 
-def _json(value: dict[str, Any] | None) -> Json | None:
+def _json(value: dict[str, Any] | None) -> JsonText | None:
     return None if value is None else msgspec.json.encode(value)

@@ -24,12 +24,9 @@ from app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt, invalid
 from app.preprocess.requests.guided_decoding import guided_decoding_of
 from app.preprocess.requests.nvext import (
     NvExt,
-    agent_context_of,
-    cost_override_of,
     extra_args_of,
-    hints_of,
-    latency_targets_of,
     mm_routing_of,
+    routing_fields_of,
     with_headers,
 )
 from app.preprocess.requests.request_models import (
@@ -195,14 +192,9 @@ class OpenAIRequest(RoutingOptions):
                 skip_special_tokens=body.skip_special_tokens,
                 return_tokens_as_token_ids=body.return_tokens_as_token_ids,
             ),
-            hints=hints_of(ext),
             eos_token_ids=tuple((tokens and tokens.eos_token_ids) or card.eos_token_ids),
             mdc_sum=card.checksum or None,
-            annotations=tuple(ext.annotations or ()),
             cache_salt=ext.cache_salt or body.cache_salt or "",
-            router_config_override=cost_override_of(ext),
-            router=latency_targets_of(ext),
-            agent_context=agent_context_of(ext),
             extra_args=extra_args_of(ext),
             mm_routing_info=mm_routing_of(ext),
             prompt_embeds=body.prompt_embeds,
@@ -211,7 +203,7 @@ class OpenAIRequest(RoutingOptions):
             mm_processor_kwargs=None
             if body.mm_processor_kwargs is None
             else msgspec.json.encode(body.mm_processor_kwargs),
-            request_timestamp_ms=ext.request_timestamp_ms,
+            **routing_fields_of(ext),
         )
         requests = tuple(
             replace(common, token_ids=pack_tokens(prompt), stop=self._stop(len(prompt), card))

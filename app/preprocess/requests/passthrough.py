@@ -24,14 +24,7 @@ from pydantic import ValidationError
 
 from app.preprocess.json_limits import check_size
 from app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from app.preprocess.requests.nvext import (
-    NvExt,
-    agent_context_of,
-    cost_override_of,
-    hints_of,
-    latency_targets_of,
-    with_headers,
-)
+from app.preprocess.requests.nvext import NvExt, routing_fields_of, with_headers
 from app.preprocess.requests.openai_requests import RoutingOptions
 from app.preprocess.requests.request_models import MAX_CHOICES, PassthroughBody
 from streams.records import ModelCard
@@ -90,14 +83,9 @@ class PassthroughRequest(RoutingOptions):
                 ),
                 stop=StopConditions(max_tokens=limit),
                 sampling=SamplingOptions(seed=body.seed),
-                hints=hints_of(ext),
                 mdc_sum=card.checksum or None,
-                annotations=tuple(ext.annotations or ()),
                 cache_salt=ext.cache_salt or body.cache_salt or "",
-                router_config_override=cost_override_of(ext),
-                router=latency_targets_of(ext),
-                agent_context=agent_context_of(ext),
-                request_timestamp_ms=ext.request_timestamp_ms,
+                **routing_fields_of(ext),
             )
             for body_json in self._bodies_json()
         )

@@ -31,7 +31,7 @@ from app.preprocess.requests.nvext import (
     Object,
     Text,
     Token,
-    Tokens,
+    TokenIds,
     is_tokens,
 )
 
@@ -188,7 +188,7 @@ class GenerationBody(BaseModel):
         | None
     ) = None
     allowed_token_ids: (
-        Annotated[Tokens, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
+        Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
     ) = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     return_tokens_as_token_ids: bool | None = None
@@ -344,7 +344,7 @@ class TokensBody(GenerationBody):
     `app/preprocess/requests/preprocessed_requests.py`.
     """
 
-    token_ids: Annotated[Tokens, Field(min_length=1)]
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
     logprobs: int | None = Field(default=None, ge=0, le=20)
     stop_token_ids_hidden: Annotated[list[Token], SHORT_LIST] | None = None
     bad_words_token_ids: Annotated[list[Annotated[list[Token], SHORT_LIST]], SHORT_LIST] | None = (

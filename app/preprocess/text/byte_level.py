@@ -16,8 +16,8 @@ USER = 257
 ASSISTANT = 258
 SYSTEM = 259
 
-Role = Literal["system", "developer", "user", "assistant"]
-_MARKERS: dict[Role, int] = {
+MessageRole = Literal["system", "developer", "user", "assistant"]
+_MARKERS: dict[MessageRole, int] = {
     "system": SYSTEM,
     "developer": SYSTEM,
     "user": USER,
@@ -30,7 +30,7 @@ def encode_bytes(text: str) -> list[int]:
     return list(text.encode())
 
 
-def render_chat(turns: Iterable[tuple[Role, str]]) -> list[int]:
+def render_chat(turns: Iterable[tuple[MessageRole, str]]) -> list[int]:
     """The prompt of a chat: a marker and its text for each turn, then the assistant's marker."""
     tokens: list[int] = []
     for role, text in turns:

@@ -13,7 +13,7 @@ their classes (`fair_share.py`), and then by one of
 A `priority_jump` counts as waiting time in all three orders.
 
 So requests that look for a place at one moment are all planned before one of them goes
-(`batch_select.py`): otherwise the shortest of several concurrent requests would wait behind
+(`joint_planning.py`): otherwise the shortest of several concurrent requests would wait behind
 whichever was read first.
 
 Never here: whether a request may go, which `select.py` decides, and any clock.
@@ -79,7 +79,7 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
 
 
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):
-    """A held request. `arrival`: its position in the order of arrival.
+    """A request with a reservation. `arrival`: its position in the order of arrival.
 
     The lowest `strict_priority` goes first; then, within a class, the lowest `order`, which never
     changes, since all requests age at the same rate.
@@ -99,7 +99,8 @@ _Lines: TypeAlias = dict[tuple[int, QueueKey], _Line[K]]
 
 
 class PendingRequests(Generic[K]):
-    """Requests with a reservation, by keys of the router's choice; all that wait: `Scheduler`."""
+    """Requests with a reservation, by keys of the router's choice. All queued requests are in
+    `WaitingRequests`."""
 
     def __init__(self, order: QueueOrder = "sjf", classes: FairQueue | None = None) -> None:
         self._queue_order = order
@@ -120,7 +121,7 @@ class PendingRequests(Generic[K]):
         return order
 
     def joined(self, looking: Iterable[PendingRequest[K]]) -> JoinedColumns:
-        """The reservations of all held requests, with rows for the `looking` ones, which are in
+        """The reservations of all pending requests, with rows for the `looking` ones, which are in
         the order of arrival.
         """
         return self._columns.joined([wanted.arrival for wanted in looking])
@@ -149,7 +150,7 @@ class PendingRequests(Generic[K]):
         return woken
 
     def next_retry_ms(self, key: K, hold: Wait) -> int | None:
-        """When a held request retries by itself; None: only on records, and now and then.
+        """When a pending request retries by itself; None: only on records, and now and then.
 
         Of the requests for one place the next in order retries when the place is predicted free.
         The others follow one by one as it goes.
@@ -169,13 +170,13 @@ class PendingRequests(Generic[K]):
         return list(islice(self._in_turn(first), MAX_WAKEUPS))
 
     def add(
-        self, key: K, number: int, since_ms: float, planned: Reservation, strict: int = 0,
-        jump_s: float = 0.0, claim: ShareCost = NO_COST,
+        self, key: K, arrival: int, since_ms: float, planned: Reservation, strict_priority: int = 0,
+        jump_s: float = 0.0, cost: ShareCost = NO_COST,
     ) -> None:  # fmt: skip
         """Replace the reservation of a request.
 
-        `since_ms`: when it counts as arrived, with the jump; `strict_priority` and `cost` as in
-        `PendingEntry`.
+        `since_ms`: when it counts as arrived, with the jump; `arrival`, `strict_priority` and
+        `cost` as in `PendingEntry`.
         """
         self.remove(key)
         turn = planned.prefill_ms + AGING_RATE * since_ms
@@ -183,14 +184,15 @@ class PendingRequests(Generic[K]):
             turn = since_ms
         elif self._queue_order == "wspt":
             turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
-        entry = self._entries[key] = PendingEntry(number, planned, strict, turn, claim)
-        self._columns.set(number, planned)
+        entry = self._entries[key] = PendingEntry(arrival, planned, strict_priority, turn, cost)
+        self._columns.set(arrival, planned)
         place = planned.worker_rank
         lines = self._by_worker.setdefault(place.worker, {}).setdefault(place, {})
-        insort(lines.setdefault((strict, claim.queue), []), (entry.order, number, key))
+        line = lines.setdefault((strict_priority, cost.queue), [])
+        insort(line, (entry.order, arrival, key))
 
     def remove(self, key: K) -> None:
-        """Remove a request, if it is held."""
+        """Remove a request, if it is there."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -211,7 +213,7 @@ class PendingRequests(Generic[K]):
         entry = self._entries.get(key)
         return self._columns.others(None if entry is None else entry.arrival)
 
-    def reserved_ranks(self) -> set[WorkerRank]:
+    def ranks_with_reservations(self) -> set[WorkerRank]:
         """The places that have reservations."""
         return {place for places in self._by_worker.values() for place in places}
 

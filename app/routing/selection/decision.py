@@ -104,18 +104,19 @@ class RoutingConfig(NamedTuple):
 
     @property
     def holds_requests(self) -> bool:
-        """Whether the policy may hold requests for a place, so that they are planned in batches."""
+        """Whether the policy may queue requests for a busy place, so that they are planned
+        together."""
         return self.policy == "predictive"
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """What policy predictive expects. `hold_ms`: for how long holding the request pays, from now;
-    `queued_ms`: how long it was held; `ttft_ms`: time to its first token if it goes now.
+    `waited_ms`: how long it has been queued; `ttft_ms`: time to its first token if it goes now.
     """
 
     reservation: Reservation | None = None
     hold_ms: int = 0
-    queued_ms: int = 0
+    waited_ms: int = 0
     ttft_ms: float = 0.0
 
 
@@ -223,7 +224,7 @@ def forecast(
 
 
 def wait_for_rank(outlook: Forecast, now_ms: int) -> Wait | None:
-    """The hold, if holding the request pays."""
+    """The wait for the place, if queueing the request for it pays."""
     if outlook.hold_ms <= 0:
         return None
     return Wait("its worker is busy", now_ms + outlook.hold_ms, outlook.reservation)

@@ -30,13 +30,7 @@ import msgspec
 import numpy as np
 
 from app.routing.selection import cost_kernels
-from app.routing.selection.cost_kernels import (
-    OPEN_TOKENS,
-    RUNS,
-    Floats,
-    Ints,
-    Words,
-)
+from app.routing.selection.cost_kernels import OPEN_TOKENS, RUNS, Floats, Ints, Words
 from app.routing.worker_rank import WorkerRank
 from indexer.xxh3 import M64
 
@@ -131,7 +125,7 @@ class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
 
 
 class DynamoWeights(NamedTuple):
-    """Settings of the `dynamo_costs` policy, with its documented defaults."""
+    """Settings of the `dynamo` policy, with its documented defaults."""
 
     overlap_score_credit: float = 1.0
     prefill_load_scale: float = 1.0

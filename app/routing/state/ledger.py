@@ -36,13 +36,7 @@ from app.routing.state.request_transitions import (
 from app.routing.state.sessions import Affinity, SessionAffinities, SessionKey
 from streams.ports import Partition
 from streams.record_base import ServiceClass
-from streams.records import (
-    Assigned,
-    LogRecord,
-    Phase,
-    RequestOffset,
-    RunKey,
-)
+from streams.records import Assigned, LogRecord, Phase, RequestOffset, RunKey
 
 
 class LaneState:

@@ -305,10 +305,7 @@ class PerformanceModel:
         if is_decode:  # the rest of the step under way, and the first one of its own
             step_ms = step_ms / 2 + pace.decode_ms(tokens + decision.prompt_tokens)
         self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
-            decision.worker,
-            decision.prompt_tokens + decision.base_tokens,
-            pace,
-            step_ms,
+            decision.worker, decision.prompt_tokens + decision.base_tokens, pace, step_ms
         )
         while len(self._begun) > MAX_REMEMBERED:
             self._begun.popitem(last=False)

@@ -18,14 +18,7 @@ from typing import NamedTuple
 
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from app.routing.state.request_state import (
-    FAILED,
-    OPEN,
-    RequestState,
-    RunId,
-    RunState,
-    RunStatus,
-)
+from app.routing.state.request_state import FAILED, OPEN, RequestState, RunId, RunState, RunStatus
 from streams.records import Assigned, Ended, Fencing, Finished, PrefillDone, Started
 
 LedgerRecord = Assigned | Started | PrefillDone | Finished | Fencing | Ended
@@ -64,12 +57,7 @@ def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
     return BatchRunKey(request_id, run_id.attempt, run_id.worker, run_id.epoch)
 
 
-def apply_record(
-    state: RequestState,
-    record: LedgerRecord,
-    at_ms: int,
-    loads: RunLoads,
-) -> None:
+def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: RunLoads) -> None:
     """Take in one record, appended at `at_ms`."""
     if isinstance(record, Ended):
         state.ended = state.ended or record.code

@@ -42,7 +42,7 @@ STEADY_TASKS = {
         "fleet",
         "index",
         "scanner",
-        "deaths",
+        "failure detector",
         "response ends",
         "tick",
         "intake",
@@ -155,7 +155,8 @@ def _left_over(label: str, router: Router) -> Iterator[str]:
     context = router._context
     if left := (
         router._load.active_load or router._load.batch_runs or context._undelivered
-        or context._undelivered_batch or context.queued_requests
+        or context._undelivered_batch or context.scheduler.waiting.keys
+        or context.batch_scheduler.waiting.keys
     ):  # fmt: skip
         yield f"load: {label} still counts {left}"
     for scheduler in (context.scheduler, context.batch_scheduler):

@@ -29,7 +29,7 @@ import org.springframework.kafka.requestreply.RequestReplyFuture;
  * </pre>
  *
  * The topic for replies exists (kafka-topics.sh --create --topic replies.spring --bootstrap-server
- * 127.0.0.1:9092), and the operator allows it: KVLANE_REPLY_TOPIC_PREFIXES=replies is a prefix of it.
+ * 127.0.0.1:9092), and the operator allows its prefix: KVLANE_REPLY_TOPIC_PREFIXES=replies
  */
 public final class AskAndReceive {
   private static final Duration TIMEOUT = Duration.ofSeconds(30);

@@ -1,9 +1,9 @@
-"""Batch planning of requests that wait or arrive together.
+"""Joint planning of requests that wait or arrive together.
 
 The result is that of planning one after the other in the order of arrival, each seeing the
 reservations of all others; but no candidates are recorded, since most requests stay where they are.
-Only policy predictive holds requests, so only that policy is here. Requests that ask for certain
-workers are planned one by one.
+Only policy predictive queues requests for a place, so only that policy is here. Requests that ask
+for certain workers are planned one by one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from indexer.xxh3 import M64
 K = TypeVar("K", bound=Hashable)
 
 
-class BatchContext(NamedTuple):
-    """The arguments of `plan` that are the same for all requests of a batch."""
+class PlanningContext(NamedTuple):
+    """The arguments of `select_worker` that are the same for all requests planned together."""
 
     state: RoutingState
     config: RoutingConfig
@@ -50,16 +50,16 @@ class BatchContext(NamedTuple):
 
 
 class TentativePlan(msgspec.Struct, frozen=True, gc=False):
-    """Where a request is to go, and the hold if it has to wait, for that place or for any."""
+    """Where a request is to go, and its wait, if it has to wait for that place or for any."""
 
     reservation: Reservation | None
     wait: Wait | None = None
 
 
-class BatchOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
-    """The result for a batch. `order`: requests that may go, in the order of their dispatch;
-    `waiting`: requests that wait; `to_wake`: requests of no batch whose turn has changed, to look
-    next.
+class PlannedOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
+    """The result of joint planning. `order`: requests that may go, in the order of their dispatch;
+    `waiting`: requests that wait; `to_wake`: requests that were not planned and whose turn has
+    changed, to look next.
     """
 
     order: Sequence[K]
@@ -67,25 +67,25 @@ class BatchOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
     to_wake: Sequence[K]
 
 
-def plan_batch(
-    batch: Iterable[PendingRequest[K]],
+def plan_together(
+    looking: Iterable[PendingRequest[K]],
     pending: PendingRequests[K],
-    context: BatchContext | None,
+    context: PlanningContext | None,
     plan_one: Callable[[PendingRequest[K]], Decision],
-) -> BatchOrder[K]:
+) -> PlannedOrder[K]:
     """Plan the requests that look at one moment, in the order of their arrival; none goes yet.
 
     Each reserves its worker in `pending` before the next group is planned, which counts it in.
-    `plan_one` plans one request. `context` is None with policies that hold no requests: nothing is
-    planned then, and requests go by precedence. A single request is not planned either, since it is
-    planned when it goes.
+    `plan_one` plans one request. `context` is None with policies that queue requests for no place:
+    nothing is planned then, and requests go by precedence. A single request is not planned either,
+    since it is planned when it goes.
     """
-    batch = sorted(batch, key=lambda wanted: wanted.arrival)
-    if len(batch) == 1:
-        return BatchOrder([batch[0].key], {}, [])
-    holds: dict[K, Wait] = {}
+    looking = sorted(looking, key=lambda wanted: wanted.arrival)
+    if len(looking) == 1:
+        return PlannedOrder([looking[0].key], {}, [])
+    waits: dict[K, Wait] = {}
     woken: dict[K, None] = {}
-    groups = () if context is None else uniform_groups(batch, context)
+    groups = () if context is None else uniform_groups(looking, context)
     for pool, group in groups:
         if context is None or pool is None:
             plans = [_tentative(plan_one(wanted)) for wanted in group]
@@ -96,15 +96,15 @@ def plan_batch(
                 pending.reserve(wanted, None if each is None else each.reservation)
             )
             if each is not None and each.wait is not None:
-                holds[wanted.key] = each.wait
-    for wanted in batch:
+                waits[wanted.key] = each.wait
+    for wanted in looking:
         woken.pop(wanted.key, None)
-    free = [wanted for wanted in batch if wanted.key not in holds]
-    return BatchOrder(pending.dispatch_order(free), holds, list(woken))
+    free = [wanted for wanted in looking if wanted.key not in waits]
+    return PlannedOrder(pending.dispatch_order(free), waits, list(woken))
 
 
 def uniform_groups(
-    looking: Sequence[PendingRequest[K]], by: BatchContext
+    looking: Sequence[PendingRequest[K]], by: PlanningContext
 ) -> Iterator[tuple[CandidatePool | None, list[PendingRequest[K]]]]:
     """Neighbours to which all places of one pool are the same, with that pool.
 
@@ -128,7 +128,7 @@ def uniform_groups(
         yield pool, group
 
 
-def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: BatchContext) -> bool:
+def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: PlanningContext) -> bool:
     """Whether a request may go to every place of a pool, and asks for none."""
     request = wanted.prompt.request
     if (
@@ -148,16 +148,16 @@ def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: BatchContext) 
 
 def plan_uniform(
     looking: Sequence[PendingRequest[K]],
-    held: PendingRequests[K],
+    pending: PendingRequests[K],
     pool: CandidatePool,
-    by: BatchContext,
+    by: PlanningContext,
 ) -> list[TentativePlan]:
     """Plan a group of requests in one pass of the kernel, each counting in those before it."""
     view, tuning, board = by.state, by.config, refreshed_table(pool, by.state)
     found = board.overlaps_of(
         view.kv_index, [each.prompt.local_hashes(pool.block_size) for each in looking]
     )
-    joined = held.joined(looking)
+    joined = pending.joined(looking)
     others_at, others_ms = reservation_rows(board, joined.reservations)
     chosen = joined.positions
     requests = np.array([
@@ -183,7 +183,7 @@ def plan_uniform(
 def _tentative_plans(
     looking: Sequence[PendingRequest[K]], board: CandidateTable, chosen: list[int],
     best: list[list[float]],
-    by: BatchContext,
+    by: PlanningContext,
 ) -> list[TentativePlan]:  # fmt: skip
     now_ms = by.state.now_ms
     plans = []

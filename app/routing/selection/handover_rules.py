@@ -1,4 +1,4 @@
-"""Hand-over of a prompt from a prefill worker to a decode worker: when, and with which requests.
+"""Rules of hand-overs from prefill to decode workers: when, and with which requests.
 
 Workers of role prefill compute prompts, those of role decode the rest; an aggregated worker does
 both. With prefill workers in the fleet a request has two decisions: phase `prefill`, a copy of the
