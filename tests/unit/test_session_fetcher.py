@@ -18,6 +18,7 @@ from streams.kafka.fetching.fetch_session import REQUESTS_WITHOUT_SESSION
 from streams.kafka.fetching.session_fetcher import (
     FEW_BYTES,
     IDLE_WAIT_MS,
+    MIN_SPARSE_WAIT_MS,
     SPARSE_WAIT_FACTOR,
     SessionFetcher,
 )
@@ -142,10 +143,24 @@ async def test_consumer_that_gathers_for_a_shorter_time_waits_as_before_for_the_
         SessionFetcher.set_gather_s(consumer.client, gather_ms / 1000)
         at = len(node.waits)
         consumer.cluster.ends[LANES[2]] += FEW_BYTES
-        few = (1000, gather_ms * SPARSE_WAIT_FACTOR)
+        few = (1000, gather_ms * (1 if gather_ms < MIN_SPARSE_WAIT_MS else SPARSE_WAIT_FACTOR))
         await consumer.until(lambda at=at, ms=gather_ms: (1000, ms) in node.waits[at:])
         await consumer.until(lambda: node.waits[-1] == (1, IDLE_WAIT_MS))
         assert set(node.waits[at:]) <= {(1000, gather_ms), few, (1, IDLE_WAIT_MS)}
+    await consumer.fetcher.close()
+
+
+async def test_consumer_that_awaits_records_does_not_wait_longer_after_few() -> None:
+    consumer = Consumer(FetchCluster(LANES), fetch_min_bytes=1000, fetch_max_wait_ms=20)
+    node = consumer.node
+    SessionFetcher.set_gather_s(consumer.client, (MIN_SPARSE_WAIT_MS - 1) / 1000)
+    consumer.assign(dict.fromkeys(LANES, 5))
+    await consumer.until(lambda: len(node.waits) > REQUESTS_WITHOUT_SESSION + 2)
+    at = len(node.waits)
+    consumer.cluster.ends[LANES[2]] += 1
+    await consumer.until(lambda: (1000, MIN_SPARSE_WAIT_MS - 1) in node.waits[at:])
+    await consumer.until(lambda: node.waits[-1] == (1, IDLE_WAIT_MS))
+    assert set(node.waits[at:]) == {(1000, MIN_SPARSE_WAIT_MS - 1), (1, IDLE_WAIT_MS)}
     await consumer.fetcher.close()
 
 

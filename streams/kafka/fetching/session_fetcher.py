@@ -55,6 +55,9 @@ FEW_BYTES, SPARSE_WAIT_FACTOR = 1024, 3
 next: a few heartbeats in an idle deployment, where each response costs more than all that it
 brings. A decision of a router alone has more bytes."""
 
+MIN_SPARSE_WAIT_MS = 10
+"""Time of gathering below which no wait is longer: records are awaited then."""
+
 SESSION_ERRORS = frozenset({70, 71})
 """FETCH_SESSION_ID_NOT_FOUND, INVALID_FETCH_SESSION_EPOCH: expected after a restart of the broker,
 or after it has evicted the session."""
@@ -205,8 +208,8 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         options = fetcher._options._replace(max_wait_ms=wait_ms)  # noqa: SLF001
         fetcher._options = options  # noqa: SLF001
         fetcher._idle_options = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)  # noqa: SLF001
-        sparse = options._replace(max_wait_ms=SPARSE_WAIT_FACTOR * wait_ms)
-        fetcher._sparse_options = sparse  # noqa: SLF001
+        factor = SPARSE_WAIT_FACTOR if wait_ms >= MIN_SPARSE_WAIT_MS else 1
+        fetcher._sparse_options = options._replace(max_wait_ms=factor * wait_ms)  # noqa: SLF001
 
     async def _fetch_requests_routine(self) -> None:
         """As aiokafka's, which waits for a set of futures at every turn.
