@@ -116,7 +116,7 @@ async def _read_log(period: TimeRange, take: Callable[[AnyCaptureLine], None]) -
 
 
 def _counts(counted: CaptureTotals) -> str:
-    names = {"Asked": "requests", "Decided": "decisions", "Ran": "runs", "Worker": "workers"}
+    names = {"Asked": "requests", "Decided": "decisions", "Ran": "runs", "Worker": "worker epochs"}
     return ", ".join(f"{counted.lines.get(kind, 0)} {name}" for kind, name in names.items())
 
 
