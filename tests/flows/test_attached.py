@@ -107,7 +107,7 @@ async def test_version_of_a_server_is_detected(
 async def test_text_is_always_the_servers(
     behind: SimulatedEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.worker.ByteModel", Words)
+    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
     async with ModelServer(behind, kind) as server:
         world = RealWorld()
         harness = await WorkerHarness.started(
@@ -148,7 +148,7 @@ class Words:
 async def test_stop_string_is_found_in_text_that_was_tokenised_again(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.worker.ByteModel", Words)
+    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
     text = TOKENIZER.decode(answer_of(40))
     word = text.split()[3]
     async with ModelServer(behind, "words") as server:
@@ -337,7 +337,7 @@ class Pair:
 async def test_answer_whose_server_fails_continues_on_another_one(
     behind: SimulatedEngine, fault: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.worker.ByteModel", Words)
+    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
     seen = await Pair(behind, "vllm", fault).answer()
     assert seen.attempt == 1
     assert seen.tokens == answer_of(40)
@@ -348,7 +348,7 @@ async def test_answer_whose_server_fails_continues_on_another_one(
 async def test_text_whose_server_fails_ends_as_lost(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.worker.ByteModel", Words)
+    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
     seen = await Pair(behind, "text", breaks_off).answer()
     assert seen.end is not None
     assert seen.end.code == "lost"

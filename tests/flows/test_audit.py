@@ -403,7 +403,7 @@ def test_period_is_captured_and_its_decisions_recomputed(
     file = tmp_path / "run.jsonl.zst"
     wrote = kvlane("capture", "--from", "-1h", "--out", str(file))
     assert wrote.exit_code == 0, wrote.output
-    assert "1 requests, 2 decisions, 1 runs, 0 workers" in wrote.stdout
+    assert "1 requests, 2 decisions, 1 runs, 0 worker epochs" in wrote.stdout
     for source in (str(file), "-1h"):
         shown = kvlane("verify-decisions", source)
         assert shown.exit_code == 0, shown.output
