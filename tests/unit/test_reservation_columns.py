@@ -62,7 +62,7 @@ def test_columns_equal_a_plain_list_of_reservations(
             plain.rows.pop(key, None)
         else:
             claim = ShareCost(QueueKey("m", name), 7)
-            held.add(key, key, 10.0 * key, Reservation(place, prefill_ms, 0), strict, claim=claim)
+            held.add(key, key, 10.0 * key, Reservation(place, prefill_ms, 0), strict, cost=claim)
             plain.rows[key] = (place, prefill_ms, strict, 10.0 * key, name)
         if charged:
             classes.charge(ShareCost(QueueKey("m", name), 7))
