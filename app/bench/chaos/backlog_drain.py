@@ -6,8 +6,9 @@ random, and a third beside interactive requests over HTTP as well. A reader of c
 counts the results of each id and compares every text with the engine's.
 
 The capacity of the fleet is that of its simulated engines alone, always with requests waiting, for
-as long as workers are not hit. The memory of a process is that of one start: after its warm-up, its
-last third is compared with its first.
+as long as workers are not hit. The memory of a process is that of one start, with or without
+requests over HTTP, which no gateway has before the last third: after a warm-up, the last third of
+the samples is compared with the first.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class PhaseFigures(NamedTuple):
 
 
 class MemorySeries(NamedTuple):
-    """Resident memory of one start of a process, a sample a second, in bytes."""
+    """Resident memory of one start of a process under one load, a sample a second, in bytes."""
 
     process: str
     rss_bytes: Sequence[int]
@@ -298,7 +299,9 @@ class BacklogDrain:
         """Results that `progress` got."""
         self._capacity = engine_requests_per_s()
         self._phases: list[PhaseFigures] = []
-        self._memory: dict[tuple[str, int], list[int]] = {}
+        self._memory: dict[tuple[str, int, bool], list[int]] = {}
+        """By process, pid, and whether there are requests over HTTP."""
+        self._is_beside = False
 
     async def run(self) -> None:
         """Drain the backlog. Raises BenchFailed."""
@@ -310,6 +313,7 @@ class BacklogDrain:
         await self._clock.sleep(SETTLE_S)
 
     async def _run_phase(self, name: str, until: int) -> None:
+        self._is_beside = name == BESIDE
         phase = _Phase(name, self._clock.now(), self._results.received)
         stop = asyncio.Event()
         injecting = asyncio.create_task(self._inject(phase, stop)) if name != QUIET else None
@@ -370,7 +374,9 @@ class BacklogDrain:
         while True:
             for name, process in self._processes.processes.items():
                 if rss_bytes := process.rss_bytes:
-                    self._memory.setdefault((name, process.pid), []).append(rss_bytes)
+                    self._memory.setdefault((name, process.pid, self._is_beside), []).append(
+                        rss_bytes
+                    )
             await self._clock.sleep(SAMPLE_INTERVAL_S)
 
     def result(self) -> BacklogResult:
@@ -378,7 +384,7 @@ class BacklogDrain:
         return BacklogResult(
             self._phases, results.counts, results.wrong, results.unknown,
             Counter(chat.verdict for chat in self._load.conversations),
-            [MemorySeries(name, rss) for (name, _), rss in self._memory.items()],
+            [MemorySeries(name, rss) for (name, _, _), rss in self._memory.items()],
             self._scale.warm_up_s, [crash.name for crash in self._processes.crashes],
         )  # fmt: skip
 
