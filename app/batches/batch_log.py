@@ -78,7 +78,7 @@ class BatchLog:
         await self._wait_for(partition, ends[partition])
 
     async def _look_up(self, entity_id: str, find: Callable[[], T | None]) -> T | None:
-        """What the view has of an entity; if nothing, after reading to the end of its partition."""
+        """The state of an entity in the view; if it has none, after a read of its partition."""
         if (found := find()) is None:
             await self.read_to_end(await self.partition_of(entity_id))
             found = find()

@@ -61,8 +61,8 @@ def test_columns_equal_a_plain_list_of_reservations(
             held.remove(key)
             plain.rows.pop(key, None)
         else:
-            claim = ShareCost(QueueKey("m", name), 7)
-            held.add(key, key, 10.0 * key, Reservation(place, prefill_ms, 0), strict, cost=claim)
+            cost = ShareCost(QueueKey("m", name), 7)
+            held.add(key, key, 10.0 * key, Reservation(place, prefill_ms, 0), strict, cost=cost)
             plain.rows[key] = (place, prefill_ms, strict, 10.0 * key, name)
         if charged:
             classes.charge(ShareCost(QueueKey("m", name), 7))

@@ -45,7 +45,7 @@ Load = Callable[[], Benchmark]
 def benchmark(app: typer.Typer, *, exits: bool = False) -> Callable[[Load], Callable[..., None]]:
     """A command with options `--full` and `--json` only.
 
-    Its exit code is 0 whatever the figures are; with `exits`, 1 if a threshold is missed.
+    Its exit code is 0, also if a threshold is missed; with `exits` it is 1 then.
     """
 
     def decorate(load: Load) -> Callable[..., None]:
@@ -64,7 +64,7 @@ def benchmark(app: typer.Typer, *, exits: bool = False) -> Callable[[Load], Call
 
 
 def trace_benchmark(app: typer.Typer) -> Callable[[Load], Callable[..., None]]:
-    """A command that simulates a trace: with `--trace`, too, and exit code 1 if it misses one."""
+    """A command with option `--trace` as well, and exit code 1 if a threshold is missed."""
 
     def decorate(load: Load) -> Callable[..., None]:
         def command(*, trace: Trace = None, full: Full = False, json: Json = None) -> None:

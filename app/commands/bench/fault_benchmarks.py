@@ -182,7 +182,7 @@ def backlog(
     """Drain prompts that were there before any worker, while everything is killed, on Kafka.
 
     A third of them without faults, a third under kill -9, SIGSTOP and SIGTERM of every process, a
-    third with interactive HTTP requests beside them as well. Each prompt must have exactly one
+    third with interactive HTTP requests at the same time. Each prompt must have exactly one
     result for a reader of committed records, with the engine's text; throughput is compared with
     the capacity of the engines, the memory of every process with itself. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.

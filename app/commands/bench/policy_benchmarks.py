@@ -38,7 +38,7 @@ def simulate(
     ] = None,
     json: Json = None,
 ) -> None:
-    """All policies on a production trace and four simulated fleets, beside published figures.
+    """All policies on a production trace and four simulated fleets, with published figures.
 
     Round robin validates the simulation. Quick: one seed, arrivals as recorded; --full: three, also
     with arrivals spread out, Dynamo's cost at five settings, delayed events, and engines whose
@@ -63,7 +63,7 @@ def simulate(
 
 @trace_benchmark(app)
 def disagg() -> Benchmark:
-    """Prefill and decode on workers of their own, beside published figures; simulated.
+    """Prefill and decode on workers of their own, with published figures; simulated.
 
     Needs --trace with the conversation trace. Quick: 8 workers at the recorded rate; --full: two
     more fleets at 4 and 8 times the rate. Exit code 1 if a threshold is missed.
@@ -75,9 +75,9 @@ def disagg() -> Benchmark:
 
 @trace_benchmark(app)
 def mix() -> Benchmark:
-    """Latency of a trace beside endless batch work, and what the latter gets; simulated.
+    """Latency of a trace during endless batch work, and throughput of both; simulated.
 
-    Rows beside it: batch work without preemption, and without classes. Quick: 150 requests of the
+    Rows to compare: batch work without preemption, and without classes. Quick: 150 requests of the
     trace that ships with kvlane; --full: the hour of --trace. Exit code 1 if a threshold is missed.
     """
     from app.bench.routing.mix import FULL, QUICK, bench_mix
@@ -95,7 +95,7 @@ def routers(
     full: Full = False,
     json: Json = None,
 ) -> None:
-    """Several routers with 5 ms of ledger lag, beside one, on simulated workers.
+    """Several routers with 5 ms of ledger lag, and one, on simulated workers.
 
     With single arrivals and with bursts; with bursts also beside routers that do not read each
     other's decisions. Quick: eight routers; --full: one, two, four and eight.
