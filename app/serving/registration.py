@@ -97,7 +97,7 @@ def with_adapters(
     """The engine's configuration, with the adapters of the settings if the engine names none.
 
     `loaded`: those that the engine reports (`Engine.adapters`). A server that reports none has
-    none, whatever the settings say.
+    none, also where the settings name some.
     """
     is_named = config.lora_names is not None or loaded is not None
     if is_named or not (settings.adapters or settings.max_loras):

@@ -1,4 +1,4 @@
-"""Membership of a consumer group that assigns partitions only: nothing is read or committed by it.
+"""Membership of a consumer group that assigns partitions, without reads or commits.
 
 For work that is divided by partitions of a topic and read by other means. Ownership is no lock: a
 member that has not yet noticed a reassignment may work beside the new owner.
@@ -13,7 +13,7 @@ POLL_S = 1.0
 
 
 class GroupMembership:
-    """One member; `ownership` is told of its partitions. `run` must be running."""
+    """One member; `ownership` gets its partitions. `run` must be running."""
 
     def __init__(self, log: Log, topic: str, group: str, ownership: RebalanceListener) -> None:
         self._log = log
