@@ -49,7 +49,7 @@ class AccessDenied(StreamError):
 
 class TopicMismatch(StreamError):
     """A topic is missing or has another shape. Create it (`kvlane topics create`), or correct the
-    setting that the message names; `kvlane topics describe` shows what differs.
+    setting that the message names; `kvlane topics describe` shows the differences.
     """
 
 

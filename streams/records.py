@@ -4,8 +4,8 @@ The fields are in `streams/record_types/`, in a module for each topic or two.
 
 Inner records travel as msgpack maps, `Chunk`, `Fence` and `End` as JSON, because clients of any
 language read them. The header `t` names the type; JSON records carry it as field `t` as well, for
-readers that do not see headers. `streams/topics.py` says on which topic each one lives and who
-may write it; `streams/prompt.py` holds what a client publishes.
+readers that do not see headers. `streams/topics.py` has the topic of each one, and the processes
+that may write it; `streams/prompt.py` has the prompts that a client publishes.
 
 Evolution: fields are only added, optional, at the end; unknown fields are ignored. A change that
 breaks this is a new topic name. Fields at their default are left out on the wire.

@@ -77,12 +77,12 @@ class DriftTracker:
             if record.block_size and record.candidates and record.phase != "decode":
                 self._expect(record)
         elif isinstance(record, Finished):
-            expected = self._expected.pop(RunKey(record.id, record.attempt, record.phase), None)
+            expected = self._expected.pop(record.run_key, None)
             if expected is not None and record.code in _COMPLETE:
                 self._add_difference(fact.timestamp_ms, expected, record)
 
     def _expect(self, decision: Assigned) -> None:
-        self._expected[RunKey(decision.id, decision.attempt, decision.phase)] = _Expected(
+        self._expected[decision.run_key] = _Expected(
             decision.worker, decision.epoch, decision.cached_tokens_predicted, decision.block_size,
             decision.ttft_ms_predicted,
         )  # fmt: skip

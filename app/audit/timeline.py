@@ -139,7 +139,7 @@ def _decided(
     actual: dict[tuple[RunKey, str], RunOutcome] = {}
     for record in [fact.record for fact in ledger]:
         if isinstance(record, PrefillDone | Finished):
-            run = (RunKey(record.id, record.attempt, record.phase), record.worker)
+            run = (record.run_key, record.worker)
             outcome = actual.get(run, RunOutcome())
             if record.ttft_ms:
                 outcome = outcome._replace(
@@ -151,7 +151,7 @@ def _decided(
     for fact in ledger:
         step, record = _step(source, fact), fact.record
         if isinstance(record, Assigned):
-            run = (RunKey(record.id, record.attempt, record.phase), record.worker)
+            run = (record.run_key, record.worker)
             decision = ExplainedDecision(
                 record, reasons_for(record, session), actual.get(run, RunOutcome())
             )

@@ -126,7 +126,7 @@ class FileStore:
     async def write(self, file_id: str, content: AsyncIterator[bytes]) -> WrittenFile:
         """Write a file as its content arrives, in parts.
 
-        If it fails or is cancelled, what was written is deleted. Raises the errors of `content`.
+        If it fails or is cancelled, the written part is deleted. Raises the errors of `content`.
         """
         partition = await self.partition_of(file_id)
         digest, held = hashlib.sha256(), bytearray()

@@ -1,7 +1,7 @@
 """Runner of batch jobs: runs the open jobs of the partitions that it owns.
 
 A consumer group on `batch-jobs` assigns its partitions, and with them the jobs; nothing is read or
-committed through it. The runner has a view of all jobs, and starts what is open in its partitions:
+committed through it. The runner has a view of all jobs, and starts the open ones in its partitions:
 level-triggered, so unfinished work of a predecessor is found. Ownership is no lock. A former owner
 that still runs is fenced in the job's files (`app/batches/file_store.py`).
 

@@ -53,7 +53,7 @@ PARTS = (
     CpuPart("metrics", ("app/metrics/", "app/http/", "prometheus_client/", "uvicorn/")),
     CpuPart("loop", ("asyncio/", "uvloop/", "faststream/", "app/bench/", "anyio/")),
 )  # fmt: skip
-"""In the order in which a function is compared with them; "other" is what belongs to none."""
+"""In the order in which a function is compared with them; "other" is the rest."""
 OTHER = "other"
 
 

@@ -1,6 +1,6 @@
 """Growth of costs: workers, blocks, waiting requests, lanes and streams at a tenth and ten times.
 
-A cost is that of one decision, block, match, plan or token while there are n of what grows. A
+A cost is that of one decision, block, match, plan or token while the growing quantity is n. A
 decision compares all workers, so its cost may grow with n log n; all other costs are those of one
 of n, and may grow with log n. Decisions, index and plans are timed in this process; lanes and
 streams over Kafka with the gateway and the writers of a worker, at the same number of tokens a

@@ -109,7 +109,7 @@ class UvicornServer:
                 f"KVLANE_{self._setting.upper()} to a free port (0 takes any)"
             ) from e
         # Inherited by connections. asyncio sets it for sockets of a named protocol only, which this
-        # one is not: without it, what follows a first write waits 40 ms for a delayed ACK.
+        # one is not: without it, a second write waits 40 ms for a delayed ACK.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._task = self._ctx.spawn("http", self._serve())
         log.info("listening on %s", self.url)

@@ -1,7 +1,7 @@
 """Admission of a request: it waits until a worker can take it, or is refused, or deferred.
 
 Owns the rules of refusal: which requests may wait, and for how long. Never here: the choice of the
-worker (`scheduling/`), and what is written when there is one (`dispatch.py`).
+worker (`scheduling/`), and the records of a dispatch (`dispatch.py`).
 
 Every wait ends with the request's deadline, and at once when its Cancel arrives.
 """
@@ -30,8 +30,8 @@ from streams.records import EndCode
 from streams.request import Request
 
 RETRY_AFTER_S = 1.0
-"""Retry-After for rejected clients: by then the queue has advanced by roughly what one worker
-completes in a second."""
+"""Retry-After for rejected clients: by then the queue has advanced by roughly the work that one
+worker completes in a second."""
 DECODE = FirstPhase("decode")
 MAX_SPLIT_ATTEMPTS = 3
 """Attempts in which a prompt is handed over. With decode workers that are full for longer than a

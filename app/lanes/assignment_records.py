@@ -1,4 +1,4 @@
-"""The two records of a dispatch, made from what is left of a request and from its place.
+"""The two records of a dispatch, made from the rest of a request and from its placement.
 
 `Assigned` has the decision with all its inputs, `Assignment` the work as its worker gets it. Pure:
 `dispatch.py` writes them.

@@ -31,7 +31,7 @@ from streams.topics import LEDGER, RESPONSES
 
 
 class RequestHistory(NamedTuple):
-    """What the log holds of a request that is moved; no request when none is needed."""
+    """The state in the log of a request that is moved; no request when none is needed."""
 
     emitted: Transcript
     request: Request | None
@@ -59,7 +59,7 @@ class Failover:
         self._waits = waits
 
     async def restart(self, request_id: str, action: Restart) -> None:
-        """Move a request to another worker. The order is what makes it safe:
+        """Move a request to another worker. The order makes it safe:
 
         Fencing (the intent, so that another owner finds it), Fence (from here on readers ignore the
         old attempt), ledger to its end, tokens emitted up to the first Fence, assignment of the
@@ -90,7 +90,7 @@ class Failover:
     async def _resume_after_fence(
         self, request_id: str, attempt: int, state: RequestState, stop: int
     ) -> None:
-        """Find out what is left of a fenced request, and assign it. `stop`: behind the Fence."""
+        """Determine the rest of a fenced request, and assign it. `stop`: behind the Fence."""
         try:
             with self._waits.begin(request_id):
                 async with asyncio.timeout(self._look_up_s(state)):
@@ -122,7 +122,7 @@ class Failover:
     async def _continue(
         self, request_id: str, attempt: int, state: RequestState, found: RequestHistory
     ) -> None:
-        """Assign what is left of the request to a worker, or end it if nothing can be."""
+        """Assign the rest of the request to a worker, or end it if that is impossible."""
         shown, request = found
         if shown.is_over:
             await self._ends.write_terminal(request_id, "seen")

@@ -85,7 +85,7 @@ class FailureDetector:
         task = self._context.ctx.spawn("failure detection", work)
         task.add_done_callback(lambda _: self._under_way.discard(what))
 
-    # --- who is silent ---------------------------------------------------------------------------
+    # --- silent workers --------------------------------------------------------------------------
 
     def _suspects(self) -> list[tuple[str, int]]:
         """Workers that are silent too long, or soon will be, by the heartbeats read here."""
@@ -115,7 +115,7 @@ class FailureDetector:
     def _silent_ms(self, worker: str, at_ms: int) -> int:
         """How long a worker was silent while its partition worked.
 
-        What lies before the last slow append of this router does not count, up to one time-out.
+        Silence before the last slow append of this router does not count, up to one time-out.
         """
         s = self._context
         works_since_ms = self._began_ms
@@ -136,7 +136,7 @@ class FailureDetector:
             if s.fleet.is_lost(worker, member.epoch) and s.fleet.last_seen_ms(worker) < before_ms
         ]
 
-    # --- what becomes of them --------------------------------------------------------------------
+    # --- lost and removed workers ----------------------------------------------------------------
 
     async def _examine(self, events: Partition) -> None:
         """Give a verdict on all suspects of one partition, by one probe into it."""

@@ -91,7 +91,7 @@ class HandOvers:
         self, rest: RemainingWork, prefill: RunId, now_ms: int, bootstrap: BootstrapInfo | None,
         ttft_ms: float,
     ) -> HandOver:  # fmt: skip
-        """Keep what is left of a request while a worker computes its prompt.
+        """Keep the rest of a request while a worker computes its prompt.
 
         `ttft_ms`: predicted time until that is done.
         """

@@ -441,7 +441,7 @@ class _TimeLimits(NamedTuple):
 def _time_limits(fact: LogRecord, request: Request, settings: Settings) -> _TimeLimits:
     """The deadline of a request: its time limit counts from the append of its prompt.
 
-    A batch request may wait for days, but not its record: this, and what readers were shown of it,
+    A batch request may wait for days, but not its record: this, and the shown part of its answer,
     must be in the log when it changes hands. So the record is appended again after half of
     `max_lifetime_s`; the other half is left for a run that begins just before.
     """

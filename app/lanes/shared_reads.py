@@ -68,7 +68,7 @@ class SharedScanner:
         def feed(record: Record) -> None:
             try:
                 shown = codecs.decode(record)
-            except RecordError:  # readers skip what they cannot read
+            except RecordError:  # readers skip records that they cannot decode
                 return
             if isinstance(shown, Chunk | Fence | End):
                 transcript.apply(shown)

@@ -32,7 +32,7 @@ class RequestCancelled(Exception):
 
 
 class CancellableWaits:
-    """The requests of one lane whose job waits for what may never come.
+    """The requests of one lane whose job waits for a record that may never come.
 
     Cancelling the job's task ends such a wait, also for a Cancel. `has_cancel`: whether a Cancel of
     a request has arrived already.
@@ -84,7 +84,7 @@ class RequestTermination:
     ) -> None:
         """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
 
-        `release`: called before Ended, to free what is held for the request.
+        `release`: called before Ended, to free the resources of the request.
 
         Ended discharges everything; written first, a router that died after it would leave readers
         waiting for ever.

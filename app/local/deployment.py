@@ -100,7 +100,7 @@ class LocalDeployment(Protocol):
         """Raise DemoFailed or ProcessFailed when a process ended that was not killed."""
 
     async def stop(self) -> None:
-        """Stop everything gracefully, and kill what does not stop in time."""
+        """Stop everything gracefully, and kill the processes that do not stop in time."""
 
 
 class ProcessDeployment:

@@ -81,7 +81,7 @@ def _index_families(index: KvIndexView) -> Iterator[Metric]:
         ((["malformed"], skipped.malformed), (["wrong_secret"], skipped.wrong_secret)),
     )
     for name, meaning, count in (
-        ("rejected_blocks", "Blocks beyond what one cache may hold", counts.rejected_blocks),
+        ("rejected_blocks", "Blocks beyond the limit of one cache", counts.rejected_blocks),
         ("event_gaps", "Caches dropped because events were missing", counts.gaps),
     ):
         yield CounterMetricFamily(f"kvlane_indexer_{name}", meaning, count)

@@ -54,7 +54,7 @@ def parse_json(text: bytes) -> Steps[ParsedJson]:
 
 
 def check_size(size: int, what: str = "requests") -> None:
-    """Raise TooLarge when the requests for a body, or what else it becomes, have too many bytes."""
+    """Raise TooLarge when the requests for a body, or its other records, have too many bytes."""
     if size > MAX_REQUESTS_BYTES:
         raise TooLarge(
             "",

@@ -1,4 +1,4 @@
-"""The backlog of a topic of prompts: what its owner has not published as requests yet.
+"""The backlog of a topic of prompts: the prompts that its owner has not published as requests yet.
 
 It is that of the partitions which one preprocessor owns; the sum over all of them is that of the
 deployment. Records are counted when they are asked for, from the end offsets; tokens are known of

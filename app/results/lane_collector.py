@@ -8,8 +8,8 @@ Exactly once, for readers that read committed:
 - Then it reads the results that are in the log, from before the first request that may have none.
   Requests with a result get no other one.
 - The committed position of the group is the lowest request without a result. It moves after the
-  transaction of the result. What a collector wrote between that and its death is found above the
-  position by the next one.
+  transaction of the result. Results that a collector wrote between that and its end are found above
+  the position by the next one.
 
 Partial replies are in memory only; a new owner reads them again, from before the append of the
 first request without a result. Positions that are found by time have a margin for the clocks of
@@ -164,7 +164,7 @@ class LaneCollector:
         context, lane = self._context, self.lane
         self._lane_count = await self._asked(lambda: context.log.partitions(REQUESTS))
         await self._writer.open()
-        # Before the end of the requests: what is appended to them later is answered later.
+        # Before the end of the requests: those appended later are answered later.
         end_of_responses = await self._end_of(RESPONSES)
         end_of_requests = await self._end_of(REQUESTS)
         first_ms = await self._first_ms(end_of_requests)

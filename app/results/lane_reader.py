@@ -74,7 +74,8 @@ class LaneReader:
             await reader.close()
 
     def _assign(self, reader: Reader) -> bool:
-        """Read what the lanes need, from their positions; False if they need nothing."""
+        """Read the records that the lanes need, from their positions; False if they need
+        nothing."""
         wanted = {
             Partition(RESPONSES, lane.lane): lane.position
             for lane in self._lanes.values()

@@ -1,7 +1,7 @@
 """The results of one lane: which requests of it get one, and how far each of them is.
 
 Pure state of one claim: records of `requests` and `responses` in, finished results out. Each
-request gets one result, whatever is published or delivered twice; `finished` holds the ids of
+request gets one result, even if it is published or delivered twice; `finished` holds the ids of
 results that are in the log.
 """
 

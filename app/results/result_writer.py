@@ -1,4 +1,4 @@
-"""The writer of a lane's results: transactions of results and replies, and what became of them.
+"""The writer of a lane's results: transactions of results and replies, and their outcomes.
 
 Owns the transactional writer of the lane, whose opening fences all collectors that wrote results of
 the lane before. After a transaction whose end is unknown it opens the writer again, so that the
@@ -64,7 +64,8 @@ T = TypeVar("T")
 
 
 class ResultWriter:
-    """Writes what is `ready` in `results`. `mark_done` is called with the offset of a request."""
+    """Writer of the `ready` results of a lane. `mark_done` is called with the offset of a
+    request."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class ResultWriter:
         return found
 
     async def _write(self, batch: Sequence[PendingResult], entries: Sequence[TopicEntry]) -> None:
-        """Write results and replies. What is not in the log afterwards stays in `ready`."""
+        """Write results and replies. Results that are not in the log afterwards stay in `ready`."""
         error = await self._try_write(batch, entries)
         if error is None:
             self._failures = 0
@@ -235,7 +236,8 @@ class ResultWriter:
     async def _write_reduced(
         self, batch: Sequence[PendingResult], entries: Sequence[TopicEntry], error: RecordTooLarge
     ) -> None:
-        """Write the results of a refused transaction one by one, without what is too large."""
+        """Write the results of a refused transaction one by one, without those that are too
+        large."""
         if len(batch) > 1:
             for pending in batch:
                 await self._write([pending], await self._entries(pending))

@@ -33,9 +33,10 @@ NO_LIMIT_MS = sys.maxsize
 
 
 class LedgerFindings(NamedTuple):
-    """Unanswered requests, by what the ledger has about them. Those that go on are in neither.
+    """Unanswered requests, by their records in the ledger. Those that go on are in neither.
 
-    `repetitions`: of another request. `ended`: they are over, and so is what they may repeat.
+    `repetitions`: of another request. `ended`: they are over, and so are those that they may
+    repeat.
     """
 
     repetitions: list[PendingResult]

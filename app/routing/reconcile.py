@@ -1,6 +1,6 @@
 """Reconciliation: the next action for a request, as a pure function of the logs' state.
 
-`next_action` is level-triggered: it depends on the state, not on what changed, so it may be called
+`next_action` is level-triggered: it depends on the state, not on the change, so it may be called
 at any time by any router; `next_action_ms` gives the time until which the result stays the same if
 no record arrives. A router that dies in the middle of an action leaves a state in which the same
 action is due for the next owner. Acting twice is harmless by the stream reconstruction rule.
@@ -41,7 +41,7 @@ RestartReason = Literal[
 
 
 class Restart(NamedTuple):
-    """Fence `attempt` and assign what is left of the request to another worker."""
+    """Fence `attempt` and assign the rest of the request to another worker."""
 
     attempt: int
     reason: RestartReason

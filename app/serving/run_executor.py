@@ -260,8 +260,8 @@ class RunExecutor:
         """Publish Started; then, unless it is a prefill, PrefillDone after the first token."""
         assignment, request_id = run.assignment, run.key.id
         started = Started(
-            id=request_id, attempt=run.key.attempt, phase=run.key.phase, worker=self._worker,
-            epoch=self._epoch, run=run.run_id, origin=assignment.origin,
+            **run.key._asdict(), worker=self._worker, epoch=self._epoch,
+            run=run.run_id, origin=assignment.origin,
             responses_from=assignment.responses_from, deadline_ms=assignment.deadline_ms,
             prompt_tokens=assignment.request.prompt_tokens,
         )  # fmt: skip
@@ -282,8 +282,8 @@ class RunExecutor:
 
     def _prefill_done(self, run: Run, handoff: bytes = b"", lease_until_ms: int = 0) -> PrefillDone:
         return PrefillDone(
-            id=run.key.id, attempt=run.key.attempt, phase=run.key.phase, worker=self._worker,
-            epoch=self._epoch, run=run.run_id, cached_tokens=run.cached_tokens,
+            **run.key._asdict(), worker=self._worker, epoch=self._epoch,
+            run=run.run_id, cached_tokens=run.cached_tokens,
             ttft_ms=run.ttft_ms, prefill_ms=run.prefill_ms, handoff=handoff,
             lease_until_ms=lease_until_ms,
         )  # fmt: skip

@@ -271,9 +271,7 @@ class RunQueue:
     async def _report(self, run: Run, outcome: RunEnd) -> None:
         """Append the Finished of a run, repeated until it is acknowledged."""
         finished = Finished(
-            id=run.key.id,
-            attempt=run.key.attempt,
-            phase=run.key.phase,
+            **run.key._asdict(),
             worker=self._worker,
             epoch=self.epoch,
             code=outcome.code,

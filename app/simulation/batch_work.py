@@ -63,7 +63,7 @@ class BatchTask:
     worker: SimulatedWorker | None = None
 
     def prompt(self, block_size: int) -> PromptHashes:
-        """What is left of it, as a router sees it: prompt and tokens made."""
+        """Its state in a router: the prompt, and the tokens generated so far."""
         tokens = self.prompt_tokens + self.made
         local = np.array(self.chunks[: tokens // block_size], np.uint64) * SPREAD
         stop = StopConditions(max_tokens=self.output_tokens)

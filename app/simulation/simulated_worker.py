@@ -71,7 +71,7 @@ class SimulatedWorker:
         self._end_after_current(now_ms)
 
     def removed(self) -> list[RemovedSequence]:
-        """Remove what is to be removed, as far as it has not ended; not during a step."""
+        """Remove the runs marked for removal that have not ended; not during a step."""
         found = []
         for sequence in self._removals:
             if sequence.phase == FINISHED:

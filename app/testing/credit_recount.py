@@ -6,15 +6,15 @@ router has reported as read, and these must not be more than its share of the ro
 keeps no balance: the code that it checks does.
 
 One preprocessor and one class are recounted exactly, by the reports that this process has read. So
-late and lost reports need no slack: their positions are as old as their room. What all processes
-publish together may be more than a router's room, and no check forbids it, because
+late and lost reports need no slack: their positions are as old as their room. The sum that all
+processes publish together may be more than a router's room, and no check forbids it, because
 
     HTTP requests         take no credit, and use the same room
     shares                are each rounded up; while partitions of prompts move, two members may
                           count the same one
-    restarts              a new process does not know what the one before it has published
-    lanes that move       what a router has reported as read uses the credit of none, although the
-                          next owner reads some of it again
+    restarts              a new process does not count the requests that the one before it published
+    lanes that move       requests that a router has reported as read use the credit of none,
+                          although the next owner reads some of it again
     lanes without report  have a router that is gone, silent or new: a rate limits requests to
                           them, and a later report counts none of those from before
 

@@ -109,7 +109,8 @@ class SimulatedProcess:
         return self.state in ("starting", "up", "paused", "stopping")
 
     def kill(self) -> None:
-        """SIGKILL: its connections are gone, and what its engine held for others."""
+        """SIGKILL: its connections are gone, and so are the blocks that its engine held for
+        others."""
         self.log.kill()
         self.state = "killed"
         if self._cached is not None:

@@ -223,7 +223,7 @@ def run_virtual(
 ) -> T:
     """Run `main` in a loop of its own, in virtual time; its tasks are cancelled at the end.
 
-    Raises what `main` raises, Deadlock, or StepLimitExceeded.
+    Raises the errors of `main`, Deadlock, or StepLimitExceeded.
     """
     loop = VirtualLoop(rng, max_steps)
     try:

@@ -37,7 +37,7 @@ PORT_RELEASE_S = 3.0
 """Time for a port to become free: the processes of a killed deployment end within it."""
 READY_POLL_S = 0.25
 LATE_REPORT_S = 30.0
-"""A start that takes longer reports what is missing, at this interval."""
+"""A start that takes longer reports the missing processes, at this interval."""
 LOG_ROTATION_S = 10.0
 
 

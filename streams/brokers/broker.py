@@ -42,7 +42,8 @@ class KeptData(NamedTuple):
 
 
 class PortTaken(BrokerUnavailable):
-    """The port of a broker is in use. Choose another one, or end what listens (`ss -ltnp`)."""
+    """The port of a broker is in use. Choose another one, or end the listening process (`ss
+    -ltnp`)."""
 
 
 class Broker(ABC):

@@ -179,10 +179,10 @@ class DockerBroker(Broker):
 
     def stop(self) -> None:
         if self._container is not None and self._kept is not None:
-            with contextlib.suppress(Exception):  # an orderly end; what is left is the guard's
+            with contextlib.suppress(Exception):  # an orderly end; the guard removes the rest
                 self._container.get_wrapped_container().stop(timeout=10)
         if self._container is not None:
-            with contextlib.suppress(Exception):  # what is left is the guard's
+            with contextlib.suppress(Exception):  # the guard removes the rest
                 self._container.get_docker_client().client.close()
         if self._guard is not None:
             self._guard.close()

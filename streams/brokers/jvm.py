@@ -188,7 +188,7 @@ def node_settings(
 
 
 def prepare(report: ReportLine) -> Path:
-    """The directory with what makes starts quick, made when absent. Raises BrokerUnavailable.
+    """The directory with the files for quick starts, made when absent. Raises BrokerUnavailable.
 
     Formatting a data directory and loading the broker's classes cost a JVM two to three seconds at
     every start; both come out the same, so they are kept.
@@ -242,7 +242,7 @@ def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -
     """With the voters given by configuration, only these three lines belong to one node.
 
     The cluster's id is new for every broker: one that gets a port that another one had before can
-    then never take part in the other's quorum. What was interrupted leaves no `data`.
+    then never take part in the other's quorum. An interrupted preparation leaves no `data`.
     """
     copy = data.with_name(f"{data.name}.new")
     shutil.rmtree(copy, ignore_errors=True)

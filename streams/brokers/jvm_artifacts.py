@@ -1,7 +1,7 @@
 """The artifacts of a broker in a local JVM, fetched once and cached.
 
     <cache>/kafka-<version>-<key>/           the jars, through Maven
-    <cache>/kafka-<version>-<key>-start/     what makes a start quick, for one Java on this machine:
+    <cache>/kafka-<version>-<key>-start/     files for quick starts, for one Java on this machine:
         formatted/                           an empty, formatted data directory
         classes.jsa                          the broker's classes, parsed (class data sharing)
 
@@ -141,7 +141,7 @@ def java_tool(main_class: str, *arguments: str) -> list[str]:
 
 
 def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: ReportLine) -> Path:
-    """`target`; when absent, what `build` returns below its guard's directory is renamed to it.
+    """`target`; when absent, the path that `build` returns below its guard's directory is renamed.
 
     One process builds at a time, the others wait for it and take the result. Raises
     BrokerUnavailable when it cannot be built.

@@ -96,7 +96,7 @@ class ProcessGuard:
 
 
 def clean_up(directory: Path, *, docker: bool) -> None:
-    """Kill, remove and delete what belongs to the guard of `directory`."""
+    """Kill the processes and delete the files that belong to the guard of `directory`."""
     deadline = time.monotonic() + _CLEAN_DEADLINE_S
     kill_marked(f"{MARK}{directory}", deadline)
     if docker:

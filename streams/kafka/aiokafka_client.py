@@ -77,7 +77,7 @@ READER_OPTIONS: Mapping[str, Any] = {
     # A position outside the log must be reported; every other policy jumps silently.
     "auto_offset_reset": "none",
     # One partition's answer must hold the largest batch; the whole answer bounds the memory that
-    # a consumer takes for what it has fetched ahead, for each broker.
+    # a consumer takes for records fetched ahead, for each broker.
     "max_partition_fetch_bytes": MAX_RECORD_BYTES + 64 * 1024,
     "fetch_max_bytes": 32 * 1024 * 1024,
     # The broker answers at once when there is something. This is how long a new position may wait

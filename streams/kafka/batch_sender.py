@@ -115,7 +115,8 @@ class BatchSender(Sender):  # type: ignore[misc]
         producer._sender.__class__ = cls  # noqa: SLF001
 
     async def _sender_routine(self) -> None:
-        """Send what waits to each broker that has no request in flight; ended by cancelling it."""
+        """Send the waiting batches to each broker without a request in flight; ends when
+        cancelled."""
         queue, tasks = self._message_accumulator, set[asyncio.Task[None]]()
         try:
             while True:

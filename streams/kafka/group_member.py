@@ -115,7 +115,7 @@ class KafkaMember:
             self._consumer.resume(self._full(partition))
 
     def pause(self, partition: int, position: int | None = None) -> None:
-        """Read no more of a partition; the client drops what it has fetched ahead of it."""
+        """Read no more of a partition; the client drops the records fetched ahead of it."""
         if self._consumer is None or partition not in self._reading or self._closed:
             return
         self._reading.discard(partition)

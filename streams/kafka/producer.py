@@ -1,7 +1,7 @@
 """Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
 Owns the producer of a process; the queue in front of it is in `streams/kafka/batch_queue.py`.
-Guarantees, beyond what the client does:
+Guarantees, beyond those of the client:
 
 - Appends to one partition are in the log in the order of the calls, even if several are pending.
 - An idempotent producer numbers its batches; one that is abandoned leaves a gap in the numbers,
@@ -96,7 +96,7 @@ class Producer:
             flushing = asyncio.create_task(queue.flush())
             await asyncio.wait({flushing}, timeout=self._grace_s)
             flushing.cancel()
-            # The client's `stop` waits for ever for what came after the flush, if the broker hangs.
+            # The client's `stop` waits for ever for batches after the flush, if the broker hangs.
             self._abandon(queue, LogClosed("closed before the broker answered"))
         if self._ending:
             await asyncio.wait(self._ending, timeout=self._grace_s)

@@ -55,7 +55,7 @@ TOPIC_CHECK_INTERVAL_S = 10.0
 """Interval between checks that the topics still exist."""
 _DEADLINE_S = 30.0
 _OF_LANES = frozenset({REQUESTS, LEDGER, RESPONSES})
-"""Topics that have as many partitions as there are lanes, whatever the settings."""
+"""Topics that have as many partitions as there are lanes under all settings."""
 _OF_THE_TABLE: Mapping[str, int] = MappingProxyType({})
 
 

@@ -57,7 +57,7 @@ RECORD_COST_BYTES = 1024
 """Cost of parsing a record here, counted in bytes. 8000 of them take 40 ms."""
 
 _LENGTH = struct.Struct(">i")
-_LOG_OVERHEAD = 12  # base offset and length stand before what the length counts
+_LOG_OVERHEAD = 12  # base offset and length precede the bytes that the length counts
 _MAGIC = 16
 _ATTRIBUTES = 21
 _COUNT = 57
@@ -254,7 +254,7 @@ def _field(data: bytes, position: int) -> tuple[bytes | None, int]:
     if length < 0:
         return None, position
     if position + length > len(data):
-        raise DamagedRecordError("a field is longer than what holds it")
+        raise DamagedRecordError("a field is longer than its container")
     return data[position : position + length], position + length
 
 

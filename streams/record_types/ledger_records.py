@@ -1,5 +1,5 @@
-"""Records of `requests` and `ledger`, both keyed by request id: what is to be done, and the history
-of each request. `Request` is in `streams/request.py`.
+"""Records of `requests` and `ledger`, both keyed by request id: requests and cancels, and the
+history of each request. `Request` is in `streams/request.py`.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from streams.record_base import EndCode, InternalRecord, Phase, ServiceClass
+from streams.record_base import EndCode, InternalRecord, Phase, RunKey, ServiceClass
 from streams.request import ResultOptions
 
 RunCode = Literal[
@@ -108,23 +108,33 @@ class SessionUse(InternalRecord, frozen=True):
     bound_rank: int = 0
 
 
-class Assigned(InternalRecord, frozen=True):
-    """The decision: this run of the request goes to this worker.
-
-    `prefill_tokens`: what it adds to the worker's prefill until it is done. `params`: the settings
-    of the policy that were in force. `candidates`: the best ones, and the chosen one.
-    `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: what was expected
-    from here to its first token; both by policy predictive only. `known_ms`: append time of the
-    youngest record of the ledger that its router had read. `choice`: whether to hand it over, where
-    that was a question of costs. `is_preemptible`: whether a run of class
-    batch gives way; not if no other run could go on in the middle of its answer.
-    """
+class RunRecord(InternalRecord, frozen=True):
+    """A record about one run of a request: the run key, and the worker with its epoch."""
 
     id: str
     attempt: int
     phase: Phase
     worker: str
     epoch: int
+
+    @property
+    def run_key(self) -> RunKey:
+        """The identity of the run."""
+        return RunKey(self.id, self.attempt, self.phase)
+
+
+class Assigned(RunRecord, frozen=True):
+    """The decision: this run of the request goes to this worker.
+
+    `prefill_tokens`: its part of the worker's prefill until it is done. `params`: the settings
+    of the policy that were in force. `candidates`: the best ones, and the chosen one.
+    `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: the predicted
+    time from here to its first token; both by policy predictive only. `known_ms`: append time of
+    the youngest record of the ledger that its router had read. `choice`: whether to hand it over,
+    where that was a question of costs. `is_preemptible`: whether a run of class batch gives way;
+    not if no other run could go on in the middle of its answer.
+    """
+
     origin: RequestOffset
     responses_from: int
     deadline_ms: int
@@ -149,14 +159,9 @@ class Assigned(InternalRecord, frozen=True):
     choice: HandOverChoice | None = None
 
 
-class Started(InternalRecord, frozen=True):
+class Started(RunRecord, frozen=True):
     """A worker has accepted the run; acknowledged before its first Chunk."""
 
-    id: str
-    attempt: int
-    phase: Phase
-    worker: str
-    epoch: int
     run: int
     origin: RequestOffset
     responses_from: int
@@ -164,18 +169,13 @@ class Started(InternalRecord, frozen=True):
     prompt_tokens: int = 0
 
 
-class PrefillDone(InternalRecord, frozen=True):
+class PrefillDone(RunRecord, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
 
     `handoff` is the engine's own, opaque to everything between the two. `lease_until_ms`: broker
     time until which the engine holds the blocks for it; 0 if unknown.
     """
 
-    id: str
-    attempt: int
-    phase: Phase
-    worker: str
-    epoch: int
     run: int
     cached_tokens: int = 0
     ttft_ms: float = 0.0
@@ -184,14 +184,9 @@ class PrefillDone(InternalRecord, frozen=True):
     lease_until_ms: int = 0
 
 
-class Finished(InternalRecord, frozen=True):
+class Finished(RunRecord, frozen=True):
     """The run is over. Sent after the acknowledgement of its last Chunk."""
 
-    id: str
-    attempt: int
-    phase: Phase
-    worker: str
-    epoch: int
     code: RunCode
     run: int = 0
     output_tokens: int = 0

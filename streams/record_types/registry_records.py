@@ -23,11 +23,11 @@ class EngineConfig(InternalRecord, frozen=True):
     `curve`: how long its steps take, see `numbers` in app/perf_curves.py. `lora_names`:
     adapters that it has, `max_loras`: how many it can load besides, at a time.
     `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
-    `gives_tokens` it gives text only, and nobody can continue its answers; with `guesses_cache` its
-    cache events are a guess. `kind`: what it takes. `unsupported`: features that it would ignore
-    (`guided_decoding`, `logprobs`); requests for them are refused. `transfer_lease_s`: how long it
-    holds the blocks of a prompt for another engine; None: it neither hands prompts over nor fetches
-    them. `transfer_bytes_per_token`: size of these blocks.
+    `gives_tokens` it gives text only, and no other run can continue its answers; with
+    `guesses_cache` its cache events are a guess. `kind`: its kind of requests. `unsupported`:
+    features that it would ignore (`guided_decoding`, `logprobs`); requests for them are refused.
+    `transfer_lease_s`: how long it holds the blocks of a prompt for another engine; None: it
+    neither hands prompts over nor fetches them. `transfer_bytes_per_token`: size of these blocks.
     """
 
     model: str
@@ -90,7 +90,7 @@ class ModelCard(InternalRecord, frozen=True):
     `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
     everything but name and checksum: equal sums, interchangeable models. No parsers of tool calls
     or reasoning are named: answers to bodies that went on as they came are parsed by the server
-    that gives them, and what is made of tokens is text. `served_as`: what such servers call it, who
+    that gives them, and the output of tokens is text. `served_as`: its name at such servers, which
     tell no files to compare.
     """
 

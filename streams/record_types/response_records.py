@@ -1,4 +1,4 @@
-"""Records of `responses`, keyed by request id: what clients read."""
+"""Records of `responses`, keyed by request id: the token streams that clients read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FinishReason = Literal[
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """Token counts of a whole request, over all its attempts. Part of a Chunk.
 
-    `details`: what a server counted besides, under OpenAI's names.
+    `details`: further counts of a server, under OpenAI's names.
     """
 
     prompt_tokens: int = 0
@@ -55,8 +55,8 @@ class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     answer, over all attempts; `chars` is the length of the whole text after this Chunk.
     `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
     `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
-    `invalid`: what is wrong with the request, where that is why it ends with an error.
-    `data`: of models that are asked in OpenAI's words, what is no text. They bring no tokens.
+    `invalid`: the reason of an end with an error that lies in the request.
+    `data`: the parts that are no text, of passthrough models. They bring no tokens.
     `model`: the name of the model, on the first Chunk of a run.
     """
 

@@ -46,7 +46,7 @@ class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
     """A finished request, as one record. All fields are present on the wire.
 
-    `status`: completed, failed or cancelled; `status_code`: what HTTP would have answered. `body`:
+    `status`: completed, failed or cancelled; `status_code`: that of the HTTP response. `body`:
     the response object of the OpenAI API; None for one that did not complete, which has an `error`.
     `kind`, `metadata`, `batch_id`, `custom_id`: those of the prompt. `attempts`: how often it was
     begun, 0 for a request that never was.

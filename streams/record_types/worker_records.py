@@ -103,7 +103,7 @@ class Heartbeat(InternalRecord, frozen=True):
     """The worker is alive; `slot_offset` is the next offset of its assignments that it will read.
 
     `last_event_ids`: for each rank the last cache event of this epoch before this record in the
-    log, -1 for none. `waiting` counts runs outside the engine, `engine` what is inside.
+    log, -1 for none. `waiting` counts runs outside the engine, `engine` those inside.
     """
 
     worker: str

@@ -1,7 +1,7 @@
 """The stream reconstruction rule: which records of a request's stream are part of its answer.
 
 A view over the records of one request, in log order, used by all readers of `responses`: gateways,
-clients, and routers that determine what was shown before a worker died. Duplicates (a producer's
+clients, and routers that determine the tokens shown before a worker died. Duplicates (a producer's
 retry, a request delivered twice, two routers at once, a worker that was declared dead and still
 writes) are shown once, and all readers show the same.
 

@@ -2,8 +2,8 @@
 
 A `TailReader` reads every partition that a subscriber follows, once, decodes each record once, and
 puts the decoded batches into the queue of each subscriber. It reads from the lowest position of its
-subscribers on: a subscriber that joins or that is ahead skips what it has applied, so no record is
-lost between its own position and that of the others.
+subscribers on: a subscriber that joins or that is ahead skips the records it has applied, so no
+record is lost between its own position and that of the others.
 
 A queue is bounded. A subscriber that falls behind loses its subscription, not its place: it reads
 alone from its position on (`streams/views/follower.py`), and joins again when it is near the end.

@@ -3,7 +3,7 @@
 The deployment of the fault benchmark, with its load and its check of every text. The first quarter
 of the time is warm-up: caches fill, kernels are loaded, memory allocators reach their size. The
 other three quarters are compared with each other: memory of every process, CPU time of a request,
-time to first text. Memory may grow by what is kept for each request until the windows of an hour
+time to first text. Memory may grow by the state kept for each request until the windows of an hour
 (request ids, streams that can be resumed) are full: a few KiB.
 """
 

@@ -52,7 +52,7 @@ class TransferParams(msgspec.Struct, frozen=True):
 
 
 class Transfer(NamedTuple):
-    """A transfer under way: its duration, and what to call at its end.
+    """A transfer under way: its duration, and the callback at its end.
 
     `finish` releases the blocks; False if they were released before, so that the transfer failed.
     """

@@ -134,7 +134,7 @@ class VllmEngine(Engine):
     # ------------------------------------------------------------------------------------
 
     async def start(self, worker_id: str) -> EngineConfig:
-        """Load the model: seconds to minutes. Raises EngineError, and what vLLM raises."""
+        """Load the model: seconds to minutes. Raises EngineError, and the errors of vLLM."""
         found = installed_version()
         log.info("vLLM %s of worker %s loads %s", found, worker_id, self._source)
         endpoint = ""

@@ -26,7 +26,7 @@ BUFFER_BYTES = 64 * 1024
 MAX_FIELD_BYTES = 8 * 1024
 MAX_FIELDS = 20
 STALL_TIMEOUT_S = 30.0
-"""Time limit for the next bytes of a body, and for what follows an error."""
+"""Time limit for the next bytes of a body, and for the rest of a body after an error."""
 UPLOAD_TIMEOUT_S = 3600.0
 """Time limit for a body: 200 MB at half a Mbit/s."""
 FILE_FIELD = "file"
@@ -173,7 +173,7 @@ class _FlowControl(BaseProtocol):
 
 
 async def _feed(request: Request, stream: aiohttp.StreamReader, flow: _FlowControl) -> None:
-    """Move the body to the parser, whose next read raises what ends the transfer."""
+    """Move the body to the parser, whose next read raises the error that ends the transfer."""
     try:
         parts = aiter(request.stream())
         while flow.discarded <= MAX_DISCARDED_BYTES:

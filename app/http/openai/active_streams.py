@@ -219,7 +219,7 @@ class ActiveStreams:
     async def publish(self, requests: Sequence[Request]) -> list[Reply]:
         """Publish requests; their replies, in order. Raises ApiError.
 
-        Failed or cancelled, none of them is listened to, and what got to the log is cancelled.
+        Failed or cancelled, no reader follows them, and those in the log are cancelled.
         """
         replies: list[Reply] = []
         until = self._clock.now() + PUBLISH_TIMEOUT_S

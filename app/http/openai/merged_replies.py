@@ -1,6 +1,6 @@
 """Merged replies: the pieces of several answers as one sequence, in order of arrival.
 
-Owns the streams of an HTTP request: reserves, subscribes, releases, and cancels what is unfinished
+Owns the streams of an HTTP request: reserves, subscribes, releases, and cancels the unfinished ones
 unless the request is detached. Independent of the form of responses.
 """
 

@@ -1,9 +1,10 @@
 """The scheduler of a router for batch requests: those that wait here, their places, and preemption.
 
 Interactive requests go first (`scheduler.py`): a batch request looks for a place when no
-interactive one does, and takes only what they leave (`app/routing/selection/batch_placement.py`).
-Its queue has bounds of its own: what exceeds them waits in the log (`deferred_prompts.py`), none is
-refused for load. Preempted requests are first, then the order of arrival.
+interactive one does, and takes only the time that they leave
+(`app/routing/selection/batch_placement.py`). Its queue has bounds of its own: requests beyond them
+wait in the log (`deferred_prompts.py`), none is refused for load. Preempted requests are first,
+then the order of arrival.
 
 A run gives way when the interactive runs of its rank need its place. Which ones is a function of
 the ledger alone, so that all routers agree, and the owner of each lane moves its own requests

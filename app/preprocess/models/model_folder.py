@@ -59,7 +59,7 @@ class ModelFiles(NamedTuple):
 
 
 def read_folder(folder: Path) -> ModelFiles:
-    """Raises BadModel when there is no tokenizer.json, or a file is not what it should be."""
+    """Raises BadModel when there is no tokenizer.json, or a file is invalid."""
     try:
         tokenizer = (folder / "tokenizer.json").read_bytes()
         named = _read(folder / "tokenizer_config.json", dict[str, Any])

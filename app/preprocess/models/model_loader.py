@@ -95,5 +95,5 @@ class ModelLoader:
 
 
 def _key(card: ModelCard) -> str:
-    """Equal checksums, equal models, whatever their names."""
+    """Equal checksums mean equal models under any names."""
     return card.checksum or card.name

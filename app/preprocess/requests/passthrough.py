@@ -46,7 +46,7 @@ _OF_TOKENS = (
 """Fields of `nvext` that apply to tokenised requests only."""
 
 _TAKEN_OUT = frozenset({"nvext", "n", "stream", "request_id", "rid", "priority"})
-"""`rid` is what SGLang calls a request's id."""
+"""`rid` is SGLang's name of a request id."""
 
 PassthroughKind = Literal["chat", "completion", "embedding"]
 

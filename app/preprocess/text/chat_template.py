@@ -131,7 +131,7 @@ class _Budget:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with what templates of Hugging Face expect."""
+    """The sandbox with the functions that templates of Hugging Face expect."""
 
     intercepted_binops = frozenset({"*", "**"})
 

@@ -2,7 +2,7 @@
 
 Owns the loaded tokenizer and a cache of long pieces of text. Added tokens (`<|user|>` and their
 kind) are borders that no other token crosses, so the text between two of them is tokenised by
-itself, and what was tokenised once (a system prompt, the earlier turns of a chat) is looked up
+itself, and text that was tokenised once (a system prompt, the earlier turns of a chat) is looked up
 the next time. Where a tokenizer does not work that way, texts are tokenised whole.
 
 Measured with a chat of 106 000 tokens (400 kB, 40 turns) on two busy cores: 220 to 350 ms; with all
@@ -106,7 +106,7 @@ class Tokenizer:
     def _check_length(self, text: str, most: int) -> None:
         """Raise TooManyTokens for a text with many more tokens than `most`.
 
-        To take the tokens from the library, and to free what it made of them, takes 0.1 us each
+        To take the tokens from the library, and to free its objects, takes 0.1 us each
         and holds the interpreter lock. So long texts are counted in slices first.
         """
         if len(text) <= most // 4:  # four bytes at most in a character, one at least in a token
@@ -210,7 +210,7 @@ class AddedTokens:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """The pattern of the longest of some texts, which are sorted: what they begin with together
+    """The pattern of the longest of some texts, which are sorted: their common beginning
     stands in it once."""
     patterns = []
     for _, begun_alike in groupby(texts, key=lambda text: text[0]):

@@ -135,7 +135,7 @@ def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: PlanningContex
         request.hints.session_control
         or request.hints.routing_constraints
         or invalid_weight(request)
-        or wanted.phase == "decode"  # all of its prompt is handed over, whatever is cached
+        or wanted.phase == "decode"  # all of its prompt is handed over, with the cached part
     ):
         return False
     rows = filter_eligible(

@@ -6,7 +6,7 @@ read them as they are. Among 64 workers, a decision takes 58 us of CPU with 10 r
 100, 72 with 1000 and 84 with 4096; with a list of them it took 53, 83, 307 and 1172 (`kvlane bench
 decision`).
 
-Owned by `pending.py`. Never here: what a reservation costs others, and the order of dispatch.
+Owned by `pending.py`. Never here: the cost of a reservation to others, and the order of dispatch.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ MAX_GROUP_SHARE = 0.25
 
 
 class BatchBounds(NamedTuple):
-    """Bounds on what batch work costs interactive requests.
+    """Bounds on the cost of batch work to interactive requests.
 
     `max_slowdown`: the part of themselves by which their steps become longer. `max_step_ms`: the
     step of a rank without interactive runs, in ms, of which one that comes waits for the rest;

@@ -2,7 +2,7 @@
 
 Between two decisions few places change, and only their rows are written again; so a decision among
 many places takes hardly longer than one among few. The table holds the state of the views and
-nothing else: it reads from each view what has changed since the last time, or all of it where that
+nothing else: it reads from each view the changes since the last time, or all of it where that
 is too long ago.
 """
 
@@ -87,7 +87,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
 
     def is_same(self, others: TableInputs) -> bool:
-        """Whether these are the same objects, whatever their content."""
+        """Whether these are the same objects; their content is not compared."""
         return (
             self.committed is others.committed and self.in_flight is others.in_flight
             and self.heartbeats is others.heartbeats
@@ -232,7 +232,7 @@ class CandidateTable:
         cost_kernels.update_busy_time(self.features, float(now_ms))
 
     def update_prefill_shares(self, shares: PrefillShares, now_ms: int) -> None:
-        """Set what part of its time each worker spends on prefill."""
+        """Set the part of its time that each worker spends on prefill."""
         column = self.features[:, cost_kernels.PREFILL_SHARE]
         for worker, rows in self._rows_of.items():
             column[rows] = shares.share(worker, now_ms)

@@ -1,10 +1,10 @@
-"""What a place costs, option by option: the loops of `predictive.py` and of policy dynamo.
+"""Costs of places, option by option: the loops of `predictive.py` and of policy dynamo.
 
-The formulas, with what their letters mean, stand in `predictive.py` and `policies.py`. Each number
-is made of its own option's alone, so it is the same to the bit among other options.
+The formulas, with the meaning of their letters, are in `predictive.py` and `policies.py`. Each
+number is made of its own option's alone, so it is the same to the bit among other options.
 
 `spots`: f64 (options, SPOT), a row a place; counts and tokens are whole numbers. `blocks`: f64
-(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, FOUND), what comes out.
+(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, FOUND), the output.
 Calling a kernel takes about 0.3 us, and 0.05 for each array: so there are few, with few arrays.
 """
 
@@ -31,7 +31,7 @@ FEATURES = CURVE + 7
     WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED,
     PLANNED,
 ) = range(10)  # fmt: skip
-"""Of what is found, in ms; `STANDALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0
+"""Columns of the output in ms; `STANDALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0
 when more time has passed than was expected. `CACHED`: tokens of the prompt that need not be
 computed. `PLANNED`: the part of `WAIT` for reservations."""
 RESULTS = 10
@@ -128,7 +128,7 @@ def update_busy_time(spots: Floats, now_ms: float) -> None:
 
 @kernel()
 def scatter_overlap(columns: Ints, depths: Ints, rows: Ints, blocks: Floats) -> None:
-    """What the index found, by column, to the rows of places; -1 for columns of none of them."""
+    """Matches of the index, by column, moved to the rows of places; -1 for columns of no place."""
     for i in range(len(blocks)):
         for tier in range(3):
             blocks[i, tier] = 0.0
@@ -371,7 +371,7 @@ def _bits(x: float) -> int:
 def record_candidates(costs: Floats, chosen: int, spots: Floats, blocks: Floats, rows: Ints) -> int:
     """The options with the least costs in that order, and the chosen one; how many they are.
 
-    What is written down of each goes into a row of `rows`, its number first. What stands at 1 and
+    The record of each goes into a row of `rows`, its number first. The values at 1 and
     from 12 on are floats, bit by bit.
     """
     size, most = 0, len(rows) - 1
@@ -431,7 +431,7 @@ def record_reservations(
 
 
 def warm_up() -> None:
-    """Call every kernel once, with what it will be called with."""
+    """Call every kernel once, with the types of its later arguments."""
     spots, blocks, costs = np.ones((1, FEATURES)), np.zeros((1, 3)), np.zeros(1)
     found, tags, none = np.zeros((1, RESULTS)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
     update_busy_time(spots, 1.0)

@@ -31,7 +31,7 @@ from streams.records import Candidate, EndCode, HandOverChoice, Phase
 class Reservation(msgspec.Struct, frozen=True, gc=False):
     """A place reserved for a request. `prefill_ms`: its own prefill there, with nothing beside it.
 
-    `hold_until_ms`: the time after which it is no longer held, whatever the load there.
+    `hold_until_ms`: the time after which it is no longer held, at any load there.
     """
 
     worker_rank: WorkerRank
@@ -110,8 +110,9 @@ class RoutingConfig(NamedTuple):
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
-    """What policy predictive expects. `hold_ms`: for how long holding the request pays, from now;
-    `waited_ms`: how long it has been queued; `ttft_ms`: time to its first token if it goes now.
+    """The forecast of policy predictive. `hold_ms`: for how long holding the request pays, from
+    now; `waited_ms`: how long it has been queued; `ttft_ms`: time to its first token if it goes
+    now.
     """
 
     reservation: Reservation | None = None

@@ -72,7 +72,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
 
     They are converted to `Candidate` on access: that takes as long as a fifth of the decision, and
     not every caller records it. `rows`: as `cost_kernels.record_candidates` filled them,
-    `is_timed`: with what policy predictive looks at. By option, `reservations` of others there, or
+    `is_timed`: with the inputs of policy predictive. By option, `reservations` of others there, or
     in `planned_ms` the wait for them.
     """
 

@@ -1,6 +1,6 @@
 """Eligibility: the hard rules on which workers may take a request, checked before any cost.
 
-A `CandidatePool` is what all requests for one model have in common: the places that live, serve it
+A `CandidatePool` is common to all requests for one model: the places that live, serve it
 and sent a heartbeat lately. It is made when the fleet changes, which is seldom, and used for many
 requests. The constraints of the request itself, mostly none, are checked each time.
 """

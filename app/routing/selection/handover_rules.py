@@ -237,7 +237,7 @@ def _has_prefill_worker(request: Request, state: RoutingState) -> bool:
 
 
 def _is_short(prompt: PromptHashes, state: RoutingState, rules: HandOverRules) -> bool:
-    """Whether a decode worker computes what it has not cached of a prompt."""
+    """Whether a decode worker computes the part of a prompt that it has not cached."""
     pool = state.pools.pool(prompt.request.model, "decode", state.now_ms)
     hashes = prompt.local_hashes(pool.block_size)
     cached = refreshed_table(pool, state).overlap_blocks(state.kv_index, hashes)
@@ -275,8 +275,8 @@ def decode_request(
     request: Request, prefill_worker: str, transfer: bytes | BootstrapInfo, cached_tokens: int
 ) -> Request:
     """The request for a decode worker: with the transfer parameters, which are opaque, or the room
-    where it waits for the blocks, and without credit for what is cached there. Everything else is
-    as the client has asked.
+    where it waits for the blocks, and without credit for the blocks cached there. Everything else
+    is as the client has asked.
 
     `cached_tokens`: of the prompt, at the prefill worker, if it has ended.
     """

@@ -40,7 +40,8 @@ NO_MULTIPLIER: Floats = np.empty(0)
 """No factors on the costs."""
 
 _RUN_SHARE = 2.0**-20
-"""What an open run weighs beside open tokens: less than one of them, for up to a million runs."""
+"""Weight of an open run compared with open tokens: less than one of them, for up to a million
+runs."""
 
 
 class Reservations(NamedTuple):

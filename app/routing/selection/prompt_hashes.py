@@ -46,7 +46,7 @@ class PromptHashes:
         return overlap_blocks / blocks if blocks else None
 
     def local_hashes(self, block_size: int) -> NDArray[np.uint64]:
-        """The local hashes of its whole blocks; none for what cannot be hashed."""
+        """The local hashes of its whole blocks; none for a prompt that cannot be hashed."""
         local = self._local.get(block_size)
         if local is None:
             local = self._local[block_size] = self._hashed(block_size)
@@ -64,7 +64,7 @@ class PromptHashes:
                 cache_salt=self.request.cache_salt,
                 mm_hashes=[_hashes(block) for block in blocks or ()],
             )
-        except (ValueError, OverflowError):  # no tokens, or no hashes: engines say what is wrong
+        except (ValueError, OverflowError):  # no tokens, or no hashes: engines report the error
             return np.empty(0, np.uint64)
 
 

@@ -229,7 +229,8 @@ def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None
     """The place by the inputs that a decision records; None where it records none.
 
     `session`: the request's, which only session_hash looks at. A turn, or the place of a batch
-    request, is recorded as the cost that it led to, since it depends on what is not recorded.
+    request, is recorded as the cost that it led to, since it depends on values that are not
+    recorded.
     """
     recalled = reconstruct(decision, session)
     if recalled is None:
@@ -248,7 +249,7 @@ def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None
 
 
 def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:
-    """The costs by the inputs that a decision records, and what they are made of; see
+    """The costs by the inputs that a decision records, and their terms; see
     `recompute_choice`.
     """
     candidates = decision.candidates
@@ -314,7 +315,7 @@ def options_for(
 ) -> Candidates:
     """The candidates for a phase of a request, at these rows of a pool."""
     board = refreshed_table(pool, view)
-    if phase == "decode":  # the whole prompt comes from the prefill worker, whatever is cached
+    if phase == "decode":  # the whole prompt comes from the prefill worker, with the cached part
         blocks = np.zeros((len(pool.rows), 3))
         blocks[:, 0] = -(-prompt.tokens // pool.block_size)
     else:

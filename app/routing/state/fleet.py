@@ -82,7 +82,7 @@ class Fleet:
         self._lost: dict[str, int] = {}  # worker → its highest lost epoch
         self._last_seen: dict[
             int, LastSeen
-        ] = {}  # by kv partition: who has a beat or a death from there
+        ] = {}  # by kv partition: the workers with a heartbeat or a Lost from there
         self._tombstoned: dict[str, int] = {}  # worker → epoch up to which its cards count no more
         self._tombstone_times = LastSeen()
         self._positions: dict[Partition, int] = {}
@@ -272,7 +272,7 @@ class Fleet:
             )  # fmt: skip
 
     def state_hash(self, source: Partition) -> str:
-        """BLAKE2b of what came from one partition, in hex."""
+        """BLAKE2b of the state from one partition, in hex."""
         return hashlib.blake2b(self.snapshot(source), digest_size=16).hexdigest()
 
 

@@ -145,14 +145,14 @@ class KvIndexView:
         return self._positions.get(source)
 
     def forget(self, source: Partition) -> None:
-        """Drop what came from one partition."""
+        """Drop the blocks that came from one partition."""
         self._positions.pop(source, None)
         self._signs.pop(source, None)
         self._found.clear()
         self.blocks.drop_partition(source.partition)
 
     def snapshot(self, source: Partition) -> bytes:
-        """What came from one partition."""
+        """The blocks that came from one partition."""
         blocks = self.blocks.snapshot(source.partition)
         return msgspec.msgpack.encode((list(self._seen(source).times.items()), blocks))
 

@@ -47,9 +47,9 @@ class LaneState:
         self.requests: dict[str, RequestState] = {}
         """Those that are not over, and those whose id is not known yet."""
         self.unfinished: dict[str, RequestState] = {}
-        """The known ones of them: what obligations are looked for in."""
+        """The known ones of them, in which due actions are searched."""
         self.open_runs: dict[WorkerEpoch, dict[RunKey, None]] = {}
-        """Of the unfinished: what each epoch of a worker has to have in its heartbeats."""
+        """Of the unfinished: the runs that each epoch of a worker has to list in its heartbeats."""
         self.finished: dict[str, FinishedRequest] = {}
         """Of all others, in the order of their ends."""
         self._ended: deque[str] = deque()
@@ -65,9 +65,9 @@ class LaneState:
         return self.requests.get(request_id)
 
     def apply(self, fact: LogRecord, loads: RunLoads) -> None:
-        """Take in one record. What comes after the end of a request changes nothing.
+        """Apply one record. Records after the end of a request change nothing.
 
-        Its end is visible then, whoever wrote it, so later runs and fences are of no consequence.
+        Its end is visible then, by any writer, so later runs and fences are of no consequence.
         """
         record = fact.record
         if not isinstance(record, LedgerRecord):
@@ -186,7 +186,7 @@ class LedgerState:
         return self._lanes.get(number) or LaneState(self._window_ms)
 
     def request(self, lane: int, request_id: str) -> RequestState | None:
-        """What is known of a request."""
+        """The state of a request."""
         return self.lane(lane).request(request_id)
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:

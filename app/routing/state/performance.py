@@ -47,7 +47,7 @@ EXPLORATION_INTERVAL = 100
 of EXPLORATION_INTERVAL requests explore."""
 CACHED_SHARE_WINDOW = 500
 """Requests that the share of prompts in caches is about, and the tokens without any that it begins
-with: nothing is known of what is to come."""
+with: the later requests are unknown."""
 INITIAL_PROMPT_TOKENS = 100_000.0
 MAX_FOLLOWUPS = 10.0
 """A cached share beyond 0.9 means that little is new, not that prompts repeat for ever."""
@@ -247,7 +247,7 @@ class PerformanceModel:
                     self._prefilled.popitem(last=False)
             self._measure(record)
         elif isinstance(record, Finished):
-            self._begun.pop(RunKey(record.id, record.attempt, record.phase), None)
+            self._begun.pop(record.run_key, None)
             # Embeddings have no length, and answers without a token say nothing of the others'.
             if record.code in ("stop", "length") and record.output_tokens:
                 self._answers = min(self._answers + 1, OUTPUT_WINDOW)
@@ -304,7 +304,7 @@ class PerformanceModel:
         step_ms = pace.decode_ms(tokens) if each.open_runs else 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
             step_ms = step_ms / 2 + pace.decode_ms(tokens + decision.prompt_tokens)
-        self._begun[RunKey(decision.id, decision.attempt, decision.phase)] = _Begun(
+        self._begun[decision.run_key] = _Begun(
             decision.worker, decision.prompt_tokens + decision.base_tokens, pace, step_ms
         )
         while len(self._begun) > MAX_REMEMBERED:
@@ -325,7 +325,7 @@ class PerformanceModel:
                 self.slowdown.discard(each.worker)
 
     def _measure(self, done: PrefillDone) -> None:
-        begun = self._begun.pop(RunKey(done.id, done.attempt, done.phase), None)
+        begun = self._begun.pop(done.run_key, None)
         if begun is None or begun.worker != done.worker:
             return
         if done.phase == "decode":

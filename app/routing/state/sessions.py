@@ -5,7 +5,7 @@ that is where its newest blocks are. Prefill is bound apart from the rest. The b
 session is closed, when it was idle for its time-out, or with the epoch of its worker.
 
 A session's requests are in different lanes, so the last decision of each lane is kept, and the last
-one by broker time counts. All routers that have read the same records agree, in whatever order they
+one by broker time counts. All routers that have read the same records agree, in any order that they
 read. Idle timeouts are checked on lookup. Sessions idle for longer than `window_ms` are dropped,
 because a starting router replays no more than that.
 
