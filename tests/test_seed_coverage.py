@@ -153,7 +153,7 @@ KV_PUSH_ROUTER: Row = {
     ),
     "failed marks, additions, releases and guesses are warnings only": (
         f"{BOOKS}lost_worker_reports_fail_no_request",
-        f"{WORKER}lost_heartbeat_is_not_repeated",
+        "flows/test_worker_epochs.py::test_lost_heartbeat_is_not_repeated",
         f"{WORKER}finished_is_repeated_and_listed_until_it_is_acknowledged",
     ),
     "metrics are there as zeros before the first request": (
@@ -288,7 +288,7 @@ LLM_ENGINE: Row = {
     ),
     "the worker's id is opaque, unique and stable": (
         f"{ENGINE}worker_id_is_that_of_the_card_in_every_epoch",
-        f"{WORKER}newer_process_of_the_same_name_ends_this_one",
+        "flows/test_worker_epochs.py::test_newer_process_of_the_same_name_ends_this_one",
     ),
     "the served name defaults to the model": (
         f"{ENGINE}without_a_served_name_the_model_is_served_as_itself",
@@ -297,18 +297,18 @@ LLM_ENGINE: Row = {
     "one terminal output, and nothing after it": (
         f"{CONTRACT}stream_without_an_end_is_named",
         f"{CONTRACT}output_after_the_end_is_named",
-        f"{WORKER}answer_without_an_end_is_a_retryable_error",
+        "flows/test_worker_failures.py::test_answer_without_an_end_is_a_retryable_error",
     ),
     "an error inside the stream is typed and terminal, and not the finish reason error": (
         f"{CONTRACT}typed_error_is_an_end_of_its_own",
         f"{CONTRACT}error_after_the_end_is_named",
-        f"{WORKER}retryable_engine_error_leaves_the_end_to_the_owner",
-        f"{WORKER}final_engine_error_has_a_last_chunk",
+        "flows/test_worker_failures.py::test_retryable_engine_error_leaves_the_end_to_the_owner",
+        "flows/test_worker_failures.py::test_final_engine_error_has_a_last_chunk",
     ),
     "a cancel between two outputs ends with cancelled": (
         f"{CONTRACT}output_after_a_cancel_is_named",
         f"{CONTRACT}ending_with_cancelled_after_a_cancel_is_right",
-        f"{WORKER}cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine",
+        "flows/test_worker_failures.py::test_cancelled_run_ends_with_a_last_chunk_and_aborts_the_engine",
     ),
     "the first token is signalled once": (f"{CONTRACT}first_token_is_reported_once",),
     "the signal does nothing outside decode": Missing(

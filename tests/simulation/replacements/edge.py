@@ -1,0 +1,136 @@
+"""Rules of gateways, preprocessors and readers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from app.http.openai import stream_resume
+from app.lanes import admission, owner
+from app.prompts import prompt_credit, prompt_source
+from app.routing.selection import eligibility
+from app.routing.selection.decision import Rejection
+from streams.errors import RecordError
+from streams.ports import Partition
+from streams.records import Chunk
+from streams.responses import reply_reader, transcript
+from streams.views import tail_reader
+from tests.simulation.replacements import Replacement
+
+# --- the edge ------------------------------------------------------------------------------------
+
+
+def commit_prompts_early() -> Iterator[Replacement]:
+    original = prompt_source.PromptSource.publish_requests
+
+    async def handle(self: Any, records: Any) -> None:
+        self._ctx.spawn("handling", original(self, list(records)))
+
+    yield prompt_source.PromptSource, "publish_requests", handle
+
+
+def prompts_are_refused() -> Iterator[Replacement]:
+    def excess(self: Any, _: Any, wanted: Any, __: Any) -> Any:
+        crowded = self._context.scheduler.waiting.is_full(wanted.queue_key)
+        return Rejection("queue_full", "as over HTTP") if crowded else None
+
+    yield admission.Admission, "_excess", excess
+
+
+def prompts_paused_for_ever() -> Iterator[Replacement]:
+    def resume(self: Any) -> None:
+        self._is_paused = False
+
+    yield prompt_source.PromptSource, "_resume", resume
+
+
+def acknowledged_requests_return_credit() -> Iterator[Replacement]:
+    original = prompt_source.PromptSource._acknowledged
+
+    def acknowledged(self: Any, *args: Any) -> None:
+        original(self, *args)
+        for lane in self._credit._lanes.values():
+            lane.read_to(sys.maxsize)
+
+    yield prompt_source.PromptSource, "_acknowledged", acknowledged
+
+
+def late_reports_return_credit() -> Iterator[Replacement]:
+    original = prompt_credit._UnreadLane.read_to
+
+    def read_to(self: Any, _: int) -> None:
+        original(self, sys.maxsize)
+
+    yield prompt_credit._UnreadLane, "read_to", read_to
+
+
+def room_is_not_shared() -> Iterator[Replacement]:
+    def shares(self: Any) -> None:
+        self._credit.prompts_share = 1.0
+        self._credit.credit_changed.notify_all()
+
+    yield prompt_source.PromptSource, "_shares", shares
+
+
+def answers_from_their_beginning() -> Iterator[Replacement]:
+    yield stream_resume, "_position", lambda _: 0
+
+
+def answers_from_now_on() -> Iterator[Replacement]:
+    async def attach(self: Any, request_id: str, **_: Any) -> Any:
+        return await self.subscribe(request_id)
+
+    yield reply_reader.ReplyReader, "attach", attach
+
+
+def any_model() -> Iterator[Replacement]:
+    make = eligibility.CandidatePools._make
+
+    def pool(self: Any, _: str, *more: Any) -> Any:
+        return make(self, "", *more)
+
+    yield eligibility.CandidatePools, "_make", pool
+
+
+def any_lane() -> Iterator[Replacement]:
+    received = owner.LaneOwner.on_request_record
+
+    def capture_shifted(self: Any, fact: Any) -> None:
+        try:
+            received(self, fact)
+        except RecordError:
+            self.claim.mark_done(fact.offset)
+
+    yield owner.LaneOwner, "on_request_record", capture_shifted
+
+
+def no_objections() -> Iterator[Replacement]:
+    yield owner, "_objection", lambda _: ""
+
+
+# --- readers -------------------------------------------------------------------------------------
+
+
+def joining_views_skip_records() -> Iterator[Replacement]:
+    def positions(self: Any) -> dict[Partition, int]:
+        highest: dict[Partition, int] = {}
+        for subscription in self._subscriptions:
+            for source, position in subscription.positions.items():
+                highest[source] = max(position, highest.get(source, position))
+        return highest
+
+    yield tail_reader.TailReader, "_positions", positions
+
+
+def zombies_are_believed() -> Iterator[Replacement]:
+    original = transcript.Transcript.apply
+
+    def feed(self: Any, record: Any) -> Any:
+        if isinstance(record, Chunk) and record.attempt < self.attempt:
+            record = msgspec.structs.replace(record, attempt=self.attempt)
+        return original(self, record)
+
+    yield transcript.Transcript, "apply", feed
