@@ -95,7 +95,7 @@ class HttpSettings(BaseModel):
         return are_on_loopback(f"{self.http_host}:0")
 
     def require_authentication(self) -> None:
-        """Raises SettingsError for HTTP ports that anybody on another machine may use."""
+        """Raises SettingsError for HTTP ports that other machines may use without a key."""
         if not (self.is_on_loopback or self.api_keys_file or self.http_allow_anonymous):
             raise SettingsError(
                 f"KVLANE_HTTP_HOST={self.http_host} is reached from other machines, without API "

@@ -11,8 +11,8 @@ from app.configuration.setting_values import exceeds, listed
 from streams.topics import RESPONSES, TOPICS_BY_NAME
 
 _LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
-"""Half the retention of the responses: below it, what a reader has of a response is still in the
-log when the request changes hands at its end."""
+"""Half the retention of the responses: below it, the part of a response that a reader has is still
+in the log when the request changes hands at its end."""
 
 
 class RequestSettings(BaseModel):

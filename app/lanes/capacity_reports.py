@@ -20,8 +20,8 @@ from streams.topics import CAPACITY
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
-"""Between two reports of changes. What a preprocessor may publish in this time is bounded by what
-the last report had room for, half a queue of `max_queued_requests` (2048)."""
+"""Between two reports of changes. The prompts that a preprocessor may publish in this time are
+bounded by the room in the last report, half a queue of `max_queued_requests` (2048)."""
 REFRESH_INTERVAL_S = 1.0
 """Between two reports of the same."""
 

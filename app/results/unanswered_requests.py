@@ -2,7 +2,7 @@
 
 A router ignores a request whose id it has seen, so its record stays without a reply, and gets no
 result. Usually the collector remembers the result; where it does not (the first one asked for none,
-or is older than what was read at a take-over), the ledger shows which record of the request was
+or is older than the records read at a take-over), the ledger shows which record of the request was
 run. It also shows the end of a request whose reply is no longer in the log.
 """
 

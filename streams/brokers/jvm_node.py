@@ -106,8 +106,8 @@ class JvmNode:
         tail = self.log_tail()
         if "Address already in use" in tail:
             raise PortTaken(
-                f"port {self.port} or the controller's is taken; choose another one, or end what "
-                f"listens there (ss -ltnp):\n{tail}"
+                f"port {self.port} or the controller's is taken; choose another one, or end the "
+                f"process that listens there (ss -ltnp):\n{tail}"
             )
         raise BrokerUnavailable(
             f"broker {self.number} ended with status {self._process.returncode}:\n{tail}"

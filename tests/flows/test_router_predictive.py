@@ -10,6 +10,7 @@ import pytest
 from app.lanes.scheduling import scheduler
 from app.perf_curves import PerfCurves
 from app.router import Router
+from app.routing.queueing.pending import MAX_WAKEUPS
 from app.routing.selection.select import select_worker
 from streams.codecs import pack_tokens
 from streams.records import Assigned, Assignment, Cancel, End, PrefillDone
@@ -268,6 +269,24 @@ async def test_simultaneous_requests_are_all_assigned(world: MemoryWorld) -> Non
     assert all(len(taken(hand)) >= 15 for hand in hands)
     assert len(found) <= 60 * 20, "each token wakes sixteen at most"
     assert len(router._context.scheduler._pending) == 0
+
+
+@scenario_test
+async def test_records_of_one_turn_wake_the_next_request_of_each_worker_and_few_others(
+    world: MemoryWorld,
+) -> None:
+    hands = [FakeWorker(world, f"w{n}", **SLOW) for n in range(4)]
+    router = await start_router(world, policy="predictive")
+    for n in range(84):
+        send(world, f"b{n:02}", 20_000 + n)
+    await world.sleep(0.2)
+    assert [len(taken(hand)) for hand in hands] == [1, 1, 1, 1]
+    found = count_finds(router)
+    for hand in hands:
+        prefilled(world, hand, taken(hand)[0])
+    await world.sleep(0.01)
+    assert [len(taken(hand)) for hand in hands] == [2, 2, 2, 2], "the next one goes at once"
+    assert len(found) <= MAX_WAKEUPS + 2 * len(hands), "20 wait for each worker"
 
 
 async def stir(world: MemoryWorld, router: Router) -> None:

@@ -246,6 +246,18 @@ def test_worker_change_wakes_requests_planned_for_it_and_all_while_they_are_few(
     assert held.to_wake("w1") == [99]
     held.add(98, 98, 0, planned(W2, 0.0))
     assert held.to_wake("w2") == [98, *reversed(range(1, MAX_WAKEUPS))]
+    assert held.to_wake("w2", 2) == [98, MAX_WAKEUPS - 1]
+    assert held.to_wake("w2", 0) == [98]
+    assert held.to_wake("w1", 0) == [99]
+    assert held.to_wake("w3", 0) == []
+
+
+def test_worker_change_wakes_the_next_request_of_each_of_its_ranks() -> None:
+    held = PendingRequests[str]()
+    for key, rank, ms in (("a", 0, 2.0), ("b", 0, 1.0), ("c", 1, 3.0), ("d", 1, 4.0)):
+        held.add(key, ord(key), 0, planned(WorkerRank("w1", 1, rank), ms))
+    assert list(held.to_wake("w1", 0)) == ["b", "c"]
+    assert list(held.to_wake("w1", 3)) == ["b", "a", "c"]
 
 
 @given(

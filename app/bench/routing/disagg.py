@@ -7,8 +7,8 @@ that replay's KV router.
 
 With free roles each request stays whole or is handed over, whichever costs less, on as many workers
 that do both. Their thresholds are the figures of whole requests: by default the means must not be
-higher by more than noise, and with a higher decode weight the slowest steps must be shorter. A
-generated trace with long prompts beside short ones has transfers that take time.
+higher, and with a higher decode weight the slowest steps must be shorter. A generated trace with
+long prompts beside short ones has transfers that take time.
 """
 
 from __future__ import annotations

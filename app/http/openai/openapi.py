@@ -1,6 +1,6 @@
 """OpenAPI description of the HTTP API: bodies, parameters, responses and errors.
 
-FastAPI describes the routes and pydantic the bodies; added is what neither can see: handlers read
+FastAPI describes the routes and pydantic the bodies; added is the rest: handlers read
 their parameters by themselves, and validators take more types than the annotations have.
 """
 

@@ -36,7 +36,7 @@ from app.lanes.scheduling.worker_capacity import WorkerCapacity
 from app.routing.queueing.fair_share import FairQueue, QueueKey
 from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
-from app.routing.queueing.pending import PendingRequests, QueueOrder
+from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequests, QueueOrder
 from app.routing.selection.decision import (
     NOTHING_PLANNED,
     Decision,
@@ -150,6 +150,8 @@ class Scheduler:
         self._wait_queues: dict[RequestKey, WaitQueue] = {}
         """By request that is queued for a place."""
         self._looking: dict[RequestKey, _Looking] = {}
+        self._wakeups_left = MAX_WAKEUPS
+        """Requests that records may still wake in this turn of the event loop."""
         self._planning = 0
         """Calls of `schedule` under way."""
         self._is_idle = asyncio.Event()
@@ -219,6 +221,7 @@ class Scheduler:
     def _start_pass(self) -> None:
         """Plan all requests of this turn together; resolve their futures in dispatch order."""
         looking, self._looking = self._looking, {}
+        self._wakeups_left = MAX_WAKEUPS
         try:
             ordered = self._plan_waiting([each.wanted for each in looking.values()])
             for key in (*ordered.order, *ordered.waiting):
@@ -397,7 +400,9 @@ class Scheduler:
         """Wake the requests that a change of this worker concerns."""
         self._wake_one(worker)
         if self._wait_queues:
-            self._wake(self._pending.to_wake(worker))
+            keys = self._pending.to_wake(worker, self._wakeups_left)
+            self._wakeups_left = max(self._wakeups_left - len(keys), 0)
+            self._wake(keys)
 
     def _wake_all(self) -> None:
         self.waiting.changed.notify_all()

@@ -29,7 +29,7 @@ class Model(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """What it is."""
+        """The card of the model."""
 
     async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
         """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""

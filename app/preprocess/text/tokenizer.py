@@ -232,8 +232,8 @@ def _common_prefix(first: str, last: str) -> str:
 
 
 def _pieces(text: str, borders: AddedTokens) -> list[str]:
-    """A text in pieces that are tokenised by themselves: long ones between two borders, and what
-    lies between those.
+    """A text in pieces that are tokenised by themselves: long ones between two borders, and the
+    texts between those.
     """
     cuts = [0]
     last = 0

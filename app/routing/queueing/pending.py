@@ -41,7 +41,8 @@ AGING_RATE = 0.05
 """A request that has waited for a second goes before one that is 50 ms shorter."""
 
 MAX_WAKEUPS = 16
-"""Most requests that one record wakes: planning them takes a few milliseconds."""
+"""Most requests that retry after one record, and in a router after all records of one turn of its
+event loop, but for the next request of each place: planning them takes a few milliseconds."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -159,15 +160,19 @@ class PendingRequests(Generic[K]):
             return hold.reservation.hold_until_ms
         return hold.retry_at_ms
 
-    def to_wake(self, worker: str) -> Sequence[K]:
-        """Requests to retry after a record of a worker, in order: those for it; all, if few."""
-        if len(self._entries) <= MAX_WAKEUPS:
+    def to_wake(self, worker: str, most: int = MAX_WAKEUPS) -> Sequence[K]:
+        """Requests to retry after a record of a worker, in order: those for it; all, if few.
+
+        At most `most`, but always the next request of each of its places.
+        """
+        if len(self._entries) <= most:
             return self.in_dispatch_order()
-        lines = (
-            line for place in self._by_worker.get(worker, {}).values() for line in place.values()
-        )
-        first = [key for line in lines for _, _, key in line[:MAX_WAKEUPS]]
-        return list(islice(self._in_turn(first), MAX_WAKEUPS))
+        places = self._by_worker.get(worker, {})
+        if len(places) >= most:
+            return [key for place in places if (key := self.next_for(place)) is not None]
+        lines = (line for place in places.values() for line in place.values())
+        first = [key for line in lines for _, _, key in line[:most]]
+        return list(islice(self._in_turn(first), most))
 
     def add(
         self, key: K, arrival: int, since_ms: float, planned: Reservation, strict_priority: int = 0,

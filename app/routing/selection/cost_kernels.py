@@ -37,8 +37,8 @@ computed. `PLANNED`: the part of `WAIT` for reservations."""
 RESULTS = 10
 
 WHOLE, PREFILL_PART, DECODE_PART, COMPARED = range(4)
-"""The part of a request that is planned. `COMPARED`: all of it, with what prefill beside its decode
-costs. That is no reason to go elsewhere as a whole: which worker has prefill next does not follow
+"""The part of a request that is planned. `COMPARED`: all of it, with the cost of prefill during its
+decode. That is no reason to go elsewhere as a whole: which worker has prefill next does not follow
 from which had it last."""
 
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
@@ -48,7 +48,8 @@ RECORD_COLUMNS = 17
 """How many columns `record_candidates` fills."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
-"""Of the prefill of a block, what is saved by loading it; as the `dynamo_costs` policy has it."""
+"""The share of the prefill of a block that is saved by loading it; as the `dynamo_costs` policy has
+it."""
 FULL_CACHE_WAIT = 1.5
 """Answers' times until enough of a full cache is free; 1 would be if all had just begun."""
 FOLLOWUP_STEPS = 1.5
@@ -60,8 +61,8 @@ JOIN_STEPS = 1.5
 """Steps of prefill until the first token of a decode that comes to a worker which is at a prompt:
 half of the one under way, and one beside it."""
 MISSED_TARGET_MS = 1e9
-"""What it costs to miss a target of the request: more than anything else, so who misses one comes
-after all who meet them."""
+"""The cost of a missed target of the request: more than all others, so an option that misses one
+comes after all that meet them."""
 
 UNKNOWN = -1.0
 """How much of a prompt is held where most is, if that is to be found among the options."""
@@ -175,9 +176,9 @@ def _settle(
     weight: float,
     found: Floats,
 ) -> float:
-    """What each option holds of the prompt, the rest's prefill alone, the wait for others there.
+    """Cached tokens of the prompt, prefill of the rest alone, and wait for others, of each option.
 
-    Returns the most that one holds.
+    Returns the largest number of cached tokens.
     """
     most = 0.0
     for i in range(len(spots)):
@@ -218,8 +219,8 @@ def predict_costs(
     found: Floats,
     costs: Floats,
 ) -> tuple[int, float]:
-    """What is expected of a request at each option; returns the `argmin` cost's, -1 for none, and
-    how much of its prompt is held where most is.
+    """The forecast of a request at each option. Returns the option with the least cost, -1 for
+    none, and the largest number of cached tokens of its prompt.
 
     `others_at` and `others_ms`: options for which other requests are planned, and their prefill
     there, alone; -1 for those that are planned for none of these. `liking`: empty if costs stay as

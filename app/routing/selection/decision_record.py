@@ -49,8 +49,8 @@ MAX_RECORDED_CANDIDATES = 16
 """Number of candidates that a decision records: the best ones, and the chosen one besides."""
 
 MAX_RECORDED_RESERVATIONS = 16
-"""Reservations at a candidate up to which each is recorded, and beyond which only what they come
-to: 4096 waiting requests would fill each decision with 40 KB."""
+"""Reservations at a candidate up to which each is recorded, and beyond which only their
+sums: 4096 waiting requests would fill each decision with 40 KB."""
 
 _ROW = Struct("qd10q5d")
 """As `cost_kernels.record_candidates` fills it. Read so, 16 rows become candidates in 6 us, by

@@ -364,7 +364,7 @@ def _with_adapter(
     """The places where an adapter is, or is to be loaded.
 
     The order of loading is over all of the pool, so that a request's own wishes and a worker that
-    is full for a moment do not change where others go; who cannot take it is passed by.
+    is full for a moment do not change where others go; workers that cannot take it are skipped.
     """
     configs = {row.worker_rank.worker: row.card.config for row in pool.rows}
     avoided = frozenset(configs) - {row.worker_rank.worker for row in rows}

@@ -6,8 +6,8 @@ request with one token, and phase `decode`, with the limits of the request, afte
 prefill, or beside it where its engine has a bootstrap endpoint. Without prefill workers, or where a
 hand-over does not pay, one worker gets all of it: phase `aggregated`.
 
-A hand-over belongs to one attempt and is used once. Whatever goes wrong with it (an expired lease,
-a full decode worker, the death of a router between the phases) begins the next attempt. Its prefill
+A hand-over belongs to one attempt and is used once. Every failure of it (an expired lease, a full
+decode worker, the end of a router between the phases) begins the next attempt. Its prefill
 finds the prompt in the cache of the worker that has computed it, so it costs little.
 """
 

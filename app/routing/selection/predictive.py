@@ -31,8 +31,8 @@ the same place, and find it as it is left:
     replication  tokens that another place has and this one has not, at the price of a full chunk;
                  where much comes again, a second copy is soon worth its room
 
-What the cache has of a prompt needs no more room (N, not L): t counts what runs share as often as
-they use it. Where nobody else uses it, the cache is fuller than it seems; but to wait for room that
+The cached part of a prompt needs no more room (N, not L): t counts shared blocks as often as runs
+use them. Where no other run uses them, the cache is fuller than it seems; but to wait for room that
 is there costs more. Agents with tools, on three workers with room for a few of their prompts: mean
 TTFT 775 ms with L, 248 with N (simulated; policy dynamo: 457).
 
@@ -55,7 +55,7 @@ from app.routing.selection.policies import Candidates, RequestFeatures, as_u64
 class PredictiveWeights(NamedTuple):
     """Settings of the `predictive` policy.
 
-    `decode_weight`: what a millisecond of decode, summed over requests, is worth in milliseconds
+    `decode_weight`: the value of a millisecond of decode, summed over requests, in milliseconds
     to a first token. `max_hold_ms`: how long a request is held at most
     (KVLANE_MAX_QUEUE_WAIT_S).
     """

@@ -1,7 +1,7 @@
 """Open runs of batch requests, by rank.
 
 Batch runs give way, so they are no part of the load of interactive decisions (`active_load.py`);
-only what they leave of a step in progress counts there. They are kept run by run, because
+only the rest of their step in progress counts there. They are kept run by run, because
 preemption chooses among runs.
 """
 

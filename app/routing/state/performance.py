@@ -8,7 +8,7 @@ An unmeasured worker is assumed to be as fast as the fastest worker of its kind
 (`candidate_table.py`), so that it receives traffic and gets measured. By its curve alone it would
 get none where others have turned out to be faster than theirs. (On the conversation trace, 8
 workers twice as fast as the published curve, three were left out, and the mean TTFT was 1.087 times
-what it is with true curves on cards; it is 1.00 times now: `kvlane bench simulate --full`.) For the
+that with true curves on cards; it is 1.00 times now: `kvlane bench simulate --full`.) For the
 same reason a worker that was skipped for long, perhaps because it was slow once, loses its factor.
 
 Owns the estimates; `predictive.py` uses them. Reads no clock: times are in records.
