@@ -13,6 +13,7 @@ ROUTER = RouterLatencyRound("router", 100, 5, 30, 1900, 1800, 100, 100, 100, 0)
 FULL = RouterLatencyFigures(
     [ECHO, ROUTER],
     [ECHO._replace(answered_per_s=3000), ROUTER._replace(answered_per_s=1400)],
+    ROUTER._replace(answered_per_s=1300),
     [],
     {"echo": 1, "router": 3},
     {100: {"client": 0.5, "plan": 0.25}},
@@ -43,6 +44,11 @@ def test_each_figure_of_the_router_has_a_limit(change: dict[str, float], name: s
 def test_router_that_answers_less_when_more_is_sent_fails() -> None:
     over = ROUTER._replace(answered_per_s=1300)
     assert failed(FULL._replace(overload=[over])) == ["answered at 1.5 x capacity, to the capacity"]
+
+
+def test_router_that_answers_less_when_more_wait_fails() -> None:
+    many = ROUTER._replace(answered_per_s=1000)
+    assert failed(FULL._replace(many=many)) == ["with 1024 in flight, to the capacity"]
 
 
 def test_second_router_is_compared_with_one() -> None:

@@ -10,8 +10,9 @@ each on topics of its own, with the same records from the same load generator (`
 workers exist as cards and heartbeats; assigned runs are reported as started and finished, so that
 load comes and goes.
 
-The capacity is measured with IN_FLIGHT requests in flight, then OVERLOAD_FACTOR times as many
-requests are sent as it is, and the capacity of two routers is measured the same way. The parts of
+The capacity is measured with IN_FLIGHT and with MANY_IN_FLIGHT requests in flight, then
+OVERLOAD_FACTOR times as many requests are sent as it is, and the capacity of two routers is
+measured the same way. The parts of
 the CPU time come from rounds of their own, in which the router is sampled (`cpu_profile.py`).
 """
 
@@ -27,6 +28,7 @@ from app.bench.cpu_profile import ProfiledProcess
 from app.bench.report import Report, Threshold, at_least, at_most, figure, none_of
 from app.bench.routing.baseline_kafka import BareProducer
 from app.bench.routing.router_load import (
+    MANY_IN_FLIGHT,
     MODEL,
     WORKERS,
     RegisteredWorkers,
@@ -51,6 +53,8 @@ CPU_LIMITS_MS = {100: 1.0, 500: 0.5}
 P50_LIMITS_MS = {1000: 25.0}
 IDLE_LIMIT = 4.0
 CAPACITY_LIMIT, OVERLOAD_SHARE, TWO_ROUTERS_FACTOR = 1300, 0.95, 1.8
+MANY_SHARE = 0.8
+"""Limit of the capacity with MANY_IN_FLIGHT requests, as a share of that with IN_FLIGHT."""
 ECHO, ROUTER, SECOND_ROUTER = "echo", "router", "router 2"
 TWO_ROUTERS_WARM_UP = 2000
 """Requests after the second router has joined, until both have taken their lanes over."""
@@ -79,6 +83,7 @@ class RouterLatencyFigures(NamedTuple):
 
     rounds: list[RouterLatencyRound]
     capacity: list[RouterLatencyRound]
+    many: RouterLatencyRound
     overload: list[RouterLatencyRound]
     idle_percent: dict[str, float]
     parts: dict[int, dict[str, float]]
@@ -173,7 +178,7 @@ class RouterLatencyBench:
         self, form: RouterLatencyScale, print_line: PrintLine, progress: Callable[[float], None]
     ) -> RouterLatencyFigures:
         """Play all rounds; `progress` gets shares of the whole."""
-        steps = 4 + len(form.rates) * (2 * form.rounds + 1) + form.has_overload * 2
+        steps = 5 + len(form.rates) * (2 * form.rounds + 1) + form.has_overload * 2
         for side in self._sides:
             warm = self._prompts.requests(int(WARM_UP_RATE * form.warm_up_s))
             warmed = await side.play_round(warm, WARM_UP_RATE)
@@ -198,6 +203,10 @@ class RouterLatencyBench:
             requests = self._prompts.requests(form.saturated_requests)
             capacity.append(await side.play_saturated(requests))
             progress(1 / steps)
+        many = await self._router.play_saturated(
+            self._prompts.requests(form.saturated_requests), MANY_IN_FLIGHT
+        )
+        progress(1 / steps)
         overload: list[RouterLatencyRound] = []
         if form.has_overload:
             offered = OVERLOAD_FACTOR * capacity[-1].answered_per_s
@@ -205,7 +214,7 @@ class RouterLatencyBench:
             progress(1 / steps)
             capacity.append(await self._two_routers(form.saturated_requests))
             progress(1 / steps)
-        return RouterLatencyFigures(rounds, capacity, overload, idle_percent, parts)
+        return RouterLatencyFigures(rounds, capacity, many, overload, idle_percent, parts)
 
     async def _play(
         self, side: RouterLatencySide, rate: float, seconds: float
@@ -234,10 +243,13 @@ def latency_report(figures: RouterLatencyFigures) -> Report:
         thresholds += _rate_thresholds(rate, sides)
     echo, router, *two = figures.capacity
     rows += [_row("saturated", [echo]), _row("saturated", [router])]
+    rows.append(_row(f"{MANY_IN_FLIGHT} in flight", [figures.many]))
     thresholds += [
         at_most(f"idle, {WORKERS} workers", figures.idle_percent[ROUTER], "% of a core",
             IDLE_LIMIT),
         at_least("one router carries", router.answered_per_s, "requests/s", CAPACITY_LIMIT),
+        at_least(f"with {MANY_IN_FLIGHT} in flight, to the capacity",
+            figures.many.answered_per_s / router.answered_per_s, "x", MANY_SHARE),
     ]  # fmt: skip
     for over in figures.overload:
         rows.append(_row(f"{OVERLOAD_FACTOR:g} x capacity", [over]))

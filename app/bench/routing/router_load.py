@@ -38,8 +38,8 @@ HEARTBEAT_S = 1.0
 DRAIN_TIMEOUT_S = 20.0
 """Timeout of the last assignments; those that are missing after it count as lost."""
 IDLE_MEASUREMENT_S = 4.0
-IN_FLIGHT = 256
-"""Requests in flight while the capacity is measured."""
+IN_FLIGHT, MANY_IN_FLIGHT = 256, 1024
+"""Requests in flight while the capacity is measured, and while most of them wait in the router."""
 MODEL = "bench"
 
 
@@ -157,9 +157,11 @@ class RouterLatencySide:
             await self._send(request, due)
         return await self._end(began, len(requests), rate)
 
-    async def play_saturated(self, requests: Sequence[PreparedRequest]) -> RouterLatencyRound:
-        """Send requests as fast as they are answered: IN_FLIGHT are in flight at any time."""
-        self._free = asyncio.Semaphore(IN_FLIGHT)
+    async def play_saturated(
+        self, requests: Sequence[PreparedRequest], in_flight: int = IN_FLIGHT
+    ) -> RouterLatencyRound:
+        """Send requests as fast as they are answered: so many are in flight at any time."""
+        self._free = asyncio.Semaphore(in_flight)
         began = self._begin()
         for request in requests:
             await self._free.acquire()
