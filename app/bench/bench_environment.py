@@ -1,7 +1,7 @@
 """Environment of a benchmark over Kafka: a broker, topics with their own prefix, child processes.
 
 The broker is the given one, or a JVM with all JIT tiers: a JVM configured to start quickly is half
-as fast, and everything measured beside it would look good. Child processes end with the process
+as fast, and everything compared with it would look good. Child processes end with the process
 that started them (`streams/brokers/watchdog.py`).
 """
 

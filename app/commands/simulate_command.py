@@ -96,7 +96,7 @@ def simulate(
         str,
         typer.Option(
             metavar="FILE|gen:KIND",
-            help="Endless batch work of these requests beside the trace, under policy predictive: "
+            help="Endless batch work of these requests during the trace, under policy predictive: "
             "compares no batch work, classes, classes without preemption, and no classes.",
         ),
     ] = "",

@@ -82,7 +82,7 @@ class DemoSession:
         kv_aware: PolicyRun,
         speed: float,
     ) -> PolicyRun:
-        """The trace once more with empty caches and in round robin, beside the first run."""
+        """The trace once more with empty caches and in round robin, compared with the first run."""
         await self.restart_with_empty_caches({"policy": "round_robin"}, warm_up)
         in_turn = await self.replay("round robin", trace, run_request, speed)
         self.show_runs(in_turn, kv_aware)

@@ -72,7 +72,8 @@ def routing_config(settings: Settings) -> RoutingConfig:
         prefill_load_scale=settings.prefill_load_scale,
         temperature=settings.router_temperature,
     )
-    # Without a queue, a request that waits for a better place would be refused beside a free one.
+    # Without a queue, a request that waits for a better place would be refused while another one is
+    # free.
     max_queue_wait_s = settings.max_queue_wait_s if settings.max_queued_requests else 0.0
     predicting = PredictiveWeights(settings.decode_weight, max_queue_wait_s * 1000)
     transfers = TransferSpeed(settings.transfer_bandwidth, settings.transfer_latency_ms)

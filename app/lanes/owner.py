@@ -84,7 +84,7 @@ class LaneOwner:
         """A record of `requests` arrived in this lane.
 
         Raises RecordError when it belongs in another one: its worker would write its records there,
-        and its reader look for it there, so here it could only be run in vain, again and again.
+        and its reader read it there, so here it could only be run in vain, again and again.
         """
         record = fact.record
         assert isinstance(record, Request | Cancel | Refused), "the intake lets no other types pass"

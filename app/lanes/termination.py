@@ -5,8 +5,8 @@ The order of the appends is the contract: End where readers see it, CancelRun to
 last of all, which discharges every obligation. Whether a request is to end is decided elsewhere.
 
 A router that was stopped while its lane went to another one may append an End that it decided on
-before (`queue_full`, say), in the middle of an answer that the new owner has had begun. Readers see
-that End and no more: one end, if not the best one. To rule that out an End would have to be
+before (such as `queue_full`), in the middle of an answer that the new owner has had begun. Readers
+see that End and no more: one end, if not the best one. To rule that out an End would have to be
 appended by a transaction that the group's generation guards.
 """
 

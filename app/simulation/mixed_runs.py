@@ -1,4 +1,4 @@
-"""Runs of a trace beside batch work, and their figures.
+"""Runs of a trace with batch work, and their figures.
 
 Blocks have 64 tokens, not the 512 of the trace's chunks: a preempted run computes the part of its
 last block again, which at 512 would be more than its answer so far.

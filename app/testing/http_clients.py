@@ -188,7 +188,7 @@ async def http_exchange(
 ) -> AsyncGenerator[Message, None]:
     """A gateway's response, message by message. Stopping early closes the connection.
 
-    Raises Disconnected when it dies, or sends nothing for `read_timeout_s`.
+    Raises Disconnected when it ends, or sends nothing for `read_timeout_s`.
     """
     assert isinstance(gateway.process, Gateway)
     answer: asyncio.Queue[Message] = asyncio.Queue()

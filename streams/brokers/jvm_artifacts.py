@@ -163,7 +163,7 @@ def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: Repo
 
 @contextlib.contextmanager
 def _lock(path: Path, report: ReportLine) -> Iterator[None]:
-    """Hold the lock of this file; the system frees it when the process dies."""
+    """Hold the lock of this file; the system frees it when the process ends."""
     deadline = time.monotonic() + _FETCH_DEADLINE_S
     waited = False
     with path.open("w") as file:

@@ -218,7 +218,7 @@ class BatchQueue:
         self, ignore_nodes: Container[int], muted_partitions: Container[TopicPartition] = ()
     ) -> tuple[dict[int, dict[TopicPartition, PendingBatch]], bool]:
         """The next batch of every partition whose leader is known, by leader; then False: this
-        queue looks for unknown leaders itself."""
+        queue finds unknown leaders itself."""
         assert self._producer is not None
         client = self._producer.client
         self._busy_nodes = ignore_nodes

@@ -11,7 +11,7 @@ from streams.record_base import PublicRecord
 FinishReason = Literal[
     "stop", "length", "cancelled", "error", "content_filter", "tool_calls", "function_call"
 ]
-"""How an answer ended; the last two if a server says so. On the wire any string, see
+"""How an answer ended; the last two if a server reports them. On the wire any string, see
 `PublicRecord`.
 """
 

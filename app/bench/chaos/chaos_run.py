@@ -3,7 +3,7 @@
     load (this process) ──HTTP──► gateways ─► requests ─► routers ─► workers ─► responses ─► load
                         ──────────────────► prompts, responses
     faults (this process): kill -9, SIGSTOP and SIGCONT, SIGTERM; kill or stop one of three brokers
-    observer (this process): reads requests, ledger, responses, kv-events beside the load
+    observer (this process): reads requests, ledger, responses, kv-events during the load
 
 Timeouts are the defaults. The engine is slower than the hardware it simulates, so that answers take
 seconds in few chunks, and a request may have more attempts (`ENGINE_SETTINGS`). Every round is a

@@ -1,4 +1,4 @@
-"""The index beside Dynamo's: matches, updates, tokens to scores, a trace, memory.
+"""The index compared with Dynamo's: matches, updates, tokens to scores, a trace, memory.
 
 The peer is the crate `dynamo-kv-router` as a library in this process (`tests/peers`), with the
 structure that is best at each measure. Both get the same arrays and are timed inside compiled code,

@@ -28,7 +28,7 @@ from app.bench.index.kernel_timing import KernelIndex, compile_kernels
 from app.bench.index.peers import CrateIndex, MeasuredIndex, PeerStructure, load_crate
 
 BATCH_BLOCKS = 200_000
-"""Blocks per batch of events: their memory beside the index is small, and freed."""
+"""Blocks per batch of events: their own memory is small, and freed."""
 FILL_TIMEOUT_S = 600.0
 
 

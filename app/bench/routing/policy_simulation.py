@@ -1,4 +1,4 @@
-"""Policy simulation: a production trace on four fleets, beside published figures.
+"""Policy simulation: a production trace on four fleets, and published figures.
 
 The deterministic figures of round robin validate the simulation: they are those of the offline
 replay of NVIDIA Dynamo (ai-dynamo-runtime 1.6.1) of the same trace. The rest compares our policy

@@ -1,4 +1,4 @@
-"""State agreement and concurrent decisions of several real routers on Kafka, beside one router.
+"""State agreement and concurrent decisions of several real routers on Kafka, and of one router.
 
     load (this process) ──► requests ──► one router, then several ──► workers (simulated engines)
         ▲   reads ledger and kv-events; scrapes /metrics of every router

@@ -1,7 +1,7 @@
-"""Several simulated routers with ledger lag, beside one router, on a production trace.
+"""Several simulated routers with ledger lag, and one router, on a production trace.
 
 As in `policy_simulation.py`: 16 workers, the trace at 8x speed, a lag of 5 ms. Single arrivals, and
-bursts as recorded; in bursts also beside routers that read only their own decisions, because equal
+bursts as recorded; in bursts also with routers that read only their own decisions, because equal
 views may be worse than none: all routers then choose the same worker.
 """
 

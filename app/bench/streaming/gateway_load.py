@@ -1,6 +1,6 @@
 """Throughput of a gateway, and the event loop delay from prompts.
 
-Throughput: CONNECTIONS connections in a closed loop, one token per request, beside a bare FastAPI
+Throughput: CONNECTIONS connections in a closed loop, one token per request, and of a bare FastAPI
 server that renders and tokenizes the same bodies (`baseline_http.py`). Event loop: streams run at a
 fixed rate while prompts of one length arrive at fixed times; the delay of timers is the gateway's
 own metric. A run without prompts shows the delay from the machine itself. There is no router and no
@@ -40,7 +40,7 @@ CONNECTIONS = 64
 STREAMS = 50
 STEPS_PER_S = 20
 PROMPT_RATES = {100: 20.0, 4_000: 5.0, 100_000: 1.0}
-"""Prompts per second beside the streams, by prompt length in tokens."""
+"""Prompts per second during the streams, by prompt length in tokens."""
 THROUGHPUT_LENGTHS = (100, 4_000)
 """Prompt lengths of the throughput measurement."""
 PROMPTS_PER_LENGTH = {100: 256, 4_000: 64, 100_000: 8}
@@ -170,7 +170,7 @@ class GatewayLoad:
             self._took_ms.setdefault((length, side), []).append(took_ms)
 
     async def loop_delay(self, length: int, seconds: float) -> None:
-        """Run streams beside prompts of a length (0: none), and read the loop delay metric."""
+        """Run streams during prompts of a length (0: none), and read the loop delay metric."""
         port, clock = self._ports["gateway"], self._on.clock
         body = _body("hi", int(STEPS_PER_S * (seconds + 2)), stream=True)
         stream = http_request("/v1/chat/completions", body)

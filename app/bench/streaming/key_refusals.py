@@ -1,6 +1,6 @@
-"""Latency of refusing requests without a valid API key, beside running streams.
+"""Latency of refusing requests without a valid API key, during streams.
 
-Streams of a tenant run at a fixed rate. Beside them requests arrive whose key is missing, wrong or
+Streams of a tenant run at a fixed rate. Meanwhile requests arrive whose key is missing, wrong or
 revoked, each on a new connection or all on a kept one. There is no router and no engine:
 `token_feeder.py` answers.
 """

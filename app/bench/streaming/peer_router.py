@@ -1,4 +1,4 @@
-"""A whole deployment beside SGLang's router: the same clients, the same model servers.
+"""A whole deployment compared with SGLang's router: the same clients, the same model servers.
 
     clients (this process) ──► SGLang's router                       ──► mock servers
                            └─► gateway ──► router ──► worker (Kafka) ──► the same

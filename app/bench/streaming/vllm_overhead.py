@@ -1,4 +1,5 @@
-"""Overhead of kvlane on a real vLLM: tokens/s beside `AsyncLLM` alone, and cost of KV events.
+"""Overhead of kvlane on a real vLLM: tokens/s compared with `AsyncLLM` alone, and cost of KV
+events.
 
     direct   eight streams of AsyncLLM.generate, with text, read to their ends
     memory   eight runs of a worker around the same engine, on the log in memory

@@ -32,8 +32,8 @@ def router_latency() -> Benchmark:
 def tokens() -> Benchmark:
     """CPU time and added latency of a token from worker to client, on Kafka.
 
-    100 streams, 5000 tokens/s, 1 and 8 tokens per step, beside a bare server that sends the same
-    events. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    100 streams, 5000 tokens/s, 1 and 8 tokens per step, compared with a bare server that sends the
+    same events. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
     from app.bench.streaming.token_latency import FULL, QUICK, bench_tokens
 
@@ -44,7 +44,7 @@ def tokens() -> Benchmark:
 def gateway() -> Benchmark:
     """Requests/s over HTTP, and the event loop delay from prompts of 100 to 100000 tokens.
 
-    Beside a bare FastAPI server that renders and tokenizes the same bodies. Uses
+    Compared with a bare FastAPI server that renders and tokenizes the same bodies. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
     from app.bench.streaming.gateway_load import FULL, QUICK, bench_gateway
@@ -119,8 +119,8 @@ def rebuild(
 ) -> None:
     """Cold start of a router until it is ready, with many blocks and no live worker, on Kafka.
 
-    From snapshots and the tail, and from the log alone, beside a start with empty topics. Uses
-    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    From snapshots and the tail, and from the log alone, compared with a start with empty topics.
+    Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
     from app.bench.routing.cold_start import ColdStartScale, bench_cold_start
 
@@ -148,7 +148,7 @@ def index(
 ) -> None:
     """The index: matches, updates, tokens to scores, a trace, memory, records.
 
-    With --peers beside the Rust crate of Dynamo in the same process, on the same data, with
+    With --peers compared with the Rust crate of Dynamo in the same process, on the same data, with
     answers compared. Throughput is CPU time; latencies are measured inside the compiled code.
     """
     from app.bench.index.index_bench import FULL, QUICK, bench_index, bench_index_pauses

@@ -97,7 +97,7 @@ def routers(
 ) -> None:
     """Several routers with 5 ms of ledger lag, and one, on simulated workers.
 
-    With single arrivals and with bursts; with bursts also beside routers that do not read each
+    With single arrivals and with bursts; with bursts also with routers that do not read each
     other's decisions. Quick: eight routers; --full: one, two, four and eight.
 
     --kafka: one and three router processes before six workers. Their state is compared with the log

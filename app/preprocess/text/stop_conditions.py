@@ -135,7 +135,7 @@ class _Match(NamedTuple):
 
 
 class _Search:
-    """Looks for one string, a character at a time (Knuth-Morris-Pratt)."""
+    """A search for one string, a character at a time (Knuth-Morris-Pratt)."""
 
     def __init__(self, string: str) -> None:
         self.string = string

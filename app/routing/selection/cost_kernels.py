@@ -118,7 +118,7 @@ def _join_ms(spot: Floats) -> float:
 
 @kernel()
 def update_busy_time(spots: Floats, now_ms: float) -> None:
-    """Say for how long each place has been at the prompts that are there."""
+    """Set for how long each place has been at the prompts that are there."""
     for i in range(len(spots)):
         spot = spots[i]
         busy_ms = 0.0

@@ -13,7 +13,7 @@ the places that were recorded, however many others there were.
     round_robin    in turn, by name
     random         at random
     power_of_two   the less loaded of two drawn at random
-    session_hash   always the same place for a session (else for the request id) while it lives
+    session_hash   always the same place for a session (else for the request id) until it is lost
     predictive     the least cost in predicted milliseconds (`predictive.py`, called by `select.py`)
     direct         where the request says; one that does not say is refused before it comes here
 """

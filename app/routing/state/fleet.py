@@ -1,4 +1,5 @@
-"""Fleet state: the view of the registry and of the heartbeats. The workers, and which are alive.
+"""Fleet state: the view of the registry and of the heartbeats. The workers, and which of them are
+live.
 
 Sources are the registry's one partition (cards, tombstones) and the partitions of kv-events
 (heartbeats, Lost). There is no clock in here: how long a worker has been silent is a question with
@@ -60,7 +61,7 @@ class LastHeartbeat(NamedTuple):
     output_tokens: int = 0
     """Of all these runs, weighted: see `_counted`."""
     cache_usage: float = 0.0
-    """Part of the engine's cache that its runs hold, 0 to 1; 0 if it does not say."""
+    """Part of the engine's cache that its runs hold, 0 to 1; 0 if it is not reported."""
 
 
 class Fleet:

@@ -207,8 +207,8 @@ class _Begun(NamedTuple):
 class PerformanceModel:
     """The estimates from the ledger.
 
-    `slowdown`: of those workers that were measured, over all their lives: one that starts again has
-    the same hardware. `mean_output_tokens`: mean length of an answer. `expected_followups`: how
+    `slowdown`: of those workers that were measured, over all their epochs: one that starts again
+    has the same hardware. `mean_output_tokens`: mean length of an answer. `expected_followups`: how
     many requests one comes to, itself included, since others go on where its prompt ends: with a
     share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
     `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill. `transfer_token_ms`: time that
@@ -248,7 +248,7 @@ class PerformanceModel:
             self._measure(record)
         elif isinstance(record, Finished):
             self._begun.pop(record.run_key, None)
-            # Embeddings have no length, and answers without a token say nothing of the others'.
+            # Embeddings have no length, and answers without a token no measure of the others'.
             if record.code in ("stop", "length") and record.output_tokens:
                 self._answers = min(self._answers + 1, OUTPUT_WINDOW)
                 self.mean_output_tokens += (
