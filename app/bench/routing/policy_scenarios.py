@@ -4,8 +4,8 @@
     recorded    arrivals as recorded, in bursts on the ticks of the recording's clock
     spread      the same requests, spread over these ticks
     late        the same with dispatch and event delays
-    unknown     engines without a performance profile, after warm-up, compared with the same with
-    one generated   other workloads, on which nothing was tuned
+    unknown     engines without a performance profile, after warm-up, and the same with one
+    generated   other workloads, on which nothing was tuned
 
 Thresholds compare means over seeds. The comparison with Dynamo's cost uses the best of its
 settings, for each figure separately.

@@ -248,7 +248,7 @@ class PerformanceModel:
             self._measure(record)
         elif isinstance(record, Finished):
             self._begun.pop(record.run_key, None)
-            # Embeddings have no length, and answers without a token no measure of the others'.
+            # Embeddings have no length, and answers without a token are no measure of it.
             if record.code in ("stop", "length") and record.output_tokens:
                 self._answers = min(self._answers + 1, OUTPUT_WINDOW)
                 self.mean_output_tokens += (
