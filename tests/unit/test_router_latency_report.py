@@ -48,7 +48,7 @@ def test_router_that_answers_less_when_more_is_sent_fails() -> None:
 
 def test_router_that_answers_less_when_more_wait_fails() -> None:
     many = ROUTER._replace(answered_per_s=1000)
-    assert failed(FULL._replace(many=many)) == ["with 1024 in flight, to the capacity"]
+    assert failed(FULL._replace(many=many)) == ["one router carries, 1024 in flight"]
 
 
 def test_second_router_is_compared_with_one() -> None:
