@@ -95,8 +95,8 @@ class JobRun:
     async def run(self) -> None:
         """Bring the job to its end.
 
-        Raises OutputSuperseded when another owner has begun; StreamError. The next
-        run continues after any of them.
+        Raises OutputSuperseded when another owner has begun; StreamError. The next run
+        continues after any of them.
         """
         context, job = self._context, self._job
         run = f"{context.rng.getrandbits(64):016x}"

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
-"""Longer than the minute for which clients and proxies keep connections, so that they
+"""Longer than the minute for which clients and proxies keep connections, so that these
 close it: a request on a connection that was just closed is an error for its client."""
 SHUTDOWN_TIMEOUT_S = 5.0
 

@@ -2,7 +2,7 @@
 assignment (`assignment_records.py`).
 
 Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
-that ends between two steps leaves a state in which `app/routing/reconcile.py` finds the rest. No
+that crashes between two steps leaves a state in which `app/routing/reconcile.py` finds the rest. No
 procedure decides whether it is due; the lane's owner does (`owner.py`), and runs at most one at a
 time per request.
 

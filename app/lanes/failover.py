@@ -1,7 +1,7 @@
 """Failover of one request: move it to another worker, or find out whether its run is lost.
 
 Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
-that ends between two steps leaves a state in which `app/routing/reconcile.py` finds the rest.
+that crashes between two steps leaves a state in which `app/routing/reconcile.py` finds the rest.
 The rest of a request is dispatched as any other (`dispatch.py`), which never calls back.
 
 Whether an answer is complete is asked of its last token alone, by the engines' own rule

@@ -39,7 +39,7 @@ MIN_FLEET = 4
 
 TOMBSTONE_AFTER_TIMEOUTS = 3
 """Time-outs after which any router removes the card of a lost worker. The router that declared it
-lost does so at once, unless it ends in between."""
+lost does so at once, unless it crashes in between."""
 
 
 class FailureDetector:

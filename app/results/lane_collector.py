@@ -8,8 +8,8 @@ Exactly once, for readers that read committed:
 - Then it reads the results that are in the log, from before the first request that may have none.
   Requests with a result get no other one.
 - The committed position of the group is the lowest request without a result. It moves after the
-  transaction of the result. Results that a collector wrote between that and its end are found above
-  the position by the next one.
+  transaction of the result. Results that a collector wrote between that and its crash are found
+  above the position by the next one.
 
 Partial replies are in memory only; a new owner reads them again, from before the append of the
 first request without a result. Positions that are found by time have a margin for the clocks of

@@ -2,7 +2,7 @@
 
 `next_action` is level-triggered: it depends on the state, not on the change, so it may be called
 at any time by any router; `next_action_ms` gives the time until which the result stays the same if
-no record arrives. A router that ends in the middle of an action leaves a state in which the same
+no record arrives. A router that crashes in the middle of an action leaves a state in which the same
 action is due for the next owner. Acting twice is harmless by the stream reconstruction rule.
 
     state of the request                                            action

@@ -2,7 +2,7 @@
 
 Replicas with a view of the same topic share the work: a consumer group assigns the partitions, and
 each replica writes snapshots of those that it owns. The group serves only for that; nothing is read
-or committed through it. When a replica ends, the group reassigns its partitions.
+or committed through it. When a replica crashes, the group reassigns its partitions.
 
 Ownership is not a lock. A replica that has not yet noticed a reassignment may write a snapshot
 concurrently with the new owner: both are complete, and either may be the newest one. A snapshot

@@ -17,8 +17,6 @@ from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker
 
-# --- going on with a stream -----------------------------------------------------------------------
-
 
 @scenario_test
 async def test_broken_stream_resumes_where_it_broke_at_any_gateway(world: MemoryWorld) -> None:

@@ -7,8 +7,6 @@ from streams.topics import LEDGER
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import STEP_S, WorkerHarness, visible
 
-# --- who is served ---------------------------------------------------------------------------
-
 
 @scenario_test
 async def test_orders_for_others_and_for_other_epochs_are_ignored(world: MemoryWorld) -> None:

@@ -85,7 +85,7 @@ MUTATIONS: dict[str, Mutation] = {
             "newest-run",
             "load",
             "reconciliation of each run",
-            router.newest_run_speaks,
+            router.only_the_newest_run_counts,
             MaskingRule(
                 "no-barrier",
                 "an attempt has two runs only where two routers decided it, and a "
@@ -97,7 +97,7 @@ MUTATIONS: dict[str, Mutation] = {
             "no-verify",
             "open hanging",
             "looking for runs that are missing",
-            router.nobody_looks_for_missing_runs,
+            router.missing_runs_are_not_detected,
         ),
         Mutation(
             "count-refusals", "causeless", "free worker_full", router.refusals_count_as_failures
@@ -180,7 +180,7 @@ MUTATIONS: dict[str, Mutation] = {
             "last-words",
             "causeless",
             "no records after one's own Lost",
-            worker.last_words_when_lost,
+            worker.records_are_written_when_lost,
         ),
         Mutation(
             "card-first",
@@ -201,12 +201,14 @@ MUTATIONS: dict[str, Mutation] = {
             "zombies",
             "hanging hole",
             "skipping Chunks of lower attempts",
-            edge.zombies_are_believed,
+            edge.lower_attempts_are_accepted,
         ),
         Mutation(
             "own-clock", "causeless", "broker time for deadlines and deaths", worker.own_clock
         ),
-        Mutation("ask-once", "failure", "retrying until a broker answers", worker.ask_once),
+        Mutation(
+            "ask-once", "failure", "retrying until a broker answers", worker.reads_are_not_retried
+        ),
         Mutation(
             "prompts-early",
             "hanging",

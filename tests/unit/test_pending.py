@@ -257,6 +257,7 @@ def test_worker_change_wakes_the_next_request_of_each_of_its_ranks() -> None:
     for key, rank, ms in (("a", 0, 2.0), ("b", 0, 1.0), ("c", 1, 3.0), ("d", 1, 4.0)):
         held.add(key, ord(key), 0, planned(WorkerRank("w1", 1, rank), ms))
     assert list(held.to_wake("w1", 0)) == ["b", "c"]
+    assert list(held.to_wake("w1", 2)) == ["b", "a", "c"]
     assert list(held.to_wake("w1", 3)) == ["b", "a", "c"]
 
 

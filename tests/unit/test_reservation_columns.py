@@ -83,7 +83,9 @@ def test_columns_equal_a_plain_list_of_reservations(
     for worker in ("w0", "w1", "w2"):
         places = [place for place in PLACES if place.worker == worker]
         every = held.in_dispatch_order(None if len(held) <= MAX_WAKEUPS else places)
-        assert held.to_wake(worker) == every[:MAX_WAKEUPS]
+        next_of_each = [held.next_for(place) for place in places]
+        assert held.to_wake(worker)[:MAX_WAKEUPS] == every[:MAX_WAKEUPS]
+        assert {*held.to_wake(worker)} == {*every[:MAX_WAKEUPS], *next_of_each} - {None}
 
 
 def test_rows_and_ranks_of_removed_requests_are_reclaimed() -> None:

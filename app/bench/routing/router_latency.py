@@ -12,8 +12,8 @@ load comes and goes.
 
 The capacity is measured with IN_FLIGHT and with MANY_IN_FLIGHT requests in flight, then
 OVERLOAD_FACTOR times as many requests are sent as it is, and the capacity of two routers is
-measured the same way. The parts of
-the CPU time come from rounds of their own, in which the router is sampled (`cpu_profile.py`).
+measured the same way. The parts of the CPU time come from rounds of their own, in which the router
+is sampled (`cpu_profile.py`).
 """
 
 from __future__ import annotations

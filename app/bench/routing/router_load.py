@@ -160,7 +160,7 @@ class RouterLatencySide:
     async def play_saturated(
         self, requests: Sequence[PreparedRequest], in_flight: int = IN_FLIGHT
     ) -> RouterLatencyRound:
-        """Send requests as fast as they are answered: so many are in flight at any time."""
+        """Send requests as fast as they are answered, with a fixed number in flight."""
         self._free = asyncio.Semaphore(in_flight)
         began = self._begin()
         for request in requests:

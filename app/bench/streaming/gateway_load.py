@@ -170,7 +170,8 @@ class GatewayLoad:
             self._took_ms.setdefault((length, side), []).append(took_ms)
 
     async def loop_delay(self, length: int, seconds: float) -> None:
-        """Run streams during prompts of a length (0: none), and read the loop delay metric."""
+        """Run streams while prompts of a length arrive (0: none), and read the loop delay
+        metric."""
         port, clock = self._ports["gateway"], self._on.clock
         body = _body("hi", int(STEPS_PER_S * (seconds + 2)), stream=True)
         stream = http_request("/v1/chat/completions", body)

@@ -1,7 +1,8 @@
 """OpenAPI description of the HTTP API: bodies, parameters, responses and errors.
 
-FastAPI describes the routes and pydantic the bodies; added is the rest: handlers read
-their parameters by themselves, and validators take more types than the annotations have.
+FastAPI describes the routes and pydantic the bodies; added are the parts that neither covers:
+handlers read their parameters by themselves, and validators take more types than the annotations
+have.
 """
 
 from __future__ import annotations

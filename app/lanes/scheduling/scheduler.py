@@ -151,7 +151,8 @@ class Scheduler:
         """By request that is queued for a place."""
         self._looking: dict[RequestKey, _Looking] = {}
         self._wakeups_left = MAX_WAKEUPS
-        """Requests that records may still wake in this turn of the event loop."""
+        """Requests that records may still wake in this turn of the event loop, besides the next one
+        of each place."""
         self._planning = 0
         """Calls of `schedule` under way."""
         self._is_idle = asyncio.Event()

@@ -79,7 +79,7 @@ class _Line:
     """The queue of one model. Virtual times of its classes: prompt tokens served, divided by
     weight.
 
-    `served`: the share of the class that went last before this. Kept while requests wait.
+    `served`: the virtual time of the class that went last, before that. Kept while requests wait.
     """
 
     given: dict[str, float] = field(default_factory=dict)

@@ -41,8 +41,8 @@ AGING_RATE = 0.05
 """A request that has waited for a second goes before one that is 50 ms shorter."""
 
 MAX_WAKEUPS = 16
-"""Most requests that retry after one record, and in a router after all records of one turn of its
-event loop, but for the next request of each place: planning them takes a few milliseconds."""
+"""Requests that retry after one record, and in a router after all records of one turn of its event
+loop, besides the next request of each place: planning them takes a few milliseconds."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -168,11 +168,10 @@ class PendingRequests(Generic[K]):
         if len(self._entries) <= most:
             return self.in_dispatch_order()
         places = self._by_worker.get(worker, {})
-        if len(places) >= most:
-            return [key for place in places if (key := self.next_for(place)) is not None]
         lines = (line for place in places.values() for line in place.values())
         first = [key for line in lines for _, _, key in line[:most]]
-        return list(islice(self._in_turn(first), most))
+        next_of_each = [key for place in places if (key := self.next_for(place)) is not None]
+        return list(dict.fromkeys([*islice(self._in_turn(first), most), *next_of_each]))
 
     def add(
         self, key: K, arrival: int, since_ms: float, planned: Reservation, strict_priority: int = 0,

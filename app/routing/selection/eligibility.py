@@ -1,7 +1,7 @@
 """Eligibility: the hard rules on which workers may take a request, checked before any cost.
 
-A `CandidatePool` is common to all requests for one model: the places that live, serve it
-and sent a heartbeat lately. It is made when the fleet changes, which is seldom, and used for many
+A `CandidatePool` has the places for all requests for one model: those that are live, serve it and
+sent a heartbeat lately. It is made when the fleet changes, which is seldom, and used for many
 requests. The constraints of the request itself, mostly none, are checked each time.
 """
 

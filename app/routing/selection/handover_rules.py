@@ -7,8 +7,8 @@ prefill, or beside it where its engine has a bootstrap endpoint. Without prefill
 hand-over does not pay, one worker gets all of it: phase `aggregated`.
 
 A hand-over belongs to one attempt and is used once. Every failure of it (an expired lease, a full
-decode worker, the end of a router between the phases) begins the next attempt. Its prefill
-finds the prompt in the cache of the worker that has computed it, so it costs little.
+decode worker, a router that crashes between the phases) begins the next attempt. Its prefill finds
+the prompt in the cache of the worker that has computed it, so it costs little.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _apply_run(
     else:
         loads.remove(record.id, run_id, run)
     if isinstance(record, Assigned):  # more exact than a Started that may have overtaken it
-        booked = record.policy != "direct"  # the simulation counts their load
+        booked = record.policy != "direct"  # there the caller counts the load
         run.tokens = (record.prompt_tokens + record.base_tokens) * booked
         run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
         run.lora_name, run.service_class = record.lora_name, record.service_class

@@ -125,7 +125,7 @@ def joining_views_skip_records() -> Iterator[Replacement]:
     yield tail_reader.TailReader, "_positions", positions
 
 
-def zombies_are_believed() -> Iterator[Replacement]:
+def lower_attempts_are_accepted() -> Iterator[Replacement]:
     original = transcript.Transcript.apply
 
     def feed(self: Any, record: Any) -> Any:

@@ -41,7 +41,7 @@ def only_on_change() -> Iterator[Replacement]:
         yield owner.LaneOwner, name, check
 
 
-def newest_run_speaks() -> Iterator[Replacement]:
+def only_the_newest_run_counts() -> Iterator[Replacement]:
     def speaking(
         state: request_state.RequestState,
     ) -> list[tuple[request_state.RunId, request_state.RunStatus]]:
@@ -56,7 +56,7 @@ def newest_run_speaks() -> Iterator[Replacement]:
     yield request_state.RequestState, "is_finished", property(over)
 
 
-def nobody_looks_for_missing_runs() -> Iterator[Replacement]:
+def missing_runs_are_not_detected() -> Iterator[Replacement]:
     def looks_missing(*_: Any) -> bool:
         return False
 

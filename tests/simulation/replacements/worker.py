@@ -51,7 +51,7 @@ def go_on_after_a_lost_chunk() -> Iterator[Replacement]:
     yield chunk_writer.ChunkWriter, "_on_end", on_any_end
 
 
-def last_words_when_lost() -> Iterator[Replacement]:
+def records_are_written_when_lost() -> Iterator[Replacement]:
     def drop(self: Any) -> None:
         for run in self._open.values():
             run.context.cancel()
@@ -92,7 +92,7 @@ def own_clock() -> Iterator[Replacement]:
     yield BrokerClock, "now_ms", now_ms
 
 
-def ask_once() -> Iterator[Replacement]:
+def reads_are_not_retried() -> Iterator[Replacement]:
     async def send(_: Any, question: Any, *__: Any, **___: Any) -> Any:
         return await question()
 
