@@ -13,7 +13,6 @@ from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
-
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "demo", "prompt": "hi"}
 
