@@ -22,6 +22,7 @@ def result(
                 second,
                 {"router-1": int((100 + mb_per_s * steady_s) * MB), "worker-1": 90 * MB},
                 {"router-1": cpu_s, "worker-1": 0.0},
+                0.003,
             )
         )
         answers.append(SoakAnswer(second, 0.1 * (slowdown if late else 1.0), verdict))

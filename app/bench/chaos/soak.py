@@ -3,13 +3,15 @@
 The deployment of the fault benchmark, with its load and its check of every text. The first quarter
 of the time is warm-up: caches fill, kernels are loaded, memory allocators reach their size. The
 other three quarters are compared with each other: memory of every process, CPU time of a request,
-time to first text. Memory may grow by the state kept for each request until the windows of an hour
+time to first text. The CPU time of a fixed piece of work, once a second, shows how much of a change
+is the machine's. Memory may grow by the state kept for each request until the windows of an hour
 (request ids, streams that can be resumed) are full: a few KiB.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -25,6 +27,8 @@ from app.settings import Settings
 PARTS = 4
 """The time is divided into so many parts; the first one is warm-up."""
 SAMPLE_INTERVAL_S = 1.0
+FIXED_WORK_STEPS = 100_000
+"""Additions in Python, a few milliseconds."""
 ENGINE_SETTINGS = {"engine_speedup": 1.0}
 RATE, TOKENS, WORKERS = 5.0, 30, 2
 GROWTH_LIMIT_KIB, CPU_LIMIT_FACTOR, TTFT_LIMIT_FACTOR = 4.0, 1.1, 1.25
@@ -41,11 +45,15 @@ QUICK, FULL = SoakScale(120.0), SoakScale(20 * 60.0)
 
 
 class ProcessSample(NamedTuple):
-    """Memory in bytes and CPU time in seconds of a process, by its name, at a time."""
+    """Memory in bytes and CPU time in seconds of a process, by its name, at a time.
+
+    `fixed_work_s`: the CPU time of a fixed piece of work then.
+    """
 
     at: float
     rss_bytes: Mapping[str, int]
     cpu_s: Mapping[str, float]
+    fixed_work_s: float
 
 
 class SoakAnswer(NamedTuple):
@@ -104,7 +112,16 @@ async def _run(
 
 def _sample(processes: ProcessGroup, at: float) -> ProcessSample:
     cpu_s = {name: process.cpu_s for name, process in processes.processes.items()}
-    return ProcessSample(at, processes.rss_bytes(), cpu_s)
+    return ProcessSample(at, processes.rss_bytes(), cpu_s, _fixed_work_s())
+
+
+def _fixed_work_s() -> float:
+    """The CPU time of the same work each time."""
+    began = time.thread_time()
+    total = 0
+    for number in range(FIXED_WORK_STEPS):
+        total += number
+    return time.thread_time() - began
 
 
 def _take_answers(deployment: ChaosDeployment, began: float) -> list[SoakAnswer]:
@@ -152,27 +169,41 @@ def _correctness(result: SoakResult) -> list[Threshold]:
 
 
 class SoakPart(NamedTuple):
-    """A part of the time. `rss_bytes`: the median of each process; `cpu_ms`: of a request."""
+    """A part of the time. `rss_bytes`: the median of each process; `cpu_ms_by_process`: of a
+    request; `fixed_work_ms`: the median.
+    """
 
     answers: Sequence[SoakAnswer]
     rss_bytes: Mapping[str, float]
-    cpu_ms: float
+    cpu_ms_by_process: Mapping[str, float]
+    fixed_work_ms: float
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU time of a request, of all processes."""
+        return sum(self.cpu_ms_by_process.values())
 
     def ttft_ms(self, share: float) -> float:
         """A percentile of the time to first text."""
         return 1000 * percentile([answer.ttft_s for answer in self.answers], share)
 
     def row(self, number: int) -> dict[str, Any]:
-        kinds: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for name, rss_bytes in self.rss_bytes.items():
             kind = name.partition("-")[0]
-            kinds[kind] = max(kinds.get(kind, 0.0), rss_bytes / MB)
+            largest[kind] = max(largest.get(kind, 0.0), rss_bytes / MB)
+        cpu_ms: dict[str, float] = {}
+        for name, used_ms in self.cpu_ms_by_process.items():
+            kind = name.partition("-")[0]
+            cpu_ms[kind] = cpu_ms.get(kind, 0.0) + used_ms
         return {
             "part": number,
             "requests": len(self.answers),
             "first text ms": {"p50": self.ttft_ms(0.5), "p99": self.ttft_ms(0.99)},
             "CPU ms a request": self.cpu_ms,
-            "MB": ", ".join(f"{kind} {mb:.1f}" for kind, mb in kinds.items()),
+            "of these": ", ".join(f"{kind} {used_ms:.2f}" for kind, used_ms in cpu_ms.items()),
+            "fixed work ms": self.fixed_work_ms,
+            "MB": ", ".join(f"{kind} {mb:.1f}" for kind, mb in largest.items()),
         }
 
 
@@ -180,10 +211,14 @@ def _part(result: SoakResult, number: int) -> SoakPart:
     start, end = (result.seconds * n / PARTS for n in (number, number + 1))
     answers = [answer for answer in result.answers if start <= answer.at < end]
     samples = [sample for sample in result.samples if start <= sample.at < end]
-    names = samples[-1].rss_bytes
-    used_s = sum(samples[-1].cpu_s[name] - samples[0].cpu_s.get(name, 0.0) for name in names)
+    first, last = samples[0], samples[-1]
+    names = last.rss_bytes
     return SoakPart(
         answers,
         {name: median(sample.rss_bytes.get(name, 0) for sample in samples) for name in names},
-        1000 * used_s / max(1, len(answers)),
+        {
+            name: 1000 * (last.cpu_s[name] - first.cpu_s.get(name, 0.0)) / max(1, len(answers))
+            for name in names
+        },
+        1000 * median(sample.fixed_work_s for sample in samples),
     )
