@@ -1,8 +1,9 @@
 """Timeline of a request, with the reasons of its routing decisions, from the log alone.
 
 Reads the lane of the request: `ledger` (decisions and runs), `requests` (the request, while it is
-retained) and `responses` (the stream). Needs no process but the broker. Decides nothing, stores
-nothing, and never prints the text of a prompt or an answer.
+retained) and `responses` (the stream); without a request there, also `prompts` and `batch`. Needs
+no process but the broker. Decides nothing, stores nothing, and never prints the text of a prompt or
+an answer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from app.audit.cost_terms import DecisionReasons, reasons_for
 from app.audit.time_range import MAX_LIFETIME_MS
+from app.audit.unknown_ids import find_prompt
 from streams.clock import Clock
 from streams.ids import issued_ms
 from streams.ports import Log, Partition
@@ -40,6 +42,8 @@ _PRIVATE = frozenset({
     "prompt_embeds", "prefill_result", "handoff", "cache_salt", "mm_routing_info", "body", "data",
 })  # fmt: skip
 """Fields that may hold text of a prompt or an answer, or megabytes."""
+PROMPT_STEP = "Prompt"
+"""The name of the step of a prompt in `prompts` or `batch`, which is not decoded."""
 _PLACE = frozenset({"id", "t"})
 _ENDS = frozenset({"Finished", "Ended"})
 """Ledger records that are written after the last chunk."""
@@ -112,7 +116,13 @@ async def explain_request(
     for fact in found[RESPONSES]:
         readers.take(fact)
     readers.close()
+    prompts = []
+    if not requests and (prompt := await find_prompt(log, clock, request_id, progress)):
+        source, record = prompt
+        size = {"bytes": len(record.value or b"")}
+        prompts = [TimelineStep(record.timestamp, source, record.offset, PROMPT_STEP, size)]
     steps = _in_order(
+        prompts,
         [_step(Partition(REQUESTS, lane), fact) for fact in requests],
         _decided(Partition(LEDGER, lane), ledger, requests),
         readers.steps,

@@ -1,49 +1,77 @@
 """Existence of records under a request id, within the retention of the log.
 
-Reads `prompts`, and the lane of the id in `requests` and `ledger`. Compares keys only.
+Reads `prompts` and `batch`, and the lane of the id in `requests` and `ledger`. Compares keys only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 from app.audit.time_range import format_time
 from streams.clock import Clock
 from streams.errors import AccessDenied, BrokerUnavailable, PositionLost
 from streams.ids import issued_ms
-from streams.ports import Log, Partition
-from streams.reading.range_reader import read_range
+from streams.ports import Log, Partition, Record
+from streams.reading.range_reader import Progress, read_range
 from streams.responses.reply_reader import CLOCK_MARGIN_MS
 from streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
 
 _HOUR_MS = 3_600_000
 
 
+class FoundRecord(NamedTuple):
+    """A record, and its partition."""
+
+    source: Partition
+    record: Record
+
+
 async def is_published(log: Log, clock: Clock, request_id: str, within_s: float) -> bool | None:
     """Whether a record has the id as its key; None if that could not be read in time."""
-    key = request_id.encode()
     try:
-        starts, ends = await _stretches(log, request_id)
-        reading = read_range(log, clock, starts, ends, timeout_s=within_s)
-        async with aclosing(reading) as pieces:
-            async for piece in pieces:
-                if any(record.key == key for record in piece.records):
-                    return True
+        lane = [lane_of(request_id, await log.partitions(LEDGER))]
+        topics = {**await _prompt_partitions(log), REQUESTS: lane, LEDGER: lane}
+        found = await _first_record(log, clock, request_id, topics, timeout_s=within_s)
     except (BrokerUnavailable, AccessDenied, PositionLost, TimeoutError):
         return None
-    return False
+    return found is not None
 
 
-async def _stretches(
-    log: Log, request_id: str
-) -> tuple[dict[Partition, int], dict[Partition, int]]:
-    starts, ends = {}, {}
+async def find_prompt(
+    log: Log, clock: Clock, request_id: str, progress: Progress
+) -> FoundRecord | None:
+    """The prompt of an id in `prompts` or `batch`; None also without the right to read them.
+
+    Raises BrokerUnavailable, PositionLost.
+    """
+    try:
+        topics = await _prompt_partitions(log)
+        return await _first_record(log, clock, request_id, topics, progress=progress)
+    except AccessDenied:
+        return None
+
+
+async def _prompt_partitions(log: Log) -> dict[str, Sequence[int]]:
+    """Partitioners differ, so a prompt may be in any partition."""
+    return {topic: range(await log.partitions(topic)) for topic in (PROMPTS, BATCH)}
+
+
+async def _first_record(
+    log: Log,
+    clock: Clock,
+    request_id: str,
+    topics: Mapping[str, Sequence[int]],
+    *,
+    timeout_s: float | None = None,
+    progress: Progress = lambda _done, _total: None,
+) -> FoundRecord | None:
+    """The first record with the id as its key, since the time in the id, if it has one."""
+    starts, ends, key = {}, {}, request_id.encode()
     drawn_ms = issued_ms(request_id)
-    lane = lane_of(request_id, await log.partitions(LEDGER))
-    # Partitioners differ, so a prompt may be in any partition.
-    every = {of: list(range(await log.partitions(of))) for of in (PROMPTS, BATCH)}
-    every |= {REQUESTS: [lane], LEDGER: [lane]}
-    for topic, partitions in every.items():
+    for topic, numbers in topics.items():
+        partitions = list(numbers)
         oldest = await log.start_offsets(topic, partitions)
         newest = await log.end_offsets(topic, partitions)
         for partition in partitions:
@@ -53,7 +81,15 @@ async def _stretches(
                 start = max(start, await log.offset_at(topic, partition, since_ms))
             ends[Partition(topic, partition)] = newest[partition]
             starts[Partition(topic, partition)] = min(start, newest[partition])
-    return starts, ends
+    reading = read_range(
+        log, clock, starts, ends, timeout_s=timeout_s, progress=progress, keys={key}
+    )
+    async with aclosing(reading) as pieces:
+        async for piece in pieces:
+            for record in piece.records:
+                if record.key == key:
+                    return FoundRecord(piece.source, record)
+    return None
 
 
 def explain_unknown(request_id: str, now_ms: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -11,10 +11,10 @@ from rich.table import Table
 
 from app.audit.cost_terms import DecisionReasons
 from app.audit.time_range import format_time
-from app.audit.timeline import ExplainedDecision, RequestTimeline, TimelineStep
+from app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
 from app.audit.unknown_ids import explain_unknown
 from app.commands.console import escape_text, format_value, plain_table
-from streams.records import Assigned, Cancel, Refused
+from streams.records import Assigned, Cancel, Ended, Refused
 from streams.request import Request
 from streams.topics import REQUESTS, TOPICS_BY_NAME
 
@@ -22,6 +22,15 @@ _SHOWN_ELSEWHERE = frozenset({
     "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",
     "ttft_ms_predicted",
 })  # fmt: skip
+_DECIDED = frozenset({Assigned.__name__, Ended.__name__})
+_QUEUED = (
+    "no worker had capacity for it yet (`kvlane_worker_requests_running`, "
+    "`kvlane_router_queued_requests`)"
+)
+_UNREAD = (
+    "its prompt waits: preprocessors pass on no more prompts than routers have room for "
+    "(`kvlane_backlog_records`)"
+)
 _HOUR_MS = 3_600_000
 
 
@@ -42,8 +51,12 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
         f"{format_time(began_ms)} UTC"
         f"{about}{f' for {escape_text(model)}' if model else ''}"
     )
+    names = {step.name for step in timeline.steps}
     if request is None:
-        console.print(_without_request({step.name for step in timeline.steps}), style="yellow")
+        console.print(_without_request(names), style="yellow")
+    elif not timeline.ending and names.isdisjoint(_DECIDED):
+        waited_s = max(0.0, (timeline.now_ms - began_ms) / 1000)
+        console.print(f"in the queue of its router for {waited_s:.1f} s: {_QUEUED}", style="yellow")
     if decisions := [step.decision for step in timeline.steps if step.decision is not None]:
         console.print()
         console.print(_summary(decisions))
@@ -54,8 +67,10 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     return True
 
 
-def _without_request(steps: Container[str]) -> str:
+def _without_request(steps: AbstractSet[str]) -> str:
     """Why the request itself is missing from a timeline."""
+    if PROMPT_STEP in steps and steps <= {PROMPT_STEP, Cancel.__name__}:
+        return _UNREAD
     if Refused.__name__ in steps:
         return "its prompt was rejected before a router got it"
     if Cancel.__name__ in steps and Assigned.__name__ not in steps:

@@ -1,4 +1,4 @@
-"""What the log tells afterwards: folds built again, and the story of a request."""
+"""The audit of the log: views built again, and the timeline of a request."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from streams.records import (
     Cancel,
     Candidate,
     Chunk,
+    End,
     Ended,
     EngineConfig,
     Fence,
@@ -38,14 +39,24 @@ from streams.records import (
     WorkerCard,
 )
 from streams.request import Request
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of, partition_of
+from streams.topics import (
+    BATCH,
+    KV_EVENTS,
+    LEDGER,
+    PROMPTS,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    lane_of,
+    partition_of,
+)
 from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 VIEWS: tuple[tuple[ViewName, str], ...] = (
-    ("load", "_load"), ("fleet", "_fleet"), ("index", "_index"),
+    ("load", "_ledger"), ("fleet", "_fleet"), ("index", "_index"),
 )  # fmt: skip
 
 
@@ -322,6 +333,29 @@ def test_refusal_or_cancel_without_a_request_is_explained(
     shown = kvlane("explain", "job-20").stdout
     assert words in shown
     assert "no longer retained (1 h)" not in shown
+
+
+@pytest.mark.parametrize("topic", [PROMPTS, BATCH])
+def test_prompt_that_no_preprocessor_has_passed_on_is_explained(
+    memory: MemoryBroker, topic: str
+) -> None:
+    memory.append(topic, 1, [Entry(b"other", b"{}"), Entry(b"job-21", b'{"prompt": "sesame"}')])
+    shown = kvlane("explain", "job-21")
+    assert shown.exit_code == 0, shown.output
+    assert "its prompt waits" in shown.stdout
+    assert "kvlane_backlog_records" in shown.stdout
+    assert f"{topic}/1:1" in shown.stdout
+    assert "sesame" not in shown.stdout
+
+
+def test_request_without_a_decision_is_in_the_queue(memory: MemoryBroker) -> None:
+    request = Request(id="job-22", token_ids=b"1234")
+    memory.append(REQUESTS, lane_of("job-22", 4), [encode(request, "job-22")])
+    shown = kvlane("explain", "job-22").stdout
+    assert "in the queue of its router for" in shown
+    ended = End(id="job-22", code="queue_full")
+    memory.append(RESPONSES, lane_of("job-22", 4), [encode(ended, "job-22")])
+    assert "in the queue" not in kvlane("explain", "job-22").stdout
 
 
 def test_unknown_id_error_lists_possible_reasons(memory: MemoryBroker) -> None:
