@@ -85,7 +85,7 @@ class Router(ObservedProcess):
         self._broker_clock = BrokerClock(ctx.clock)
         self._owners: dict[int, LaneOwner] = {}
         self._fleet = Fleet()
-        self._load = LedgerState(int(settings.dedup_window_s * 1000))
+        self._ledger = LedgerState(int(settings.dedup_window_s * 1000))
         self._index = KvIndexView(settings.block_key_secret())
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
         self._drift = DriftTracker()
@@ -101,8 +101,8 @@ class Router(ObservedProcess):
         compile_all()
         ctx, clock = self._ctx, self._ctx.clock
         tail = TailReader(self._log, clock)
-        load_follower = Follower(
-            self._log, self._load, [LEDGER], clock, broker_clock=self._broker_clock,
+        ledger_follower = Follower(
+            self._log, self._ledger, [LEDGER], clock, broker_clock=self._broker_clock,
             start=self._ledger_start, on_applied=self._ledger_applied, tail=tail,
         )  # fmt: skip
         fleet_follower = Follower(
@@ -121,8 +121,8 @@ class Router(ObservedProcess):
             broker_clock=self._broker_clock,
             publisher=RecordPublisher(self._log, clock, self._broker_clock),
             scanner=SharedScanner(self._log),
-            ledger=self._load,
-            ledger_follower=load_follower,
+            ledger=self._ledger,
+            ledger_follower=ledger_follower,
             fleet=self._fleet,
             fleet_follower=fleet_follower,
             kv_index=self._index,
@@ -136,7 +136,7 @@ class Router(ObservedProcess):
         followers = {
             view.name: follower
             for view, follower in (
-                (self._load, load_follower),
+                (self._ledger, ledger_follower),
                 (self._fleet, fleet_follower),
                 (self._index, index_follower),
             )
@@ -149,10 +149,10 @@ class Router(ObservedProcess):
         await self._context.publisher.publish(KV_EVENTS, self._name, Probe(by=self._name))
         ctx.spawn("tail", tail.run())
         ctx.spawn("fleet", fleet_follower.run())  # first, so that no heartbeat waits for others
-        ctx.spawn("load", load_follower.run())
+        ctx.spawn("load", ledger_follower.run())
         ctx.spawn("index", index_follower.run())
         ctx.spawn("scanner", self._context.scanner.run())
-        await load_follower.wait_caught_up()
+        await ledger_follower.wait_caught_up()
         await fleet_follower.wait_caught_up()
         await index_follower.wait_caught_up()
         ctx.spawn("failure detector", self._failure_detector.run())

@@ -140,19 +140,19 @@ class RouterContext:
     response_end_offsets: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
-    _undelivered: ActiveLoad = field(default_factory=ActiveLoad)
-    _undelivered_batch: BatchRuns = field(default_factory=BatchRuns)
-    _ends: EndOffsets = field(init=False)
+    _unconfirmed: ActiveLoad = field(default_factory=ActiveLoad)
+    _unconfirmed_batch: BatchRuns = field(default_factory=BatchRuns)
+    _end_offsets: EndOffsets = field(init=False)
     _herd_avoidance: HerdAvoidance = field(init=False)
 
     def __post_init__(self) -> None:
         self._herd_avoidance = HerdAvoidance(self.name)
-        self._ends = EndOffsets(self.log, self.ctx)
+        self._end_offsets = EndOffsets(self.log, self.ctx)
         self.scheduler = Scheduler(
-            self.fleet, self.ledger, self.kv_index, self._undelivered,
+            self.fleet, self.ledger, self.kv_index, self._unconfirmed,
             routing_config(self.settings),
             self.broker_clock, self.worker_timeout_ms, _interactive_bound(self.settings),
-            own_batch=self._undelivered_batch,
+            unconfirmed_batch=self._unconfirmed_batch,
             herd_avoidance=self._herd_avoidance, counts_output=self.settings.track_output_blocks,
             absence_ms=1000 * self.settings.no_worker_timeout_s,
             queue_order=self.settings.queue_order,
@@ -160,7 +160,7 @@ class RouterContext:
             handover_rules=_handover_rules(self.settings),
         )  # fmt: skip
         self.batch_scheduler = BatchScheduler(
-            self.scheduler, self.fleet, self.ledger, self._undelivered_batch,
+            self.scheduler, self.fleet, self.ledger, self._unconfirmed_batch,
             BatchBounds(
                 max_slowdown=self.settings.batch_max_slowdown,
                 max_blocked_share=self.settings.batch_max_blocked_share,
@@ -179,7 +179,7 @@ class RouterContext:
         return self.batch_scheduler if service_class == "batch" else self.scheduler
 
     @contextmanager
-    def count_in_flight(self, run: RunId, request: Request, choice: Placement) -> Iterator[None]:
+    def count_unconfirmed(self, run: RunId, request: Request, choice: Placement) -> Iterator[None]:
         """Count the load of a decision until it is read back, or given up."""
         began_s = self.ctx.clock.now()
         place, load = choice.worker_rank, choice.load
@@ -187,22 +187,22 @@ class RouterContext:
         key = BatchRunKey(request.id, run.attempt, run.worker, run.epoch)
         is_batch = request.service_class == "batch"
         if is_batch:
-            self._undelivered_batch.put(place, key, batch_run(request.id, choice))
+            self._unconfirmed_batch.put(place, key, batch_run(request.id, choice))
         else:
-            self._undelivered.add(place, load, adapter)
+            self._unconfirmed.add(place, load, adapter)
         self.scheduler.worker_capacity.on_assigned(run.worker, run.epoch)
         try:
             yield
             self._herd_avoidance.observe_lag(1000 * (self.ctx.clock.now() - began_s))
         finally:
             if is_batch:
-                self._undelivered_batch.discard(key)
+                self._unconfirmed_batch.discard(key)
             else:
-                self._undelivered.remove(place, load, adapter)
+                self._unconfirmed.remove(place, load, adapter)
 
     async def end_offset(self, source: Partition) -> int:
         """The next offset of a partition, as of now or later; asks until the broker answers."""
-        return await self._ends.fetch(source)
+        return await self._end_offsets.fetch(source)
 
     async def wait_for_ledger(self, source: Partition, offset: int) -> None:
         """Wait until this ledger is applied up to `offset`, exclusive. Raises ViewStopped."""

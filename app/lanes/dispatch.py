@@ -69,12 +69,12 @@ class Dispatcher:
     def __init__(
         self,
         context: RouterContext,
-        endings: RequestTermination,
+        termination: RequestTermination,
         lane: int,
         waits: CancellableWaits,
     ) -> None:
         self._context = context
-        self._ends = endings
+        self._termination = termination
         self._lane = lane
         self._ledger = Partition(LEDGER, lane)
         self._waits = waits
@@ -102,7 +102,7 @@ class Dispatcher:
                     async with asyncio.timeout(LOG_LOOKUP_TIMEOUT_S):
                         request = await s.scanner.fetch_request(deferred.origin)
             if request is None:
-                await self._ends.end(deferred.id, "deadline", REJECTION_REASONS["deadline"])
+                await self._termination.end(deferred.id, "deadline", REJECTION_REASONS["deadline"])
                 return
             if not has_room:
                 raise RenewalDue(request)
@@ -114,7 +114,7 @@ class Dispatcher:
             )  # fmt: skip
         except (PositionLost, TimeoutError) as e:
             why = str(e) or "the log could not be read in time"
-            await self._ends.end(deferred.id, "lost", f"cannot be read again: {why}")
+            await self._termination.end(deferred.id, "lost", f"cannot be read again: {why}")
         finally:
             waiting.release(key)
 
@@ -145,7 +145,7 @@ class Dispatcher:
         else:
             await self._dispatch_if_due(rest, choice, began_at)
 
-    async def _hold_decode_of(
+    async def _find_decode_place(
         self, rest: RemainingWork, choice: Placement
     ) -> Placement | Rejection | DeferredRequest:
         """The place of the decode of a dry run whose prefill would go to this place."""
@@ -206,7 +206,7 @@ class Dispatcher:
 
     async def _reject(self, request_id: str, why: Rejection) -> None:
         again_s = RETRY_AFTER_BY_CODE.get(why.code)
-        await self._ends.end(request_id, why.code, why.message, retry_after_s=again_s)
+        await self._termination.end(request_id, why.code, why.message, retry_after_s=again_s)
 
     async def _dispatch_if_due(
         self,
@@ -244,7 +244,7 @@ class Dispatcher:
         """Answer a dry run. It counts in no load, no session and no cache."""
         s, request = self._context, rest.request
         s.metrics.on_dry_run(PromptHashes(request), choice)
-        decode = await self._hold_decode_of(rest, choice)
+        decode = await self._find_decode_place(rest, choice)
         if isinstance(decode, Rejection):
             await self._reject(request.id, decode)
             return
@@ -259,10 +259,10 @@ class Dispatcher:
             placed = replace(placed, prefill_worker_id=worker, prefill_dp_rank=rank)
         usage = Usage(prompt_tokens=rest.prompt_tokens, cached_tokens=choice.cached_tokens)
         try:
-            await self._ends.end(request.id, "stop", usage=usage, placed=placed)
+            await self._termination.end(request.id, "stop", usage=usage, placed=placed)
         except RecordTooLarge:
             message = "the tokens do not fit into one record"
-            await self._ends.end(request.id, "too_large", message)
+            await self._termination.end(request.id, "too_large", message)
 
     async def _dispatch(
         self, rest: RemainingWork, choice: Placement, handover_until_ms: int
@@ -289,14 +289,14 @@ class Dispatcher:
         slot = s.assignments_partition(run.worker).partition
         s.scheduler.on_dispatched(request, run.phase)
         try:
-            with s.count_in_flight(run, request, choice):
+            with s.count_unconfirmed(run, request, choice):
                 decision, _ = await s.publisher.publish_together(
                     OutgoingRecord(LEDGER, self._lane, request.id, assigned),
                     OutgoingRecord(ASSIGNMENTS, slot, run.worker, assignment),
                 )
                 await s.wait_for_ledger(self._ledger, decision.offset + 1)
         except RecordTooLarge:
-            await self._ends.end(
+            await self._termination.end(
                 request.id, "too_large", "the request does not fit into one record"
             )
 

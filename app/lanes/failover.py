@@ -31,7 +31,10 @@ from streams.topics import LEDGER, RESPONSES
 
 
 class RequestHistory(NamedTuple):
-    """The state in the log of a request that is moved; no request when none is needed."""
+    """The visible part of an answer, and its request, to continue it with.
+
+    No request if the answer is over, or too many workers have failed.
+    """
 
     emitted: Transcript
     request: Request | None
@@ -46,14 +49,14 @@ class Failover:
     def __init__(
         self,
         context: RouterContext,
-        endings: RequestTermination,
+        termination: RequestTermination,
         lane: int,
         dispatcher: Dispatcher,
         waits: CancellableWaits,
     ) -> None:
         self.fenced: dict[str, int] = {}
         self._context = context
-        self._ends = endings
+        self._termination = termination
         self._lane = lane
         self._dispatcher = dispatcher
         self._waits = waits
@@ -66,7 +69,7 @@ class Failover:
         rest. It stops where it finds the attempt begun or the request ended.
         """
         s, attempt = self._context, action.attempt
-        old_runs = self._ends.active_runs(request_id)
+        old_runs = self._termination.active_runs(request_id)
         if action.reason != "resume":
             intent = Fencing(id=request_id, attempt=attempt, reason=action.reason)
             await s.publisher.publish(LEDGER, request_id, intent, self._lane)
@@ -76,13 +79,13 @@ class Failover:
         fenced = await s.publisher.publish(RESPONSES, request_id, fence, self._lane)
         self.fenced[request_id] = attempt
         try:
-            await self._ends.catch_up_with_ledger()
+            await self._termination.catch_up_with_ledger()
             state = s.ledger.request(self._lane, request_id)
             if state is None or state.origin is None or state.ended:
                 return
             if state.attempt > attempt or state.runs:
                 return
-            await self._ends.cancel_runs(request_id, old_runs, action.reason)
+            await self._termination.cancel_runs(request_id, old_runs, action.reason)
             await self._resume_after_fence(request_id, attempt, state, fenced.offset + 1)
         finally:
             self.fenced.pop(request_id, None)
@@ -97,7 +100,7 @@ class Failover:
                     found = await self._look_up(request_id, attempt, state, stop)
         except (PositionLost, TimeoutError) as e:
             why = str(e) or "the log could not be read in time"
-            await self._ends.end(request_id, "lost", f"cannot continue: {why}")
+            await self._termination.end(request_id, "lost", f"cannot continue: {why}")
         else:
             await self._continue(request_id, attempt, state, found)
 
@@ -125,10 +128,12 @@ class Failover:
         """Assign the rest of the request to a worker, or end it if that is impossible."""
         shown, request = found
         if shown.is_over:
-            await self._ends.write_terminal(request_id, "seen")
+            await self._termination.write_terminal(request_id, "seen")
             return
         if request is None:
-            await self._ends.end(request_id, "attempts", f"failed on {state.failures} workers")
+            await self._termination.end(
+                request_id, "attempts", f"failed on {state.failures} workers"
+            )
             return
         assert state.origin is not None
         rest = RemainingWork(
@@ -137,9 +142,9 @@ class Failover:
         )  # fmt: skip
         if code := finish_reason_of(request, shown.tokens):
             usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.emitted))
-            await self._ends.end(request_id, code, usage=usage)
+            await self._termination.end(request_id, code, usage=usage)
         elif why := migration_blocker(request, shown):
-            await self._ends.end(request_id, "lost", f"cannot continue: {why}")
+            await self._termination.end(request_id, "lost", f"cannot continue: {why}")
         else:
             await self._dispatcher.assign(rest)
 
@@ -164,7 +169,7 @@ class Failover:
                     break
             with self._waits.begin(request_id):
                 await s.heartbeat_read.wait(timeout_s=1.0)
-        await self._ends.catch_up_with_ledger()
+        await self._termination.catch_up_with_ledger()
         state = self._open_request(request_id, run)
         if state is not None:
             run_state = state.runs[run].state

@@ -124,7 +124,10 @@ class HandOvers:
         self._end_wait(done.id)
 
     def usable(self, request_id: str, attempt: int) -> HandOver | None:
-        """The hand-over of an attempt, if its decode may begin."""
+        """The hand-over of an attempt, unless its prefill has not ended or it was given up.
+
+        On the bootstrap path the end is not awaited. The time limit is checked at dispatch.
+        """
         known = self._open.get(request_id)
         is_usable = known is not None and known.rest.attempt == attempt and known.until_ms
         return known if is_usable else None

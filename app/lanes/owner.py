@@ -65,13 +65,13 @@ class LaneOwner:
         self.serving = False
         self._context = context
         self._lane = claim.partition
-        self._ends = RequestTermination(context, claim.partition)
+        self._termination = RequestTermination(context, claim.partition)
         self._waits = waits = CancellableWaits(self._has_cancel)
-        self._dispatcher = Dispatcher(context, self._ends, self._lane, waits)
-        self._failover = Failover(context, self._ends, self._lane, self._dispatcher, waits)
+        self._dispatcher = Dispatcher(context, self._termination, self._lane, waits)
+        self._failover = Failover(context, self._termination, self._lane, self._dispatcher, waits)
         self._timers = RequestTimers()
         self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, deque[LogRecord]] = {}
+        self._records_behind: dict[str, deque[LogRecord]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
         self._batch_arrived: set[str] = set()  # those of them that are batch requests
         self._renewed: set[str] = set()  # ids that were appended again, and not read since
@@ -98,17 +98,17 @@ class LaneOwner:
             self._start(record.id, partial(self._take, fact), fact)
             self._backpressure.pause_if_clogged(self._appending_jobs)
             return
-        self._queue(fact, record)
+        self._put_behind(fact, record)
         if isinstance(record, Cancel) and record.id in self._waits.cancellable_ids:
             job.cancel()  # `_ended` goes on with the Cancel
 
-    def _queue(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:
+    def _put_behind(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
 
         Bound: one of each kind waits. Another one, or a Request whose first is being admitted, adds
         nothing and is done at once; the mark cannot pass the one before it.
         """
-        waiting = self._waiting.setdefault(record.id, deque())
+        waiting = self._records_behind.setdefault(record.id, deque())
         again = isinstance(record, Request) and record.id in self._arrived
         if again or any(type(w.record) is type(record) for w in waiting):
             self.claim.mark_done(fact.offset)
@@ -117,7 +117,7 @@ class LaneOwner:
 
     def _has_cancel(self, request_id: str) -> bool:
         """Whether a Cancel waits for the job of its request."""
-        return any(isinstance(w.record, Cancel) for w in self._waiting.get(request_id, ()))
+        return any(isinstance(w.record, Cancel) for w in self._records_behind.get(request_id, ()))
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:  # noqa: ARG002  a lane looks at all
         """A record of this lane's ledger was applied."""
@@ -145,7 +145,7 @@ class LaneOwner:
             case Restart():
                 self._start(request_id, partial(self._failover.restart, request_id, action))
             case Finish(code):
-                self._start(request_id, partial(self._ends.end, request_id, code))
+                self._start(request_id, partial(self._termination.end, request_id, code))
             case Decode(attempt):
                 self._start(request_id, partial(self._decode, request_id, attempt))
             case Verify(run):
@@ -265,7 +265,7 @@ class LaneOwner:
         fenced = bool(state.runs) or self._failover.fenced.get(key.id) == state.attempt
         if state.ended or closed or (key.attempt < state.attempt and fenced):
             self._context.ctx.spawn(
-                "cancel run", self._ends.cancel_runs(key.id, [run_id], "superseded")
+                "cancel run", self._termination.cancel_runs(key.id, [run_id], "superseded")
             )
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class LaneOwner:
         for job in self._jobs.values():
             job.cancel()
         self._jobs.clear()
-        self._waiting.clear()
+        self._records_behind.clear()
         self._dispatcher.handovers.clear()
         for scheduler in (self._context.scheduler, self._context.batch_scheduler):
             keys = scheduler.waiting.keys
@@ -299,7 +299,7 @@ class LaneOwner:
         The fleet has been read already: before that a router joins no group.
         """
         s = self._context
-        await self._ends.catch_up_with_ledger()
+        await self._termination.catch_up_with_ledger()
         s.response_end_offsets[self._lane] = await s.end_offset(Partition(RESPONSES, self._lane))
         self.serving = True
         s.resume(self.claim)
@@ -337,7 +337,9 @@ class LaneOwner:
             if not is_request_fault(e):
                 raise
             log.exception("lane %d: %s cannot be handled and is ended", self._lane, request_id)
-            await self._ends.end(request_id, "internal", f"the router failed on it: {_name(e)}")
+            await self._termination.end(
+                request_id, "internal", f"the router failed on it: {_name(e)}"
+            )
         if offset is not None:
             self._batch_arrived.discard(request_id)
             for done in (self._arrived.pop(request_id, offset), offset):
@@ -366,9 +368,9 @@ class LaneOwner:
         was_interrupted = job.cancelled() and not self._has_cancel(request_id)
         if was_interrupted or (not job.cancelled() and job.exception()):
             return
-        waiting = self._waiting.get(request_id)
+        waiting = self._records_behind.get(request_id)
         if not waiting:
-            self._waiting.pop(request_id, None)
+            self._records_behind.pop(request_id, None)
             self.reconcile(request_id)
             return
         fact = next((w for w in waiting if isinstance(w.record, Cancel)), waiting[0])
@@ -382,7 +384,7 @@ class LaneOwner:
         elif isinstance(record, Cancel):
             await self._cancel(record)
         elif isinstance(record, Refused) and not self._is_known(record.id):
-            await self._ends.end(record.id, record.code, record.message)
+            await self._termination.end(record.id, record.code, record.message)
 
     async def _admit(self, fact: LogRecord, request: Request) -> None:
         """Assign a request, or end it. A known id is a duplicate and needs nothing.
@@ -397,13 +399,15 @@ class LaneOwner:
         if request.service_class == "batch":
             self._batch_arrived.add(request.id)
         if objection := _objection(request):
-            await self._ends.end(request.id, "invalid", objection)
+            await self._termination.end(request.id, "invalid", objection)
             return
         deadline_ms, renewal_ms = _time_limits(fact, request, s.settings)
         if s.broker_clock.now_ms() >= renewal_ms:
             raise RenewalDue(request)
         if s.broker_clock.now_ms() > deadline_ms:
-            await self._ends.end(request.id, "deadline", "its deadline passed before it was read")
+            await self._termination.end(
+                request.id, "deadline", "its deadline passed before it was read"
+            )
         else:
             origin = RequestOffset(topic=REQUESTS, partition=self._lane, offset=fact.offset)
             start = s.response_end_offsets[self._lane]
@@ -412,7 +416,7 @@ class LaneOwner:
 
     async def _cancel(self, cancel: Cancel) -> None:
         """End a request that its client cancels; a Cancel of an unknown id is ignored."""
-        await self._ends.catch_up_with_ledger()
+        await self._termination.catch_up_with_ledger()
         state = self._context.ledger.request(self._lane, cancel.id)
         if state is not None and state.is_known:
             is_wanted = not state.is_finished
@@ -420,7 +424,7 @@ class LaneOwner:
             is_wanted = cancel.id in self._arrived or cancel.id in self._renewed
         if is_wanted:
             release = partial(self._dispatcher.release, cancel.id)
-            await self._ends.end(cancel.id, "cancelled", cancel.reason, release=release)
+            await self._termination.end(cancel.id, "cancelled", cancel.reason, release=release)
 
     def _is_known(self, request_id: str) -> bool:
         state = self._context.ledger.request(self._lane, request_id)

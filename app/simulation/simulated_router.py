@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from msgspec.structs import replace
 
 from app.routing.queueing.joint_planning import PlanningContext, plan_together
-from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection.decision import Placement, Rejection, Reservation, RoutingConfig, Wait
 from app.routing.selection.handover_rules import HandOverRules, first_phase
 from app.routing.selection.prompt_hashes import PromptHashes
@@ -48,7 +48,7 @@ class SimulatedRouter:
     """Waiting requests in order of arrival."""
     _due: dict[int, None] = field(default_factory=dict)
     """Requests to plan now."""
-    _held: PendingRequests[int] = field(default_factory=PendingRequests)
+    _held: ReservedRequests[int] = field(default_factory=ReservedRequests)
     _retries: list[tuple[float, int]] = field(default_factory=list)
     """Heap of retry times and requests; an entry that differs from `_retry_ms` is stale."""
     _retry_ms: dict[int, float] = field(default_factory=dict)
@@ -99,13 +99,13 @@ class SimulatedRouter:
                     self._choose_phase(number, self.handover_rules, now_ms)
             looking = [self.waiting[number] for number in due if number in self.waiting]
             by = None
-            if self.config.holds_requests and self.phase != "decode" and len(looking) > 1:
+            if self.config.queues_for_places and self.phase != "decode" and len(looking) > 1:
                 by = PlanningContext(self.state.routing_state(now_ms), self.config)
             plan_now = partial(self._plan, now_ms=now_ms)
             ordered = plan_together(looking, self._held, by, plan_now)
             self._due |= dict.fromkeys(ordered.to_wake)
-            for number, hold in ordered.waiting.items():
-                self._set_retry(number, hold, now_ms)
+            for number, wait in ordered.waiting.items():
+                self._set_retry(number, wait, now_ms)
             for number in ordered.order:
                 planned = self._plan(self.waiting[number], now_ms)
                 if isinstance(planned, Wait):
@@ -139,14 +139,14 @@ class SimulatedRouter:
             )
         return planned
 
-    def _hold(self, number: int, hold: Wait, now_ms: float) -> None:
+    def _hold(self, number: int, wait: Wait, now_ms: float) -> None:
         """Keep a request waiting."""
-        self._reserve(number, hold.reservation)
-        self._set_retry(number, hold, now_ms)
+        self._reserve(number, wait.reservation)
+        self._set_retry(number, wait, now_ms)
 
-    def _set_retry(self, number: int, hold: Wait, now_ms: float) -> None:
+    def _set_retry(self, number: int, wait: Wait, now_ms: float) -> None:
         """Set the retry time of a waiting request; at least 1 ms ahead."""
-        at_ms = self._held.next_retry_ms(number, hold)
+        at_ms = self._held.next_retry_ms(number, wait)
         soon, late = int(now_ms) + 1.0, now_ms + MAX_RETRY_INTERVAL_MS
         self._retry_ms[number] = alarm = late if at_ms is None else min(max(at_ms, soon), late)
         heappush(self._retries, (alarm, number))

@@ -268,9 +268,9 @@ async def test_routers_with_the_same_records_have_the_same_queue(world: MemoryWo
     await world.sleep(20)
     for lane in range(world.lanes):
         source = Partition(LEDGER, lane)
-        assert len({r._load.position(source) for r in routers}) == 1
-        assert len({r._load.state_hash(source) for r in routers}) == 1
-    assert all(not r._context._undelivered for r in routers)
+        assert len({r._ledger.position(source) for r in routers}) == 1
+        assert len({r._ledger.state_hash(source) for r in routers}) == 1
+    assert all(not r._context._unconfirmed for r in routers)
 
 
 @scenario_test

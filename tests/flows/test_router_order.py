@@ -181,6 +181,6 @@ async def test_finished_requests_leave_no_state(world: MemoryWorld) -> None:
     world.append(REGISTRY, 0, Tombstone(key=key, epoch=worker.epoch), key=key)
     await world.sleep(5)
     for owner in router._owners.values():
-        kept = (owner._jobs, owner._waiting, owner._arrived, owner._failover.fenced)
+        kept = (owner._jobs, owner._records_behind, owner._arrived, owner._failover.fenced)
         assert not any((*kept, owner._waits.waiting_ids))
     assert set(router._context.scheduler._heartbeat_ms) == {other.name}

@@ -14,7 +14,7 @@ from app.routing.queueing.pending import MAX_WAKEUPS
 from app.routing.selection.select import select_worker
 from streams.codecs import pack_tokens
 from streams.records import Assigned, Assignment, Cancel, End, PrefillDone
-from streams.request import Request
+from streams.request import Hints, Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
@@ -320,3 +320,37 @@ def test_more_frequent_retries_change_only_their_number() -> None:
     calm, stirred = histories[False], histories[True]
     assert [request for request, _ in calm] == [request for request, _ in stirred]
     assert [at for _, at in calm] == pytest.approx([at for _, at in stirred], abs=0.02)
+
+
+@scenario_test
+async def test_full_queue_refuses_a_request_without_planning_it(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    router = await start_router(world, policy="predictive", max_queued_requests=2)
+    send(world, "a", 4000)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    for name in ("b", "c"):
+        send(world, name, 4000)
+    await world.sleep(0.05)
+    planned = count_finds(router)
+    send(world, "d", 4000)
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End, "d"))
+    assert (end.code, end.retry_after_s) == ("queue_full", 1.0)
+    assert "d" not in {each.key.id for each in planned}
+    send(world, "e", 4000, hints=Hints(strict_priority=1))
+    await wait_for_items(world, lambda: read_records(world, RESPONSES, End, "e"))
+    assert "e" in {each.key.id for each in planned}, "it may go before those that wait"
+
+
+@scenario_test
+async def test_full_queue_of_one_model_does_not_concern_another(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    other = FakeWorker(world, "other-worker", model="other", **SLOW)
+    await start_router(world, policy="predictive", max_queued_requests=2)
+    send(world, "a", 4000)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    for name in ("b", "c"):
+        send(world, name, 4000)
+    await world.sleep(0.05)
+    send(world, "d", 4000, model="other")
+    await wait_for_items(world, lambda: other.received(Assignment))
+    assert taken(other) == ["d"]

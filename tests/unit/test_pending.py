@@ -14,7 +14,7 @@ from app.routing.queueing.fair_share import (
     ShareCost,
 )
 from app.routing.queueing.joint_planning import PlanningContext, plan_together
-from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, PendingRequests, QueueOrder
+from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, QueueOrder, ReservedRequests
 from app.routing.selection.decision import (
     Decision,
     Forecast,
@@ -65,7 +65,7 @@ def wanted(key: str, number: int = 0) -> PendingRequest[str]:
 
 
 def test_shortest_goes_first() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     for number, (name, prefill_ms) in enumerate([("a", 90.0), ("b", 30.0), ("c", 30.0)]):
         held.add(name, number, 1000, planned(W1, prefill_ms))
     held.add("d", 3, 1000, planned(W2, 1.0))
@@ -79,7 +79,7 @@ def test_shortest_goes_first() -> None:
 
 
 def test_long_waiting_request_is_no_longer_overtaken() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     held.add("old", 0, 0, planned(W1, 90.0))
     held.add("new", 1, 800, planned(W1, 45.0))
     assert held.next_for(W1) == "new"
@@ -99,7 +99,7 @@ def test_long_waiting_request_is_no_longer_overtaken() -> None:
 def test_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
     order: QueueOrder, went: list[str]
 ) -> None:
-    held = PendingRequests[str](order)
+    held = ReservedRequests[str](order)
     coming = {
         "first": (60.0, Hints()), "long": (90.0, Hints()),
         "jumped": (70.0, Hints(priority_jump=0.8)), "short": (20.0, Hints()),
@@ -113,7 +113,7 @@ def test_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
 
 def test_least_served_class_goes_first() -> None:
     classes = FairQueue({"batch": ClassConfig(weight=0.5)})
-    held, claims = PendingRequests[str]("fcfs", classes), dict[str, ShareCost]()
+    held, claims = ReservedRequests[str]("fcfs", classes), dict[str, ShareCost]()
     for number, name in enumerate(["b1", "b2", "b3", "o1", "o2", "o3", "o4"]):
         claims[name] = ShareCost(QueueKey("m", "batch" if name[0] == "b" else DEFAULT_CLASS), 100)
         held.add(name, number, number, planned(W1, 10.0), cost=claims[name])
@@ -130,7 +130,7 @@ def test_least_served_class_goes_first() -> None:
 
 
 def test_request_gets_the_reservations_of_all_others() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("b", 1, 0, planned(W2, 20.0))
     held.add("c", 2, 0, planned(W1, 30.0))
@@ -142,7 +142,7 @@ def test_request_gets_the_reservations_of_all_others() -> None:
 
 
 def test_new_plan_replaces_the_old_one() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("a", 0, 0, planned(W2, 5.0))
     assert reserved(held.reservations_of_others("b")) == [(W2, 5.0)]
@@ -154,7 +154,7 @@ def test_new_plan_replaces_the_old_one() -> None:
 
 
 def test_request_with_a_changed_position_is_woken() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     a, b, c = (wanted(key, number) for number, key in enumerate("abc"))
     assert held.reserve(a, planned(W1, 50.0)) == []
     assert held.reserve(b, planned(W1, 60.0)) == [], "behind, so nothing changes for a"
@@ -167,7 +167,7 @@ def test_request_with_a_changed_position_is_woken() -> None:
 
 
 def test_simultaneous_requests_are_planned_by_arrival_and_dispatched_shortest_first() -> None:
-    held, seen = PendingRequests[str](), dict[str, list[float]]()
+    held, seen = ReservedRequests[str](), dict[str, list[float]]()
     lengths = {"long": 90.0, "short": 10.0, "middle": 40.0}
 
     def alone(each: PendingRequest[str]) -> Decision:
@@ -184,7 +184,7 @@ def test_simultaneous_requests_are_planned_by_arrival_and_dispatched_shortest_fi
 
 
 def test_requests_outside_the_batch_are_woken_when_their_position_changes() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     for number, (key, length) in enumerate([("first", 10.0), ("second", 20.0), ("third", 30.0)]):
         held.add(key, number, 0, planned(W1, length))
     plans = {"first": going(planned(W2, 40.0)), "new": going(planned(W1, 40.0))}
@@ -194,7 +194,7 @@ def test_requests_outside_the_batch_are_woken_when_their_position_changes() -> N
 
 
 def test_early_requests_wait_with_a_reservation() -> None:
-    held, busy = PendingRequests[str](), Wait("busy", 70, planned(W1, 40.0))
+    held, busy = ReservedRequests[str](), Wait("busy", 70, planned(W1, 40.0))
     full = Wait("no worker has room")
     plans = {"a": busy, "b": going(planned(W2, 50.0)), "c": REFUSED, "d": full}
     looking = [wanted(key, n) for n, key in enumerate("abcd")]
@@ -208,7 +208,7 @@ def test_early_requests_wait_with_a_reservation() -> None:
 
 
 def test_joined_requests_are_placed_by_arrival() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     for number, key in enumerate("abcd"):
         held.add(key, number, 0, planned(W1, float(number)))
     joined = held.joined([wanted("b", 1), wanted("e", 9)])
@@ -223,13 +223,13 @@ def test_single_requests_and_other_policies_are_not_planned_twice() -> None:
     def alone(_: PendingRequest[str]) -> Decision:
         raise AssertionError("nobody is to be planned")
 
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     assert plan_together([wanted("a")], held, NO_WORKERS, alone).order == ["a"]
     assert plan_together([wanted("b", 1), wanted("a")], held, None, alone).order == ["a", "b"]
 
 
 def test_next_request_retries_at_its_time_and_others_at_the_end_of_their_wait() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     held.add("a", 0, 0, planned(W1, 10.0))
     held.add("b", 1, 0, planned(W1, 20.0))
     assert held.next_retry_ms("a", Wait("busy", 70, planned(W1, 10.0))) == 70
@@ -238,7 +238,7 @@ def test_next_request_retries_at_its_time_and_others_at_the_end_of_their_wait() 
 
 
 def test_worker_change_wakes_requests_planned_for_it_and_all_while_they_are_few() -> None:
-    held = PendingRequests[int]()
+    held = ReservedRequests[int]()
     for n in range(MAX_WAKEUPS):
         held.add(n, n, 0, planned(W2, float(MAX_WAKEUPS - n)))
     assert held.to_wake("w1") == list(reversed(range(MAX_WAKEUPS)))
@@ -253,7 +253,7 @@ def test_worker_change_wakes_requests_planned_for_it_and_all_while_they_are_few(
 
 
 def test_worker_change_wakes_the_next_request_of_each_of_its_ranks() -> None:
-    held = PendingRequests[str]()
+    held = ReservedRequests[str]()
     for key, rank, ms in (("a", 0, 2.0), ("b", 0, 1.0), ("c", 1, 3.0), ("d", 1, 4.0)):
         held.add(key, ord(key), 0, planned(WorkerRank("w1", 1, rank), ms))
     assert list(held.to_wake("w1", 0)) == ["b", "c"]
@@ -268,7 +268,7 @@ def test_worker_change_wakes_the_next_request_of_each_of_its_ranks() -> None:
 def test_reservations_of_others_are_the_queued_ones_by_arrival(
     plans: list[tuple[int, WorkerRank, float]], number: int
 ) -> None:
-    held, last = PendingRequests[int](), dict[int, tuple[WorkerRank, float]]()
+    held, last = ReservedRequests[int](), dict[int, tuple[WorkerRank, float]]()
     for key, place, prefill_ms in plans:
         held.add(key, key, 0, planned(place, prefill_ms))
         last[key] = (place, prefill_ms)

@@ -21,7 +21,7 @@ from app.routing.queueing.joint_planning import (
     plan_uniform,
     uniform_groups,
 )
-from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection.cost_kernels import (
     COMPARED,
     DECODE_PART,
@@ -638,7 +638,7 @@ def test_own_reservation_is_no_load(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
     routing.add_load("w2", 500)
     held, wants = (
-        PendingRequests[int](),
+        ReservedRequests[int](),
         [PendingRequest(n, n, PromptHashes(BIG), n, NOW_MS) for n in range(2)],
     )
     held.add(0, 0, NOW_MS, Reservation(WorkerRank("w1", 0), 500.0, 0))
@@ -673,7 +673,7 @@ def test_batch_plan_equals_sequential_planning(
     )  # fmt: skip
 
     def in_a_batch() -> tuple[PlannedOrder[int], list[tuple[WorkerRank, float]]]:
-        held = PendingRequests[int]()
+        held = ReservedRequests[int]()
 
         def alone(each: PendingRequest[int]) -> Decision:
             return select_worker(

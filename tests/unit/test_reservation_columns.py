@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.routing.queueing.fair_share import ClassConfig, FairQueue, QueueKey, ShareCost
-from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, PendingRequests
+from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, ReservedRequests
 from app.routing.queueing.reservation_columns import MIN_ROWS, ReservationColumns
 from app.routing.selection.candidate_table import NO_ROW, CandidateTable
 from app.routing.selection.decision import Reservation
@@ -55,7 +55,7 @@ def test_columns_equal_a_plain_list_of_reservations(
     classes = FairQueue(CLASSES)
     for name in CLASSES:
         classes.add_waiting(QueueKey("m", name), 0)
-    held, plain = PendingRequests[int]("fcfs", classes), PlainQueue()
+    held, plain = ReservedRequests[int]("fcfs", classes), PlainQueue()
     for key, place, prefill_ms, strict, name, charged in operations:
         if place is None:
             held.remove(key)

@@ -26,7 +26,7 @@ from app.bench.bench_environment import PrintLine
 from app.bench.report import Report, Threshold
 from app.bench.routing import cost_reference
 from app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
-from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection.decision import (
     Decision,
     Placement,
@@ -263,9 +263,9 @@ def _stir(
     """Load changes between two decisions: one is booked, an earlier one is confirmed or ends."""
     view, place = there.view, there.rng.choice(places)
     moved.append((place, WorkerLoad(1, PROMPT_TOKENS, PROMPT_TOKENS, 1, NOW_MS)))
-    view.in_flight.add(*moved[-1])
+    view.unconfirmed.add(*moved[-1])
     if len(moved) > 4:
-        view.in_flight.remove(*moved[-5])
+        view.unconfirmed.remove(*moved[-5])
         view.committed.add(moved[-5][0], WorkerLoad(1, PROMPT_TOKENS))
         view.committed.on_first_token(moved[-5][0], NOW_MS)
     if len(moved) > 4 + len(places):
@@ -299,7 +299,7 @@ def _check(decision: Decision) -> None:
 
 def queued_times(there: LoadedFleet, queued: int, count: int) -> list[float]:
     """CPU times in us of planning all queued requests, each time after a load change."""
-    view, tuning, held = there.view, RoutingConfig("predictive"), PendingRequests[int]()
+    view, tuning, held = there.view, RoutingConfig("predictive"), ReservedRequests[int]()
     places = [WorkerRank(f"w{n:04}", n) for n in range(QUEUED_WORKERS)]
     wanted = [
         PendingRequest(n, n, PromptHashes(there.prompts[n % len(there.prompts)]), n, NOW_MS)
@@ -339,7 +339,7 @@ def _among(waiting: int) -> str:
 
 def _among_waiting(there: LoadedFleet, waiting: int, count: int) -> dict[str, Any]:
     """Decisions while many requests wait, with the changes of a reservation before each."""
-    held, tuning = PendingRequests[int](), RoutingConfig("predictive")
+    held, tuning = ReservedRequests[int](), RoutingConfig("predictive")
     places = [WorkerRank(f"w{n:04}", n) for n in range(QUEUED_WORKERS)]
     for n in range(waiting):
         reservation = Reservation(there.rng.choice(places), there.rng.uniform(1, 900), 0)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 from opentelemetry.trace import Span, SpanKind
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from app.http.api_errors import ApiError, invalid_request
@@ -32,9 +32,8 @@ from app.preprocess.requests.engine_features import check_supported
 from app.preprocess.requests.openai_requests import OpenAIRequest
 from app.preprocess.requests.passthrough import PassthroughRequest
 from app.runtime import spans
-from streams import request as prepared
 from streams.ids import issued_ms
-from streams.request import ResultOptions
+from streams.request import Request, ResultOptions
 
 DETACH_HEADER = "x-kvlane-detach"
 """Header: with the value true, a request continues after its client disconnects."""
@@ -47,19 +46,19 @@ class Completions:
         self._parts = parts
         self._bodies = BodyLimiter(parts.settings.http_max_body_bytes)
 
-    async def create_chat_completion(self, request: Request) -> Response:
+    async def create_chat_completion(self, request: HttpRequest) -> Response:
         """Answer a chat."""
         return await self._answer("chat", request)
 
-    async def create_completion(self, request: Request) -> Response:
+    async def create_completion(self, request: HttpRequest) -> Response:
         """Complete a text."""
         return await self._answer("completion", request)
 
-    async def create_embeddings(self, request: Request) -> Response:
+    async def create_embeddings(self, request: HttpRequest) -> Response:
         """Embed texts."""
         return await self._answer("embedding", request)
 
-    async def _answer(self, kind: EndpointKind, request: Request) -> Response:
+    async def _answer(self, kind: EndpointKind, request: HttpRequest) -> Response:
         """Raises ApiError and PreprocessError."""
         received = spans.valid_traceparent(request.headers.get(spans.TRACEPARENT))
         span = spans.start_first_span("gateway.request", received, SpanKind.SERVER)
@@ -72,7 +71,7 @@ class Completions:
             raise
 
     async def _response(
-        self, kind: EndpointKind, request: Request, span: Span, traceparent: str
+        self, kind: EndpointKind, request: HttpRequest, span: Span, traceparent: str
     ) -> Response:
         parts = self._parts
         began_at = parts.ctx.clock.now()
@@ -148,7 +147,7 @@ class Completions:
         kind: EndpointKind,
         parsed: OpenAIRequest | PassthroughRequest,
         prompts: PreparedPrompts,
-    ) -> Sequence[prepared.Request]:
+    ) -> Sequence[Request]:
         """The requests, each with a result if all get one."""
         if self._parts.settings.results != "all" or prompts.requests[0].is_query:
             return prompts.requests
@@ -160,8 +159,8 @@ class Completions:
         ]
 
     def _one_request_each(
-        self, requests: Sequence[prepared.Request], n: int, caller: Caller, traceparent: str
-    ) -> list[prepared.Request]:
+        self, requests: Sequence[Request], n: int, caller: Caller, traceparent: str
+    ) -> list[Request]:
         """One request for each answer; answers to the same prompt are adjacent."""
         parts = self._parts
         return [

@@ -61,7 +61,7 @@ class _SearchInputs(NamedTuple):
 
 
 class BatchScheduler:
-    """One per router. `own`: runs of this router's decisions that it has not read back.
+    """One per router. `unconfirmed`: runs of this router's decisions that it has not read back.
 
     `bound`: of the queue. `interactive`: the scheduler of the other requests.
     """
@@ -71,7 +71,7 @@ class BatchScheduler:
         interactive: Scheduler,
         fleet: Fleet,
         ledger: LedgerState,
-        own: BatchRuns,
+        unconfirmed: BatchRuns,
         bounds: BatchBounds,
         bound: QueueSize,
         broker_clock: BrokerClock,
@@ -82,7 +82,7 @@ class BatchScheduler:
         self._interactive = interactive
         self._fleet = fleet
         self._ledger = ledger
-        self._own = own
+        self._unconfirmed = unconfirmed
         self._bounds = bounds
         self._broker_clock = broker_clock
         self._wake_up: asyncio.TimerHandle | None = None
@@ -164,8 +164,8 @@ class BatchScheduler:
         while isinstance(planned := place(awaited=awaited), Placement):
             rank = planned.worker_rank
             key, run = BatchRunKey(wanted.key.id, -1), batch_run(wanted.key.id, planned)
-            known = {**self._ledger.batch_runs.on_rank(rank), **self._own.on_rank(rank)}
-            interactive = view.committed.load(rank).add(view.in_flight.load(rank))
+            known = {**self._ledger.batch_runs.on_rank(rank), **self._unconfirmed.on_rank(rank)}
+            interactive = view.committed.load(rank).add(view.unconfirmed.load(rank))
             if not self._victims(rank, view, interactive, {**known, key: run}):
                 break
             awaited.add(rank)
@@ -173,7 +173,7 @@ class BatchScheduler:
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
         """The load of all batch runs of a rank."""
-        return self._ledger.batch_runs.load(rank).add(self._own.load(rank))
+        return self._ledger.batch_runs.load(rank).add(self._unconfirmed.load(rank))
 
     # --- preemption ------------------------------------------------------------------------------
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 from app.routing.state.fleet import Fleet
 from streams.clock import BrokerClock
-from streams.records import WorkerCard
 
 MAX_MODELS = 10_000
 """Bound on the names of models; more than any registry has."""
@@ -36,17 +34,22 @@ class ModelAvailability:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._absent_since_ms: OrderedDict[str, int] = OrderedDict()
         """By model, the time of the first request that found no worker."""
+        self._fleet_version = -1
+        """The version of the fleet for which `_served` is right."""
+        self._served: frozenset[str] = frozenset()
 
     def has_worker(self, model: str) -> bool:
         """Whether workers that are not lost serve this model; any worker serves ""."""
-        if not any(card.role != "prefill" for card in self._cards(model)):
-            return False
-        return not self._needs_prefill or any(card.role == "prefill" for card in self._cards(model))
+        if self._fleet_version != self._fleet.version:
+            self._served = self._served_models()
+            self._fleet_version = self._fleet.version
+        return model in self._served
 
-    def _cards(self, model: str) -> Iterator[WorkerCard]:
+    def _served_models(self) -> frozenset[str]:
+        models: dict[bool, set[str]] = {False: set(), True: set()}
         for _, member in self._fleet.live_members():
-            if not model or member.card.model == model:
-                yield member.card
+            models[member.card.role == "prefill"] |= {member.card.model, ""}
+        return frozenset(models[False] & models[True] if self._needs_prefill else models[False])
 
     def is_known(self, model: str) -> bool:
         """Whether waiting for this model makes sense: it has workers, had some, or has a card.

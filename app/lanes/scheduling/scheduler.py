@@ -36,7 +36,7 @@ from app.lanes.scheduling.worker_capacity import WorkerCapacity
 from app.routing.queueing.fair_share import FairQueue, QueueKey
 from app.routing.queueing.herd_avoidance import HerdAvoidance
 from app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
-from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequests, QueueOrder
+from app.routing.queueing.pending import MAX_WAKEUPS, QueueOrder, ReservedRequests
 from app.routing.selection.decision import (
     NOTHING_PLANNED,
     Decision,
@@ -94,9 +94,10 @@ class _Looking(NamedTuple):
 class Scheduler:
     """One per router.
 
-    `own`, `own_batch`: this router's decisions that it has not read back. `worker_timeout_ms`: the
-    silence after which nothing is sent to a worker. `absence_ms`: for how long requests wait while
-    their model has no worker. `herd_avoidance`: the delays of this router among others.
+    `unconfirmed`, `unconfirmed_batch`: this router's decisions that it has not read back.
+    `worker_timeout_ms`: the silence after which nothing is sent to a worker. `absence_ms`: for how
+    long requests wait while their model has no worker. `herd_avoidance`: the delays of this router
+    among others.
     `handover_rules`: when prompts are handed over.
     """
 
@@ -105,13 +106,13 @@ class Scheduler:
         fleet: Fleet,
         ledger: LedgerState,
         index: KvIndexView,
-        own: ActiveLoad,
+        unconfirmed: ActiveLoad,
         tuning: RoutingConfig,
         broker_clock: BrokerClock,
         worker_timeout_ms: int,
         bound: QueueSize,
         *,
-        own_batch: BatchRuns,
+        unconfirmed_batch: BatchRuns,
         herd_avoidance: HerdAvoidance,
         counts_output: bool,
         absence_ms: float,
@@ -128,11 +129,11 @@ class Scheduler:
         self._fleet = fleet
         self._ledger = ledger
         self._index = index
-        self._own = own
-        self.worker_capacity = WorkerCapacity(fleet, ledger, own, own_batch)
+        self._unconfirmed = unconfirmed
+        self.worker_capacity = WorkerCapacity(fleet, ledger, unconfirmed, unconfirmed_batch)
         self._tuning = tuning
-        unheld = tuning.predictive_weights._replace(max_hold_ms=0.0)
-        self._unheld = tuning._replace(predictive_weights=unheld)
+        no_queueing = tuning.predictive_weights._replace(max_hold_ms=0.0)
+        self._without_queueing = tuning._replace(predictive_weights=no_queueing)
         self.handover_rules = handover_rules
         needed = handover_rules.domain if handover_rules.is_domain_required else ""
         self._pools = CandidatePools(fleet, worker_timeout_ms, needed)
@@ -146,7 +147,7 @@ class Scheduler:
         )
         self._heartbeat_ms: dict[str, int] = {}
         self._performance = PerformanceModel()
-        self._pending = PendingRequests[RequestKey](queue_order, self._classes)
+        self._pending = ReservedRequests[RequestKey](queue_order, self._classes)
         self._wait_queues: dict[RequestKey, WaitQueue] = {}
         """By request that is queued for a place."""
         self._looking: dict[RequestKey, _Looking] = {}
@@ -174,14 +175,14 @@ class Scheduler:
         self._planning += 1
         self._is_idle.clear()
         try:
-            hold = await turn
+            joint_wait = await turn
         finally:
             self._planning -= 1
             if not self._planning:
                 self._is_idle.set()
             self._looking.pop(wanted.key, None)
-        if hold is not None:
-            return hold
+        if joint_wait is not None:
+            return joint_wait
         # Planned a second time, now for good: a request that was planned together with it and went
         # before may have taken the place that was planned for this one.
         planned = self._wait_behind_decodes(wanted) or self._plan(wanted)
@@ -235,7 +236,7 @@ class Scheduler:
                     each.turn.set_result(None)
 
     def _plan_waiting(self, wanted: Sequence[LaneRequest]) -> PlannedOrder[RequestKey]:
-        if self._tuning.holds_requests:
+        if self._tuning.queues_for_places:
             now_ms = self._broker_clock.now_ms()
             by = PlanningContext(
                 self.routing_state(now_ms), self._tuning, self.worker_capacity.full_workers(now_ms)
@@ -264,17 +265,31 @@ class Scheduler:
             full_workers=self.worker_capacity.full_workers(now_ms),
         )  # fmt: skip
 
+    def is_backed_up(self, wanted: LaneRequest) -> bool:
+        """Whether the queue is full and others are queued for every place that could be for this
+        request. False for one that goes before them by its priority, and with policies that queue
+        requests for no place.
+        """
+        hints = wanted.prompt.request.hints
+        if not self._wait_queues or hints.strict_priority or hints.priority_jump:
+            return False
+        if not self.waiting.is_full(wanted.queue_key):
+            return False
+        model, now_ms = wanted.prompt.request.model, self._broker_clock.now_ms()
+        pool = self._pools.pool(model, wanted.phase, now_ms)
+        return bool(pool.rows) and self._pending.has_reservations(pool.table.worker_ranks)
+
     def dry_run(self, wanted: LaneRequest) -> Decision:
         """The decision for a request now, without a reservation or any other effect."""
-        return self._plan(wanted, self._unheld)
+        return self._plan(wanted, self._without_queueing)
 
     def _plan(self, wanted: LaneRequest, tuning: RoutingConfig | None = None) -> Decision:
         if wanted.phase == "decode":
-            tuning = self._unheld  # the blocks of its prompt are held for it elsewhere
+            tuning = self._without_queueing  # the blocks of its prompt are held for it elsewhere
         tuning = tuning or self._tuning
         now_ms = self._broker_clock.now_ms()
         others = NOTHING_PLANNED
-        if tuning.holds_requests:
+        if tuning.queues_for_places:
             others = self._pending.reservations_of_others(wanted.key)
         session = wanted.prompt.request.hints.session_control
         bound: WorkerRank | None = None
@@ -304,8 +319,8 @@ class Scheduler:
         """The state for a decision, with the reservations of `others`."""
         performance = self._performance
         return RoutingState(
-            self._fleet, self._pools, self._index, self._ledger.active_load, self._own, now_ms,
-            performance.mean_output_tokens, performance.slowdown, others,
+            self._fleet, self._pools, self._index, self._ledger.active_load, self._unconfirmed,
+            now_ms, performance.mean_output_tokens, performance.slowdown, others,
             count_output_tokens=self._counts_output,
             expected_followups=performance.expected_followups,
             prefill_shares=performance.prefill_shares,
@@ -335,7 +350,7 @@ class Scheduler:
     @property
     def unconfirmed_assignments(self) -> int:
         """Decisions of this router that it has not read back."""
-        return sum(load.runs for load in self._own.by_worker().values())
+        return sum(load.runs for load in self._unconfirmed.by_worker().values())
 
     @property
     def slowdown_by_worker(self) -> Mapping[str, float]:
@@ -344,14 +359,14 @@ class Scheduler:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    async def wait_for_change(self, wanted: LaneRequest, hold: Wait) -> None:
+    async def wait_for_change(self, wanted: LaneRequest, planned: Wait) -> None:
         """Wait until a place for this request may be free."""
-        if hold.reservation is None:
+        if planned.reservation is None:
             name = wait_queue_name(wanted.queue_key, wanted.phase)
             await self.waiting.wait_for_change(name, wanted.priority)
             return
         key, look_s = wanted.key, self.waiting.retry_interval_s
-        ends_ms, left_s = self._pending.next_retry_ms(key, hold), look_s
+        ends_ms, left_s = self._pending.next_retry_ms(key, planned), look_s
         if ends_ms is not None:
             left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
         wait_queue = self._wait_queues[key] = WaitQueue()

@@ -37,15 +37,19 @@ class _Limit:
 
 
 class WorkerCapacity:
-    """One per router. `own`, `own_batch`: its decisions that it has not read back."""
+    """One per router. `unconfirmed`, `unconfirmed_batch`: its decisions not yet read back."""
 
     def __init__(
-        self, fleet: Fleet, ledger: LedgerState, own: ActiveLoad, own_batch: BatchRuns
+        self,
+        fleet: Fleet,
+        ledger: LedgerState,
+        unconfirmed: ActiveLoad,
+        unconfirmed_batch: BatchRuns,
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
-        self._own = own
-        self._own_batch = own_batch
+        self._unconfirmed = unconfirmed
+        self._unconfirmed_batch = unconfirmed_batch
         self._limits: dict[tuple[str, int], _Limit] = {}
 
     def full_workers(self, now_ms: int) -> list[tuple[str, int]]:
@@ -95,8 +99,8 @@ class WorkerCapacity:
         return min(limit.runs + one_more, self._most_runs(*key))
 
     def _interactive_runs(self, worker: str, epoch: int) -> int:
-        known, own = self._ledger.active_load, self._own
-        return known.total(worker, epoch).runs + own.total(worker, epoch).runs
+        loads = (self._ledger.active_load, self._unconfirmed)
+        return sum(load.total(worker, epoch).runs for load in loads)
 
     def _known_runs(self, worker: str, epoch: int) -> int:
         """Of both classes, by the ledger."""
@@ -104,7 +108,9 @@ class WorkerCapacity:
         return interactive + self._ledger.batch_runs.on_worker(worker, epoch)
 
     def _open_runs(self, worker: str, epoch: int) -> int:
-        own = self._own.total(worker, epoch).runs + self._own_batch.on_worker(worker, epoch)
+        own = self._unconfirmed.total(worker, epoch).runs + self._unconfirmed_batch.on_worker(
+            worker, epoch
+        )
         return self._known_runs(worker, epoch) + own
 
     def _most_runs(self, worker: str, epoch: int) -> float:

@@ -54,7 +54,7 @@ NO_COST = ShareCost()
 
 
 class QueueEntry(msgspec.Struct, Generic[K], frozen=True, gc=False):
-    """A request in the order of dispatch: the lowest `strict_priority` goes first, then the lowest
+    """A request in the order of dispatch: the lowest `negated_priority` goes first, then the lowest
     `order`.
 
     Ranks are unique.
@@ -62,7 +62,7 @@ class QueueEntry(msgspec.Struct, Generic[K], frozen=True, gc=False):
 
     key: K
     cost: ShareCost
-    strict_priority: int
+    negated_priority: int
     order: tuple[float, ...]
 
 
@@ -178,5 +178,5 @@ class FairQueue:
         return claim.tokens / self._shares[claim.queue.class_name].weight
 
 
-_within_class = attrgetter("strict_priority", "order")
-_strictness = attrgetter("strict_priority")
+_within_class = attrgetter("negated_priority", "order")
+_strictness = attrgetter("negated_priority")

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from app.routing.queueing.pending import PendingRequest, PendingRequests
+from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import CandidateTable
 from app.routing.selection.decision import (
@@ -69,7 +69,7 @@ class PlannedOrder(msgspec.Struct, Generic[K], frozen=True, gc=False):
 
 def plan_together(
     looking: Iterable[PendingRequest[K]],
-    pending: PendingRequests[K],
+    pending: ReservedRequests[K],
     context: PlanningContext | None,
     plan_one: Callable[[PendingRequest[K]], Decision],
 ) -> PlannedOrder[K]:
@@ -141,14 +141,14 @@ def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: PlanningContex
     rows = filter_eligible(
         request, wanted.phase, pool, by.state.fleet,
         excluded=wanted.excluded, full=by.full_workers,
-        loads=(by.state.committed, by.state.in_flight),
+        loads=(by.state.committed, by.state.unconfirmed),
     )  # fmt: skip
     return rows is pool.rows
 
 
 def plan_uniform(
     looking: Sequence[PendingRequest[K]],
-    pending: PendingRequests[K],
+    pending: ReservedRequests[K],
     pool: CandidatePool,
     by: PlanningContext,
 ) -> list[TentativePlan]:

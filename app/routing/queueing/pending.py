@@ -1,7 +1,7 @@
 """Pending requests of a router, with the place reserved for each.
 
 Owns the order among them. Requests are planned in arrival order, each seeing the reservations of
-the others (`reservations_of_others`), so that no two claim the same slot. They are dispatched in a
+the others (`reservations_of_others`), so that no two claim the same place. They are dispatched in a
 different order (`in_dispatch_order`): by strict priority, highest first, by the virtual times of
 their classes (`fair_share.py`), and then by one of
 
@@ -82,13 +82,13 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):
     """A request with a reservation. `arrival`: its position in the order of arrival.
 
-    The lowest `strict_priority` goes first; then, within a class, the lowest `order`, which never
+    The lowest `negated_priority` goes first; then, within a class, the lowest `order`, which never
     changes, since all requests age at the same rate.
     """
 
     arrival: int
     reservation: Reservation
-    strict_priority: int
+    negated_priority: int
     order: float
     cost: ShareCost
 
@@ -99,7 +99,7 @@ _Lines: TypeAlias = dict[tuple[int, QueueKey], _Line[K]]
 """The requests for one place, by priority and queue."""
 
 
-class PendingRequests(Generic[K]):
+class ReservedRequests(Generic[K]):
     """Requests with a reservation, by keys of the router's choice. All queued requests are in
     `WaitingRequests`."""
 
@@ -150,15 +150,18 @@ class PendingRequests(Generic[K]):
                 woken += [each for each in (now_first, first) if each not in (None, key)]
         return woken
 
-    def next_retry_ms(self, key: K, hold: Wait) -> int | None:
+    def next_retry_ms(self, key: K, planned: Wait) -> int | None:
         """When a pending request retries by itself; None: only on records, and now and then.
 
         Of the requests for one place the next in order retries when the place is predicted free.
         The others follow one by one as it goes.
         """
-        if hold.reservation is not None and self.next_for(hold.reservation.worker_rank) != key:
-            return hold.reservation.hold_until_ms
-        return hold.retry_at_ms
+        if (
+            planned.reservation is not None
+            and self.next_for(planned.reservation.worker_rank) != key
+        ):
+            return planned.reservation.hold_until_ms
+        return planned.retry_at_ms
 
     def to_wake(self, worker: str, most: int = MAX_WAKEUPS) -> Sequence[K]:
         """Requests to retry after a record of a worker, in order: those for it; all, if few.
@@ -174,12 +177,12 @@ class PendingRequests(Generic[K]):
         return list(dict.fromkeys([*islice(self._in_turn(first), most), *next_of_each]))
 
     def add(
-        self, key: K, arrival: int, since_ms: float, planned: Reservation, strict_priority: int = 0,
-        jump_s: float = 0.0, cost: ShareCost = NO_COST,
+        self, key: K, arrival: int, since_ms: float, planned: Reservation,
+        negated_priority: int = 0, jump_s: float = 0.0, cost: ShareCost = NO_COST,
     ) -> None:  # fmt: skip
         """Replace the reservation of a request.
 
-        `since_ms`: when it counts as arrived, with the jump; `arrival`, `strict_priority` and
+        `since_ms`: when it counts as arrived, with the jump; `arrival`, `negated_priority` and
         `cost` as in `PendingEntry`.
         """
         self.remove(key)
@@ -188,11 +191,11 @@ class PendingRequests(Generic[K]):
             turn = since_ms
         elif self._queue_order == "wspt":
             turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
-        entry = self._entries[key] = PendingEntry(arrival, planned, strict_priority, turn, cost)
+        entry = self._entries[key] = PendingEntry(arrival, planned, negated_priority, turn, cost)
         self._columns.set(arrival, planned)
         place = planned.worker_rank
         lines = self._by_worker.setdefault(place.worker, {}).setdefault(place, {})
-        line = lines.setdefault((strict_priority, cost.queue), [])
+        line = lines.setdefault((negated_priority, cost.queue), [])
         insort(line, (entry.order, arrival, key))
 
     def remove(self, key: K) -> None:
@@ -201,7 +204,7 @@ class PendingRequests(Generic[K]):
         if entry is None:
             return
         self._columns.clear(entry.arrival)
-        place, queue = entry.reservation.worker_rank, (entry.strict_priority, entry.cost.queue)
+        place, queue = entry.reservation.worker_rank, (entry.negated_priority, entry.cost.queue)
         places = self._by_worker[place.worker]
         line = places[place][queue]
         del line[bisect_left(line, (entry.order, entry.arrival, key))]
@@ -220,6 +223,10 @@ class PendingRequests(Generic[K]):
     def ranks_with_reservations(self) -> set[WorkerRank]:
         """The places that have reservations."""
         return {place for places in self._by_worker.values() for place in places}
+
+    def has_reservations(self, places: Iterable[WorkerRank]) -> bool:
+        """Whether each of these places has a reservation."""
+        return all(place in self._by_worker.get(place.worker, ()) for place in places)
 
     def reserved_rank(self, key: K) -> WorkerRank | None:
         """The place reserved for a request."""
@@ -250,7 +257,7 @@ class PendingRequests(Generic[K]):
     def _in_turn(self, keys: Iterable[K]) -> Iterator[K]:
         entries = ((key, self._entries[key]) for key in keys)
         return self._classes.in_dispatch_order(
-            QueueEntry(key, entry.cost, entry.strict_priority, (entry.order, entry.arrival))
+            QueueEntry(key, entry.cost, entry.negated_priority, (entry.order, entry.arrival))
             for key, entry in entries
         )
 

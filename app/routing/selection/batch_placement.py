@@ -34,11 +34,11 @@ A step with prefill costs as much as a thousand tokens besides the tokens, so re
 groups: a rank without a batch run in prefill takes one only if as many more fit as one step can
 compute, or a quarter of its batch runs if that is less.
 
-When an interactive request is sent to a rank, runs give way until the same bounds hold with it
-there: first those without a first token, which would share the engine with its prefill, then the
-youngest: the others are nearer to their end. No more runs stay than the engine computes at the
-same time. None stays beside prompts alone, without an interactive decode: the first batch run would
-add a whole step of decode to each of their steps.
+When an interactive request is sent to a rank, runs give way until, with it there, the first term of
+the slowdown is at most `max_slowdown`, cache and engine have room for all, and no batch prompt is in
+computation with an interactive one. Runs without a first token go first, then the youngest: the
+others are nearer to their end. None stays with prompts alone, without an interactive decode: the
+first batch run would add a whole step of decode to each of their steps.
 
 Routers use it (`app/lanes/scheduling/batch_scheduler.py`), and the simulation
 (`app/simulation/batch_work.py`). Never here: the order of batch requests.
@@ -245,7 +245,7 @@ def place_batch_request(
     pool = view.pools.pool(request.model, "aggregated", view.now_ms)
     rows = filter_eligible(
         request, "aggregated", pool, view.fleet,
-        excluded=excluded, full=full_workers, loads=(view.committed, view.in_flight),
+        excluded=excluded, full=full_workers, loads=(view.committed, view.unconfirmed),
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         if rows.retry == "none":
@@ -319,7 +319,7 @@ def _work(
     row: CandidateRow, view: RoutingState, runs: BatchLoads, output_tokens: float
 ) -> RankWork:
     rank = row.worker_rank
-    interactive = view.committed.load(rank).add(view.in_flight.load(rank))
+    interactive = view.committed.load(rank).add(view.unconfirmed.load(rank))
     profile = row.profile._replace(slowdown=view.slowdown.get(rank.worker, 1.0))
     return RankWork(profile, interactive, runs.load(rank), view.mean_output_tokens, output_tokens)
 

@@ -71,15 +71,15 @@ class HeartbeatLoad(Protocol):
 
 
 class TableInputs(msgspec.Struct, frozen=True, gc=False):
-    """The inputs of a table. `committed` and `in_flight`: load by the ledger, and of decisions not
-    read back. `heartbeats`: heartbeats by worker, `changed_heartbeats`: their changes,
+    """The inputs of a table. `committed` and `unconfirmed`: load by the ledger, and of decisions
+    not read back. `heartbeats`: heartbeats by worker, `changed_heartbeats`: their changes,
     `count_output_tokens`: whether they count. `slowdown`: of measured workers, `TrackedDict` if it
     can change. `stagger_ms`: by worker, the delay of this router behind others; an immutable
     mapping.
     """
 
     committed: ActiveLoad
-    in_flight: ActiveLoad
+    unconfirmed: ActiveLoad
     heartbeats: Mapping[str, HeartbeatLoad]
     changed_heartbeats: ChangeLog[str]
     count_output_tokens: bool = True
@@ -89,7 +89,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     def is_same(self, others: TableInputs) -> bool:
         """Whether these are the same objects; their content is not compared."""
         return (
-            self.committed is others.committed and self.in_flight is others.in_flight
+            self.committed is others.committed and self.unconfirmed is others.unconfirmed
             and self.heartbeats is others.heartbeats
             and self.changed_heartbeats is others.changed_heartbeats
             and self.count_output_tokens is others.count_output_tokens
@@ -220,7 +220,7 @@ class CandidateTable:
     def refresh(self, sources: TableInputs, now_ms: int) -> None:
         """Apply the changes since the last call, and the passing of time."""
         counts = (
-            sources.committed.changes.count, sources.in_flight.changes.count,
+            sources.committed.changes.count, sources.unconfirmed.changes.count,
             sources.changed_heartbeats.count,
             sources.slowdown.changes.count if isinstance(sources.slowdown, TrackedDict) else -1,
         )  # fmt: skip
@@ -261,7 +261,7 @@ class CandidateTable:
     def _read_changes(self, sources: TableInputs) -> None:
         seen_committed, seen_own, seen_beats, seen_slowdown = self._seen
         committed = sources.committed.changes.since(seen_committed)
-        own = sources.in_flight.changes.since(seen_own)
+        own = sources.unconfirmed.changes.since(seen_own)
         beats = sources.changed_heartbeats.since(seen_beats)
         if committed is None or own is None or beats is None:
             self._read_beats(sources, self._rows_of)
@@ -310,7 +310,7 @@ class CandidateTable:
             )
 
     def _read_loads(self, sources: TableInputs, ranks: Iterable[WorkerRank]) -> None:
-        committed, own = sources.committed.by_rank.get, sources.in_flight.by_rank.get
+        committed, own = sources.committed.by_rank.get, sources.unconfirmed.by_rank.get
         prefilled_ms = sources.committed.last_first_token_ms.get
         row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
         for rank in ranks:

@@ -56,7 +56,7 @@ NOTHING_PLANNED = PlannedReservations((), np.empty(0, np.int64), np.empty(0))
 
 class RoutingState(msgspec.Struct, frozen=True, gc=False):
     """The state of the deployment when a request is planned. `committed`: load by the ledger;
-    `in_flight`: load of decisions taken here and not read back. `now_ms`: broker time.
+    `unconfirmed`: load of decisions taken here and not read back. `now_ms`: broker time.
 
     Only policy predictive uses the rest. `mean_output_tokens`: mean length of an answer;
     `slowdown`: by worker, see `EngineProfile`. `reservations`: those of the other requests that are
@@ -70,7 +70,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     pools: CandidatePools
     kv_index: KvIndexView
     committed: ActiveLoad
-    in_flight: ActiveLoad
+    unconfirmed: ActiveLoad
     now_ms: int
     mean_output_tokens: float = DEFAULT_OUTPUT_TOKENS
     slowdown: Mapping[str, float] = NO_SLOWDOWNS
@@ -103,7 +103,7 @@ class RoutingConfig(NamedTuple):
     transfer_speed: TransferSpeed = TransferSpeed()
 
     @property
-    def holds_requests(self) -> bool:
+    def queues_for_places(self) -> bool:
         """Whether the policy may queue requests for a busy place, so that they are planned
         together."""
         return self.policy == "predictive"

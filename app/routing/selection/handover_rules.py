@@ -168,7 +168,7 @@ def _choose(
         pool = state.pools.pool(request.model, phase, state.now_ms)
         rows = filter_eligible(
             request, phase, pool, state.fleet,
-            full=full_workers, loads=(state.committed, state.in_flight),
+            full=full_workers, loads=(state.committed, state.unconfirmed),
         )  # fmt: skip
         if isinstance(rows, NotEligible):
             return None

@@ -1,8 +1,9 @@
 """Policies: the cost of sending a request to each eligible place.
 
-A policy is a function from a request and its options to one cost per option, lower being better.
-Eligibility is decided before (`eligibility.py`), and costs become a choice in the same way for all
-(`choose`). Options are columns, because a policy looks at every worker.
+A policy is a function of a request, its options, and the weights of the settings, which only
+`dynamo` uses; it returns one cost per option, lower being better. Eligibility is decided before
+(`eligibility.py`), and costs become a choice in the same way for all (`choose`). Options are
+columns, because a policy looks at every worker.
 
 Randomness is a hash of the request's seed and the place alone. So a decision can be recomputed from
 the places that were recorded, however many others there were.

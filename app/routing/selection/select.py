@@ -115,7 +115,7 @@ def select_worker(
     pool = view.pools.pool(request.model, part, view.now_ms)
     rows = filter_eligible(
         request, part, pool, view.fleet, excluded=excluded, full=full_workers,
-        loads=(view.committed, view.in_flight), pin_phase=phase,
+        loads=(view.committed, view.unconfirmed), pin_phase=phase,
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return _not_eligible(rows)
@@ -156,8 +156,8 @@ def select_worker(
         outlook = forecast(
             found, options, chosen, view.now_ms, queued_since_ms, tuning, deadline_ms
         )
-        if (hold := wait_for_rank(outlook, view.now_ms)) is not None:
-            return hold
+        if (wait := wait_for_rank(outlook, view.now_ms)) is not None:
+            return wait
     device, host, disk = options.blocks[chosen].tolist()
     overlap_blocks = int(device + host + disk)
     cached = min(overlap_blocks * pool.block_size, prompt.tokens)
@@ -341,7 +341,7 @@ def reservation_rows(table: CandidateTable, planned: PlannedReservations) -> Res
 def refreshed_table(pool: CandidatePool, view: RoutingState) -> CandidateTable:
     """The table of a pool, brought up to date."""
     sources = TableInputs(
-        view.committed, view.in_flight, view.fleet.heartbeats, view.fleet.changed_heartbeats,
+        view.committed, view.unconfirmed, view.fleet.heartbeats, view.fleet.changed_heartbeats,
         view.count_output_tokens,
         view.slowdown, view.stagger_ms,
     )  # fmt: skip

@@ -197,7 +197,8 @@ class Fleet:
     def _expire(self, worker: str) -> None:
         self.changed_heartbeats.record(worker)
         self.heartbeats.pop(worker, None)
-        self._lost.pop(worker, None)
+        if self._lost.pop(worker, None) is not None:
+            self.version += 1
 
     def position(self, source: Partition) -> int | None:
         """Next offset to read; None before the first."""

@@ -119,7 +119,7 @@ def _routers(world: SimulatedWorld) -> list[tuple[str, Router]]:
 
 def _unfinished(world: SimulatedWorld) -> Iterator[str]:
     for label, router in _routers(world):
-        load = router._load
+        load = router._ledger
         for lane in range(world.parameters.lanes):
             end = world.broker.log(LEDGER, lane).end
             if (position := load.position(Partition(LEDGER, lane))) != end:
@@ -143,7 +143,7 @@ def _different(world: SimulatedWorld) -> Iterator[str]:
         states[lane] = view.state_hash(source)
     for label, router in _routers(world):
         for lane, state in states.items():
-            if router._load.state_hash(Partition(LEDGER, lane)) != state:
+            if router._ledger.state_hash(Partition(LEDGER, lane)) != state:
                 yield f"different: {label} differs from the replayed records of lane {lane}"
         yield from _left_over(label, router)
     fleets = {router._fleet.state_hash(Partition(REGISTRY, 0)) for _, router in _routers(world)}
@@ -154,8 +154,8 @@ def _different(world: SimulatedWorld) -> Iterator[str]:
 def _left_over(label: str, router: Router) -> Iterator[str]:
     context = router._context
     if left := (
-        router._load.active_load or router._load.batch_runs or context._undelivered
-        or context._undelivered_batch or context.scheduler.waiting.keys
+        router._ledger.active_load or router._ledger.batch_runs or context._unconfirmed
+        or context._unconfirmed_batch or context.scheduler.waiting.keys
         or context.batch_scheduler.waiting.keys
     ):  # fmt: skip
         yield f"load: {label} still counts {left}"
