@@ -130,7 +130,7 @@ class RouterContext:
     pause: Callable[[PartitionClaim], None] = lambda _: None
     """Stops the intake from reading a lane."""
     count_awaited: Callable[[int], None] = lambda _: None
-    """Changes the number of records of the ledger for which requests wait."""
+    """Changes the number of waits for records of the ledger, which arrive sooner meanwhile."""
     timeouts: ReconcileTimeouts = field(default_factory=ReconcileTimeouts)
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     heartbeat_read: WaitQueue = field(default_factory=WaitQueue)
@@ -158,6 +158,7 @@ class RouterContext:
             queue_order=self.settings.queue_order,
             classes=FairQueue(self.settings.queue_classes),
             handover_rules=_handover_rules(self.settings),
+            count_awaited=self.count_awaited,
         )  # fmt: skip
         self.batch_scheduler = BatchScheduler(
             self.scheduler, self.fleet, self.ledger, self._unconfirmed_batch,

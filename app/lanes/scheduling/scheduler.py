@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -97,7 +97,8 @@ class Scheduler:
     `unconfirmed`, `unconfirmed_batch`: this router's decisions that it has not read back.
     `worker_timeout_ms`: the silence after which nothing is sent to a worker. `absence_ms`: for how
     long requests wait while their model has no worker. `herd_avoidance`: the delays of this router
-    among others.
+    among others. `count_awaited`: called with each change of the number of requests that wait, for
+    which records of the ledger are to arrive sooner.
     `handover_rules`: when prompts are handed over.
     """
 
@@ -119,6 +120,7 @@ class Scheduler:
         queue_order: QueueOrder,
         classes: FairQueue,
         handover_rules: HandOverRules,
+        count_awaited: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._classes = classes
         self.waiting = WaitingRequests(
@@ -141,6 +143,7 @@ class Scheduler:
         self._timeout_ms = worker_timeout_ms
         self._herd_avoidance = herd_avoidance
         self._counts_output = counts_output
+        self._count_awaited = count_awaited
         self._dispatched = Counter[Phase]()
         self.model_availability = ModelAvailability(
             fleet, broker_clock, absence_ms, needs_prefill=handover_rules.is_enforced
@@ -361,17 +364,24 @@ class Scheduler:
 
     async def wait_for_change(self, wanted: LaneRequest, planned: Wait) -> None:
         """Wait until a place for this request may be free."""
-        if planned.reservation is None:
-            name = wait_queue_name(wanted.queue_key, wanted.phase)
-            await self.waiting.wait_for_change(name, wanted.priority)
-            return
-        key, look_s = wanted.key, self.waiting.retry_interval_s
-        ends_ms, left_s = self._pending.next_retry_ms(key, planned), look_s
+        self._count_awaited(1)
+        try:
+            if planned.reservation is None:
+                name = wait_queue_name(wanted.queue_key, wanted.phase)
+                await self.waiting.wait_for_change(name, wanted.priority)
+            else:
+                await self._wait_for_place(wanted.key, planned)
+        finally:
+            self._count_awaited(-1)
+
+    async def _wait_for_place(self, key: RequestKey, planned: Wait) -> None:
+        longest_s = self.waiting.retry_interval_s
+        ends_ms, left_s = self._pending.next_retry_ms(key, planned), longest_s
         if ends_ms is not None:
             left_s = (ends_ms - self._broker_clock.now_ms()) / 1000
         wait_queue = self._wait_queues[key] = WaitQueue()
         try:
-            await wait_queue.wait(min(left_s, look_s))
+            await wait_queue.wait(min(left_s, longest_s))
         finally:
             del self._wait_queues[key]
 
