@@ -157,8 +157,8 @@ class Scheduler:
         self._wakeups_left = MAX_WAKEUPS
         """Requests that records may still wake in this turn of the event loop, besides the next one
         of each place."""
-        self._planning = 0
-        """Calls of `schedule` under way."""
+        self._planning = self._planning_new = 0
+        """Calls of `schedule` under way, and those of them for requests that do not wait yet."""
         self._is_idle = asyncio.Event()
         """Set while there are none."""
         self._is_idle.set()
@@ -175,12 +175,15 @@ class Scheduler:
             loop.call_soon(self._start_pass)
         turn: asyncio.Future[Wait | None] = loop.create_future()
         self._looking[wanted.key] = _Looking(wanted, turn)
+        is_new = wanted.key not in self.waiting.keys
         self._planning += 1
+        self._planning_new += is_new
         self._is_idle.clear()
         try:
             joint_wait = await turn
         finally:
             self._planning -= 1
+            self._planning_new -= is_new
             if not self._planning:
                 self._is_idle.set()
             self._looking.pop(wanted.key, None)
@@ -276,7 +279,7 @@ class Scheduler:
         hints = wanted.prompt.request.hints
         if not self._wait_queues or hints.strict_priority or hints.priority_jump:
             return False
-        if not self.waiting.is_full(wanted.queue_key):
+        if not self.waiting.is_full(wanted.queue_key, planned=self._planning_new):
             return False
         model, now_ms = wanted.prompt.request.model, self._broker_clock.now_ms()
         pool = self._pools.pool(model, wanted.phase, now_ms)

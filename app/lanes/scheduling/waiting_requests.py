@@ -155,9 +155,14 @@ class WaitingRequests:
 
     # --- bounds ----------------------------------------------------------------------------------
 
-    def is_full(self, queue: QueueKey) -> bool:
-        """Whether the queue, or that of a class, has no room for one more."""
-        return not self._reserved_size().has_room_below(self._bound) or self._is_class_full(queue)
+    def is_full(self, queue: QueueKey, planned: int = 0) -> bool:
+        """Whether the queue, or that of a class, has no room for one more.
+
+        `planned`: requests that may join before that one.
+        """
+        size = self._reserved_size()
+        size = size._replace(requests=size.requests + planned)
+        return not size.has_room_below(self._bound) or self._is_class_full(queue)
 
     def must_defer(self, wanted: LaneRequest) -> bool:
         """Whether a request that finds no worker has to wait in the log."""
