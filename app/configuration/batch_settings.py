@@ -36,7 +36,8 @@ class BatchSettings(BaseModel):
         0.05,
         ge=0,
         description="share by which batch requests may lengthen the decode steps of interactive "
-        "requests beside them; above it batch requests wait or are preempted",
+        "requests on the same worker: 0.05 allows steps 5 % longer, 1 twice as long; above it "
+        "batch requests wait or are preempted. Read by routers",
     )
     batch_max_blocked_share: float = Field(
         0.005,

@@ -24,7 +24,10 @@ class EngineSettings(BaseModel):
     )
     model: str = Field("demo", min_length=1, description="name under which the model is served")
     model_path: Path | None = Field(
-        None, description="directory of the model in Hugging Face layout; empty: the demo model"
+        None,
+        description="directory of the model in Hugging Face layout; empty: the engine simulated "
+        "uses the demo model, vllm takes KVLANE_MODEL, a directory or a name to download; attached "
+        "needs it with KVLANE_ATTACH_KIND=tokens; echo ignores it",
     )
     context_length: int = Field(
         8192, ge=1, description="maximum of prompt and output together, in tokens"
@@ -43,8 +46,8 @@ class EngineSettings(BaseModel):
     max_loras: int = Field(
         0,
         ge=0,
-        description="engines simulated and echo: adapters that may be loaded on demand, in "
-        "addition to KVLANE_ADAPTERS",
+        description="above 0, routers also send a worker requests for adapters that it has not "
+        "loaded, which its engine loads on demand; not with the engines vllm and attached",
     )
     engine_speedup: float = Field(
         1, gt=0, description="speed of the simulated engine relative to the GPU it models"
@@ -165,11 +168,11 @@ class EngineSettings(BaseModel):
 
 def engine_conflicts(settings: EngineSettings) -> Iterator[str]:
     """The settings of the engine that do not fit together."""
-    cached = settings.block_size * settings.cache_blocks
-    if settings.engine == "simulated" and settings.context_length > cached:
+    if settings.max_loras and settings.engine in ("vllm", "attached"):
         yield (
-            f"KVLANE_CONTEXT_LENGTH={settings.context_length} exceeds the {cached} tokens of the "
-            "cache: raise KVLANE_CACHE_BLOCKS or lower the context"
+            f"KVLANE_MAX_LORAS={settings.max_loras} has no effect with "
+            f"KVLANE_ENGINE={settings.engine}, which loads no adapter on demand: vllm loads those "
+            "of KVLANE_ADAPTERS when it starts, attached has those of its server"
         )
     if settings.engine == "attached":
         yield from _attachment_conflicts(settings)

@@ -81,14 +81,14 @@ class RouterSettings(BaseModel):
     )
     queue_order: Literal["sjf", "fcfs", "wspt"] = Field(
         "sjf",
-        description="policy predictive: order of queued requests within one strict priority: sjf "
-        "takes the shortest prefill first, fcfs the earliest arrival, wspt the shortest "
-        "prefill divided by its priority",
+        description="policy predictive: order of queued requests within one strict priority and "
+        "queue class: sjf takes the shortest prefill first, fcfs the earliest arrival, wspt the "
+        "shortest prefill divided by 1 + priority_jump (nvext.agent_hints)",
     )
     queue_classes: dict[str, ClassConfig] = Field(
         {},
         description="share of the workers for each class of queued requests, as a JSON object by "
-        'class name (header x-queue-class, or the tenant\'s): {"batch": {"weight": 0.2, '
+        'class name (header x-queue-class, or the tenant\'s): {"reports": {"weight": 0.2, '
         '"max_queued_requests": 1000, "max_queued_tokens": 1000000}}; weights are '
         "relative to the 1 of all other classes, limits are per router",
     )

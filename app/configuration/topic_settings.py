@@ -30,7 +30,9 @@ class TopicSettings(BaseModel):
         TOPICS_BY_NAME[ASSIGNMENTS].partitions,
         ge=1,
         le=1024,
-        description="partitions of assignments that `kvlane topics create` makes",
+        description="partitions of assignments, fixed when `kvlane topics create` makes them; "
+        "worker ids are hashed onto them, and workers that share one read each other's records: "
+        "take several times the number of workers",
     )
     kv_events_partitions: int = Field(
         TOPICS_BY_NAME[KV_EVENTS].partitions,

@@ -34,7 +34,8 @@ class WorkerSettings(BaseModel):
     worker_timeout_s: float = Field(
         5,
         gt=0,
-        description="time without a heartbeat after which a worker is considered dead, in seconds",
+        description="time without a heartbeat after which routers send a worker no new work and "
+        "may declare it lost, in seconds",
     )
     heartbeat_interval_s: float = Field(
         1, gt=0, description="time between two heartbeats of a worker, in seconds"

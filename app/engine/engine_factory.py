@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from app.configuration.setting_values import SettingsError
 from app.engine.echo import EchoEngine
 from app.engine.interface import Engine
 from app.engine.simulated.batch import EngineLimits
@@ -120,6 +121,12 @@ def _attached(settings: Settings, clock: Clock) -> EngineAndFiles:
 
 
 def _simulated(settings: Settings, clock: Clock) -> EngineAndFiles:
+    cached = settings.block_size * settings.cache_blocks
+    if settings.context_length > cached:
+        raise SettingsError(
+            f"KVLANE_CONTEXT_LENGTH={settings.context_length} exceeds the {cached} tokens of the "
+            "cache: raise KVLANE_CACHE_BLOCKS or lower the context"
+        )
     files = read_folder(settings.model_path or DEMO_MODEL_FOLDER)
     engine = SimulatedEngine(
         clock,

@@ -84,10 +84,10 @@ def check_role(config: EngineConfig, settings: Settings, worker_id: str) -> None
     role = settings.worker_role
     if role != "aggregated" and config.transfer_lease_s is None:
         raise SettingsError(
-            f"KVLANE_WORKER_ROLE={role}: the engine {settings.engine} of {worker_id} can "
-            "neither hand a prompt over nor fetch one: use the engine vllm with a "
-            "kv_transfer_config in KVLANE_ENGINE_ARGS, attached with "
-            "KVLANE_ATTACH_TRANSFER_LEASE_S, or simulated"
+            f"KVLANE_WORKER_ROLE={role}: the engine of {worker_id} can neither hand a prompt over "
+            "nor fetch one: use the engine vllm with a kv_transfer_config in KVLANE_ENGINE_ARGS, "
+            "attached with KVLANE_ATTACH_TRANSFER_LEASE_S, simulated, or an own one with a "
+            "transfer_lease_s"
         )
 
 

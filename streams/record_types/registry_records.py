@@ -21,7 +21,7 @@ class EngineConfig(InternalRecord, frozen=True):
     """The properties that an engine advertises; None: not advertised.
 
     `curve`: how long its steps take, see `numbers` in app/perf_curves.py. `lora_names`:
-    adapters that it has, `max_loras`: how many it can load besides, at a time.
+    adapters that it has, `max_loras`: above 0, it loads others on demand.
     `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
     `gives_tokens` it gives text only, and no other run can continue its answers; with
     `guesses_cache` its cache events are a guess. `kind`: its kind of requests. `unsupported`:

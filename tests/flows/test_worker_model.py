@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from app import worker
 from app.engine.echo import EchoEngine
-from app.engine.engine_factory import text_generator_of
+from app.engine.engine_factory import create_engine, text_generator_of
 from app.engine.simulated.text_generator import expected_answer
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import LoadedModel, load_model
@@ -22,6 +22,7 @@ from app.preprocess.thread_pool import InlinePool
 from app.runtime.process import ProcessContext
 from app.serving.model_compatibility import ModelMismatch
 from app.settings import Settings, SettingsError
+from streams.clock import SystemClock
 from streams.codecs import decode, pack_tokens
 from streams.records import EngineConfig, ModelCard, WorkerCard
 from streams.request import Request
@@ -138,8 +139,11 @@ async def test_folder_that_is_no_model_is_refused(world: MemoryWorld) -> None:
 
 
 def test_context_that_does_not_fit_into_the_cache_is_refused() -> None:
+    settings = Settings(worker_id="-", router_id="-", context_length=512, cache_blocks=31)
     with pytest.raises(SettingsError, match="KVLANE_CACHE_BLOCKS"):
-        Settings(worker_id="-", router_id="-", context_length=512, cache_blocks=31)
+        create_engine(settings, SystemClock())
+    own_engine = settings.model_copy(update={"engine": "echo"})
+    create_engine(own_engine, SystemClock())
 
 
 # --- others that serve it -------------------------------------------------------------------------

@@ -200,6 +200,7 @@ def test_refusal_names_variable_value_and_remedy(
         ),
         ({"engine": "attached", "model_path": "."}, "needs KVLANE_ATTACH_URL=http://host:port"),
         ({"engine": "attached", "attach_url": "http://h:1"}, "needs KVLANE_MODEL_PATH"),
+        ({"engine": "vllm", "max_loras": 2}, "which loads no adapter on demand"),
         (
             {"engine": "attached", "attach_replay_endpoint": "tcp://h:1"},
             "KVLANE_ATTACH_REPLAY_ENDPOINT repairs losses of KVLANE_ATTACH_EVENTS_ENDPOINT",
