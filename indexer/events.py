@@ -138,7 +138,7 @@ def _first_fault(
     counts: NDArray[np.uint32],
     keys: NDArray[np.uint64],
 ) -> int:
-    """The first fault of the rows, or SOUND."""
+    """The first fault of the rows, or VALID."""
     total = np.int64(0)
     for row in range(len(kinds)):
         count, position = np.int64(counts[row]), np.int64(positions[row])

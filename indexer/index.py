@@ -15,7 +15,7 @@ Removal of a whole cache (`cleared`, `end_epoch`, a new epoch) takes constant ti
 *retired*: masked out of all answers, and of the state hash, since its account is dropped. The slots
 are swept later, some with every change. Then the column is used again.
 
-*Closed* means that a cache holds no block of the device tier without its parent. Bridges publish
+*Closed* means that a cache holds no block of the device tier without its parent. Workers publish
 blocks that way (`indexer/cache_events/event_normalizer.py`), and a lost event is always noticed. A
 cache whose log does not start at a `cleared`, or that had blocks rejected, may not be closed; while
 there is such a cache, every block of a prompt is looked up.
@@ -120,18 +120,18 @@ class Index(IndexBase[_Cache]):
     Args:
         secret: constants of the block keys, the same as in the events (`indexer/block_keys.py`).
         max_blocks: limit of one cache; further blocks are rejected and counted.
-        scans: look up every block, as if no cache were closed.
+        scan_all: look up every block, as if no cache were closed.
 
-    `apply` takes events from one thread; any number of threads may call `match_prefix` meanwhile.
+    `apply_events` is called by one thread; any number of others may call `match_prefix` meanwhile.
     The only error that a record of the log can raise is MalformedColumns.
 
     Example:
-        secret = derive(b"a secret of the deployment")
+        secret = derive_secret(b"a secret of the deployment")
         index, hashes = Index(secret), hash_blocks(tokens, 16).local
         keys = tuple(prompt_keys(hashes, secret).tolist())
-        events = [CLEARED, Event(Kind.STORED, keys=keys)]
-        index.apply(0, Holder("worker-1", 0), 1, 0, encode(events))
-        index.match(hashes)                    # {Holder("worker-1", 0): Overlap(device=...)}
+        events = [CLEARED, CacheEvent(EventKind.STORED, keys=keys)]
+        index.apply_events(0, CacheId("worker-1", 0), 1, 0, encode_events(events))
+        index.match_prefix(hashes)             # {CacheId("worker-1", 0): Overlap(device=...)}
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class RecordPublisher:
     @property
     def slow_until_ms(self) -> int:
         """Broker time of the latest slow append: now, if one is pending; 0 for never."""
-        assert self._broker_clock is not None, "slow_ms needs a broker clock"
+        assert self._broker_clock is not None, "slow_until_ms needs a broker clock"
         began_at = next(iter(self._under_way.values()), None)
         if began_at is not None and self._clock.now() - began_at > SLOW_APPEND_S:
             return self._broker_clock.now_ms()

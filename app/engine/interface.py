@@ -1,8 +1,8 @@
 """Interface of an engine: the contract between a worker process and the generator of tokens.
 
 Owns the `Engine` interface, the handle of each request (`GenerateContext`), the outputs of an
-engine (`EngineOutput`) and its typed errors. Independent of Kafka, runs and leases. The rules below
-are checked by `app/engine/validator.py`.
+engine (`EngineOutput`) and its typed errors. Independent of Kafka and of runs. Of the rules below
+`app/engine/validator.py` checks 2, 3 and 5, and the values of outputs and configuration.
 
 Lifecycle of an engine: constructed, `start`, any number of concurrent `generate`, `drain`,
 `cleanup`.
@@ -125,7 +125,7 @@ class EngineDead(EngineError):
 class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """A part of one request's answer, tokens or text; with a finish reason it is the last output.
 
-    `token_usage` counts this execution only: its prompt, including tokens of earlier attempts, and
+    `usage` counts this execution only: its prompt, including tokens of earlier attempts, and
     the generated tokens. It is optional, and used on the first output, for the cached tokens, and
     on the last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`. `transfer`:
     data of the engine from prefill to decode, on the last output. `data`: as in a Chunk, with
@@ -232,9 +232,9 @@ class GenerateContext:
 class Engine(ABC):
     """Interface of an engine: it generates tokens for one worker process.
 
-    The rules are at the top of this module; `KVLANE_VALIDATE_ENGINE=true` checks them while the
-    engine runs. Required: `start`, `generate`, `cleanup`. Errors: InvalidRequest for a request that
-    no worker can serve, EngineFull when another one can, EngineDead when the process has to be
+    The rules are at the top of this module; `KVLANE_VALIDATE_ENGINE=true` checks some of them while
+    the engine runs. Required: `start`, `generate`, `cleanup`. Errors: InvalidRequest for a request
+    that no worker can serve, EngineFull when another one can, EngineDead when the process has to be
     restarted, EngineError for any other failure of one request.
 
     Example:

@@ -97,7 +97,7 @@ def _request_id(given: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 class BodyLimiter:
     """The bodies of requests that are in memory, up to `limit` bytes each.
 
-    Bound: BODIES times the limit in all. Beyond it requests are refused at once.
+    Bound: MAX_BODIES times the limit in all. Beyond it requests are refused at once.
     """
 
     def __init__(self, limit: int) -> None:

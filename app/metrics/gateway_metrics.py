@@ -102,7 +102,7 @@ class TokenTimes:
             self._block_at, self._block_from = now, tokens
 
     def report(self, metrics: GatewayMetrics, seen: int, tokens: int) -> None:
-        """Report the latencies of an ended answer. `on_tokens`: its last position; `tokens`: 0
+        """Report the latencies of an ended answer. `seen`: its last position; `tokens`: 0
         if unknown."""
         if self._first_at is None:
             return

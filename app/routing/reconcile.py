@@ -41,7 +41,7 @@ RestartReason = Literal[
 
 
 class Restart(NamedTuple):
-    """Fence `attempt` and assign the rest of the request to another worker."""
+    """Begin `attempt`: fence all lower ones, and dispatch the rest of the request, or end it."""
 
     attempt: int
     reason: RestartReason

@@ -102,28 +102,28 @@ class KvEventPublisher:
             publishing.cancel()
 
     async def _publish_loop(self) -> None:
-        clock, bridge = self._ctx.clock, self.normalizer
+        clock, normalizer = self._ctx.clock, self.normalizer
         next_piece_at = clock.now()
         # Spread over time, so that workers started together do not publish together.
         republish_at = clock.now() + self._republish_s * (0.5 + self._ctx.rng.random() / 2)
         while True:
             now = clock.now()
             if now >= republish_at:
-                bridge.start_announcement(now, clear=False)
+                normalizer.start_announcement(now, clear=False)
                 republish_at = now + self._republish_s
-            if bridge.is_announcing and now >= next_piece_at:
-                bridge.continue_announcement(REPUBLISH_CHUNK_BLOCKS, now)
+            if normalizer.is_announcing and now >= next_piece_at:
+                normalizer.continue_announcement(REPUBLISH_CHUNK_BLOCKS, now)
                 next_piece_at = now + REPUBLISH_CHUNK_INTERVAL_S
-            due_at = bridge.batch_due_at()
+            due_at = normalizer.batch_due_at()
             if due_at is not None and due_at <= now:
-                batch = bridge.take_batch()
+                batch = normalizer.take_batch()
                 assert batch is not None
                 await self._append(batch)
                 continue
             ends = [republish_at, now + IDLE_WAIT_S]
             if due_at is not None:
                 ends.append(due_at)
-            if bridge.is_announcing:
+            if normalizer.is_announcing:
                 ends.append(next_piece_at)
             await self._changed.wait(min(ends) - now)
 

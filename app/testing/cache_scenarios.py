@@ -98,12 +98,12 @@ def incomplete_indexes(world: SimulatedWorld) -> Iterator[str]:
         was_cut = Partition(KV_EVENTS, number) in world.truncated
         if node.state != "up" or worker.epoch is None or was_cut:
             continue
-        bridge = worker._cache_events[0].normalizer
+        normalizer = worker._cache_events[0].normalizer
         for label, index in _indexes(world):
             known = index.cache_sizes().get(CacheId(node.name, 0))
             blocks = known.total_blocks if known is not None else 0
-            if bridge.batch_due_at() is None and blocks != bridge.held_blocks:
-                held = bridge.held_blocks
+            if normalizer.batch_due_at() is None and blocks != normalizer.held_blocks:
+                held = normalizer.held_blocks
                 yield f"caches: {label} has {blocks} of {held} blocks of {node.label}"
 
 

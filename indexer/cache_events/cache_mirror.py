@@ -123,7 +123,7 @@ class CacheMirror:
             )
 
     def continue_announcement(self, blocks: int) -> list[MirrorChange]:
-        """Publish up to `block_count` more blocks; blocks that were removed meanwhile count too."""
+        """Publish up to `blocks` more blocks; blocks that were removed meanwhile count too."""
         changes: list[MirrorChange] = []
         for tier in Tier:
             blocks = self._announce(tier, self._unannounced[tier], blocks, changes)
@@ -156,9 +156,7 @@ class CacheMirror:
     def _announce(
         self, tier: Tier, waiting: list[int], blocks: int, changes: list[MirrorChange]
     ) -> int:
-        """Publish up to `block_count` of the waiting blocks, last one first; returns the rest of
-        `block_count`.
-        """
+        """Publish up to `blocks` of the waiting ones, last one first; returns the rest of that."""
         held, published = self._held[tier], self._published
         start, run = 0, list[int]()
         while waiting and blocks:

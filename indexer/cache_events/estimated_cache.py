@@ -2,7 +2,7 @@
 
 Assumes LRU eviction, as in most engines: every whole block of a prompt and its answer is kept, and
 of equally old blocks of a prompt the last one is evicted first. Emits the events that an engine
-would (`indexer/cache_events/engine_events.py`), so everything after the bridge is the same.
+would (`indexer/cache_events/engine_events.py`), so everything after the normalizer is the same.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ and the last change anything for readers. Many engine hashes can map to one key.
 
 The *mirror* (`indexer/cache_events/cache_mirror.py`) equals the state of the index after it applied
 every batch. It can be announced again at any time, with or without a preceding `cleared`; changes
-in the meantime are published in between, in order. One bridge serves one rank of one worker. Owns
-no producer and no clock: its owner feeds it, asks when a batch is due, and takes it.
+in the meantime are published in between, in order. One normalizer serves one rank of one worker.
+Owns no producer and no clock: its owner feeds it, asks when a batch is due, and takes it.
 
 Overload: when more than `max_pending` blocks are pending, they are dropped, and the mirror is
 announced again after a `cleared` instead. So the backlog never exceeds the size of the cache.
@@ -56,7 +56,7 @@ from indexer.cache_events.engine_events import (
 from indexer.events import CacheEvent, EventKind, Tier
 
 EAGER_BATCH_BLOCKS = 128
-"""Pending blocks at which a batch is due at once; fewer wait for PATIENCE_S."""
+"""Pending blocks at which a batch is due at once; fewer wait for MAX_BATCH_DELAY_S."""
 MAX_BATCH_DELAY_S = 0.005
 """Maximum delay of a pending event."""
 MAX_BATCH_BLOCKS = 1 << 16
@@ -73,7 +73,7 @@ class EventBatch(NamedTuple):
 
 @dataclass
 class NormalizerCounters:
-    """Engine events that were not passed on unchanged, since the bridge was created."""
+    """Engine events that were not passed on unchanged, since the normalizer was made."""
 
     placeholders: int = 0
     """Blocks stored without tokens, so that no key can be computed."""
@@ -237,7 +237,7 @@ class EventNormalizer:
         self._mirror.start_announcement(clear=clear)
 
     def continue_announcement(self, blocks: int, now: float) -> None:
-        """Append up to `block_count` blocks of the announcement to the pending events; blocks that
+        """Append up to `blocks` blocks of the announcement to the pending events; blocks that
         were removed meanwhile count too.
         """
         if not self._pending:
@@ -377,7 +377,7 @@ class EventNormalizer:
     def _append(self, changes: Iterable[MirrorChange]) -> None:
         """Append to the pending events, where possible to the last one."""
         for kind, tier, position, sums in changes:
-            keys = [total or 1 for total in sums] if 0 in sums else sums  # see `keys.keys_of`
+            keys = [total or 1 for total in sums] if 0 in sums else sums  # see `keys_from_sums`
             self._pending_blocks += len(keys)
             if self._pending and self._pending[-1].accepts(kind, tier, position):
                 self._pending[-1].keys += keys

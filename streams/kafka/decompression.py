@@ -106,7 +106,7 @@ def _lz4(data: bytes, most: int) -> bytes:
 
 
 def _lz4_bound(data: bytes, most: int) -> int:
-    """The most that the blocks of a frame can hold; more than `max_bytes` for several frames."""
+    """The most that the blocks of a frame can hold; more than `most` for several frames."""
     magic, flags, sizes = struct.unpack_from("<IBB", data)
     largest = _LZ4_BLOCK_BYTES.get(sizes >> 4 & 7, 0)
     if magic != _LZ4_FRAME or not largest:

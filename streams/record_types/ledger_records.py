@@ -160,7 +160,7 @@ class Assigned(RunRecord, frozen=True):
 
 
 class Started(RunRecord, frozen=True):
-    """A worker has accepted the run; acknowledged before its first Chunk."""
+    """A worker has begun the run, after any wait there; acknowledged before its first Chunk."""
 
     run: int
     origin: RequestOffset

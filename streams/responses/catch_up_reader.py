@@ -1,6 +1,6 @@
 """The catch-up reader of `responses`, for replies that begin before their lane's live position.
 
-    read_from ──► queue of lanes ──► pass: from the lowest start up to the live position ──► live
+    catch_up ──► queue of lanes ──► pass: from the lowest start up to the live position ──► live
 
 A pass reads one lane once, with its own reader, for all replies that waited for it. A reply that
 arrives during a pass joins it if the pass has not passed its start yet, and otherwise waits for the
@@ -8,7 +8,7 @@ next pass of the lane: a pass never seeks back, so a reply waits for two passes 
 back have separate passes, so that a reply of the last minute does not wait until an hour of the
 lane was read.
 
-Bounds: PASSES concurrent passes, MAX_FAR_PASSES of them far back; the caller bounds the waiting
+Bounds: MAX_PASSES concurrent passes, MAX_FAR_PASSES of them far back; the caller bounds the waiting
 replies. Owns the readers of the passes. Decides nothing about replies: changed ones go to `settle`.
 """
 

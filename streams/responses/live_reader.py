@@ -1,4 +1,4 @@
-"""The live reader of `responses`: reads new records of the lanes in which replies are awaited.
+"""The live reader of `responses`: new records of lanes with awaited replies, and of pinned lanes.
 
 Owns the positions of its reader and the replies that it feeds. It never seeks back: a reply that
 begins before the live position of its lane is fed by `streams/responses/catch_up_reader.py` until

@@ -1,10 +1,10 @@
 """The reader of `responses` for all replies of one client.
 
-The *live* reader (`streams/responses/live_reader.py`) tails the lanes in which replies are awaited,
-each from the end that it had when it was opened. A reply that begins earlier (a client attaches to
-a running request) must not delay the others while an hour of a lane is read: passes over that lane
-(`streams/responses/catch_up_reader.py`) feed it from its start until it has caught up with the live
-reader.
+The *live* reader (`streams/responses/live_reader.py`) tails the lanes in which replies are awaited
+and those that are pinned (`pin`), each from the end that it had when it was opened. A reply that
+begins earlier (a client attaches to a running request) must not delay the others while an hour of a
+lane is read: passes over that lane (`streams/responses/catch_up_reader.py`) feed it from its start
+until it has caught up with the live reader.
 
 Owns the start of each reply and the choice of its reader. Decides nothing about text
 (`streams/responses/reply_stream.py`), commits nothing, belongs to no group.

@@ -30,7 +30,7 @@ GATHER_S = 0.02
 """Records arrive up to so much later, and wake the process at most 50 times a second; the first
 ones after a pause arrive at once."""
 AWAITED_GATHER_S = 0.003
-"""While records are awaited: with 256 requests in flight, most of which wait for a place, one router
+"""While records are awaited. With 256 requests in flight, most of which wait for a place, a router
 dispatches 2000 to 2100 a second, and 1700 to 1800 with GATHER_S."""
 MAX_QUEUED_RECORDS = 4 * RECORDS_PER_POLL
 """Records that wait for one subscriber. More of them wait only for a view that is paused, or that

@@ -30,7 +30,7 @@ class Follower:
 
     def __init__(self, publisher: EventPublisher, *, replay: bool = True) -> None:
         self.publisher, self._replays = publisher, replay
-        self.bridge = EventNormalizer(SIZE, derive_secret(b"s"))
+        self.normalizer = EventNormalizer(SIZE, derive_secret(b"s"))
         self.got: list[EngineEvent] = []
         self.events = ZmqEventFollower(
             publisher.endpoint, publisher.replay if replay else "", self._listen
@@ -39,7 +39,7 @@ class Follower:
     def _listen(self, events: object, rank: int = 0, /) -> None:
         assert isinstance(events, list | tuple)
         self.got += events
-        self.bridge.on_events(events, 0.0)
+        self.normalizer.on_events(events, 0.0)
 
     async def begin(self) -> Follower:
         await self.events.connect()
@@ -50,7 +50,7 @@ class Follower:
         return self
 
     async def holds(self, blocks: int) -> None:
-        await until(lambda: self.bridge.held_blocks == blocks)
+        await until(lambda: self.normalizer.held_blocks == blocks)
 
     async def end(self) -> None:
         self._running.cancel()
@@ -85,7 +85,7 @@ async def test_blocks_cached_before_the_start_are_replayed(publisher: EventPubli
     await follower.holds(2)
     publisher.publish([block(3, 2)])
     await follower.holds(3)
-    assert follower.bridge.counters.gaps == 0
+    assert follower.normalizer.counters.gaps == 0
     await follower.end()
 
 
@@ -95,7 +95,7 @@ async def test_without_replays_only_received_events_are_applied(publisher: Event
     publisher.publish([block(2, 1)])
     publisher.publish([block(3)])
     await follower.holds(1)
-    assert follower.bridge.counters.orphans == 1
+    assert follower.normalizer.counters.orphans == 1
     await follower.end()
 
 
@@ -107,7 +107,7 @@ async def test_lost_message_is_requested_again(
         publisher.publish([block(number + 1, number or None)])
     await follower.holds(4)
     assert publisher.replays[-1] == 1
-    assert follower.bridge.counters == NormalizerCounters()
+    assert follower.normalizer.counters == NormalizerCounters()
 
 
 async def test_loss_of_the_last_message_is_detected(
@@ -130,7 +130,7 @@ async def test_failed_replay_drops_all_blocks_in_doubt(
     publisher.dropped = publisher.forgotten = {1}
     publisher.publish([BlocksRemoved([9])])
     publisher.publish([block(3, 2)])
-    await until(lambda: follower.bridge.counters.gaps == 1)
+    await until(lambda: follower.normalizer.counters.gaps == 1)
     await follower.holds(3)  # 3, and 1 and 2, which it continues
 
 
@@ -141,7 +141,7 @@ async def test_gap_without_replays_drops_all_blocks_in_doubt(publisher: EventPub
     publisher.dropped = {1}
     publisher.publish([BlocksRemoved([9])])
     publisher.publish([block(2)])
-    await until(lambda: follower.bridge.counters.gaps == 1)
+    await until(lambda: follower.normalizer.counters.gaps == 1)
     await follower.holds(1)
     await follower.end()
 
@@ -155,7 +155,7 @@ async def test_replay_that_never_ends_is_abandoned(
     publisher.answers, publisher.dropped = False, {1}
     publisher.publish([block(2)])
     publisher.publish([block(3)])
-    await until(lambda: follower.bridge.counters.gaps == 1)
+    await until(lambda: follower.normalizer.counters.gaps == 1)
     await follower.holds(1)
 
 
@@ -166,7 +166,7 @@ async def test_event_received_twice_by_a_replay_is_applied_once(
     for number in range(50):
         publisher.publish([block(number + 1)])
     await follower.holds(50)
-    assert not follower.bridge._copies
+    assert not follower.normalizer._copies
 
 
 async def test_restarted_server_has_an_empty_cache(publisher: EventPublisher) -> None:
@@ -200,7 +200,7 @@ async def test_unreadable_messages_are_skipped(
     await publisher._pub.send_multipart([b"kv", b"short", b"\xc1"])
     publisher.publish([block(1)])
     await follower.holds(1)
-    assert follower.bridge.counters == NormalizerCounters()
+    assert follower.normalizer.counters == NormalizerCounters()
 
 
 @pytest.mark.parametrize("missing", ["publisher", "replay"])

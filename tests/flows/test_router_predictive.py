@@ -323,6 +323,19 @@ def test_more_frequent_retries_change_only_their_number() -> None:
 
 
 @scenario_test
+async def test_ledger_is_read_sooner_while_a_request_waits(world: MemoryWorld) -> None:
+    hand, router = await busy_worker(world)
+    tail = router._context.count_awaited.__self__  # type: ignore[attr-defined]
+    usual_s = tail._gather_s
+    send(world, "b", 4000)
+    await world.sleep(0.05)
+    assert tail._gather_s < usual_s / 5
+    await wait_for_items(world, lambda: hand.received(Assignment)[1:])
+    await world.sleep(0.05)
+    assert tail._gather_s == usual_s
+
+
+@scenario_test
 async def test_full_queue_refuses_a_request_without_planning_it(world: MemoryWorld) -> None:
     hand = FakeWorker(world, **SLOW)
     router = await start_router(world, policy="predictive", max_queued_requests=2)

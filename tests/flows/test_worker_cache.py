@@ -377,15 +377,15 @@ async def test_announcement_is_spread_and_blocks_nothing(harness: Cached) -> Non
 async def test_too_many_pending_events_are_replaced_by_the_cache_state(harness: Cached) -> None:
     await harness.make_request(1)
     await harness.settle()
-    bridge = harness.worker._cache_events[0].normalizer
-    bridge._max_pending = 8
+    normalizer = harness.worker._cache_events[0].normalizer
+    normalizer._max_pending = 8
     harness.world.faults.next_fates(KV_EVENTS, *[AppendFate.LOST] * 1000)
     for n in range(2, 14):
         await harness.make_request(n)
-    assert bridge._pending_blocks < 24
+    assert normalizer._pending_blocks < 24
     harness.world.faults.fates.clear()
     await harness.settle()
-    assert bridge.counters.overflows
+    assert normalizer.counters.overflows
     assert harness.index().is_complete(HOLDER)
 
 

@@ -90,7 +90,7 @@ SETUPS = (
 )  # fmt: skip
 ABSOLUTE_SETUP = SETUPS[2]
 TTFT_LIMIT_MS, MIN_REUSE = 208.0, 0.32
-"""Absolute thresholds in the set-up ABSOLUTE."""
+"""Absolute thresholds in ABSOLUTE_SETUP."""
 
 
 class ScenarioRun(NamedTuple):

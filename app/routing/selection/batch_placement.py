@@ -35,10 +35,10 @@ groups: a rank without a batch run in prefill takes one only if as many more fit
 compute, or a quarter of its batch runs if that is less.
 
 When an interactive request is sent to a rank, runs give way until, with it there, the first term of
-the slowdown is at most `max_slowdown`, cache and engine have room for all, and no batch prompt is in
-computation with an interactive one. Runs without a first token go first, then the youngest: the
-others are nearer to their end. None stays with prompts alone, without an interactive decode: the
-first batch run would add a whole step of decode to each of their steps.
+the slowdown is at most `max_slowdown`, cache and engine have room for all, and no batch prompt is
+computed at the same time as an interactive one. Runs without a first token go first, then the
+youngest: the others are nearer to their end. None stays with prompts alone, without an interactive
+decode: the first batch run would add a whole step of decode to each of their steps.
 
 Routers use it (`app/lanes/scheduling/batch_scheduler.py`), and the simulation
 (`app/simulation/batch_work.py`). Never here: the order of batch requests.

@@ -189,7 +189,7 @@ class CandidateTable:
     ) -> Candidates:  # fmt: skip
         """The candidates at these places, in this order; None: at all places of the pool.
 
-        `overlap_blocks`, `taint_weights` and `others` are about all rows, as in `Candidates`.
+        `blocks`, `taint_weights` and `others` are about all rows, as in `Candidates`.
         """
         every = Candidates(
             self.worker_ranks,

@@ -5,7 +5,8 @@ Passes the content of records on to the index proper (`indexer/index.py`; the ru
 with another secret. The latter means a misconfigured process; such a worker appears to have an
 empty cache, so every request misses; this is logged as an error.
 
-The blocks of a worker that left are dropped a day later, when Fleet expires it.
+A `Lost` drops the blocks of its epoch. Those of a worker that left otherwise are dropped by the
+next record of its partition a day after its last one (`last_seen.py`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ class SkippedRecords:
 
 
 class KvIndexView:
-    """Blocks by worker and rank; a `MaterializedView` (streams/views/view.py) over "
-    "kv-events."""
+    """Blocks by worker and rank; a `MaterializedView` (streams/views/view.py) over kv-events."""
 
     name = "index"
 
