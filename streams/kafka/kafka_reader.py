@@ -94,7 +94,7 @@ class KafkaReader:
         if not self._is_committed and any(name.topic in TRANSACTIONAL for name in positions):
             self._read_committed()
         if self._consumer is not None:
-            self._hand_over(self._consumer)
+            self._configure(self._consumer)
         self._changed.set()
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
@@ -157,7 +157,7 @@ class KafkaReader:
             except BrokerUnavailable:
                 return None
             if consumer is not None and not self._closed:
-                self._hand_over(consumer)
+                self._configure(consumer)
                 self._consumer = consumer
                 self._silent_from = asyncio.get_running_loop().time()
         return self._consumer
@@ -169,7 +169,7 @@ class KafkaReader:
         options = {**self._options, "isolation_level": "read_committed"}
         self._client = LazyConsumer(options, self._kafka.request_timeout_s)
 
-    def _hand_over(self, consumer: AIOKafkaConsumer) -> None:
+    def _configure(self, consumer: AIOKafkaConsumer) -> None:
         if self._gather_s:
             SessionFetcher.set_gather_s(consumer, self._gather_s)
         consumer.assign(list(self._next))

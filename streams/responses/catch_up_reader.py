@@ -41,7 +41,7 @@ STALL_TIMEOUT_S = 5.0
 OnChanged = Callable[[int, PartitionTail, list[Reply]], Awaitable[None]]
 """Called with the lane number, the lane, and its changed replies."""
 ReaderTask = Callable[[], Coroutine[Any, Any, None]]
-TryHandOver = Callable[[int, PartitionTail], bool]
+TryMoveToLive = Callable[[int, PartitionTail], bool]
 """Moves the replies of a lane to the live reader; False before the pass has caught up."""
 
 
@@ -55,14 +55,16 @@ class PassKey(NamedTuple):
 class CatchUpReader:
     """The passes and the replies that wait for one. All of `reader_tasks` must be running."""
 
-    def __init__(self, log: Log, clock: Clock, settle: OnChanged, hand_over: TryHandOver) -> None:
+    def __init__(
+        self, log: Log, clock: Clock, settle: OnChanged, move_to_live: TryMoveToLive
+    ) -> None:
         self.readers = [log.reader() for _ in range(MAX_PASSES)]
         self.active_passes: dict[PassKey, PartitionTail] = {}
         self._waiting: dict[PassKey, dict[Reply, int]] = {}
         """Start offsets of waiting replies; keys in the order of their first reply."""
         self._clock = clock
         self._settle = settle
-        self._hand_over = hand_over
+        self._move_to_live = move_to_live
         self._wanted = asyncio.Event()
 
     def reader_tasks(self) -> dict[str, ReaderTask]:
@@ -132,7 +134,7 @@ class CatchUpReader:
                 changed = lane.apply(batches[source]) if source in batches else []
                 lane.position = max(lane.position, reader.position(source))
                 await self._settle(queue.lane, lane, changed)
-                if self._hand_over(queue.lane, lane):
+                if self._move_to_live(queue.lane, lane):
                     return
                 if lane.position > before:
                     moved_at = self._clock.now()

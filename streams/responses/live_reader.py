@@ -26,7 +26,7 @@ class PartitionTail:
     def __init__(self, position: int, now: float) -> None:
         self.position = position
         self.replies: dict[bytes, list[Reply]] = {}
-        self._due: dict[Reply, None] = {}
+        self._unseen: dict[Reply, None] = {}
         self.idle_since = now
         self.is_pinned = False
         """Whether it is read even if no reply is awaited in it."""
@@ -34,11 +34,11 @@ class PartitionTail:
     def add(self, reply: Reply) -> None:
         self.replies.setdefault(reply.key, []).append(reply)
         if reply.expected_before < NO_OFFSET and not reply.has_begun:
-            self._due[reply] = None
+            self._unseen[reply] = None
 
     def remove(self, reply: Reply) -> None:
         """Stop feeding a reply; ignored if it is not here."""
-        self._due.pop(reply, None)
+        self._unseen.pop(reply, None)
         awaiting = self.replies.get(reply.key, [])
         if reply in awaiting:
             awaiting.remove(reply)
@@ -64,11 +64,13 @@ class PartitionTail:
 
         Called after every poll, so it checks only replies without a record so far.
         """
-        if not self._due:
+        if not self._unseen:
             return []
-        self._due = {reply: None for reply in self._due if not reply.has_begun}
+        self._unseen = {reply: None for reply in self._unseen if not reply.has_begun}
         return [
-            r for r in self._due if r.expected_before <= self.position and r.may_begin_until <= now
+            r
+            for r in self._unseen
+            if r.expected_before <= self.position and r.may_begin_until <= now
         ]
 
     def all_replies(self) -> list[Reply]:

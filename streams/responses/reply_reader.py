@@ -77,7 +77,7 @@ class ReplyReader:
         self._lanes = lanes
         live = log.reader(moving=moving)
         self._live = LiveReader(live, clock, IDLE_LANE_TTL_S, broker_clock or BrokerClock(clock))
-        self._history = CatchUpReader(log, clock, self._settle, self._hand_over)
+        self._history = CatchUpReader(log, clock, self._settle, self._move_to_live)
         self._readers = (live, *self._history.readers)
         self._tasks: list[asyncio.Task[None]] = []
         self._error: Exception | None = None
@@ -273,7 +273,7 @@ class ReplyReader:
         reply.fail(error)
         self.detach(reply)
 
-    def _hand_over(self, number: int, lane: PartitionTail) -> bool:
+    def _move_to_live(self, number: int, lane: PartitionTail) -> bool:
         """Move replies to the live reader if their lane has caught up with it."""
         live = self._live.lanes.get(number) or self._live.open_lane(number, lane.position)
         live.idle_since = self._clock.now()  # replies are about to join it

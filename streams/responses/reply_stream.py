@@ -59,7 +59,7 @@ class Reply:
         self,
         request_id: str,
         start: int = 0,
-        due: int = NO_OFFSET,
+        expected_before: int = NO_OFFSET,
         *,
         lane: int = 0,
         doubts: bool = False,
@@ -72,7 +72,7 @@ class Reply:
         """Kept, since a lane is found by a hash in Python."""
         self.key = request_id.encode()
         self.start = start
-        self.expected_before = due
+        self.expected_before = expected_before
         """Below this offset a record of it is expected, unless it may still begin."""
         self.may_begin_until = may_begin_until
         """A point on the clock."""
@@ -93,8 +93,8 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._sink: PieceSink | None = None
         """The sink of the waiting task."""
-        self._due = math.inf
-        self._alarm: asyncio.TimerHandle | None = None
+        self._wake_at = math.inf
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_over(self) -> bool:
@@ -203,9 +203,9 @@ class Reply:
 
     def cancel_timer(self) -> None:
         """Cancel the timer, once no task awaits pieces."""
-        if self._alarm is not None and self._waiter is None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None and self._waiter is None:
+            self._timer.cancel()
+            self._timer = None
 
     def _put(self, piece: Chunk | End) -> None:
         self.has_begun = True
@@ -239,8 +239,8 @@ class Reply:
             raise self._error
         loop = asyncio.get_running_loop()
         self._waiter, self._sink = loop.create_future(), sink
-        self._due = math.inf if timeout_s is None else loop.time() + timeout_s
-        if self._alarm is None or self._due < self._alarm.when():
+        self._wake_at = math.inf if timeout_s is None else loop.time() + timeout_s
+        if self._timer is None or self._wake_at < self._timer.when():
             self._set_alarm(loop)
         try:
             await self._waiter
@@ -254,16 +254,18 @@ class Reply:
         return self._error or TimeoutError()
 
     def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = None if math.isinf(self._due) else loop.call_at(self._due, self._ring)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = (
+            None if math.isinf(self._wake_at) else loop.call_at(self._wake_at, self._on_timer)
+        )
 
-    def _ring(self) -> None:
-        self._alarm = None
+    def _on_timer(self) -> None:
+        self._timer = None
         if self._waiter is None:
             return  # the next wait sets it anew
         loop = asyncio.get_running_loop()
-        if loop.time() < self._due:
+        if loop.time() < self._wake_at:
             self._set_alarm(loop)
         else:
             self._wake()

@@ -135,11 +135,11 @@ async def test_abandoned_reply_leaves_no_timer() -> None:
     waiting = asyncio.create_task(reply.next_piece(600))
     await asyncio.sleep(0)
     reply.cancel_timer()
-    assert reply._alarm is not None, "somebody waits"
+    assert reply._timer is not None, "a read waits"
     feed(reply, chunk(0))
     await waiting
     reply.cancel_timer()
-    assert reply._alarm is None
+    assert reply._timer is None
 
 
 def test_record_below_the_start_is_not_part_of_the_reply() -> None:
