@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -14,7 +15,7 @@ from app.audit.time_range import format_time
 from app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
 from app.audit.unknown_ids import explain_unknown
 from app.commands.console import escape_text, format_value, plain_table
-from streams.records import Assigned, Cancel, Ended, Refused
+from streams.records import Assigned, Cancel, Ended, Fencing, Finished, Refused
 from streams.request import Request
 from streams.topics import REQUESTS, TOPICS_BY_NAME
 
@@ -22,10 +23,9 @@ _SHOWN_ELSEWHERE = frozenset({
     "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",
     "ttft_ms_predicted",
 })  # fmt: skip
-_DECIDED = frozenset({Assigned.__name__, Ended.__name__})
-_QUEUED = (
-    "no worker had capacity for it yet (`kvlane_worker_requests_running`, "
-    "`kvlane_router_queued_requests`)"
+_UNASSIGNED = (
+    "unread in its lane (lag of the group `router`), deferred (`kvlane_router_deferred_requests`), "
+    "or queued in its router until a worker has capacity (`{queue}`)"
 )
 _UNREAD = (
     "its prompt waits: preprocessors pass on no more prompts than routers have room for "
@@ -54,9 +54,12 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     names = {step.name for step in timeline.steps}
     if request is None:
         console.print(_without_request(names), style="yellow")
-    elif not timeline.ending and names.isdisjoint(_DECIDED):
-        waited_s = max(0.0, (timeline.now_ms - began_ms) / 1000)
-        console.print(f"in the queue of its router for {waited_s:.1f} s: {_QUEUED}", style="yellow")
+    elif not timeline.ending and (since_ms := unassigned_since_ms(timeline.steps)) is not None:
+        waited_s = max(0.0, (timeline.now_ms - since_ms) / 1000)
+        is_batch = request.fields.get("service_class") == "batch"
+        queue = f"kvlane_router_queued_{'batch_' if is_batch else ''}requests"
+        why = _UNASSIGNED.format(queue=queue)
+        console.print(f"assigned to no worker for {waited_s:.1f} s: {why}", style="yellow")
     if decisions := [step.decision for step in timeline.steps if step.decision is not None]:
         console.print()
         console.print(_summary(decisions))
@@ -65,6 +68,30 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     ending = timeline.ending or "not ended yet, or its end is no longer retained"
     console.print(f"\n[bold]ended:[/] {escape_text(ending)}")
     return True
+
+
+def unassigned_since_ms(steps: Sequence[TimelineStep]) -> int | None:
+    """Broker time from which on a request has been waiting for a worker; None if it is not.
+
+    It waits after its first record, after a fence, after the refusal of a worker, and between a
+    prefill and the decode that is assigned after it.
+    """
+    since_ms: int | None = None
+    latest: dict[str, Any] = {}
+    for step in steps:
+        record = step.fields
+        is_of_latest = record.get("attempt", 0) == latest.get("attempt", 0)
+        if step.name == Ended.__name__:
+            return None
+        if step.name == Assigned.__name__:
+            latest, since_ms = record, None
+        elif step.name in (Request.__name__, Fencing.__name__):
+            since_ms = step.at_ms
+        elif step.name == Finished.__name__ and is_of_latest:
+            is_prefill = record.get("code") == "handed_off" and latest.get("phase") == "prefill"
+            if is_prefill or record.get("retryable"):
+                since_ms = step.at_ms
+    return since_ms
 
 
 def _without_request(steps: AbstractSet[str]) -> str:

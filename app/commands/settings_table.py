@@ -27,6 +27,26 @@ _SECRET_WORDS = {
 }
 
 
+_READ_BY = {
+    "Kafka": "every process",
+    "Topics": "`kvlane topics create`, and every process, which compares the topics with them",
+    "Requests and results": "gateways and preprocessors; `KVLANE_MAX_LIFETIME_S` also by routers "
+    "and workers, `KVLANE_MAX_ATTEMPTS` by routers, `KVLANE_DEDUP_WINDOW_S` by routers and "
+    "collectors, `KVLANE_REPLY_TOPIC_PREFIXES` by preprocessors",
+    "Batches": "gateways (files, time limits), preprocessors (time limits), collectors "
+    "(`KVLANE_BATCH_MAX_LINES`) and routers (the others); partitions and retention as in Topics",
+    "Worker": "workers; `KVLANE_WORKER_TIMEOUT_S` and `KVLANE_HEARTBEAT_INTERVAL_S` also by "
+    "routers",
+    "Engine and model": "workers",
+    "Router and indexer": "routers; `KVLANE_INDEXER_PORT` and `KVLANE_SNAPSHOT_INTERVAL_S` by "
+    "indexers, `KVLANE_ENFORCE_DISAGGREGATION` also by gateways",
+    "HTTP, gateway and access": "gateways; `KVLANE_STATUS_PORT` and `KVLANE_HTTP_HOST` by every "
+    "process, sizes, keys and TLS of HTTP also by indexers",
+    "Logs, traces and local files": "every process; `KVLANE_KEEP_PROMPTS` by preprocessors and "
+    "routers",
+}
+
+
 class SettingRow(NamedTuple):
     """One setting as it is shown to people; a secret's values are masked."""
 
@@ -57,7 +77,14 @@ def settings_markdown() -> str:
 
 
 def _area_table(title: str, area: type[BaseModel]) -> str:
-    lines = [f"## {title}", "", "| variable | default | meaning |", "|---|---|---|"]
+    lines = [
+        f"## {title}",
+        "",
+        f"Read by {_READ_BY[title]}.",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
     for name, field in area.model_fields.items():
         default = _unset(name) or _shown(field.default)
         meaning = (field.description or "").replace("|", "\\|")

@@ -25,7 +25,10 @@ class RequestSettings(BaseModel):
         600, gt=0, description="longest time limit that a request may set, in seconds"
     )
     dedup_window_s: float = Field(
-        1200, gt=0, description="time during which a repeated request id is recognised, in seconds"
+        1200,
+        gt=0,
+        description="time after the end of a request during which its id is recognised and not run "
+        "again; also the longest session affinity; in seconds",
     )
     max_attempts: int = Field(
         3, ge=1, description="failed attempts after which a request ends with an error"

@@ -24,7 +24,9 @@ class RouterSettings(BaseModel):
     max_queued_tokens: int = Field(
         100_000_000,
         ge=0,
-        description="uncached prompt tokens that a router queues before it rejects more",
+        description="uncached prompt tokens of interactive requests that a router queues; beyond "
+        "it one over HTTP ends with queue_full, and from half of it prompts from Kafka stay in the "
+        "log",
     )
     max_queued_bytes: int = Field(
         1024 * 1024 * 1024,
@@ -66,12 +68,13 @@ class RouterSettings(BaseModel):
     transfer_domain: str = Field(
         "",
         description="topology domain within which KV caches are transferred, such as zone, by the "
-        "taints topology/zone=... of the workers; empty: between all workers",
+        "taints topology/zone=... of the workers; prefill workers without a decode worker in their "
+        "domain, or without the taint, get no prompts; empty: between all workers",
     )
     transfer_domain_required: bool = Field(
         False,
         description="end requests that cannot be decoded in the domain of their prefill worker; "
-        "else that is only preferred",
+        "otherwise that domain is preferred",
     )
     no_worker_timeout_s: float = Field(
         120,

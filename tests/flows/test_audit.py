@@ -352,10 +352,11 @@ def test_request_without_a_decision_is_in_the_queue(memory: MemoryBroker) -> Non
     request = Request(id="job-22", token_ids=b"1234")
     memory.append(REQUESTS, lane_of("job-22", 4), [encode(request, "job-22")])
     shown = kvlane("explain", "job-22").stdout
-    assert "in the queue of its router for" in shown
+    assert "assigned to no worker for" in shown
+    assert "kvlane_router_queued_requests" in shown
     ended = End(id="job-22", code="queue_full")
     memory.append(RESPONSES, lane_of("job-22", 4), [encode(ended, "job-22")])
-    assert "in the queue" not in kvlane("explain", "job-22").stdout
+    assert "assigned to no worker" not in kvlane("explain", "job-22").stdout
 
 
 def test_unknown_id_error_lists_possible_reasons(memory: MemoryBroker) -> None:

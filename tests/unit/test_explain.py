@@ -1,10 +1,14 @@
-"""The order of a story whose steps stand in three partitions, and what is told of them."""
+"""The order of a timeline whose steps are in three partitions, its fields, and its waits."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
+
+import pytest
 
 from app.audit.timeline import TimelineStep, _in_order, fields_of
+from app.commands.explain_view import unassigned_since_ms
 from streams.ports import Partition
 from streams.records import Finished
 from streams.topics import LEDGER, REQUESTS, RESPONSES
@@ -53,3 +57,49 @@ def test_engine_message_of_a_failed_run_is_hidden_since_it_may_quote_the_prompt(
         message="cannot parse 'mellon'",
     )  # fmt: skip
     assert "mellon" not in repr(fields_of(run))
+
+
+FULL = {"code": "worker_full", "retryable": True}
+
+
+@pytest.mark.parametrize(
+    ("events", "since_ms"),
+    [
+        ([("Request", {})], 0),
+        ([("Request", {}), ("Assigned", {})], None),
+        ([("Request", {}), ("Assigned", {}), ("Finished", FULL)], 2),
+        ([("Request", {}), ("Assigned", {}), ("Fencing", {"attempt": 1})], 2),
+        (
+            [
+                ("Request", {}), ("Assigned", {}), ("Fencing", {"attempt": 1}),
+                ("Assigned", {"attempt": 1}), ("Finished", FULL),
+            ],
+            None,
+        ),
+        (
+            [
+                ("Request", {}), ("Assigned", {"phase": "prefill"}),
+                ("Finished", {"code": "handed_off", "phase": "prefill"}),
+            ],
+            2,
+        ),
+        (
+            [
+                ("Request", {}), ("Assigned", {"phase": "prefill"}),
+                ("Assigned", {"phase": "decode"}),
+                ("Finished", {"code": "handed_off", "phase": "prefill"}),
+            ],
+            None,
+        ),
+        ([("Request", {}), ("Ended", {"code": "queue_full"})], None),
+    ],
+)  # fmt: skip
+def test_wait_for_a_worker_is_found(
+    events: list[tuple[str, dict[str, Any]]], since_ms: int | None
+) -> None:
+    source = Partition(LEDGER, 0)
+    timeline = [
+        TimelineStep(at_ms, source, at_ms, name, fields)
+        for at_ms, (name, fields) in enumerate(events)
+    ]
+    assert unassigned_since_ms(timeline) == since_ms
