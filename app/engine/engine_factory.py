@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.configuration.setting_values import SettingsError
 from app.engine.echo import EchoEngine
 from app.engine.interface import Engine
 from app.engine.simulated.batch import EngineLimits
@@ -21,7 +20,7 @@ from app.engine.validator import ValidatingEngine
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, ModelFiles, read_folder
 from app.preprocess.text.tokenizer import Tokenizer
 from app.preprocess.thread_pool import InlinePool
-from app.settings import Settings
+from app.settings import Settings, SettingsError
 from streams.clock import Clock
 
 
