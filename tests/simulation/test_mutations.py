@@ -53,7 +53,7 @@ FOUND_BY = {
     "result-open": (10, 22),
     "prefill-chunks": (9, 14),
     "decode-early": (14, 26),
-    "handover-twice": (1473, 2285),
+    "handover-twice": (3103, 4397),
     "handover-late": (523, 1433),
     "decode-lost": (26, 34),
     "prefill-failed+transfer-endless": (31, 252),
