@@ -1,9 +1,9 @@
 """Timeline of a request, with the reasons of its routing decisions, from the log alone.
 
 Reads the lane of the request: `ledger` (decisions and runs), `requests` (the request, while it is
-retained) and `responses` (the stream); without a request there, also `prompts` and `batch`. Needs
-no process but the broker. Decides nothing, stores nothing, and never prints the text of a prompt or
-an answer.
+retained) and `responses` (the stream); of an id that no router has read, also `prompts` and
+`batch`. Needs no process but the broker. Decides nothing, stores nothing, and never prints the text
+of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from streams.reading.decoding import RecordDecoder
 from streams.reading.range_reader import Progress, read_range
 from streams.records import (
     Assigned,
+    Cancel,
     Chunk,
     End,
     Ended,
@@ -106,9 +107,9 @@ async def explain_request(
     drawn_ms = issued_ms(request_id)
     starts, bounds, ends = await _stretches(log, lane, drawn_ms)
     for first, last in ((starts, bounds), (bounds, ends)):
-        async for source, records, _ in read_range(log, clock, first, last, progress=progress):
-            its = [record for record in records if record.key == key]
-            found[source.topic] += await decoding.decode_records(source, its)
+        reading = read_range(log, clock, first, last, progress=progress, keys={key})
+        async for source, records, _ in reading:
+            found[source.topic] += await decoding.decode_records(source, records)
         if found[LEDGER] and _is_last(found[LEDGER][-1].record):
             break
     requests, ledger = (found[topic] for topic in (REQUESTS, LEDGER))
@@ -116,18 +117,26 @@ async def explain_request(
     for fact in found[RESPONSES]:
         readers.take(fact)
     readers.close()
-    prompts = []
-    if not requests and (prompt := await find_prompt(log, clock, request_id, progress)):
-        source, record = prompt
-        size = {"bytes": len(record.value or b"")}
-        prompts = [TimelineStep(record.timestamp, source, record.offset, PROMPT_STEP, size)]
+    is_unread = not ledger and all(isinstance(fact.record, Cancel) for fact in requests)
     steps = _in_order(
-        prompts,
+        await _prompt_steps(log, clock, request_id, progress) if is_unread else [],
         [_step(Partition(REQUESTS, lane), fact) for fact in requests],
         _decided(Partition(LEDGER, lane), ledger, requests),
         readers.steps,
     )
     return RequestTimeline(request_id, lane, steps, readers.ending, clock.wall_ms())
+
+
+async def _prompt_steps(
+    log: Log, clock: Clock, request_id: str, progress: Progress
+) -> list[TimelineStep]:
+    """A step for the prompt in `prompts` or `batch`, if it is there."""
+    found = await find_prompt(log, clock, request_id, progress)
+    if found is None:
+        return []
+    source, record = found
+    size = {"bytes": len(record.value or b"")}
+    return [TimelineStep(record.timestamp, source, record.offset, PROMPT_STEP, size)]
 
 
 def _is_last(record: Any) -> bool:

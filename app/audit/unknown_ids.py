@@ -68,7 +68,7 @@ async def _first_record(
     progress: Progress = lambda _done, _total: None,
 ) -> FoundRecord | None:
     """The first record with the id as its key, since the time in the id, if it has one."""
-    starts, ends, key = {}, {}, request_id.encode()
+    starts, ends = {}, {}
     drawn_ms = issued_ms(request_id)
     for topic, numbers in topics.items():
         partitions = list(numbers)
@@ -81,14 +81,14 @@ async def _first_record(
                 start = max(start, await log.offset_at(topic, partition, since_ms))
             ends[Partition(topic, partition)] = newest[partition]
             starts[Partition(topic, partition)] = min(start, newest[partition])
+    keys = {request_id.encode()}
     reading = read_range(
-        log, clock, starts, ends, timeout_s=timeout_s, progress=progress, keys={key}
+        log, clock, starts, ends, timeout_s=timeout_s, progress=progress, keys=keys
     )
-    async with aclosing(reading) as pieces:
-        async for piece in pieces:
-            for record in piece.records:
-                if record.key == key:
-                    return FoundRecord(piece.source, record)
+    async with aclosing(reading) as batches:
+        async for source, records, _ in batches:
+            if records:
+                return FoundRecord(source, records[0])
     return None
 
 

@@ -36,15 +36,16 @@ _READ_BY = {
     "Batches": "gateways (files, time limits), preprocessors (time limits), collectors "
     "(`KVLANE_BATCH_MAX_LINES`) and routers (the others); partitions and retention as in Topics",
     "Worker": "workers; `KVLANE_WORKER_TIMEOUT_S` and `KVLANE_HEARTBEAT_INTERVAL_S` also by "
-    "routers",
+    "routers, `KVLANE_DRAIN_GRACE_S` by gateways",
     "Engine and model": "workers",
     "Router and indexer": "routers; `KVLANE_INDEXER_PORT` and `KVLANE_SNAPSHOT_INTERVAL_S` by "
     "indexers, `KVLANE_ENFORCE_DISAGGREGATION` also by gateways",
     "HTTP, gateway and access": "gateways; `KVLANE_STATUS_PORT` and `KVLANE_HTTP_HOST` by every "
-    "process, sizes, keys and TLS of HTTP also by indexers",
+    "process, keys, TLS and access to metrics by all that listen, sizes also by indexers",
     "Logs, traces and local files": "every process; `KVLANE_KEEP_PROMPTS` by preprocessors and "
     "routers",
 }
+"""The processes that read the settings of an area, by its title in `AREAS`."""
 
 
 class SettingRow(NamedTuple):

@@ -146,8 +146,10 @@ class Admission:
         return self._context.scheduler.first_phase(wanted, stays_whole=stays_whole)
 
     def _is_shed(self, rest: RemainingWork, wanted: LaneRequest) -> bool:
-        """Whether a new request over HTTP is refused without a plan: its reservation would change
-        the order of those that wait, and the refusal change it back.
+        """Load shedding: whether a new request over HTTP is refused before it is planned.
+
+        A plan would reserve a place, which changes the order of the queue; the refusal would change
+        it back.
         """
         request = rest.request
         if rest.attempt or rest.has_begun or request.queued_ms or request.is_query:

@@ -124,7 +124,7 @@ class HandOvers:
         self._end_wait(done.id)
 
     def usable(self, request_id: str, attempt: int) -> HandOver | None:
-        """The hand-over of an attempt, unless its prefill has not ended or it was given up.
+        """The hand-over of an attempt; None during its prefill, and after `give_up`.
 
         On the bootstrap path the end is not awaited. The time limit is checked at dispatch.
         """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from app.audit import timeline
 from app.audit.rebuild import VIEW_TOPICS, ViewName, rebuild_view
 from app.audit.timeline import explain_request
 from app.cli import app
@@ -346,6 +347,28 @@ def test_prompt_that_no_preprocessor_has_passed_on_is_explained(
     assert "kvlane_backlog_records" in shown.stdout
     assert f"{topic}/1:1" in shown.stdout
     assert "sesame" not in shown.stdout
+
+
+def test_cancelled_prompt_that_no_preprocessor_has_passed_on_is_explained(
+    memory: MemoryBroker,
+) -> None:
+    memory.append(PROMPTS, 1, [Entry(b"job-21", b"{}")])
+    memory.append(REQUESTS, lane_of("job-21", 4), [encode(Cancel(id="job-21"), "job-21")])
+    shown = kvlane("explain", "job-21").stdout
+    assert "its prompt waits" in shown
+    assert "only a cancel" not in shown
+
+
+def test_prompts_are_not_searched_for_a_request_of_the_ledger(
+    memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_prompt(*_: object) -> None:
+        pytest.fail("read all prompts")
+
+    monkeypatch.setattr(timeline, "find_prompt", find_prompt)
+    ended = Ended(id="job-23", code="stop")
+    memory.append(LEDGER, lane_of("job-23", 4), [encode(ended, "job-23")])
+    assert "no longer retained" in kvlane("explain", "job-23").stdout
 
 
 def test_request_without_a_decision_is_in_the_queue(memory: MemoryBroker) -> None:

@@ -367,3 +367,34 @@ async def test_full_queue_of_one_model_does_not_concern_another(world: MemoryWor
     send(world, "d", 4000, model="other")
     await wait_for_items(world, lambda: other.received(Assignment))
     assert taken(other) == ["d"]
+
+
+@scenario_test
+async def test_full_queue_leaves_a_free_prefill_worker_to_new_prompts(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, transfer_lease_s=30.0, **SLOW)
+    await start_router(world, policy="predictive", max_queued_requests=2)
+    send(world, "a", 4000)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    for name in ("b", "c"):
+        send(world, name, 4000)
+    await world.sleep(0.05)
+    prefill = FakeWorker(world, "prefill", role="prefill", **SLOW)
+    await world.sleep(0.02)
+    send(world, "d", 4000)
+    await world.sleep(0.05)
+    assert not read_records(world, RESPONSES, End, "d")
+    assert "d" in taken(prefill)
+
+
+@scenario_test
+async def test_full_queue_hides_no_missing_model(world: MemoryWorld) -> None:
+    hand = FakeWorker(world, **SLOW)
+    await start_router(world, policy="predictive", max_queued_requests=2)
+    send(world, "a", 4000)
+    await wait_for_items(world, lambda: hand.received(Assignment))
+    for name in ("b", "c"):
+        send(world, name, 4000)
+    await world.sleep(0.05)
+    send(world, "d", 4000, model="unknown")
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End, "d"))
+    assert end.code == "model_not_found"

@@ -97,9 +97,8 @@ class Scheduler:
     `unconfirmed`, `unconfirmed_batch`: this router's decisions that it has not read back.
     `worker_timeout_ms`: the silence after which nothing is sent to a worker. `absence_ms`: for how
     long requests wait while their model has no worker. `herd_avoidance`: the delays of this router
-    among others. `count_awaited`: called with each change of the number of requests that wait, for
-    which records of the ledger are to arrive sooner.
-    `handover_rules`: when prompts are handed over.
+    among others. `handover_rules`: when prompts are handed over. `count_awaited`: called with each
+    change of the number of requests that wait, for which records of the ledger arrive sooner.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Scheduler:
         queue_order: QueueOrder,
         classes: FairQueue,
         handover_rules: HandOverRules,
-        count_awaited: Callable[[int], None] = lambda _: None,
+        count_awaited: Callable[[int], None],
     ) -> None:
         self._classes = classes
         self.waiting = WaitingRequests(
@@ -272,9 +271,9 @@ class Scheduler:
         )  # fmt: skip
 
     def is_backed_up(self, wanted: LaneRequest) -> bool:
-        """Whether the queue is full and others are queued for every place that could be for this
-        request. False for one that goes before them by its priority, and with policies that queue
-        requests for no place.
+        """Whether the queue is full and every place for this request is reserved, of any phase that
+        it may begin with. False with a priority, by which it may go before the others, and with
+        policies that reserve no places.
         """
         hints = wanted.prompt.request.hints
         if not self._wait_queues or hints.strict_priority or hints.priority_jump:
@@ -282,8 +281,10 @@ class Scheduler:
         if not self.waiting.is_full(wanted.queue_key, planned=self._planning_new):
             return False
         model, now_ms = wanted.prompt.request.model, self._broker_clock.now_ms()
-        pool = self._pools.pool(model, wanted.phase, now_ms)
-        return bool(pool.rows) and self._pending.has_reservations(pool.table.worker_ranks)
+        phases: tuple[Phase, ...] = ("aggregated", "prefill")
+        pools = [self._pools.pool(model, phase, now_ms) for phase in phases]
+        places = [place for pool in pools for place in pool.table.worker_ranks]
+        return bool(places) and self._pending.has_reservations(places)
 
     def dry_run(self, wanted: LaneRequest) -> Decision:
         """The decision for a request now, without a reservation or any other effect."""

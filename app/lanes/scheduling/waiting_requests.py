@@ -156,7 +156,7 @@ class WaitingRequests:
     # --- bounds ----------------------------------------------------------------------------------
 
     def is_full(self, queue: QueueKey, planned: int = 0) -> bool:
-        """Whether the queue, or that of a class, has no room for one more.
+        """Whether the queue or its part for a class is at its bound.
 
         `planned`: requests that may join before that one.
         """

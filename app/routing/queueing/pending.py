@@ -225,7 +225,7 @@ class ReservedRequests(Generic[K]):
         return {place for places in self._by_worker.values() for place in places}
 
     def has_reservations(self, places: Iterable[WorkerRank]) -> bool:
-        """Whether each of these places has a reservation."""
+        """Whether all of these places are reserved."""
         return all(place in self._by_worker.get(place.worker, ()) for place in places)
 
     def reserved_rank(self, key: K) -> WorkerRank | None:
