@@ -7,11 +7,12 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from app.demo import tiny_model
 from app.engine.attached.server_engine import ServerAddress
@@ -19,6 +20,7 @@ from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from app.preprocess.models.model_folder import read_folder
 from app.preprocess.text.tokenizer import Tokenizer
 from app.preprocess.thread_pool import InlinePool
+from streams.brokers.broker import LOOPBACK, free_ports
 from streams.clock import SystemClock
 
 BLOCKS = 41
@@ -33,6 +35,21 @@ class RunningServer(NamedTuple):
     replay: str
     model: Path
     process: asyncio.subprocess.Process
+    log: Path
+
+    async def wait_ready(self) -> None:
+        """Wait until it accepts connections. The test fails if the process ends before."""
+        port = int(self.url.rpartition(":")[2])
+        async with asyncio.timeout(START_S):
+            while True:
+                if self.process.returncode is not None:
+                    output = self.log.read_text(errors="replace")[-4000:]
+                    pytest.fail(f"the server ended with {self.process.returncode}:\n{output}")
+                with contextlib.suppress(ConnectionRefusedError):
+                    _, writer = await asyncio.open_connection(LOOPBACK, port)
+                    writer.close()
+                    return
+                await asyncio.sleep(0.2)
 
     def attached(self, **over: object) -> AttachedEngine:
         where = ServerAddress(
@@ -44,14 +61,6 @@ class RunningServer(NamedTuple):
         return AttachedEngine(
             SystemClock(), where._replace(**over), tokenizer, guess, transfer_lease_s=lease_s
         )
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def command(
@@ -86,7 +95,7 @@ async def running(
     more: Sequence[str] = (),
     **environment: str,
 ) -> AsyncIterator[RunningServer]:
-    """A server that is being started; whoever attaches to it waits until it is up."""
+    """A server that starts: `wait_ready` waits for it, and so does an engine that attaches."""
     http, events, replay = ports = ports or free_ports(3)
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(
@@ -98,7 +107,7 @@ async def running(
     try:
         yield RunningServer(
             f"http://127.0.0.1:{http}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}",
-            model, process,
+            model, process, log,
         )  # fmt: skip
     finally:
         await end(process)

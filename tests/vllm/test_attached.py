@@ -29,6 +29,7 @@ from indexer.block_keys import derive_secret
 from indexer.cache_events.engine_events import EngineEvent, EventsLost
 from indexer.cache_events.event_normalizer import EventNormalizer
 from indexer.events import EventKind
+from streams.brokers.broker import free_ports
 from streams.clock import SystemClock
 from streams.records import EngineConfig
 from streams.request import (
@@ -41,7 +42,7 @@ from streams.request import (
     StopConditions,
 )
 from tests.conformance import Conformance, Subject, first_of
-from tests.vllm.servers import START_S, RunningServer, end, free_ports, running
+from tests.vllm.servers import START_S, RunningServer, end, running
 
 pytestmark = pytest.mark.timeout(2.5 * START_S)  # a server is started twice
 SECRET = derive_secret(b"s")
@@ -53,6 +54,7 @@ async def server(
 ) -> AsyncIterator[RunningServer]:
     log = tmp_path_factory.mktemp("server") / "log"
     async with running(model, log, adapters) as server:
+        await server.wait_ready()
         yield server
 
 

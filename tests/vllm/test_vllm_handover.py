@@ -35,7 +35,7 @@ from streams.request import PrefillResult, Request
 from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.vllm.engines import CLOCK, RealEngine, direct, make_request, settled, started
 from tests.vllm.fleet import Fleet
-from tests.vllm.servers import running
+from tests.vllm.servers import START_S, running
 
 LEASE_S = 5
 BLOCKS = 80
@@ -280,12 +280,13 @@ async def test_router_and_gateway_hand_requests_over(
 # --- servers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(2.5 * START_S)
 async def test_server_continues_from_the_prompt_of_another(
     model: Path, engine: RealEngine, tmp_path: Path
 ) -> None:
     connector = json.dumps(connector_arguments()["kv_transfer_config"])
     async with AsyncExitStack() as stack:
-        engines = []
+        servers = []
         for name in ROLES:
             server = await stack.enter_async_context(
                 running(
@@ -293,8 +294,12 @@ async def test_server_continues_from_the_prompt_of_another(
                     VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
                 )
             )  # fmt: skip
-            engines.append(ValidatingEngine(server.attached(transfer_lease_s=30.0)))
-        for attached in engines:
+            servers.append(server)
+        engines = []
+        for server in servers:  # which start side by side
+            await server.wait_ready()
+            attached = ValidatingEngine(server.attached(transfer_lease_s=30.0))
+            engines.append(attached)
             await attached.start("w")
             stack.push_async_callback(attached.cleanup)
         prefill, decoding = engines
