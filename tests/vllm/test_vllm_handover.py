@@ -90,6 +90,43 @@ def decode_request(tokens: Sequence[int], transfer: bytes, max_tokens: int = 8) 
     return make_request(tokens, max_tokens, prefill_result=handed)
 
 
+# --- servers -------------------------------------------------------------------------------------
+# First: the idle engines of `pair`, with a connector, take more than a core.
+
+
+@pytest.mark.timeout(2.5 * START_S)
+async def test_server_continues_from_the_prompt_of_another(
+    model: Path, engine: RealEngine, tmp_path: Path
+) -> None:
+    connector = json.dumps(connector_arguments()["kv_transfer_config"])
+    async with AsyncExitStack() as stack:
+        servers = []
+        for name in ROLES:
+            server = await stack.enter_async_context(
+                running(
+                    model, tmp_path / name, more=("--kv-transfer-config", connector),
+                    VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+                )
+            )  # fmt: skip
+            servers.append(server)
+        engines = []
+        for server in servers:  # which start side by side
+            await server.wait_ready()
+            attached = ValidatingEngine(server.attached(transfer_lease_s=30.0))
+            engines.append(attached)
+            await attached.start("w")
+            stack.push_async_callback(attached.cleanup)
+        prefill, decoding = engines
+        rng, tokens = random.Random(44), 3 * BLOCK_SIZE + 5
+        prompt, other = prompt_of(rng, tokens), prompt_of(rng, tokens - 1)
+        last = (await outputs(prefill, "prefill", make_request(prompt, 1)))[-1]
+        assert last.transfer is not None
+        request = decode_request([*other, prompt[-1]], last.transfer)
+        got = await outputs(decoding, "decode", request)
+        due = await direct(engine, prompt)  # other tokens, but for the last one, as above
+        assert [token for output in got for token in output.token_ids] == due
+
+
 # --- engines -------------------------------------------------------------------------------------
 
 
@@ -275,39 +312,3 @@ async def test_router_and_gateway_hand_requests_over(
         assert first == second
         assert texts[0].usage is not None
         assert texts[0].usage.completion_tokens == 12
-
-
-# --- servers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(2.5 * START_S)
-async def test_server_continues_from_the_prompt_of_another(
-    model: Path, engine: RealEngine, tmp_path: Path
-) -> None:
-    connector = json.dumps(connector_arguments()["kv_transfer_config"])
-    async with AsyncExitStack() as stack:
-        servers = []
-        for name in ROLES:
-            server = await stack.enter_async_context(
-                running(
-                    model, tmp_path / name, more=("--kv-transfer-config", connector),
-                    VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
-                )
-            )  # fmt: skip
-            servers.append(server)
-        engines = []
-        for server in servers:  # which start side by side
-            await server.wait_ready()
-            attached = ValidatingEngine(server.attached(transfer_lease_s=30.0))
-            engines.append(attached)
-            await attached.start("w")
-            stack.push_async_callback(attached.cleanup)
-        prefill, decoding = engines
-        rng, tokens = random.Random(44), 3 * BLOCK_SIZE + 5
-        prompt, other = prompt_of(rng, tokens), prompt_of(rng, tokens - 1)
-        last = (await outputs(prefill, "prefill", make_request(prompt, 1)))[-1]
-        assert last.transfer is not None
-        request = decode_request([*other, prompt[-1]], last.transfer)
-        got = await outputs(decoding, "decode", request)
-        due = await direct(engine, prompt)  # other tokens, but for the last one, as above
-        assert [token for output in got for token in output.token_ids] == due
