@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from app.demo import tiny_model
 from app.engine.vllm.fork_safety import make_fork_safe
+from app.local.processes import free_port
 
 PROMPT = list(range(100, 200))
 BLOCK_SIZE = tiny_model.BLOCK_SIZE
@@ -30,14 +30,6 @@ os.environ |= tiny_model.environment() | {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.
 def report(text: str, since: float) -> None:
     """One line with the seconds since then."""
     print(f"{time.monotonic() - since:6.1f} s  {text}", flush=True)
-
-
-def free_port() -> int:
-    """A free TCP port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def make_engine(model: Path, **options: Any) -> Any:
