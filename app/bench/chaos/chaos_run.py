@@ -312,12 +312,12 @@ class ChaosRun:
         await self._end()
 
     def _settle(self) -> None:
-        """Write the rounds whose streams have all ended."""
+        """Write the rounds whose interactive streams have all ended."""
         conversations = self._there.load.conversations
         while self._open:
             made = self._open[0]
             if any(
-                chat.ended_at is None and chat.expected.sent_at <= made.end
+                chat.ended_at is None and chat.expected.sent_at <= made.end and not chat.is_batch
                 for chat in conversations
             ):
                 return

@@ -224,6 +224,7 @@ def completed_line(
     bad = [
         {
             "id": chat.expected.id, "verdict": verdict, "ended": chat.expected.finish_reason,
+            "class": "batch" if chat.is_batch else "interactive",
             "told": len(chat.expected.text), "due": len(chat.expected.expected.text),
             "breaks": chat.disconnects, "gateways": [name for _, name in chat.gateways],
         }
@@ -231,9 +232,15 @@ def completed_line(
         if (verdict := _verdict(chat, observed.get(chat.expected.id))) != "right"
     ]  # fmt: skip
     own = [observed[chat.expected.id] for chat in conversations if chat.expected.id in observed]
+    batch_s = [
+        chat.ended_at - chat.expected.sent_at
+        for chat in conversations
+        if chat.is_batch and chat.ended_at is not None
+    ]
     return {
         "asked": len(conversations),
         "batch": sum(chat.is_batch for chat in conversations),
+        "batch_s": round(max(batch_s, default=0.0), 1),
         "bad": bad,
         "broken": sum(chat.disconnects > 0 for chat in conversations),
         "refused": sum(chat.rejections for chat in conversations),
@@ -310,9 +317,11 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     if any("preemptions" in line for line in lines):
         batch = sum(line.get("batch", 0) for line in lines)
         preemptions = sum(line.get("preemptions", 0) for line in lines)
+        longest_s = max(line.get("batch_s", 0.0) for line in lines)
         thresholds += [
             figure("batch requests of them", batch, ""),
             figure("preemptions", preemptions, ""),
+            figure("longest of them, to its end", longest_s, "s"),
         ]
     if any("handover_ms" in line for line in lines):
         times_ms = [ms for line in lines for ms in line.get("handover_ms", ())]

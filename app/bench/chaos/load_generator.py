@@ -32,6 +32,9 @@ failover after it."""
 CONNECT_TIMEOUT_S = 3.0
 REQUEST_TIMEOUT_S = 120.0
 """After this a request counts as lost."""
+BATCH_TIMEOUT_S = 3600.0
+"""The same for batch requests: they wait for the time that interactive ones leave. Those that are
+open after the load has ended get `REQUEST_TIMEOUT_S` from then on, like the others."""
 RETRY_DELAY_S = 0.2
 REQUEST_CYCLE = 8
 VIA_KAFKA = "kafka"
@@ -167,10 +170,11 @@ class LoadGenerator:
         expected = await self._oracle.expect_answer("", "chat", body)
         chat = Conversation(expected, number, is_batch=is_batch)
         self.conversations.append(chat)
+        limit_s = BATCH_TIMEOUT_S if is_batch else REQUEST_TIMEOUT_S
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 if is_batch or from_end <= 0:
-                    await self._publish(chat, body)
+                    await self._publish(chat, body, limit_s)
                 else:
                     await self._chat(chat, body)
         except TimeoutError:
@@ -180,13 +184,13 @@ class LoadGenerator:
         finally:
             chat.ended_at = self._clock.now()
 
-    async def _publish(self, chat: Conversation, body: dict[str, Any]) -> None:
+    async def _publish(self, chat: Conversation, body: dict[str, Any], limit_s: float) -> None:
         chat.expected.id = self._client.new_request_id()
         chat.gateways.append((self._clock.now(), VIA_KAFKA))
         service_class: ServiceClass = "batch" if chat.is_batch else "interactive"
         prompt = Prompt(id=chat.expected.id, kind="chat", body=body, service_class=service_class)
         await self._client.publish(prompt, timeout_s=REQUEST_TIMEOUT_S)
-        async for piece in self._client.stream(chat.expected.id, timeout_s=REQUEST_TIMEOUT_S):
+        async for piece in self._client.stream(chat.expected.id, timeout_s=limit_s):
             if not isinstance(piece, End):
                 chat.repeated_chunks += piece.index < chat.position
                 chat.position = piece.index + len(piece.token_ids)
