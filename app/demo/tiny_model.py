@@ -74,6 +74,7 @@ def engine_arguments(blocks: int = 128, context_length: int = 1024) -> dict[str,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": blocks + 1,  # one block is vLLM's null block
         "kv_cache_memory_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.2,  # of a GPU that others use too: vLLM asks that it is free
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
     }
