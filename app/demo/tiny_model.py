@@ -5,13 +5,13 @@ token before, and vLLM loads it like any other model. Its tokenizer is trained o
 the demo. Needs `safetensors`, a dependency of vLLM.
 
 With `--large` the model has the layers of Llama 3.2 1B and no weights, to measure on a GPU: vLLM's
-argument `"load_format": "dummy"` makes some.
+argument `"load_format": "dummy"` makes random ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ LARGE: dict[str, Any] = {
     "torch_dtype": "bfloat16", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
 }  # fmt: skip
-"""Fields in which the configuration of Llama 3.2 1B differs, but for its vocabulary."""
+"""Fields of the configuration of Llama 3.2 1B, without its vocabulary."""
 Weights = dict[str, NDArray[np.float32]]
 
 
@@ -74,7 +74,7 @@ def engine_arguments(blocks: int = 128, context_length: int = 1024) -> dict[str,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": blocks + 1,  # one block is vLLM's null block
         "kv_cache_memory_bytes": 256 << 20,
-        "gpu_memory_utilization": 0.2,  # of a GPU that others use too: vLLM asks that it is free
+        "gpu_memory_utilization": 0.2,  # vLLM starts only where this share of a GPU is free
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
     }
@@ -83,7 +83,7 @@ def engine_arguments(blocks: int = 128, context_length: int = 1024) -> dict[str,
 def connector_arguments(lease_s: int = 30) -> dict[str, Any]:
     """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers.
 
-    On a GPU, vLLM's default, blocks are fetched from its memory.
+    Blocks stay in the memory of the GPU, except in the build for CPUs.
     """
     return {
         "kv_transfer_config": {
@@ -175,5 +175,10 @@ def _write(path: Path, fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    make = make_large_model if "--large" in sys.argv[2:] else make_model
-    make(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        "app.demo.tiny_model", description="Write a model to a folder."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--large", action="store_true", help="the layers of a 1B, no weights")
+    arguments = parser.parse_args()
+    (make_large_model if arguments.large else make_model)(arguments.folder)

@@ -41,7 +41,7 @@ ROUTERS = ("router-1", "router-2", "router-3")
 GATEWAYS = ("gateway-1", "gateway-2")
 STREAMS, WHOLES = 200, 40
 TOKENS, LONG_TOKENS = 30, 120
-"""Long answers take 20 s: some still run when a slow machine comes to the kill."""
+"""Long answers take 20 s, so that some still run at the kill on a slow machine."""
 PACE_S = 0.1
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -172,7 +172,7 @@ def test_times_of_batch_requests_have_no_limit() -> None:
     lines = [line | impact.completed_line([batch, alone], {}), {"preemptions": 3}]
     figures = {each.name: each.value for each in impact.chaos_report(lines, 5.0).thresholds}
     assert (figures["batch requests of them"], figures["preemptions"]) == (1, 3)
-    assert figures["longest of them, to its end"] == 100.0
+    assert figures["longest batch request"] == 100.0
 
 
 def test_report_has_rate_and_lateness_of_the_clients() -> None:

@@ -321,7 +321,7 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
         thresholds += [
             figure("batch requests of them", batch, ""),
             figure("preemptions", preemptions, ""),
-            figure("longest of them, to its end", longest_s, "s"),
+            figure("longest batch request", longest_s, "s"),
         ]
     if any("handover_ms" in line for line in lines):
         times_ms = [ms for line in lines for ms in line.get("handover_ms", ())]

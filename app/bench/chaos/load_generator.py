@@ -34,7 +34,7 @@ REQUEST_TIMEOUT_S = 120.0
 """After this a request counts as lost."""
 BATCH_TIMEOUT_S = 3600.0
 """The same for batch requests: they wait for the time that interactive ones leave. Those that are
-open after the load has ended get `REQUEST_TIMEOUT_S` from then on, like the others."""
+open at the end of the load get the time of `drain` from then on, like the others."""
 RETRY_DELAY_S = 0.2
 REQUEST_CYCLE = 8
 VIA_KAFKA = "kafka"

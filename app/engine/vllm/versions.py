@@ -36,7 +36,7 @@ def installed_version() -> str:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed build runs on CPUs alone."""
+    """Whether the build of vLLM for CPUs is installed."""
     try:
         version(CPU_PACKAGE)
     except PackageNotFoundError:
