@@ -43,7 +43,7 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--cov: with coverage)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-recovery: setup  ## Tests of recovery in their long form: each topic lost, an upgrade and its rollback
+test-recovery: setup  ## Tests of recovery in their long form: each topic lost, brokers hurt, an upgrade and its rollback
 	KVLANE_TEST_LONG=1 $(BIN)/pytest tests/recovery $(ARGS)
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
