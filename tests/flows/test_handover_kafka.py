@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -226,8 +227,9 @@ async def test_workers_without_a_role_share_requests(kafka: Broker, topic_prefix
     for each in decisions:
         workers[each.id].append((each.phase, each.worker))
     assert [("prefill", "w1"), ("decode", "w2")] in workers.values()
-    pairs = [{worker for _, worker in each} for each in workers.values() if len(each) > 1]
-    assert all(len(pair) == 2 for pair in pairs), "decode is on another worker"
+    # On a busy machine an attempt can fail, and the next one may be whole on the same worker.
+    for before, after in (pair for each in workers.values() for pair in pairwise(each)):
+        assert after != ("decode", before[1]), "decode is on another worker than its prefill"
     assert [find_difference(each) for each in decisions] == [""] * len(decisions)
 
 

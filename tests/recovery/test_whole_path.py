@@ -276,8 +276,8 @@ async def test_streams_continue_at_another_gateway_when_theirs_is_killed(
     await check(users, [listener.sent for listener in listeners])
 
 
-@pytest.mark.parametrize(
-    "name", ["worker-1", "worker-3", "router-1", "preprocessor-1", "indexer-1", "gateway-1"]
+@pytest.mark.parametrize(  # routers below
+    "name", ["worker-1", "worker-3", "preprocessor-1", "indexer-1", "gateway-1"]
 )
 async def test_process_stopped_under_load_ends_in_order_and_loses_nothing(
     name: str, ground: Ground, users: DeploymentClients

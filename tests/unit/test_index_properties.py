@@ -127,7 +127,7 @@ def test_random_logs_leave_both_indexes_equal(seed: int, tiers: int) -> None:
             both.check_entries()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_closed_caches_are_searched_as_they_would_be_scanned(seed: int) -> None:
     rng = random.Random(seed)
     trees, both = Trees(rng), Both(KeyedIndex)
