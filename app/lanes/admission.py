@@ -3,7 +3,8 @@
 Owns the rules of refusal: which requests may wait, and for how long. Never here: the choice of the
 worker (`scheduling/`), and the records of a dispatch (`dispatch.py`).
 
-Every wait ends with the request's deadline, and at once when its Cancel arrives.
+Every wait ends with the request's deadline, which is checked when it retries, and at once when its
+Cancel arrives.
 """
 
 from __future__ import annotations

@@ -150,11 +150,14 @@ def test_up_starts_prefill_and_decode_workers(on_kafka: dict[str, str]) -> None:
         assert deployment.wait(60) == 0
 
 
-def test_processes_end_with_a_killed_demo(on_kafka: dict[str, str], topic_prefix: str) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_demo_however_it_ends(
+    how: signal.Signals, on_kafka: dict[str, str], topic_prefix: str
+) -> None:
     with running("demo", **on_kafka) as process:
         read_until(process, "workers are up")
         assert len(running_with(topic_prefix)) >= 9  # itself, 4 workers, and one of each other
-        process.kill()
+        process.send_signal(how)
         process.wait(60)
     deadline = time.monotonic() + 30
     while left := running_with(topic_prefix):

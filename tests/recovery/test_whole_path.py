@@ -276,7 +276,7 @@ async def test_streams_continue_at_another_gateway_when_theirs_is_killed(
     await check(users, [listener.sent for listener in listeners])
 
 
-@pytest.mark.parametrize(  # routers below
+@pytest.mark.parametrize(  # the next test stops both routers
     "name", ["worker-1", "worker-3", "preprocessor-1", "indexer-1", "gateway-1"]
 )
 async def test_process_stopped_under_load_ends_in_order_and_loses_nothing(
