@@ -3,8 +3,7 @@
 Owns the rules of refusal: which requests may wait, and for how long. Never here: the choice of the
 worker (`scheduling/`), and the records of a dispatch (`dispatch.py`).
 
-Every wait ends with the request's deadline, which is checked when it retries, and at once when its
-Cancel arrives.
+Every wait ends with the request's deadline, and at once when its Cancel arrives.
 """
 
 from __future__ import annotations
@@ -118,13 +117,23 @@ class Admission:
                 if key not in scheduler.waiting.keys:
                     scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id, is_cancellable=is_cancellable):
-                    await scheduler.wait_for_change(wanted, planned)
+                    ends_ms = min(until_ms, self._wait_ends_ms(rest))
+                    await scheduler.wait_for_change(wanted, planned, ends_ms)
         finally:
             scheduler.leave(wanted)
         if not s.scheduler.model_availability.has_worker(request.model):
             return rejection("no_workers", wait.reason)
         code: EndCode = "deadline" if wait.code == "no_workers" else wait.code
         return rejection(code, wait.reason)
+
+    def _wait_ends_ms(self, rest: RemainingWork) -> float:
+        """The broker time of the request's deadline, of its renewal, or of the refusal for want of
+        a worker, whichever is first."""
+        if rest.has_begun:
+            return rest.deadline_ms
+        availability = self._context.scheduler.model_availability
+        absent_until_ms = availability.absent_until_ms(rest.request.model)
+        return min(rest.deadline_ms, rest.renewal_ms, absent_until_ms)
 
     def _wanted(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
         """The request as the scheduler plans it; a decode keeps the place of its prefill."""

@@ -258,6 +258,31 @@ async def test_batch_request_that_waits_ends_at_its_own_deadline(world: MemoryWo
 
 
 @partial(scenario_test, lanes=1)
+async def test_many_waiting_batch_requests_end_at_their_deadline(world: MemoryWorld) -> None:
+    """Beyond MAX_FREQUENT_RETRIES a request retries less often than its deadline asks for."""
+    FakeWorker(world, state="draining")
+    await start_router(world)
+    names = [f"b{n}" for n in range(8 * batch_scheduler.MAX_FREQUENT_RETRIES)]
+    ask(world, *names, deadline_s=5, queued_ms=world.broker.now_ms())
+    await world.sleep(4.9)
+    assert not any(read_records(world, RESPONSES, End, name) for name in names)
+    await world.sleep(0.3)
+    ends = [end.code for name in names for end in read_records(world, RESPONSES, End, name)]
+    assert ends == ["deadline"] * len(names)
+
+
+@partial(scenario_test, lanes=1)
+async def test_many_waiting_batch_requests_are_appended_again_in_time(world: MemoryWorld) -> None:
+    FakeWorker(world, state="draining")
+    await start_router(world, max_lifetime_s=60, deadline_s=60)
+    names = [f"b{n}" for n in range(8 * batch_scheduler.MAX_FREQUENT_RETRIES)]
+    ask(world, *names, deadline_s=600, queued_ms=world.broker.now_ms())
+    await world.wait_until(lambda: len(world.records(REQUESTS)) > len(names), 100)
+    await world.sleep(0.5)
+    assert len(world.records(REQUESTS)) == 2 * len(names)
+
+
+@partial(scenario_test, lanes=1)
 async def test_repeated_request_moves_with_its_lane_and_is_cancelled(world: MemoryWorld) -> None:
     worker = FakeWorker(world, state="draining")
     first = await start_router(world, "r1", max_lifetime_s=60, deadline_s=60)

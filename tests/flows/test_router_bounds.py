@@ -407,6 +407,27 @@ async def test_started_request_waits_for_a_worker_until_its_deadline(world: Memo
     await wait_for_items(world, lambda: fresh.received(Assignment))
 
 
+@pytest.mark.parametrize(
+    ("model", "deadline_s", "code"), [("demo", 5, "deadline"), ("big", 600, "no_workers")]
+)
+@scenario_test
+async def test_wait_of_many_requests_ends_in_time(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch, model: str, deadline_s: int, code: str
+) -> None:
+    """Each of them retries every 10 s, and its wait ends after 5."""
+    monkeypatch.setattr("app.lanes.scheduling.scheduler.MAX_FREQUENT_RETRIES", 10)
+    FakeWorker(world, state="draining")
+    world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
+    await start_router(world, no_worker_timeout_s=5)
+    await world.sleep(1)
+    names = [f"a{n}" for n in range(100)]
+    send(world, *names, model=model, deadline_s=deadline_s)
+    await world.sleep(4.9)
+    assert ended(world, *names) == {}
+    await world.sleep(0.3)
+    assert ended(world, *names) == dict.fromkeys(names, code)
+
+
 @scenario_test
 async def test_expired_request_reports_whether_its_model_had_workers(world: MemoryWorld) -> None:
     FakeWorker(world)

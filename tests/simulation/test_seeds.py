@@ -57,9 +57,9 @@ def test_queued_requests_end_once_and_correctly(monkeypatch: pytest.MonkeyPatch)
     holds = []
     change = Scheduler.wait_for_change
 
-    async def counted(self: Scheduler, wanted: LaneRequest, hold: Wait) -> None:
+    async def counted(self: Scheduler, wanted: LaneRequest, hold: Wait, until_ms: float) -> None:
         holds.append(hold.reservation is not None)
-        await change(self, wanted, hold)
+        await change(self, wanted, hold, until_ms)
 
     monkeypatch.setattr(Scheduler, "wait_for_change", counted)
     for seed in range(20):

@@ -99,10 +99,10 @@ class BatchScheduler:
         """Remove a request that has a place, or that ended."""
         self.waiting.remove(wanted)
 
-    async def wait_for_change(self, wanted: LaneRequest, _: Wait) -> None:
-        """Wait until a place for this request may be free."""
+    async def wait_for_change(self, wanted: LaneRequest, _: Wait, until_ms: float) -> None:
+        """Wait until a place for this request may be free, or its wait ends."""
         name = _queue_name(wanted.prompt.request.model, wanted.prompt.has_output)
-        await self.waiting.wait_for_change(name, (float(wanted.arrival),))
+        await self.waiting.wait_for_change(name, (float(wanted.arrival),), until_ms)
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
         """A record of the ledger was applied: a place may be free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -75,6 +76,10 @@ class ModelAvailability:
         since_ms = self._absent_since_ms.setdefault(model, now_ms)
         _forget_first(self._absent_since_ms)
         return now_ms - since_ms > self._absence_ms
+
+    def absent_until_ms(self, model: str) -> float:
+        """The broker time until which requests wait for this model's first worker, if any does."""
+        return self._absent_since_ms.get(model, math.inf) + self._absence_ms
 
     def on_card(self, model: str) -> None:
         """A card of a worker or of the model was read."""

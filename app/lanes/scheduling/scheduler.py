@@ -75,8 +75,8 @@ log = logging.getLogger(__name__)
 
 MAX_FREQUENT_RETRIES = 1000
 """Waiting requests beyond which each retries less often than once a second: a try takes some 60 us.
-A deadline is checked with the retries: with 4096 waiting requests, at most 4 s late. With 200
-there are fewer tries, the capacity is the same, and a deadline is up to 20 s late."""
+A request that no wake-up reaches, such as one behind others that is pinned to a free worker, is
+dispatched at most 4 s late with 4096 waiting. With 200 it would be 20 s, at the same capacity."""
 
 KAFKA_QUEUE_SHARE = 0.5
 """The share of the queue that prompts from Kafka may fill; the rest is left to HTTP, where a
@@ -368,20 +368,20 @@ class Scheduler:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    async def wait_for_change(self, wanted: LaneRequest, planned: Wait) -> None:
-        """Wait until a place for this request may be free."""
+    async def wait_for_change(self, wanted: LaneRequest, planned: Wait, until_ms: float) -> None:
+        """Wait until a place for this request may be free, or its wait ends, at `until_ms`."""
         self._count_awaited(1)
         try:
             if planned.reservation is None:
                 name = wait_queue_name(wanted.queue_key, wanted.phase)
-                await self.waiting.wait_for_change(name, wanted.priority)
+                await self.waiting.wait_for_change(name, wanted.priority, until_ms)
             else:
-                await self._wait_for_place(wanted.key, planned)
+                await self._wait_for_place(wanted.key, planned, until_ms)
         finally:
             self._count_awaited(-1)
 
-    async def _wait_for_place(self, key: RequestKey, planned: Wait) -> None:
-        longest_s = self.waiting.retry_interval_s
+    async def _wait_for_place(self, key: RequestKey, planned: Wait, until_ms: float) -> None:
+        longest_s = self.waiting.max_wait_s(until_ms)
         ends_ms, left_s = self._pending.next_retry_ms(key, planned), longest_s
         if ends_ms is not None:
             left_s = (ends_ms - self._broker_clock.now_ms()) / 1000

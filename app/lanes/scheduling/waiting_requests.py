@@ -239,11 +239,12 @@ class WaitingRequests:
             if not self._decodes[model]:
                 del self._decodes[model]
 
-    @property
-    def retry_interval_s(self) -> float:
-        """How long a request waits that is not woken."""
-        return RETRY_INTERVAL_S * max(1, len(self.keys) / self._max_frequent_retries)
+    def max_wait_s(self, until_ms: float) -> float:
+        """The time until a request retries that is not woken: with `until_ms`, the broker time at
+        which its wait ends, or before that."""
+        interval_s = RETRY_INTERVAL_S * max(1, len(self.keys) / self._max_frequent_retries)
+        return min(interval_s, (until_ms + 1 - self._broker_clock.now_ms()) / 1000)
 
-    async def wait_for_change(self, name: QueueName, rank: Priority) -> None:
+    async def wait_for_change(self, name: QueueName, rank: Priority, until_ms: float) -> None:
         """Wait until a worker may have capacity; under a name the lowest rank is woken first."""
-        await self.changed.wait(self.retry_interval_s, name, rank)
+        await self.changed.wait(self.max_wait_s(until_ms), name, rank)
