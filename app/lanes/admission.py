@@ -117,7 +117,7 @@ class Admission:
                 if key not in scheduler.waiting.keys:
                     scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id, is_cancellable=is_cancellable):
-                    ends_ms = min(until_ms, self._wait_ends_ms(rest))
+                    ends_ms = min(until_ms, self._wait_ends_ms(rest, wanted, wait))
                     await scheduler.wait_for_change(wanted, planned, ends_ms)
         finally:
             scheduler.leave(wanted)
@@ -126,14 +126,16 @@ class Admission:
         code: EndCode = "deadline" if wait.code == "no_workers" else wait.code
         return rejection(code, wait.reason)
 
-    def _wait_ends_ms(self, rest: RemainingWork) -> float:
-        """The broker time of the request's deadline, of its renewal, or of the refusal for want of
+    def _wait_ends_ms(self, rest: RemainingWork, wanted: LaneRequest, wait: Wait) -> float:
+        """The broker time of the request's deadline, of its renewal, or of its refusal for want of
         a worker, whichever is first."""
         if rest.has_begun:
             return rest.deadline_ms
-        availability = self._context.scheduler.model_availability
-        absent_until_ms = availability.absent_until_ms(rest.request.model)
-        return min(rest.deadline_ms, rest.renewal_ms, absent_until_ms)
+        ends_ms = min(rest.deadline_ms, rest.renewal_ms)
+        if wait.code == "no_workers" and wanted.phase != "decode":
+            availability = self._context.scheduler.model_availability
+            ends_ms = min(ends_ms, availability.absent_until_ms(rest.request.model))
+        return ends_ms
 
     def _wanted(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
         """The request as the scheduler plans it; a decode keeps the place of its prefill."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
+from app.lanes.scheduling.scheduler import Scheduler
+from app.lanes.scheduling.waiting_requests import LaneRequest
+from app.routing.selection.decision import Decision
 from streams.codecs import decode as decoded
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
@@ -285,6 +289,34 @@ async def test_decode_worker_that_is_gone_ends_the_request(world: MemoryWorld) -
     prefill.hand_over(await assigned(world, prefill), PARAMS)
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code == "pinned_gone"
+
+
+@scenario_test
+async def test_decode_without_a_worker_is_planned_once_a_second(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays when prompts are refused for want of a worker."""
+    prefill, decode = workers(world)
+    await start_router(world, handover_timeout_s=40, no_worker_timeout_s=5)
+    append_record(world, REQUESTS, LONG)
+    assignment = await assigned(world, prefill)
+    decode.heartbeat_task.cancel()
+    await world.sleep(20)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    await world.wait_until(lambda: read_records(world, RESPONSES, End, "b") != [])
+    prefill.hand_over(assignment, PARAMS)
+    await world.sleep(2)
+    planned = []
+    schedule = Scheduler.schedule
+
+    async def counted(self: Scheduler, wanted: LaneRequest) -> Decision:
+        planned.append(wanted.phase)
+        return await schedule(self, wanted)
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    await world.sleep(10)
+    assert set(planned) == {"decode"}
+    assert 5 < len(planned) < 20
 
 
 @scenario_test
