@@ -8,6 +8,10 @@ ENGINE ?= simulated
 # their order: tests that wait come first, and the many quick ones fill the end.
 JOBS ?= $(if $(ARGS),0,2)
 
+# Bytecode is kept also where this variable is set to prevent it: otherwise each process of a demo or test compiles
+# hundreds of modules when it starts.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup lock demo check format test test-recovery test-vllm peers bench bench-full asyncapi chart image compose-up compose-down test-docker clean
 
 help:  ## List the targets

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -24,7 +25,11 @@ SHARED_ALIAS_NAMES: dict[str, str] = {}
 
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 FOLDERS = {".".join(file.parent.relative_to(ROOT).parts) for file in FILES}
-TREES = {file: ast.parse(file.read_text()) for file in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {file: ast.parse(file.read_text()) for file in FILES}
 
 
 def module_of(file: Path) -> str:
@@ -34,7 +39,7 @@ def module_of(file: Path) -> str:
 def imported(file: Path) -> Iterator[str]:
     """Every module that a file imports, at its top or late; those for type checking count too."""
     known = {module_of(f) for f in FILES}
-    for node in ast.walk(TREES[file]):
+    for node in ast.walk(trees()[file]):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -105,7 +110,7 @@ def test_module_names_are_unique() -> None:
 
 def test_class_names_are_unique() -> None:
     names = defaultdict(list)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 names[node.name].append(module_of(file))
@@ -114,7 +119,7 @@ def test_class_names_are_unique() -> None:
 
 def test_alias_names_are_unique() -> None:
     names = defaultdict(list)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         for name in type_aliases(tree):
             names[name].append(module_of(file))
     assert shared(names, SHARED_ALIAS_NAMES) == {}
@@ -122,7 +127,7 @@ def test_alias_names_are_unique() -> None:
 
 def test_every_exception_to_the_rules_is_in_use() -> None:
     modules, classes, aliases = defaultdict(int), defaultdict(int), defaultdict(int)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         modules[file.name] += 1
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

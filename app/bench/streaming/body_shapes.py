@@ -17,12 +17,11 @@ class BodyShape(NamedTuple):
     body: bytes
 
 
-def body_shapes(model: str) -> list[BodyShape]:
+def body_shape(name: str, model: str) -> BodyShape:
+    """The body of one of SHAPE_NAMES, for a model."""
+    kind, make = _SHAPES[name]
     head = b'"model":"%s",' % model.encode()
-    return [
-        BodyShape(name, kind, b"{" + head + make(BODY_BYTES - len(head) - 300) + b"}")
-        for name, (kind, make) in _SHAPES.items()
-    ]
+    return BodyShape(name, kind, b"{" + head + make(BODY_BYTES - len(head) - 300) + b"}")
 
 
 def _chat(content: bytes) -> bytes:
@@ -142,3 +141,5 @@ _SHAPES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "128 answers with an echo": ("completion", _text(b"    ", b'"n":128,"echo":true,"prompt":"')),
     "extra_args": ("completion", _keys(_NVEXT + b'"extra_args":{', b'"%06d":{}', b"}}")),
 }
+
+SHAPE_NAMES = tuple(_SHAPES)

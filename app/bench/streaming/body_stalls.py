@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from app.bench.report import Report, at_most
-from app.bench.streaming.body_shapes import BodyShape, body_shapes
+from app.bench.streaming.body_shapes import SHAPE_NAMES, BodyShape, body_shape
 from app.gateway import Gateway
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import publish_folder
@@ -81,15 +81,15 @@ class LoopDelayProbe:
 async def bench_bodies(
     _: Settings,
     scale: BodyScale,
-    print_line: Callable[[str], None],
+    _print_line: Callable[[str], None],
     progress: Callable[[float], None],
 ) -> Report:
     """Run it; `progress` gets shares of the whole."""
-    print_line("making bodies")
-    made = [(model, shape) for model in MODEL_NAMES for shape in body_shapes(model)]
+    wanted = [(model, name) for model in MODEL_NAMES for name in SHAPE_NAMES]
     rows: list[dict[str, Any]] = []
     async with _parts() as (broker, gateway, preprocessor, ticker):
-        for model, shape in made:
+        for model, name in wanted:
+            shape = body_shape(name, model)
             row: dict[str, Any] = {"shape": shape.name, "model": model, "gateway ms": ""}
             if shape.kind in _PATHS:
                 post = partial(_post, gateway, broker, shape)
@@ -97,7 +97,7 @@ async def bench_bodies(
             handle = partial(_handle, preprocessor, broker, shape)
             row["preprocessor ms"], row["record"] = await _least(scale, ticker, handle)
             rows.append(row)
-            progress(1 / len(made))
+            progress(1 / len(wanted))
     thresholds = []
     for side in ("gateway", "preprocessor"):
         worst = max(rows, key=lambda row: row[f"{side} ms"] or 0.0)
