@@ -43,6 +43,9 @@ STREAMS, WHOLES = 200, 40
 TOKENS, LONG_TOKENS = 30, 120
 """Long answers take 20 s, so that some still run at the kill on a slow machine."""
 PACE_S = 0.1
+OBSERVER_TIMEOUT_MS = 20_000
+"""Of the test's own connection, whose event loop 240 clients share: on a busy machine the default
+of 4 s passed three times in a row before it read an answer."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -109,7 +112,8 @@ async def users(ground: Ground) -> AsyncIterator[DeploymentClients]:
     deployment, settings = ground.deployment, ground.settings
     deployment.start(*deployment.names - deployment.running)
     await deployment.ready(*deployment.names)
-    log = KafkaLog(settings.kafka_connection("users"), prefix=settings.topic_prefix)
+    patient = settings.model_copy(update={"request_timeout_ms": OBSERVER_TIMEOUT_MS})
+    log = KafkaLog(patient.kafka_connection("users"), prefix=settings.topic_prefix)
     await log.start()
     users = DeploymentClients(log, settings, ground.urls)
     await users.judge.load()
