@@ -8,6 +8,7 @@ Every wait ends with the request's deadline, and at once when its Cancel arrives
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -90,13 +91,13 @@ class Admission:
         s, request = self._context, rest.request
         wait = Wait("")
         scheduler = s.scheduler_of(request.service_class)
-        until_ms = rest.deadline_ms if handover is None else handover.until_ms
+        until_ms = min(rest.deadline_ms, math.inf if handover is None else handover.until_ms)
         wanted = self._wanted(rest, handover)
         key = wanted.key
         if handover is None and self._is_shed(rest, wanted):
             return rejection("queue_full", "requests wait for every worker of its model")
         try:
-            while s.broker_clock.now_ms() <= min(until_ms, rest.deadline_ms):
+            while s.broker_clock.now_ms() <= until_ms:
                 first = DECODE if handover else self._first_phase(rest, wanted)
                 if first.phase != wanted.phase:
                     wanted = replace(wanted, phase=first.phase)
@@ -117,7 +118,7 @@ class Admission:
                 if key not in scheduler.waiting.keys:
                     scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id, is_cancellable=is_cancellable):
-                    ends_ms = min(until_ms, self._wait_ends_ms(rest, wanted, wait))
+                    ends_ms = self._wait_ends_ms(until_ms, rest, wanted, wait)
                     await scheduler.wait_for_change(wanted, planned, ends_ms)
         finally:
             scheduler.leave(wanted)
@@ -126,12 +127,14 @@ class Admission:
         code: EndCode = "deadline" if wait.code == "no_workers" else wait.code
         return rejection(code, wait.reason)
 
-    def _wait_ends_ms(self, rest: RemainingWork, wanted: LaneRequest, wait: Wait) -> float:
-        """The broker time of the request's deadline, of its renewal, or of its refusal for want of
-        a worker, whichever is first."""
+    def _wait_ends_ms(
+        self, until_ms: float, rest: RemainingWork, wanted: LaneRequest, wait: Wait
+    ) -> float:
+        """The broker time at which a wait ends: at `until_ms`, or before that for the renewal of
+        the request, or for its refusal for want of a worker."""
         if rest.has_begun:
-            return rest.deadline_ms
-        ends_ms = min(rest.deadline_ms, rest.renewal_ms)
+            return until_ms
+        ends_ms = min(until_ms, rest.renewal_ms)
         if wait.code == "no_workers" and wanted.phase != "decode":
             availability = self._context.scheduler.model_availability
             ends_ms = min(ends_ms, availability.absent_until_ms(rest.request.model))

@@ -36,8 +36,8 @@ FOUND = (703720, 704262, 708607)
 class SeedRun(NamedTuple):
     """The run of a seed.
 
-    `checked`: requests without a due action after a search for those due, each time; `overlooked`:
-    those with one.
+    `checked`: requests that were compared after the searches for due ones, counted each time;
+    `overlooked`: those of them with a due action.
     """
 
     violations: int

@@ -78,7 +78,8 @@ class ModelAvailability:
         return now_ms - since_ms > self._absence_ms
 
     def absent_until_ms(self, model: str) -> float:
-        """The broker time until which requests wait for this model's first worker, if any does."""
+        """The broker time at which requests that wait for a worker of this model are refused; inf
+        if none has waited since it had one."""
         return self._absent_since_ms.get(model, math.inf) + self._absence_ms
 
     def on_card(self, model: str) -> None:

@@ -240,8 +240,8 @@ class WaitingRequests:
                 del self._decodes[model]
 
     def max_wait_s(self, until_ms: float) -> float:
-        """The time until a request retries that is not woken: with `until_ms`, the broker time at
-        which its wait ends, or before that."""
+        """The time in seconds until a request retries that is not woken; its wait ends at the
+        broker time `until_ms`."""
         interval_s = RETRY_INTERVAL_S * max(1, len(self.keys) / self._max_frequent_retries)
         return min(interval_s, (until_ms + 1 - self._broker_clock.now_ms()) / 1000)
 
