@@ -1,13 +1,16 @@
 """Child processes: output, signals, and the error of one that ends by itself."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from app.bench.cpu_limit import limit_cpu
 from app.local.processes import ManagedProcess, ProcessFailed, launch
 from streams.brokers.watchdog import ProcessGuard
+from streams.clock import SystemClock
 
 WAIT_S = 30.0
 
@@ -49,3 +52,18 @@ def test_paused_process_stops_in_order(guard: ProcessGuard) -> None:
     process.pause()
     process.stop(WAIT_S)
     assert process.status == -15
+
+
+async def test_limited_process_uses_its_share_of_a_core_and_runs_on_afterwards(
+    guard: ProcessGuard,
+) -> None:
+    busy = ["timeit", "-n", "1", "-r", "1", "while True: pass"]
+    process = launch(guard, "p", busy, {}, guard.directory / "p.log")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(limit_cpu(process, 0.25, SystemClock()), 2.0)
+    assert process.cpu_s == pytest.approx(0.5, abs=0.2)
+    limited_s, deadline = process.cpu_s, time.monotonic() + WAIT_S
+    while process.cpu_s < limited_s + 0.2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.cpu_s >= limited_s + 0.2
+    process.kill()

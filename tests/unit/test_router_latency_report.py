@@ -15,6 +15,7 @@ FULL = RouterLatencyFigures(
     [ECHO._replace(answered_per_s=3000), ROUTER._replace(answered_per_s=1400)],
     ROUTER._replace(answered_per_s=1300),
     [],
+    [],
     {"echo": 1, "router": 3},
     {100: {"client": 0.5, "plan": 0.25}},
 )
@@ -52,8 +53,8 @@ def test_router_that_answers_less_when_more_wait_fails() -> None:
 
 
 def test_second_router_is_compared_with_one() -> None:
-    two = [*FULL.capacity, ROUTER._replace(answered_per_s=2000)]
-    assert failed(FULL._replace(capacity=two)) == ["two routers carry, to one"]
+    limited = [ROUTER._replace(answered_per_s=each) for each in (500, 850)]
+    assert failed(FULL._replace(limited=limited)) == ["two routers carry, to one"]
 
 
 def test_parts_of_the_cpu_time_are_shown_in_microseconds() -> None:

@@ -11,9 +11,12 @@ workers exist as cards and heartbeats; assigned runs are reported as started and
 load comes and goes.
 
 The capacity is measured with IN_FLIGHT and with MANY_IN_FLIGHT requests in flight, then
-OVERLOAD_FACTOR times as many requests are sent as it is, and the capacity of two routers is
-measured the same way. The parts of the CPU time come from rounds of their own, in which the router
-is sampled (`cpu_profile.py`).
+OVERLOAD_FACTOR times as many requests are sent as it is, in bursts, as they are sent while the
+capacity is measured: one by one, the load generator and the broker take twice as much CPU time, and
+on two cores the router gets less than one. For the same reason one router and two are compared with
+a limited share of a core for each (`cpu_limit.py`), and with IN_FLIGHT requests in flight for each.
+The parts of the CPU time come from rounds of their own, in which the router is sampled
+(`cpu_profile.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from app.bench.cpu_limit import limit_cpu
 from app.bench.cpu_profile import ProfiledProcess
 from app.bench.report import Report, Threshold, at_least, at_most, figure, none_of
 from app.bench.routing.baseline_kafka import BareProducer
 from app.bench.routing.router_load import (
+    IN_FLIGHT,
     MANY_IN_FLIGHT,
     MODEL,
     WORKERS,
@@ -47,6 +52,7 @@ WARM_UP_RATE, WARM_UP_S = 200, 20.0
 """The JIT compiler of the broker's JVM has done most of its work after 4000 records per side."""
 SATURATED_REQUESTS = 10_000
 OVERLOAD_FACTOR = 1.5
+OVERLOAD_BURST_S = 0.02
 P50_FACTOR, P99_FACTOR = 1.3, 1.6
 CPU_LIMITS_MS = {100: 1.0, 500: 0.5}
 """Limits of the CPU time of a request beyond the echo's, by requests/s."""
@@ -57,8 +63,10 @@ MANY_FACTOR = 3
 """Times as many requests with MANY_IN_FLIGHT: those in flight at the end do not count as
 answered."""
 ECHO, ROUTER, SECOND_ROUTER = "echo", "router", "router 2"
-TWO_ROUTERS_WARM_UP = 2000
-"""Requests after the second router has joined, until both have taken their lanes over."""
+LIMITED_CPU = 0.4
+"""The share of a core of each router while one and two are compared."""
+LIMITED_WARM_UP = 2000
+"""Requests after a router has its limit; with two, until both have taken their lanes over."""
 
 
 class RouterLatencyScale(NamedTuple):
@@ -80,12 +88,14 @@ FULL = RouterLatencyScale((100, 500, 1000), 3, 15.0, True)
 
 
 class RouterLatencyFigures(NamedTuple):
-    """All rounds, and the shares of the router's CPU time by rate."""
+    """All rounds, and the shares of the router's CPU time by rate. `limited`: those of one router,
+    and of two, with a limited share of a core for each."""
 
     rounds: list[RouterLatencyRound]
     capacity: list[RouterLatencyRound]
     many: RouterLatencyRound
     overload: list[RouterLatencyRound]
+    limited: list[RouterLatencyRound]
     idle_percent: dict[str, float]
     parts: dict[int, dict[str, float]]
 
@@ -179,7 +189,7 @@ class RouterLatencyBench:
         self, form: RouterLatencyScale, print_line: PrintLine, progress: Callable[[float], None]
     ) -> RouterLatencyFigures:
         """Play all rounds; `progress` gets shares of the whole."""
-        steps = 5 + len(form.rates) * (2 * form.rounds + 1) + form.has_overload * 2
+        steps = 5 + len(form.rates) * (2 * form.rounds + 1) + form.has_overload * 3
         for side in self._sides:
             warm = self._prompts.requests(int(WARM_UP_RATE * form.warm_up_s))
             warmed = await side.play_round(warm, WARM_UP_RATE)
@@ -204,31 +214,49 @@ class RouterLatencyBench:
             requests = self._prompts.requests(form.saturated_requests)
             capacity.append(await side.play_saturated(requests))
             progress(1 / steps)
-        many = await self._router.play_saturated(
-            self._prompts.requests(MANY_FACTOR * form.saturated_requests), MANY_IN_FLIGHT
-        )
+        many = await self._play_saturated(MANY_FACTOR * form.saturated_requests, MANY_IN_FLIGHT)
         progress(1 / steps)
         overload: list[RouterLatencyRound] = []
+        limited: list[RouterLatencyRound] = []
         if form.has_overload:
             offered = OVERLOAD_FACTOR * capacity[-1].answered_per_s
-            overload.append(await self._play(self._router, offered, form.round_s))
+            overload.append(await self._play(self._router, offered, form.round_s, OVERLOAD_BURST_S))
             progress(1 / steps)
-            capacity.append(await self._two_routers(form.saturated_requests))
+            limited.append(await self._play_limited(form.saturated_requests))
             progress(1 / steps)
-        return RouterLatencyFigures(rounds, capacity, many, overload, idle_percent, parts)
+            await self._add_router()
+            limited.append(await self._play_limited(form.saturated_requests))
+            progress(1 / steps)
+        return RouterLatencyFigures(rounds, capacity, many, overload, limited, idle_percent, parts)
 
     async def _play(
-        self, side: RouterLatencySide, rate: float, seconds: float
+        self, side: RouterLatencySide, rate: float, seconds: float, burst_s: float = 0.0
     ) -> RouterLatencyRound:
-        return await side.play_round(self._prompts.requests(int(rate * seconds)), rate)
+        return await side.play_round(self._prompts.requests(int(rate * seconds)), rate, burst_s)
 
-    async def _two_routers(self, count: int) -> RouterLatencyRound:
-        """The capacity with a second router, which takes half of the lanes over."""
+    async def _add_router(self) -> None:
+        """Start a second router, which takes half of the lanes over."""
         second = self._on.launch(SECOND_ROUTER, *process_command("router"))
         await self._on.wait_ready(second)
         self._router.processes.append(second)
-        await self._router.play_saturated(self._prompts.requests(TWO_ROUTERS_WARM_UP))
-        return await self._router.play_saturated(self._prompts.requests(count))
+
+    async def _play_limited(self, count: int) -> RouterLatencyRound:
+        """The capacity of the routers with LIMITED_CPU for each."""
+        routers = self._router.processes
+        limits = [
+            asyncio.create_task(limit_cpu(router, LIMITED_CPU, self._on.clock))
+            for router in routers
+        ]
+        try:
+            await self._play_saturated(LIMITED_WARM_UP, IN_FLIGHT * len(routers))
+            return await self._play_saturated(count, IN_FLIGHT * len(routers))
+        finally:
+            for limit in limits:
+                limit.cancel()
+            await asyncio.gather(*limits, return_exceptions=True)
+
+    async def _play_saturated(self, count: int, in_flight: int) -> RouterLatencyRound:
+        return await self._router.play_saturated(self._prompts.requests(count), in_flight)
 
 
 def latency_report(figures: RouterLatencyFigures) -> Report:
@@ -242,7 +270,7 @@ def latency_report(figures: RouterLatencyFigures) -> Report:
         }
         rows += [_row(f"{rate}/s", own) for own in sides.values()]
         thresholds += _rate_thresholds(rate, sides)
-    echo, router, *two = figures.capacity
+    echo, router = figures.capacity
     rows += [_row("saturated", [echo]), _row("saturated", [router])]
     rows.append(_row(f"{MANY_IN_FLIGHT} in flight", [figures.many]))
     thresholds += [
@@ -257,12 +285,16 @@ def latency_report(figures: RouterLatencyFigures) -> Report:
         share = over.answered_per_s / router.answered_per_s
         name = f"answered at {OVERLOAD_FACTOR:g} x capacity, to the capacity"
         thresholds.append(at_least(name, share, "x", OVERLOAD_SHARE))
-    for both in two:
-        rows.append(_row("saturated, 2 routers", [both]))
-        factor = both.answered_per_s / router.answered_per_s
+    if figures.limited:
+        rows += [
+            _row(f"{LIMITED_CPU:g} of a core: {name}", [each])
+            for name, each in zip(("one", "two"), figures.limited, strict=True)
+        ]
+        one, two = figures.limited
+        factor = two.answered_per_s / one.answered_per_s
         thresholds += [
             at_least("two routers carry, to one", factor, "x", TWO_ROUTERS_FACTOR),
-            figure("CPU of a request by two routers, to one", both.cpu_us / router.cpu_us, "x"),
+            figure("CPU of a request by two routers, to one", two.cpu_us / one.cpu_us, "x"),
         ]
     for rate, parts in figures.parts.items():
         cpu_us = median(r.cpu_us for r in figures.rounds if (r.side, r.rate) == (ROUTER, rate))
@@ -310,5 +342,5 @@ def _row(load: str, own: list[RouterLatencyRound]) -> dict[str, Any]:
         "client": median(r.client_us for r in own),
         "sent/s": median(r.sent_per_s for r in own),
         "answered/s": median(r.answered_per_s for r in own),
-        "lost": sum(r.lost for r in own),
+        "unassigned": sum(r.lost for r in own),
     }

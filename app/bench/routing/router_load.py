@@ -146,14 +146,17 @@ class RouterLatencySide:
         self.idle_share = (self._cpu_s - cpu_s) / IDLE_MEASUREMENT_S
 
     async def play_round(
-        self, requests: Sequence[PreparedRequest], rate: float
+        self, requests: Sequence[PreparedRequest], rate: float, burst_s: float = 0.0
     ) -> RouterLatencyRound:
-        """Send requests at a rate, independently of the answers."""
+        """Send requests at a rate, independently of the answers.
+
+        Those that are due within `burst_s` are sent together, when the last of them is due.
+        """
         began = self._begin()
         for number, request in enumerate(requests):
             due = began.at + number / rate
             if (early := due - self._clock.now()) > 0:
-                await self._clock.sleep(early)
+                await self._clock.sleep(max(early, burst_s))
             await self._send(request, due)
         return await self._end(began, len(requests), rate)
 
