@@ -4,9 +4,8 @@ SHELL := bash
 BIN := .venv/bin
 ARGS ?=
 ENGINE ?= simulated
-# Processes that tests run in, each with a broker of its own; 0: none but pytest's. Files stay whole and in
-# their order: tests that wait come first, and the many quick ones fill the end. On two slow cores three save five of
-# 25 minutes, but time-outs of clients failed a test in two of three runs.
+# Processes in which the tests of whole processes run. On two slow cores three save two minutes more, but time-outs of
+# clients failed a test in two of three runs.
 JOBS ?= $(if $(ARGS),0,2)
 
 # Bytecode is kept also where this variable is set to prevent it: otherwise each process of a demo or test compiles
@@ -45,8 +44,12 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-test: check  ## check, then every test that this machine can run (JOBS=2 ARGS=--cov: with coverage)
+test: check  ## check, then every test that this machine can run (ARGS="...": arguments of pytest, such as --cov)
+ifeq ($(ARGS),)
+	@tests/run.sh $(JOBS)
+else
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+endif
 
 test-recovery: setup  ## Tests of recovery in their long form: each topic lost, brokers hurt, an upgrade and its rollback
 	KVLANE_TEST_LONG=1 $(BIN)/pytest tests/recovery $(ARGS)

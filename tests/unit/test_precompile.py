@@ -40,7 +40,7 @@ def output_of(code: str, **environment: str) -> tuple[list[str], str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=230,
     )
     return done.stdout.split(), done.stderr
 

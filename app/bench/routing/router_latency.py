@@ -65,7 +65,7 @@ answered."""
 ECHO, ROUTER, SECOND_ROUTER = "echo", "router", "router 2"
 LIMITED_CPU = 0.4
 """The share of a core of each router while one and two are compared."""
-LIMITED_WARM_UP = 2000
+LIMITED_WARM_UP = 6000
 """Requests after a router has its limit; with two, until both have taken their lanes over."""
 
 

@@ -234,12 +234,13 @@ class PerformanceModel:
         """A record of the ledger was applied; other records change nothing."""
         record = fact.record
         if isinstance(record, Assigned):
+            chosen = _chosen_candidate(record)
             if record.phase != "decode":  # whose prompt comes from a prefill worker
-                self._count_prefill(record, fact.timestamp_ms)
+                self._count_prefill(record, chosen, fact.timestamp_ms)
                 self._share(record)
-                self._begin(record, fact.timestamp_ms)
+                self._begin(record, chosen)
             elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
-                self._begin(record, fact.timestamp_ms)
+                self._begin(record, chosen)
         elif isinstance(record, PrefillDone):
             if record.phase == "prefill":
                 self._prefilled[record.id, record.attempt] = True
@@ -261,16 +262,13 @@ class PerformanceModel:
             return None
         return sorted(self._transfers)[len(self._transfers) // 2]
 
-    def _count_prefill(self, decision: Assigned, at_ms: int) -> None:
-        if decision.service_class == "batch":
-            return
-        place = (decision.worker, decision.epoch, decision.rank)
-        pace = EngineProfile()
-        for each in decision.candidates:
-            if (each.worker, each.epoch, each.rank) == place:
-                pace = recorded_profile(each)
+    def _count_prefill(self, decision: Assigned, chosen: Candidate | None, at_ms: int) -> None:
+        pace = EngineProfile() if chosen is None else recorded_profile(chosen)
         own_ms = pace.prefill_ms(decision.prefill_tokens)
-        self.recent_prefill.add(decision.worker, own_ms, at_ms)
+        if decision.service_class != "batch":
+            self.recent_prefill.add(decision.worker, own_ms, at_ms)
+        if chosen is not None and decision.policy == "predictive":
+            self.prefill_shares.add(decision.worker, own_ms, at_ms)
 
     def _share(self, decision: Assigned) -> None:
         held = decision.params.get("most_held_tokens")
@@ -282,26 +280,17 @@ class PerformanceModel:
         missing = 1 - self._held_tokens / self._prompt_tokens
         self.expected_followups = min(1 / missing, MAX_FOLLOWUPS) if missing > 0 else MAX_FOLLOWUPS
 
-    def _begin(self, decision: Assigned, at_ms: int) -> None:
+    def _begin(self, decision: Assigned, chosen: Candidate | None) -> None:
         if decision.policy != "predictive":
             return
         is_decode = decision.phase == "decode"
         if not is_decode:
             self._pass_over(decision)
-        place = (decision.worker, decision.epoch, decision.rank)
-        for each in decision.candidates:
-            if (each.worker, each.epoch, each.rank) == place:
-                break
-        else:
+        if chosen is None or chosen.prefill_runs:
             return
-        if not is_decode:
-            own_ms = recorded_profile(each).prefill_ms(decision.prefill_tokens)
-            self.prefill_shares.add(decision.worker, own_ms, at_ms)
-        if each.prefill_runs:
-            return
-        pace = recorded_profile(each, slowdown=each.slowness if is_decode else 1.0)
-        tokens = each.prompt_tokens + each.open_runs * self.mean_output_tokens / 2
-        step_ms = pace.decode_ms(tokens) if each.open_runs else 0.0
+        pace = recorded_profile(chosen, slowdown=chosen.slowness if is_decode else 1.0)
+        tokens = chosen.prompt_tokens + chosen.open_runs * self.mean_output_tokens / 2
+        step_ms = pace.decode_ms(tokens) if chosen.open_runs else 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
             step_ms = step_ms / 2 + pace.decode_ms(tokens + decision.prompt_tokens)
         self._begun[decision.run_key] = _Begun(
@@ -342,3 +331,12 @@ class PerformanceModel:
                 self.slowdown[done.worker] = learned.value
             while len(self._learned) > MAX_REMEMBERED:
                 self.slowdown.discard(self._learned.popitem(last=False)[0])
+
+
+def _chosen_candidate(decision: Assigned) -> Candidate | None:
+    """The candidate that a decision chose, if it is recorded."""
+    worker, epoch, rank = decision.worker, decision.epoch, decision.rank
+    for each in decision.candidates:
+        if each.worker == worker and each.epoch == epoch and each.rank == rank:
+            return each
+    return None
