@@ -72,6 +72,9 @@ def simulate(
     ledger_lag_ms: Annotated[
         float, typer.Option(help="Delay until routers read a ledger record.", min=0.0)
     ] = 0.0,
+    no_stagger: Annotated[
+        bool, typer.Option("--no-stagger", help="Routers do not take turns at each worker.")
+    ] = False,
     dispatch_delay_ms: Annotated[
         float, typer.Option(help="Delay from a decision until the worker has it.", min=0.0)
     ] = 0.0,
@@ -152,6 +155,7 @@ def simulate(
         routers,
         ledger_lag_ms,
         publishes_curves=not learn_performance,
+        staggers_routers=not no_stagger,
     )
     if from_ledger:
         from app.commands.counterfactual_table import show_counterfactuals

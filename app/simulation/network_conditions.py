@@ -19,6 +19,7 @@ class NetworkConditions(NamedTuple):
     delay from an event on a worker (tokens, ends, cache changes) until routers read it.
     `ledger_lag_ms`: delay from a ledger record until routers read it; each router counts its own
     decisions at once. `shares_ledger`: whether routers read the decisions of each other.
+    `staggers_routers`: whether routers take turns at each worker, by the lag.
     `publishes_curves`: whether worker cards contain the performance curves of the engines.
     `transfer`: of KV caches between workers; None: it takes no time.
     """
@@ -30,6 +31,7 @@ class NetworkConditions(NamedTuple):
     shares_ledger: bool = True
     publishes_curves: bool = True
     transfer: TransferSpeed | None = None
+    staggers_routers: bool = True
 
     def transfer_ms(self, tokens: int) -> float:
         """Time of the transfer of a prompt."""

@@ -182,6 +182,8 @@ def _network(there: NetworkConditions) -> Iterator[str]:
         yield f"transfers at {there.transfer.bytes_per_s / 1e9:g} GB/s"
     if there.ledger_lag_ms:
         yield f"lag {there.ledger_lag_ms:g} ms"
+        if not there.staggers_routers:
+            yield "not staggered"
     if there.dispatch_delay_ms:
         yield f"hop {there.dispatch_delay_ms:g} ms"
     if there.event_delay_ms:

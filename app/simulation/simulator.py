@@ -456,7 +456,8 @@ def new_simulator(
     seats = []
     routers = [f"router-{number}" for number in range(conditions.routers)]
     for router in routers:
-        later = stagger_by_worker(router, routers, worker_names(workers), conditions.ledger_lag_ms)
+        turn_ms = conditions.ledger_lag_ms if conditions.staggers_routers else 0.0
+        later = stagger_by_worker(router, routers, worker_names(workers), turn_ms)
         if conditions.shares_ledger:
             knowledge = RouterState(views, books, later)
         else:

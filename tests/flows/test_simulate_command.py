@@ -24,7 +24,7 @@ def test_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) ->
     file = tmp_path / "found.json"
     done = simulate(
         *GENERATED, "--policy", "predictive,dynamo:16", "--seeds", "2", "--json", f"{file}",
-        "--routers", "2", "--ledger-lag-ms", "5", "--dispatch-delay-ms", "1",
+        "--routers", "2", "--ledger-lag-ms", "5", "--no-stagger", "--dispatch-delay-ms", "1",
         "--event-delay-ms", "20", "--learn-performance",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -32,7 +32,9 @@ def test_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) ->
     assert [(row["policy"], row["seed"]) for row in rows] == [
         ("predictive", 0), ("predictive", 1), ("dynamo:16", 0), ("dynamo:16", 1),
     ]  # fmt: skip
-    assert rows[0]["conditions"] == "2 routers, lag 5 ms, hop 1 ms, notices 20 ms, curves unknown"
+    assert rows[0]["conditions"] == (
+        "2 routers, lag 5 ms, not staggered, hop 1 ms, notices 20 ms, curves unknown"
+    )
     assert rows[0]["conditions"] in done.output
     assert rows[0].keys() >= {"requests", "reuse", "ttft_ms", "itl_ms", "e2e_ms", "wall_s"}
 
