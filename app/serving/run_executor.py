@@ -341,7 +341,12 @@ class RunExecutor:
         return await self._publish_handoff(run, last.transfer or b"", ended_at)
 
     async def _publish_handoff(self, run: Run, transfer: bytes, ended_at: float) -> RunEnd:
-        """Publish PrefillDone with the transfer, up to the deadline and the end of its lease."""
+        """Publish PrefillDone with the transfer, up to the deadline and the end of its lease.
+
+        The lease is counted from the start of the prefill. It begins at the end of it, but a worker
+        that stands still reads that late, and a decode after the lease could fetch the blocks of
+        another prompt.
+        """
         lease_s, clock, until = self._lease_s, self._ctx.clock, run.deadline_at
         if run.is_bootstrapped:
             lease_s = 0.0  # the decode worker waits for the blocks already
@@ -350,7 +355,7 @@ class RunExecutor:
 
         lease_until_ms = 0
         if lease_s:
-            passed_s = clock.now() - ended_at
+            passed_s = clock.now() - run.started_at
             lease_until_ms = self._broker_clock.now_ms() + int((lease_s - passed_s) * 1000)
         done = self._prefill_done(run, transfer, lease_until_ms)
         try:

@@ -114,6 +114,17 @@ async def test_time_before_its_record_counts_against_the_lease(world: MemoryWorl
 
 
 @scenario_test
+async def test_lease_is_counted_from_the_start_of_the_prefill(world: MemoryWorld) -> None:
+    # A worker that stands still reads the end of the prefill after the lease has begun.
+    harness = await WorkerHarness.started(world, HandingOver(world, 0.5, HANDED_OVER))
+    begun_ms = world.broker.now_ms()
+    harness.assign(phase="prefill")
+    await harness.wait_finished()
+    (done,) = harness.lane_records(LEDGER, PrefillDone)
+    assert LEASE_S * 1000 - 100 < done.lease_until_ms - begun_ms <= LEASE_S * 1000 + 50
+
+
+@scenario_test
 async def test_prefill_done_is_repeated_until_it_is_acknowledged(world: MemoryWorld) -> None:
     harness = await WorkerHarness.started(world, HandingOver(world, 0.5, HANDED_OVER))
     harness.assign(phase="prefill")
