@@ -173,7 +173,7 @@ class PrefillDone(RunRecord, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
 
     `handoff` is the engine's own, opaque to everything between the two. `lease_until_ms`: broker
-    time until which the engine holds the blocks for it; 0 if unknown.
+    time until which the engine holds the blocks for it at least; 0 if unknown.
     """
 
     run: int
