@@ -4,8 +4,8 @@ SHELL := bash
 BIN := .venv/bin
 ARGS ?=
 ENGINE ?= simulated
-# Processes in which the tests of whole processes run. On two slow cores three save two minutes more, but time-outs of
-# clients failed a test in two of three runs.
+# Processes in which the tests of whole processes run. With three on two slow cores, time-outs of clients failed a test
+# in two of three runs.
 JOBS ?= $(if $(ARGS),0,2)
 
 # Bytecode is kept also where this variable is set to prevent it: otherwise each process of a demo or test compiles

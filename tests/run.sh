@@ -2,7 +2,7 @@
 # Every test that this machine can run: `make test`, after its checks. Argument: the number of processes.
 #
 # Tests of whole processes wait for brokers, workers and clients, and leave a fifth of two cores unused. So the tests
-# in $quick, which need no other process, run beside them with a low priority, and with longer time limits.
+# in $quick, which need no broker, run at the same time with a low priority, and with longer time limits.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=(tests/unit tests/simulation)
@@ -15,6 +15,7 @@ trap 'kill "$running" 2>/dev/null' EXIT
 # Each process has a broker of its own. Files stay whole and in their order: tests that wait come first.
 .venv/bin/pytest -n "$1" --dist loadfile --no-loadscope-reorder "${quick[@]/#/--ignore=}"
 whole=$?
+((whole == 2)) && exit 2  # interrupted
 
 echo "waiting for the rest of ${quick[*]} ..."
 wait "$running"

@@ -343,9 +343,9 @@ class RunExecutor:
     async def _publish_handoff(self, run: Run, transfer: bytes, ended_at: float) -> RunEnd:
         """Publish PrefillDone with the transfer, up to the deadline and the end of its lease.
 
-        The lease is counted from the start of the prefill. It begins at the end of it, but a worker
-        that stands still reads that late, and a decode after the lease could fetch the blocks of
-        another prompt.
+        The lease is counted from the start of the prefill. The engine begins it at the end, but a
+        stalled worker reads the end late, and a decode after the lease could fetch the blocks of
+        another prompt. The append may take longer than that: routers read the end of the lease.
         """
         lease_s, clock, until = self._lease_s, self._ctx.clock, run.deadline_at
         if run.is_bootstrapped:

@@ -115,7 +115,7 @@ async def test_time_before_its_record_counts_against_the_lease(world: MemoryWorl
 
 @scenario_test
 async def test_lease_is_counted_from_the_start_of_the_prefill(world: MemoryWorld) -> None:
-    # A worker that stands still reads the end of the prefill after the lease has begun.
+    # A stalled worker reads the end of the prefill when the lease has long begun.
     harness = await WorkerHarness.started(world, HandingOver(world, 0.5, HANDED_OVER))
     begun_ms = world.broker.now_ms()
     harness.assign(phase="prefill")
