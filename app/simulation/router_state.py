@@ -208,10 +208,13 @@ class RouterState:
     ) -> RoutingState:
         """View for `select_worker`, valid until the next record. `others`: see `RoutingState`."""
         views, books = self.shared_views, self.ledger
+        is_bursty = books.burst_detector.is_bursty(
+            books.performance.mean_prefill_ms, len(self._later_ms)
+        )
         return RoutingState(
             views.fleet, self._pools, views.index, books.active_load, self.own_load, int(now_ms),
             books.performance.mean_output_tokens, books.performance.slowdown, others,
-            stagger_ms=self._later_ms if books.burst_detector.is_bursty else NO_STAGGER,
+            stagger_ms=self._later_ms if is_bursty else NO_STAGGER,
             expected_followups=books.performance.expected_followups,
             prefill_shares=books.performance.prefill_shares,
             transfer_token_ms=books.performance.transfer_token_ms,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 
 from app.routing.queueing.herd_avoidance import (
+    MAX_INTERVALS,
+    MIN_REQUESTS,
     NO_STAGGER,
     ROUTER_EXPIRY_MS,
     BurstDetector,
@@ -63,29 +66,60 @@ def got(
     )))  # fmt: skip
 
 
-@pytest.mark.parametrize(("burst", "crowded"), [(1, False), (4, True), (10, True)])
-def test_requests_that_come_together_are_a_burst(burst: int, crowded: bool) -> None:
-    crowding = BurstDetector(5.0)
+PREFILL_MS, FLEET = 100.0, 8
+"""Mean prefill of a request, and workers. Two requests within a lag of 5 ms keep them busy for more
+than twice the lag."""
+
+
+@pytest.mark.parametrize(("burst", "is_bursty"), [(1, False), (4, True), (10, True)])
+def test_requests_that_come_together_are_a_burst(burst: int, is_bursty: bool) -> None:
+    detector = BurstDetector(5.0)
     for n in range(1000):
-        got(crowding, n // burst * 300)
-    assert crowding.is_bursty == crowded
+        got(detector, n // burst * 300)
+    assert detector.is_bursty(PREFILL_MS, FLEET) == is_bursty
 
 
 def test_bursts_are_measured_by_arrival_and_not_by_dispatch() -> None:
-    crowding = BurstDetector(5.0)
+    detector = BurstDetector(5.0)
     for n in range(1000):
-        got(crowding, at_ms=n * 10 + n % 8 * 40, held_ms=n % 8 * 40 + n % 8 * 10)
-    assert crowding.is_bursty
+        got(detector, at_ms=n * 10 + n % 8 * 40, held_ms=n % 8 * 40 + n % 8 * 10)
+    assert detector.is_bursty(PREFILL_MS, FLEET)
+
+
+def test_requests_at_random_are_no_burst_until_the_workers_are_overloaded() -> None:
+    random, detector, at_ms = Random(1), BurstDetector(40.0), 0.0
+    for _ in range(1000):
+        at_ms += random.expovariate(0.06)  # by ms: workers are busy for three quarters of the time
+        got(detector, int(at_ms))
+    assert not detector.is_bursty(PREFILL_MS, FLEET)
+    assert detector.is_bursty(4 * PREFILL_MS, FLEET)
+
+
+def test_burst_that_many_workers_compute_at_once_is_none() -> None:
+    detector = BurstDetector(5.0)
+    for n in range(1000):
+        got(detector, n // 4 * 300)
+    assert not detector.is_bursty(PREFILL_MS, 10 * FLEET)
+    assert not detector.is_bursty(PREFILL_MS / 10, FLEET)
+
+
+def test_burst_is_assumed_before_requests_were_seen() -> None:
+    detector = BurstDetector(5.0)
+    for n in range(MIN_REQUESTS - 1):
+        got(detector, n * 300)
+    assert detector.is_bursty(PREFILL_MS, FLEET)
+    got(detector, MIN_REQUESTS * 300)
+    assert not detector.is_bursty(PREFILL_MS, FLEET)
 
 
 def test_past_burst_has_no_effect() -> None:
-    crowding = BurstDetector(5.0)
+    detector = BurstDetector(5.0)
     for _ in range(500):
-        got(crowding, 0)
-    assert crowding.is_bursty
-    for n in range(500):
-        got(crowding, n * 100)
-    assert not crowding.is_bursty
+        got(detector, 0)
+    assert detector.is_bursty(PREFILL_MS, FLEET)
+    for n in range(1000):
+        got(detector, n * 100)
+    assert not detector.is_bursty(PREFILL_MS, FLEET)
 
 
 def test_second_decision_of_a_split_request_is_no_arrival() -> None:
@@ -93,13 +127,20 @@ def test_second_decision_of_a_split_request_is_no_arrival() -> None:
     for n in range(1000):
         got(detector, n * 100, phase="prefill")
         got(detector, n * 100 + 1, phase="decode")
-    assert not detector.is_bursty
+    assert not detector.is_bursty(PREFILL_MS, FLEET)
+
+
+def test_intervals_of_arrival_are_bounded() -> None:
+    detector = BurstDetector(5.0)
+    for n in range(2 * MAX_INTERVALS):
+        got(detector, n * 100)
+    assert len(detector._arrived) == MAX_INTERVALS
 
 
 def test_lone_router_has_no_stagger() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-0")
-    assert turns.stagger_ms(WORKERS, 1, 0) is NO_STAGGER
+    assert turns.stagger_ms(WORKERS, 1, 0, PREFILL_MS) is NO_STAGGER
 
 
 def test_routers_with_bursts_are_staggered_by_their_lag() -> None:
@@ -109,27 +150,27 @@ def test_routers_with_bursts_are_staggered_by_their_lag() -> None:
             got(each, 0, router=name)
         for _ in range(200):
             each.observe_lag(9.0)
-    later = [each.stagger_ms(WORKERS, 1, 0) for each in turns.values()]
+    later = [each.stagger_ms(WORKERS, 1, 0, PREFILL_MS) for each in turns.values()]
     assert sorted(ms[WORKERS[0]] for ms in later) == [9.0 * n for n in range(8)]
 
 
 def test_stagger_changes_only_with_the_fleet() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-1")
-    before = turns.stagger_ms(WORKERS, 1, 0)
-    assert turns.stagger_ms(WORKERS, 1, 0) is before
-    assert turns.stagger_ms(["another"], 2, 0).keys() == {"another"}
+    before = turns.stagger_ms(WORKERS, 1, 0, PREFILL_MS)
+    assert turns.stagger_ms(WORKERS, 1, 0, PREFILL_MS) is before
+    assert turns.stagger_ms(["another"], 2, 0, PREFILL_MS).keys() == {"another"}
 
 
 def test_router_silent_for_long_is_not_awaited() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-1")
-    assert turns.stagger_ms(WORKERS, 1, ROUTER_EXPIRY_MS) is not NO_STAGGER
-    assert turns.stagger_ms(WORKERS, 1, ROUTER_EXPIRY_MS + 1) is NO_STAGGER
+    assert turns.stagger_ms(WORKERS, 1, ROUTER_EXPIRY_MS, PREFILL_MS) is not NO_STAGGER
+    assert turns.stagger_ms(WORKERS, 1, ROUTER_EXPIRY_MS + 1, PREFILL_MS) is NO_STAGGER
 
 
 def test_single_late_decision_changes_the_lag_estimate_little() -> None:
     turns = HerdAvoidance("router-0")
     got(turns, 0, router="router-1")
     turns.observe_lag(60_000.0)
-    assert max(turns.stagger_ms(WORKERS, 1, 0).values()) < 10
+    assert max(turns.stagger_ms(WORKERS, 1, 0, PREFILL_MS).values()) < 10

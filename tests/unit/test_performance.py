@@ -158,6 +158,24 @@ def test_mean_output_length_moves_from_its_prior_to_observations() -> None:
     assert paces.mean_output_tokens == pytest.approx(60, abs=0.1)
 
 
+def test_mean_prefill_is_that_of_recent_interactive_requests() -> None:
+    def mean_of(*prompts: tuple[int, str]) -> float:
+        paces = PerformanceModel()
+        for tokens, service_class in prompts:
+            write(paces, replace(
+                assigned(slowness=2.0), prefill_tokens=tokens, service_class=service_class
+            ))  # fmt: skip
+        return paces.mean_prefill_ms
+
+    short_ms, long_ms = (2 * PerfCurves().prefill_ms(tokens) for tokens in (1000, 8000))
+    short, long = (1000, "interactive"), (8000, "interactive")
+    assert PerformanceModel().mean_prefill_ms == 0
+    assert mean_of(short) == pytest.approx(short_ms)
+    assert mean_of(short, long) == pytest.approx((short_ms + long_ms) / 2)
+    assert mean_of(short, (8000, "batch")) == pytest.approx(short_ms)
+    assert mean_of(*[long] * 300, *[short] * 2000) == pytest.approx(short_ms, rel=0.01)
+
+
 def test_cache_hits_give_the_expected_followups() -> None:
     def led_to(held: float) -> float:
         paces = PerformanceModel()

@@ -336,7 +336,7 @@ class Scheduler:
             transfer_token_ms=performance.transfer_token_ms,
             recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
             stagger_ms=self._herd_avoidance.stagger_ms(
-                self._fleet.members, self._fleet.version, now_ms
+                self._fleet.members, self._fleet.version, now_ms, performance.mean_prefill_ms
             ),
         )  # fmt: skip
 

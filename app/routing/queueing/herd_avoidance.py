@@ -5,29 +5,35 @@ and each router waits one lag for every router before it, until it has read thei
 order is by rendezvous hash, so every router computes it alone, each router is first in line for its
 share of the workers, and a router joining or leaving does not reorder the others.
 
-This costs a few lags. It is done only while requests arrive in bursts (`BurstDetector`), since
-requests that arrive one by one seldom meet another. It costs CPU time too, since a request that
-waits its turn is planned again: two routers at their capacity carry 1.5 times as many requests as
-one, without the wait (`BURST_SHARE` above 1) 1.7 times. The gain is larger: with three routers the
-mean TTFT of the conversation trace at 4 times its speed on 8 workers is 279 ms, without the wait
-365 ms (decisions read after 40 ms, `kvlane simulate --no-stagger`).
+This costs a few lags, and CPU time, since a request that waits its turn is planned again. So it is
+done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker, elsewhere
+few do. Three routers that read decisions after 40 ms, 8 workers, mean TTFT (`kvlane simulate
+--routers 3 --ledger-lag-ms 40 --policy predictive`, always staggered, as here, and `--no-stagger`):
+
+    conversation trace, 4 times its speed (a burst every 0.75 s)    279, 279, 365 ms
+    gen:agent-tools, 3000 requests, 60/s                            167, 138, 122 ms
+    gen:shared-prefixes, 3000 requests, 60/s                        105, 88.5, 89.7 ms
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from indexer.xxh3 import xxh3
 from streams.records import Assigned, LogRecord
 
-BURST_SHARE = 0.5
-"""The share of requests within a lag of another one from which on routers are staggered."""
-COMPARED_REQUESTS = 16
-"""Requests that another one is compared with; those of a burst are not dispatched in sequence."""
-BURST_WINDOW = 200
-"""Requests over which this share is averaged."""
+BURST_WINDOW = 100
+"""Requests over which the number of those that arrive together is averaged."""
+BURST_FACTOR = 2.0
+"""Prefill that arrives within a lag, in lags of a worker, from which on routers are staggered. With
+a lag of 5 ms it is 1.2 to 1.4 on gen:agent-tools, where staggering takes longer than it saves, and
+50 on the conversation trace; there 2.5 with a lag of 100 ms, where it still saves a third."""
+MIN_REQUESTS = 30
+"""Requests before which a burst is assumed: those that waited for a deployment arrive together."""
+MAX_INTERVALS = 1024
+"""Bound on the intervals of arrival that are remembered; requests are decided out of order."""
 INITIAL_LAG_MS, MAX_LAG_MS = 5.0, 50.0
 """The lag before one was measured, and the longest that is waited for: a log that stalls for
 seconds is no measure of the usual delay of its records."""
@@ -60,30 +66,35 @@ def _draw(router: str, worker: str) -> tuple[int, str]:
 
 
 class BurstDetector:
-    """Whether requests arrive in bursts, by the ledger, so that all routers agree.
-
-    Assumed until the ledger shows otherwise: requests that waited for a deployment are a burst.
-    """
+    """The number of requests that arrive within a lag, by the ledger, so that all routers agree."""
 
     def __init__(self, lag_ms: float) -> None:
         self.lag_ms = lag_ms
-        self._came_ms: deque[float] = deque(maxlen=COMPARED_REQUESTS)
-        self._share = 1.0
+        self._arrived: OrderedDict[int, int] = OrderedDict()
+        """Requests by interval of arrival, each as long as the lag."""
+        self._seen, self._others = 0, 0.0
+        """Requests counted, up to the window, and the mean number of others in their interval."""
 
-    @property
-    def is_bursty(self) -> bool:
-        """Whether staggering is worth its time now."""
-        return self._share >= BURST_SHARE
+    def is_bursty(self, prefill_ms: float, workers: int) -> bool:
+        """Whether the requests that arrive with another one keep the workers busy for much longer
+        than the lag. `prefill_ms`: the mean prefill of a request."""
+        if self._seen < MIN_REQUESTS:
+            return True
+        return self._others * prefill_ms > BURST_FACTOR * workers * self.lag_ms
 
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; decisions hold the arrival times of requests."""
         record = fact.record
         if not isinstance(record, Assigned) or record.attempt or record.phase == "decode":
             return  # not the first decision of its request
-        came_ms = fact.timestamp_ms - record.held_ms
-        is_near = any(abs(came_ms - other) <= self.lag_ms for other in reversed(self._came_ms))
-        self._share += (is_near - self._share) / BURST_WINDOW
-        self._came_ms.append(came_ms)
+        interval = (fact.timestamp_ms - record.held_ms) // max(round(self.lag_ms), 1)
+        before = self._arrived.get(interval, 0)
+        self._arrived[interval] = before + 1
+        if len(self._arrived) > MAX_INTERVALS:
+            self._arrived.popitem(last=False)
+        self._seen = min(self._seen + 1, BURST_WINDOW)
+        # Those after it are as many as those before it, in the mean.
+        self._others += (2 * before - self._others) / self._seen
 
 
 class HerdAvoidance:
@@ -94,7 +105,7 @@ class HerdAvoidance:
 
     def __init__(self, router: str) -> None:
         self._router = router
-        self._crowding = BurstDetector(INITIAL_LAG_MS)
+        self._bursts = BurstDetector(INITIAL_LAG_MS)
         self._decided_ms: dict[str, int] = {}
         """By other router, the time of its last decision."""
         self._lag_ms = INITIAL_LAG_MS
@@ -103,7 +114,7 @@ class HerdAvoidance:
 
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; decisions name their router."""
-        self._crowding.on_record(fact)
+        self._bursts.on_record(fact)
         record = fact.record
         if isinstance(record, Assigned) and record.router not in ("", self._router):
             self._decided_ms.pop(record.router, None)
@@ -114,19 +125,21 @@ class HerdAvoidance:
     def observe_lag(self, after_ms: float) -> None:
         """A decision of this router was read back `after_ms` after it was taken."""
         self._lag_ms += (min(after_ms, MAX_LAG_MS) - self._lag_ms) / LAG_WINDOW
-        self._crowding.lag_ms = self._lag_ms
+        self._bursts.lag_ms = self._lag_ms
 
-    def stagger_ms(self, workers: Iterable[str], version: int, now_ms: int) -> Mapping[str, float]:
+    def stagger_ms(
+        self, workers: Collection[str], version: int, now_ms: int, prefill_ms: float
+    ) -> Mapping[str, float]:
         """See `RoutingState`. The same object for as long as the delays are the same.
 
-        `version` changes whenever the workers do.
+        `version` changes whenever the workers do. `prefill_ms`: as in `BurstDetector.is_bursty`.
         """
         while self._decided_ms:
             name, at_ms = next(iter(self._decided_ms.items()))
             if now_ms - at_ms <= ROUTER_EXPIRY_MS:
                 break
             del self._decided_ms[name]
-        if not self._decided_ms or not self._crowding.is_bursty:
+        if not self._decided_ms or not self._bursts.is_bursty(prefill_ms, len(workers)):
             return NO_STAGGER
         made_of = (frozenset(self._decided_ms), version, round(self._lag_ms))
         if made_of != self._made_of:

@@ -40,6 +40,8 @@ DEFAULT_OUTPUT_TOKENS = 200.0
 OUTPUT_WEIGHT = 50
 OUTPUT_WINDOW = 2000
 """Answers over which the mean length is taken: a few minutes for a fleet with 20 a second."""
+PREFILL_WINDOW = 200
+"""Requests over which the mean prefill is taken."""
 MAX_RATIOS, MIN_RATIOS = 32, 5
 """Most and fewest runs of which a factor is the median."""
 EXPLORATION_INTERVAL = 100
@@ -208,7 +210,8 @@ class PerformanceModel:
     """The estimates from the ledger.
 
     `slowdown`: of those workers that were measured, over all their epochs: one that starts again
-    has the same hardware. `mean_output_tokens`: mean length of an answer. `expected_followups`: how
+    has the same hardware. `mean_output_tokens`: mean length of an answer. `mean_prefill_ms`: mean
+    prefill of an interactive request at its worker, without its wait. `expected_followups`: how
     many requests one comes to, itself included, since others go on where its prompt ends: with a
     share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
     `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill. `transfer_token_ms`: time that
@@ -218,6 +221,9 @@ class PerformanceModel:
     def __init__(self) -> None:
         self.slowdown = TrackedDict()
         self.mean_output_tokens = DEFAULT_OUTPUT_TOKENS
+        self.mean_prefill_ms = 0.0
+        self._prefills = 0
+        """Requests of which that is the mean, up to the window."""
         self.expected_followups = 1.0
         self.prefill_shares = PrefillShares()
         self.recent_prefill = RecentPrefill()
@@ -267,6 +273,8 @@ class PerformanceModel:
         own_ms = pace.prefill_ms(decision.prefill_tokens)
         if decision.service_class != "batch":
             self.recent_prefill.add(decision.worker, own_ms, at_ms)
+            self._prefills = min(self._prefills + 1, PREFILL_WINDOW)
+            self.mean_prefill_ms += (own_ms - self.mean_prefill_ms) / self._prefills
         if chosen is not None and decision.policy == "predictive":
             self.prefill_shares.add(decision.worker, own_ms, at_ms)
 
