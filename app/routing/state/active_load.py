@@ -48,6 +48,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
             self.prefill_since_ms - other.prefill_since_ms,
         )
 
+    def replace(self, before: WorkerLoad, part: WorkerLoad) -> WorkerLoad:
+        """The load with `part` in place of `before`."""
+        return WorkerLoad(
+            self.runs + part.runs - before.runs,
+            self.tokens + part.tokens - before.tokens,
+            self.prefill_tokens + part.prefill_tokens - before.prefill_tokens,
+            self.prefill_runs + part.prefill_runs - before.prefill_runs,
+            self.prefill_since_ms + part.prefill_since_ms - before.prefill_since_ms,
+        )
+
 
 NO_LOAD = WorkerLoad()
 
@@ -100,15 +110,19 @@ class ActiveLoad:
 
     def add(self, rank: WorkerRank, load: WorkerLoad, adapter: str = "") -> None:
         """Add load, of a request for `adapter` if it names one."""
-        if adapter and load.runs:
-            self._count(adapter, load.runs)
-        self._put(rank, self.load(rank).add(load))
+        self.replace(rank, NO_LOAD, load, adapter)
 
     def remove(self, rank: WorkerRank, load: WorkerLoad, adapter: str = "") -> None:
         """Remove load that was added."""
-        if adapter and load.runs:
-            self._count(adapter, -load.runs)
-        self._put(rank, self.load(rank).subtract(load))
+        self.replace(rank, load, NO_LOAD, adapter)
+
+    def replace(
+        self, rank: WorkerRank, before: WorkerLoad, load: WorkerLoad, adapter: str = ""
+    ) -> None:
+        """Replace load that was added, by the load that a run has now."""
+        if adapter and load.runs != before.runs:
+            self._count(adapter, load.runs - before.runs)
+        self._put(rank, self.load(rank).replace(before, load))
 
     def on_first_token(self, rank: WorkerRank, at_ms: int) -> None:
         """A run there had its first token; the latest such time is kept."""

@@ -77,8 +77,9 @@ class LaneState:
             if state is None:
                 state = self.requests[record.id] = RequestState()
             state.last_ms = fact.timestamp_ms
-            apply_record(state, record, fact.timestamp_ms, loads)
-            self.classify(record.id, state)
+            is_changed = apply_record(state, record, fact.timestamp_ms, loads)
+            if is_changed or record.id not in self.unfinished:
+                self.classify(record.id, state)
         self._expire(fact.timestamp_ms, loads)
 
     def classify(self, request_id: str, state: RequestState) -> None:
@@ -232,7 +233,7 @@ class LedgerState:
             for run_row in t.runs:
                 run_id = RunId(*run_row[:4])
                 run = state.runs[run_id] = RunStatus(*run_row[4:])
-                self.loads.add(t.id, run_id, run)
+                self.loads.update(t.id, run_id, run)
             lane.requests[t.id] = state
             lane.classify(t.id, state)
         for request_id, code, attempt, at_ms in snapshot.outcomes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.routing.state.active_load import ActiveLoad
+from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.request_state import FAILED, OPEN, RequestState, RunId, RunState, RunStatus
 from streams.records import Assigned, Ended, Fencing, Finished, PrefillDone, Started
@@ -33,20 +33,24 @@ class RunLoads(NamedTuple):
     active_load: ActiveLoad
     batch_runs: BatchRuns
 
-    def add(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
-        """Count a run."""
+    def update(
+        self, request_id: str, run_id: RunId, run: RunStatus, before: WorkerLoad = NO_LOAD
+    ) -> None:
+        """Count a run as it is. `before`: the load with which it was counted until now."""
         place, load = run_id.worker_rank(run.rank), run.load
         if run.service_class == "interactive":
-            self.active_load.add(place, load, run.lora_name)
+            self.active_load.replace(place, before, load, run.lora_name)
             if run.state == "prefilled":
                 self.active_load.on_first_token(place, run.since_ms)
-        elif load.runs:
+            return
+        self.remove(request_id, run_id, run)
+        if load.runs:
             left = max(load.prefill_tokens, 1) if load.prefill_runs else 0
             batch_run = BatchRun(request_id, load.tokens, left, run.since_ms, run.is_preemptible)
             self.batch_runs.put(place, _batch_key(request_id, run_id), batch_run)
 
     def remove(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
-        """Undo `add` of the run as it is."""
+        """Undo `update` of the run as it is."""
         if run.service_class == "interactive":
             self.active_load.remove(run_id.worker_rank(run.rank), run.load, run.lora_name)
         else:
@@ -57,12 +61,13 @@ def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
     return BatchRunKey(request_id, run_id.attempt, run_id.worker, run_id.epoch)
 
 
-def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: RunLoads) -> None:
-    """Take in one record, appended at `at_ms`."""
+def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: RunLoads) -> bool:
+    """Take in one record, appended at `at_ms`. Returns False where nothing has changed but the load
+    of a run that was open, and still is."""
     if isinstance(record, Ended):
         state.ended = state.ended or record.code
         clear_runs(record.id, state, loads)
-        return
+        return True
     if isinstance(record, Assigned | Started):
         lowest = record.responses_from
         if state.origin is not None:
@@ -70,12 +75,12 @@ def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: R
         state.origin, state.responses_from = record.origin, lowest
         state.deadline_ms = record.deadline_ms
     if state.ended:
-        return
+        return True
     if record.attempt > state.attempt and isinstance(record, Assigned | Started | Fencing):
         _begin_attempt(state, record, loads)
     if isinstance(record, Fencing) or record.attempt < state.attempt:
-        return
-    _apply_run(state, record, at_ms, loads)
+        return True
+    return _apply_run(state, record, at_ms, loads)
 
 
 def _begin_attempt(
@@ -98,15 +103,19 @@ def _apply_run(
     record: Assigned | Started | PrefillDone | Finished,
     at_ms: int,
     loads: RunLoads,
-) -> None:
+) -> bool:
+    """As `apply_record`, for a record about a run of the present attempt."""
     run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
-    run = state.runs.get(run_id)
+    run, before = state.runs.get(run_id), NO_LOAD
+    is_new = run is None
     if run is None:
         run = state.runs[run_id] = RunStatus("assigned", at_ms)
         if isinstance(record, Started):
             run.tokens = run.prefill_tokens = record.prompt_tokens
-    else:
+    elif isinstance(record, Assigned):  # which may name another rank
         loads.remove(record.id, run_id, run)
+    else:
+        before = run.load
     if isinstance(record, Assigned):  # more exact than a Started that may have overtaken it
         booked = record.policy != "direct"  # there the caller counts the load
         run.tokens = (record.prompt_tokens + record.base_tokens) * booked
@@ -116,11 +125,13 @@ def _apply_run(
     run_state = _next_state(run.state, record)
     if run_state != run.state:
         run.state, run.since_ms = run_state, at_ms
-    loads.add(record.id, run_id, run)
+    loads.update(record.id, run_id, run, before)
     if run_id.phase == "decode" and not (
         run_state in FAILED or run_state in ("assigned", "started")
     ):
         _end_prefills(state, record.id, at_ms, loads)
+        return True
+    return is_new or run_state not in OPEN
 
 
 def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLoads) -> None:
@@ -131,9 +142,9 @@ def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLo
     """
     for run_id, run in state.runs.items():
         if run_id.phase == "prefill" and run.state in OPEN:
-            loads.remove(request_id, run_id, run)
+            before = run.load
             run.state, run.since_ms = "handed_off", at_ms
-            loads.add(request_id, run_id, run)
+            loads.update(request_id, run_id, run, before)
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
