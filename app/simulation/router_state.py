@@ -184,7 +184,7 @@ class LedgerReplica:
             del self._open[record.id]
             return
         run.state, run.since_ms = "prefilled", at_ms
-        self.active_load.add(place, run.load.subtract(before))
+        self.active_load.replace(place, before, run.load)
         self.active_load.on_first_token(place, at_ms)
 
 

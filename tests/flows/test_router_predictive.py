@@ -10,10 +10,11 @@ import pytest
 from app.lanes.scheduling import scheduler
 from app.perf_curves import PerfCurves
 from app.router import Router
+from app.routing.queueing.herd_avoidance import MIN_REQUESTS, NO_STAGGER
 from app.routing.queueing.pending import MAX_WAKEUPS
 from app.routing.selection.select import select_worker
 from streams.codecs import pack_tokens
-from streams.records import Assigned, Assignment, Cancel, End, PrefillDone
+from streams.records import Assigned, Assignment, Cancel, End, PrefillDone, RequestOffset
 from streams.request import Hints, Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
@@ -398,3 +399,25 @@ async def test_full_queue_hides_no_missing_model(world: MemoryWorld) -> None:
     send(world, "d", 4000, model="unknown")
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End, "d"))
     assert end.code == "model_not_found"
+
+
+@scenario_test
+async def test_router_takes_turns_with_another_only_during_bursts(world: MemoryWorld) -> None:
+    hand, router = await busy_worker(world)
+    scheduler = router._context.scheduler
+
+    async def decided(names: range, apart_s: float) -> None:
+        for number in names:
+            append_record(world, LEDGER, Assigned(
+                id=f"other-{number}", attempt=0, phase="aggregated", worker=hand.name,
+                epoch=hand.epoch, router="another", prompt_tokens=4000, prefill_tokens=4000,
+                origin=RequestOffset(topic=REQUESTS, partition=0, offset=number),
+                responses_from=0, deadline_ms=10**13,
+            ))  # fmt: skip
+            await world.sleep(apart_s)
+        await world.sleep(0.1)
+
+    await decided(range(MIN_REQUESTS), 0.1)
+    assert scheduler.routing_state(0).stagger_ms is NO_STAGGER
+    await decided(range(100, 140), 0.0)
+    assert set(scheduler.routing_state(0).stagger_ms) == {hand.name}

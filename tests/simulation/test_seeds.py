@@ -27,7 +27,7 @@ from app.testing.checks.invariants import _failed
 from app.testing.seed_simulation import simulate_seed
 from streams.errors import BrokerUnavailable
 
-SEEDS = 60
+SEEDS = 100
 AT_ONCE = 10
 FOUND = (703720, 704262, 708607)
 """What waited for its next cache events spun: so little was left that no clock could tell."""

@@ -17,6 +17,7 @@ from app.routing.queueing.herd_avoidance import (
     routers_before,
     stagger_by_worker,
 )
+from streams.record_base import ServiceClass
 from streams.records import Assigned, LogRecord, Phase, RequestOffset
 
 ROUTERS = [f"router-{n}" for n in range(8)]
@@ -57,12 +58,13 @@ def got(
     attempt: int = 0,
     router: str = "",
     phase: Phase = "aggregated",
+    service_class: ServiceClass = "interactive",
 ) -> None:
     listener.on_record(LogRecord(0, at_ms, Assigned(
         id="a", attempt=attempt, phase=phase, worker="w", epoch=1, prompt_tokens=1,
         origin=RequestOffset(topic="requests", partition=0, offset=0), responses_from=0,
         deadline_ms=0,
-        held_ms=held_ms, router=router,
+        held_ms=held_ms, router=router, service_class=service_class,
     )))  # fmt: skip
 
 
@@ -117,9 +119,29 @@ def test_past_burst_has_no_effect() -> None:
     for _ in range(500):
         got(detector, 0)
     assert detector.is_bursty(PREFILL_MS, FLEET)
-    for n in range(1000):
+    for n in range(500):
         got(detector, n * 100)
     assert not detector.is_bursty(PREFILL_MS, FLEET)
+
+
+def test_batch_requests_are_no_burst() -> None:
+    detector = BurstDetector(5.0)
+    for n in range(1000):
+        got(detector, n * 100)
+        got(detector, n // 20 * 100, service_class="batch")
+    assert not detector.is_bursty(PREFILL_MS, FLEET)
+
+
+def test_burst_is_found_while_the_lag_changes_a_little() -> None:
+    detector = BurstDetector(5.4)
+    for n in range(1000):
+        detector.lag_ms = 5.4 + n % 2 * 0.2
+        got(detector, n // 4 * 300)
+    assert detector.is_bursty(PREFILL_MS, FLEET)
+    for n in range(1000):
+        detector.lag_ms = 40.0
+        got(detector, n // 4 * 300)
+    assert not detector.is_bursty(PREFILL_MS, FLEET), "three others keep 8 workers busy for 38 ms"
 
 
 def test_second_decision_of_a_split_request_is_no_arrival() -> None:
@@ -152,6 +174,17 @@ def test_routers_with_bursts_are_staggered_by_their_lag() -> None:
             each.observe_lag(9.0)
     later = [each.stagger_ms(WORKERS, 1, 0, PREFILL_MS) for each in turns.values()]
     assert sorted(ms[WORKERS[0]] for ms in later) == [9.0 * n for n in range(8)]
+
+
+@pytest.mark.parametrize("apart_ms", [0, 300])
+def test_routers_are_staggered_only_during_bursts(apart_ms: int) -> None:
+    herd_avoidance = HerdAvoidance("router-0")
+    for n in range(MIN_REQUESTS):
+        got(herd_avoidance, n * apart_ms, router="router-1")
+    now_ms = MIN_REQUESTS * apart_ms
+    assert herd_avoidance.stagger_ms(WORKERS, 1, now_ms, 0.1) is NO_STAGGER
+    is_staggered = herd_avoidance.stagger_ms(WORKERS[:8], 1, now_ms, PREFILL_MS) is not NO_STAGGER
+    assert is_staggered == (apart_ms == 0)
 
 
 def test_stagger_changes_only_with_the_fleet() -> None:

@@ -24,6 +24,7 @@ from streams.records import (
     LogRecord,
     PrefillDone,
     RequestOffset,
+    RunKey,
     Started,
 )
 
@@ -201,6 +202,12 @@ def test_last_prefill_end_of_a_rank_is_kept_until_it_is_idle() -> None:
     assert load.active_load.last_first_token_ms.get(place) is None
 
 
+def test_last_first_token_of_a_rank_is_kept_while_a_run_waits_there() -> None:
+    runs = assigned("a"), assigned("b"), prefilled("a"), finished(name="a"), started("b")
+    load = applied(*runs)
+    assert load.active_load.last_first_token_ms == {WorkerRank("w1", 10, 0): 1020}
+
+
 def test_started_without_a_decision_has_the_load_of_its_whole_prompt() -> None:
     load = applied(started(prompt_tokens=100))
     assert on(load) == WorkerLoad(1, 100, 100, 1, 1000)
@@ -308,19 +315,19 @@ def test_oldest_outcome_is_found_without_a_search() -> None:
 IDS = st.sampled_from(["a", "b"])
 ATTEMPTS = st.integers(0, 2)
 WORKERS = st.sampled_from(["w1", "w2"])
+PHASES = st.sampled_from(["aggregated", "aggregated", "prefill", "decode"])
 RECORDS = st.one_of(
     st.builds(
-        assigned, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS,
+        assigned, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS, phase=PHASES,
         rank=st.integers(0, 1), prefill_tokens=st.integers(0, 5),
     ),
-    st.builds(started, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS),
+    st.builds(started, IDS, ATTEMPTS, st.integers(0, 9), worker=WORKERS, phase=PHASES),
     st.builds(
         finished,
         st.sampled_from(["stop", "broken", "worker_full", "error", "cancelled"]),
-        IDS, ATTEMPTS, worker=WORKERS, retryable=st.booleans(),
+        IDS, ATTEMPTS, worker=WORKERS, phase=PHASES, retryable=st.booleans(),
     ),
-    st.builds(prefilled, IDS, ATTEMPTS, worker=WORKERS,
-              phase=st.sampled_from(["aggregated", "prefill"])),
+    st.builds(prefilled, IDS, ATTEMPTS, worker=WORKERS, phase=PHASES),
     st.builds(lambda i, a, r: Fencing(id=i, attempt=a, reason=r), IDS, ATTEMPTS,
               st.sampled_from(["lost", "worker_full"])),
     st.builds(lambda i: Ended(id=i, code="cancelled"), IDS),
@@ -346,6 +353,19 @@ def test_loads_are_the_sum_over_open_runs(records: list[Any]) -> None:
     for worker in ("w1", "w2"):
         both = on(load, worker, 0).add(on(load, worker, 1))
         assert load.active_load.total(worker, 10) == both
+
+
+@given(st.lists(RECORDS, max_size=30))
+def test_requests_and_their_open_runs_are_filed_by_their_states(records: list[Any]) -> None:
+    lane = applied(*records).lane(3)
+    known = {name: state for name, state in lane.requests.items() if state.is_known}
+    assert lane.unfinished == known
+    assert not any(state.is_finished for state in known.values())
+    assert {(epoch, key) for epoch, keys in lane.open_runs.items() for key in keys} == {
+        ((run.worker, run.epoch), RunKey(name, run.attempt, run.phase))
+        for name, state in known.items()
+        for run in state.open_runs()
+    }
 
 
 @given(st.lists(RECORDS, max_size=30), st.integers(0, 30))

@@ -151,6 +151,7 @@ class Scheduler:
         )
         self._heartbeat_ms: dict[str, int] = {}
         self._performance = PerformanceModel()
+        self._prompt_workers: Sequence[str] = ()
         self._pending = ReservedRequests[RequestKey](queue_order, self._classes)
         self._wait_queues: dict[RequestKey, WaitQueue] = {}
         """By request that is queued for a place."""
@@ -336,7 +337,7 @@ class Scheduler:
             transfer_token_ms=performance.transfer_token_ms,
             recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
             stagger_ms=self._herd_avoidance.stagger_ms(
-                self._fleet.members, self._fleet.version, now_ms, performance.mean_prefill_ms
+                self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
             ),
         )  # fmt: skip
 
@@ -422,6 +423,11 @@ class Scheduler:
 
     def on_fleet_changed(self) -> None:
         """Wake all requests, since other workers may be eligible now."""
+        self._prompt_workers = [
+            name
+            for name, member in self._fleet.members.items()
+            if can_take(member.card, "aggregated") or can_take(member.card, "prefill")
+        ]
         self.worker_capacity.on_fleet_changed()
         for worker in self._heartbeat_ms.keys() - self._fleet.members.keys():
             del self._heartbeat_ms[worker]

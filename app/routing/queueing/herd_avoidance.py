@@ -6,18 +6,19 @@ order is by rendezvous hash, so every router computes it alone, each router is f
 share of the workers, and a router joining or leaving does not reorder the others.
 
 This costs a few lags, and CPU time, since a request that waits its turn is planned again. So it is
-done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker, elsewhere
-few do. Three routers that read decisions after 40 ms, 8 workers, mean TTFT (`kvlane simulate
---routers 3 --ledger-lag-ms 40 --policy predictive`, always staggered, as here, and `--no-stagger`):
+done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker, otherwise
+few do. Three simulated routers that read decisions after 40 ms, 8 workers, mean TTFT (`kvlane
+simulate --routers 3 --ledger-lag-ms 40 --policy predictive`) with routers that always take turns
+(BURST_FACTOR 0), with those here, and with `--no-stagger`:
 
     conversation trace, 4 times its speed (a burst every 0.75 s)    279, 279, 365 ms
-    gen:agent-tools, 3000 requests, 60/s                            167, 138, 122 ms
-    gen:shared-prefixes, 3000 requests, 60/s                        105, 88.5, 89.7 ms
+    gen:agent-tools, 3000 requests, 60/s, five seeds                162, 138, 129 ms
+    gen:shared-prefixes, 3000 requests, 60/s, two seeds             104, 88, 90 ms
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
@@ -27,13 +28,16 @@ from streams.records import Assigned, LogRecord
 BURST_WINDOW = 100
 """Requests over which the number of those that arrive together is averaged."""
 BURST_FACTOR = 2.0
-"""Prefill that arrives within a lag, in lags of a worker, from which on routers are staggered. With
-a lag of 5 ms it is 1.2 to 1.4 on gen:agent-tools, where staggering takes longer than it saves, and
-50 on the conversation trace; there 2.5 with a lag of 100 ms, where it still saves a third."""
+"""Prefill that arrives within a lag, per worker and in multiples of the lag, from which on routers
+are staggered. Simulated, it is 1.2 to 1.4 on gen:agent-tools with a lag of 5 ms, where staggering
+takes longer than it saves, and 50 on the conversation trace; there it is 2.5 with a lag of 100 ms,
+where staggering still saves a third."""
 MIN_REQUESTS = 30
 """Requests before which a burst is assumed: those that waited for a deployment arrive together."""
 MAX_INTERVALS = 1024
 """Bound on the intervals of arrival that are remembered; requests are decided out of order."""
+LAG_TOLERANCE = 0.25
+"""Share by which the lag has to change until the intervals do, which makes all of them new."""
 INITIAL_LAG_MS, MAX_LAG_MS = 5.0, 50.0
 """The lag before one was measured, and the longest that is waited for: a log that stalls for
 seconds is no measure of the usual delay of its records."""
@@ -66,35 +70,47 @@ def _draw(router: str, worker: str) -> tuple[int, str]:
 
 
 class BurstDetector:
-    """The number of requests that arrive within a lag, by the ledger, so that all routers agree."""
+    """The number of interactive requests that arrive within a lag, by the ledger."""
 
     def __init__(self, lag_ms: float) -> None:
         self.lag_ms = lag_ms
+        self._interval_ms = max(round(lag_ms), 1)
         self._arrived: OrderedDict[int, int] = OrderedDict()
-        """Requests by interval of arrival, each as long as the lag."""
-        self._seen, self._others = 0, 0.0
-        """Requests counted, up to the window, and the mean number of others in their interval."""
+        """Requests by interval of arrival."""
+        self._others: deque[int] = deque(maxlen=BURST_WINDOW)
+        """By request, the number of others in its interval: twice those before it, since those
+        after it are as many, in the mean."""
+        self._sum = 0
 
     def is_bursty(self, prefill_ms: float, workers: int) -> bool:
-        """Whether the requests that arrive with another one keep the workers busy for much longer
-        than the lag. `prefill_ms`: the mean prefill of a request."""
-        if self._seen < MIN_REQUESTS:
+        """Whether the requests that arrive with another one keep the workers busy for longer than
+        `BURST_FACTOR` lags. `prefill_ms`: the mean prefill of a request; `workers`: those that
+        compute prompts."""
+        if len(self._others) < MIN_REQUESTS:
             return True
-        return self._others * prefill_ms > BURST_FACTOR * workers * self.lag_ms
+        arriving_ms = self._sum / len(self._others) * prefill_ms
+        return arriving_ms > BURST_FACTOR * workers * self._interval_ms
 
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; decisions hold the arrival times of requests."""
         record = fact.record
         if not isinstance(record, Assigned) or record.attempt or record.phase == "decode":
             return  # not the first decision of its request
-        interval = (fact.timestamp_ms - record.held_ms) // max(round(self.lag_ms), 1)
+        if record.service_class == "batch":
+            return  # dispatched in groups, whenever they arrived
+        lag_ms = max(round(self.lag_ms), 1)
+        if abs(lag_ms - self._interval_ms) > LAG_TOLERANCE * self._interval_ms:
+            self._interval_ms = lag_ms
+            self._arrived.clear()
+        interval = (fact.timestamp_ms - record.held_ms) // self._interval_ms
         before = self._arrived.get(interval, 0)
         self._arrived[interval] = before + 1
         if len(self._arrived) > MAX_INTERVALS:
             self._arrived.popitem(last=False)
-        self._seen = min(self._seen + 1, BURST_WINDOW)
-        # Those after it are as many as those before it, in the mean.
-        self._others += (2 * before - self._others) / self._seen
+        if len(self._others) == BURST_WINDOW:
+            self._sum -= self._others[0]
+        self._others.append(2 * before)
+        self._sum += 2 * before
 
 
 class HerdAvoidance:

@@ -41,7 +41,7 @@ OUTPUT_WEIGHT = 50
 OUTPUT_WINDOW = 2000
 """Answers over which the mean length is taken: a few minutes for a fleet with 20 a second."""
 PREFILL_WINDOW = 200
-"""Requests over which the mean prefill is taken."""
+"""Runs over which the mean prefill is taken."""
 MAX_RATIOS, MIN_RATIOS = 32, 5
 """Most and fewest runs of which a factor is the median."""
 EXPLORATION_INTERVAL = 100
@@ -211,7 +211,7 @@ class PerformanceModel:
 
     `slowdown`: of those workers that were measured, over all their epochs: one that starts again
     has the same hardware. `mean_output_tokens`: mean length of an answer. `mean_prefill_ms`: mean
-    prefill of an interactive request at its worker, without its wait. `expected_followups`: how
+    prefill of an interactive run at its worker, without its wait. `expected_followups`: how
     many requests one comes to, itself included, since others go on where its prompt ends: with a
     share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
     `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill. `transfer_token_ms`: time that
@@ -223,7 +223,7 @@ class PerformanceModel:
         self.mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self.mean_prefill_ms = 0.0
         self._prefills = 0
-        """Requests of which that is the mean, up to the window."""
+        """Runs of which that is the mean, up to the window."""
         self.expected_followups = 1.0
         self.prefill_shares = PrefillShares()
         self.recent_prefill = RecentPrefill()

@@ -36,14 +36,15 @@ class RunLoads(NamedTuple):
     def update(
         self, request_id: str, run_id: RunId, run: RunStatus, before: WorkerLoad = NO_LOAD
     ) -> None:
-        """Count a run as it is. `before`: the load with which it was counted until now."""
+        """Count a run as it is; it was counted with the load `before`, if at all."""
         place, load = run_id.worker_rank(run.rank), run.load
         if run.service_class == "interactive":
             self.active_load.replace(place, before, load, run.lora_name)
             if run.state == "prefilled":
                 self.active_load.on_first_token(place, run.since_ms)
             return
-        self.remove(request_id, run_id, run)
+        if before.runs:
+            self.remove(request_id, run_id, run)
         if load.runs:
             left = max(load.prefill_tokens, 1) if load.prefill_runs else 0
             batch_run = BatchRun(request_id, load.tokens, left, run.since_ms, run.is_preemptible)
@@ -62,8 +63,11 @@ def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
 
 
 def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: RunLoads) -> bool:
-    """Take in one record, appended at `at_ms`. Returns False where nothing has changed but the load
-    of a run that was open, and still is."""
+    """Take in one record, appended at `at_ms`.
+
+    Returns False if the record is about a run that was open before and still is, and no other run
+    has opened or closed.
+    """
     if isinstance(record, Ended):
         state.ended = state.ended or record.code
         clear_runs(record.id, state, loads)

@@ -172,11 +172,12 @@ def highest_responses_from() -> Iterator[Replacement]:
 def started_is_not_knowledge() -> Iterator[Replacement]:
     original = ledger.apply_record
 
-    def changed(state: request_state.RequestState, record: Any, *more: Any) -> None:
+    def changed(state: request_state.RequestState, record: Any, *more: Any) -> bool:
         unknown = state.origin is None
-        original(state, record, *more)
+        is_changed = original(state, record, *more)
         if unknown and isinstance(record, Started):
             state.origin = None
+        return is_changed
 
     yield ledger, "apply_record", changed
 
@@ -186,11 +187,12 @@ def late_records_open_old_attempts() -> Iterator[Replacement]:
 
     def changed(
         state: request_state.RequestState, record: Any, at_ms: int, active_load: Any
-    ) -> None:
-        original(state, record, at_ms, active_load)
+    ) -> bool:
+        is_changed = original(state, record, at_ms, active_load)
         old = not isinstance(record, Ended | Fencing) and record.attempt < state.attempt
         if old and not state.ended:
-            request_transitions._apply_run(state, record, at_ms, active_load)
+            is_changed |= request_transitions._apply_run(state, record, at_ms, active_load)
+        return is_changed
 
     yield ledger, "apply_record", changed
 
