@@ -25,7 +25,7 @@ from types import MappingProxyType
 from indexer.xxh3 import xxh3
 from streams.records import Assigned, LogRecord
 
-BURST_WINDOW = 100
+BURST_WINDOW = 64
 """Requests over which the number of those that arrive together is averaged."""
 BURST_FACTOR = 2.0
 """Prefill that arrives within a lag, per worker and in multiples of the lag, from which on routers
@@ -34,7 +34,7 @@ takes longer than it saves, and 50 on the conversation trace; there it is 2.5 wi
 where staggering still saves a third."""
 MIN_REQUESTS = 30
 """Requests before which a burst is assumed: those that waited for a deployment arrive together."""
-MAX_INTERVALS = 1024
+MAX_INTERVALS = 32
 """Bound on the intervals of arrival that are remembered; requests are decided out of order."""
 LAG_TOLERANCE = 0.25
 """Share by which the lag has to change until the intervals do, which makes all of them new."""
