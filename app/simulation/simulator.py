@@ -455,12 +455,12 @@ def new_simulator(
     books = LedgerReplica(conditions.ledger_lag_ms)
     seats = []
     routers = [f"router-{number}" for number in range(conditions.routers)]
-    names = [
+    prompt_workers = [
         each for each, role in zip(worker_names(workers), roles, strict=True) if role != "decode"
     ]
     for router in routers:
         turn_ms = conditions.ledger_lag_ms if conditions.staggers_routers else 0.0
-        later = stagger_by_worker(router, routers, names, turn_ms)
+        later = stagger_by_worker(router, routers, prompt_workers, turn_ms)
         if conditions.shares_ledger:
             knowledge = RouterState(views, books, later)
         else:

@@ -158,7 +158,7 @@ def test_mean_output_length_moves_from_its_prior_to_observations() -> None:
     assert paces.mean_output_tokens == pytest.approx(60, abs=0.1)
 
 
-def test_mean_prefill_is_that_of_recent_interactive_requests() -> None:
+def test_mean_prefill_is_that_of_recent_interactive_runs() -> None:
     def mean_of(*prompts: tuple[int, str]) -> float:
         paces = PerformanceModel()
         for tokens, service_class in prompts:

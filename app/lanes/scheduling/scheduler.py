@@ -152,6 +152,7 @@ class Scheduler:
         self._heartbeat_ms: dict[str, int] = {}
         self._performance = PerformanceModel()
         self._prompt_workers: Sequence[str] = ()
+        """The workers that compute prompts, of all models."""
         self._pending = ReservedRequests[RequestKey](queue_order, self._classes)
         self._wait_queues: dict[RequestKey, WaitQueue] = {}
         """By request that is queued for a place."""

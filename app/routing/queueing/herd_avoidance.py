@@ -29,9 +29,9 @@ BURST_WINDOW = 64
 """Requests over which the number of those that arrive together is averaged."""
 BURST_FACTOR = 2.0
 """Prefill that arrives within a lag, per worker and in multiples of the lag, from which on routers
-are staggered. Simulated, it is 1.2 to 1.4 on gen:agent-tools with a lag of 5 ms, where staggering
-takes longer than it saves, and 50 on the conversation trace; there it is 2.5 with a lag of 100 ms,
-where staggering still saves a third."""
+are staggered. With 1, eight simulated routers are on gen:agent-tools (30/s, lag 5 ms, three seeds):
+mean TTFT 100 instead of 89 ms. With 4, three are not on the conversation trace with a lag of 100
+ms: 372 instead of 292 ms."""
 MIN_REQUESTS = 30
 """Requests before which a burst is assumed: those that waited for a deployment arrive together."""
 MAX_INTERVALS = 32
@@ -80,15 +80,15 @@ class BurstDetector:
         self._others: deque[int] = deque(maxlen=BURST_WINDOW)
         """By request, the number of others in its interval: twice those before it, since those
         after it are as many, in the mean."""
-        self._sum = 0
 
     def is_bursty(self, prefill_ms: float, workers: int) -> bool:
-        """Whether the requests that arrive with another one keep the workers busy for longer than
-        `BURST_FACTOR` lags. `prefill_ms`: the mean prefill of a request; `workers`: those that
-        compute prompts."""
+        """Whether the prefill that arrives within a lag exceeds `BURST_FACTOR` times the capacity
+        of the workers in that time. `prefill_ms`: mean prefill of a request; `workers`: number of
+        those that compute prompts.
+        """
         if len(self._others) < MIN_REQUESTS:
             return True
-        arriving_ms = self._sum / len(self._others) * prefill_ms
+        arriving_ms = sum(self._others) / len(self._others) * prefill_ms
         return arriving_ms > BURST_FACTOR * workers * self._interval_ms
 
     def on_record(self, fact: LogRecord) -> None:
@@ -107,10 +107,7 @@ class BurstDetector:
         self._arrived[interval] = before + 1
         if len(self._arrived) > MAX_INTERVALS:
             self._arrived.popitem(last=False)
-        if len(self._others) == BURST_WINDOW:
-            self._sum -= self._others[0]
         self._others.append(2 * before)
-        self._sum += 2 * before
 
 
 class HerdAvoidance:

@@ -43,12 +43,13 @@ class RunLoads(NamedTuple):
             if run.state == "prefilled":
                 self.active_load.on_first_token(place, run.since_ms)
             return
+        key = _batch_key(request_id, run_id)
         if before.runs:
-            self.remove(request_id, run_id, run)
+            self.batch_runs.discard(key)
         if load.runs:
             left = max(load.prefill_tokens, 1) if load.prefill_runs else 0
             batch_run = BatchRun(request_id, load.tokens, left, run.since_ms, run.is_preemptible)
-            self.batch_runs.put(place, _batch_key(request_id, run_id), batch_run)
+            self.batch_runs.put(place, key, batch_run)
 
     def remove(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
         """Undo `update` of the run as it is."""
