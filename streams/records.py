@@ -18,10 +18,10 @@ one life of a worker. Units are in the names; `*_ms` points in time are broker a
 from __future__ import annotations
 
 from streams.record_base import MAX_ID_CHARS, EndCode, LogRecord, Phase, RunKey
+from streams.record_types.candidate_records import Candidate, CandidateRows
 from streams.record_types.ledger_records import (
     Assigned,
     Cancel,
-    Candidate,
     Ended,
     Fencing,
     Finished,

@@ -255,8 +255,9 @@ class _Reading:
         origin = decision.origin
         kept = self._kept.get(Partition(origin.topic, origin.partition))
         self.without_request += kept is not None and origin.offset < kept
+        full = replace(decision, listed=decision.candidates, candidate_rows=None)
         return CapturedDecision(
-            at_ms=fact.timestamp_ms, lane=source.partition, offset=fact.offset, decision=decision
+            at_ms=fact.timestamp_ms, lane=source.partition, offset=fact.offset, decision=full
         )
 
     def _followed(self, fact: LogRecord) -> AnyCaptureLine | None:

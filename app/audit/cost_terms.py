@@ -74,12 +74,13 @@ def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReaso
     recalled = reconstruct(decision, session or "") if has_inputs(decision) else None
     if recalled is None:
         return None
-    terms = _terms(decision, recalled)
+    candidates = decision.candidates
+    terms = _terms(decision, candidates, recalled)
     weighed = [
         ScoredCandidate(
             each.worker, each.epoch, each.rank, each.cost, terms[i], _cached(decision, each), each
         )
-        for i, each in enumerate(decision.candidates)
+        for i, each in enumerate(candidates)
     ]
     place = (decision.worker, decision.epoch, decision.rank)
     chosen = next((w for w in weighed if (w.worker, w.epoch, w.rank) == place), None)
@@ -145,11 +146,13 @@ def _cached(decision: Assigned, candidate: Candidate) -> int:
     return min(blocks * decision.block_size, decision.prompt_tokens + decision.base_tokens)
 
 
-def _terms(decision: Assigned, recalled: Reconstructed) -> list[dict[str, float]]:
+def _terms(
+    decision: Assigned, candidates: Sequence[Candidate], recalled: Reconstructed
+) -> list[dict[str, float]]:
     """Terms of each candidate, without terms that are 0 for all candidates."""
-    each = [_terms_of(decision, recalled, i) for i in range(len(decision.candidates))]
+    each = [_terms_of(decision, c, recalled, i) for i, c in enumerate(candidates)]
     if decision.policy in ("predictive", "dynamo"):
-        for candidate, terms in zip(decision.candidates, each, strict=True):
+        for candidate, terms in zip(candidates, each, strict=True):
             rest = candidate.cost - sum(terms.values())
             if decision.policy == "predictive" and rest > MISSED_TARGET_MS / 2:
                 terms["missed target"] = MISSED_TARGET_MS
@@ -161,8 +164,10 @@ def _terms(decision: Assigned, recalled: Reconstructed) -> list[dict[str, float]
     return [{name: terms.get(name, 0.0) for name in some} for terms in each]
 
 
-def _terms_of(decision: Assigned, recalled: Reconstructed, i: int) -> dict[str, float]:
-    candidate, size = decision.candidates[i], decision.block_size
+def _terms_of(
+    decision: Assigned, candidate: Candidate, recalled: Reconstructed, i: int
+) -> dict[str, float]:
+    size = decision.block_size
     if recalled.prediction is not None:
         weight = decision.params.get("decode_weight", PredictiveWeights().decode_weight)
         terms = recalled.prediction.terms

@@ -74,7 +74,7 @@ class DriftTracker:
         record = fact.record
         if isinstance(record, Assigned):
             # Engines count the blocks that a decode worker has fetched as cached, too.
-            if record.block_size and record.candidates and record.phase != "decode":
+            if record.block_size and record.candidate_workers and record.phase != "decode":
                 self._expect(record)
         elif isinstance(record, Finished):
             expected = self._expected.pop(record.run_key, None)

@@ -62,7 +62,8 @@ class RecomputeReport:
 
 def has_inputs(decision: Assigned) -> bool:
     """Whether a record has the inputs of its decision, by a policy of this version."""
-    return bool(decision.candidates) and decision.policy in ("predictive", "batch", *POLICIES)
+    is_known = decision.policy in ("predictive", "batch", *POLICIES)
+    return is_known and bool(decision.candidate_workers)
 
 
 def find_difference(decision: Assigned, session: str = "") -> str:
@@ -70,13 +71,14 @@ def find_difference(decision: Assigned, session: str = "") -> str:
     recalled, place = reconstruct(decision, session), recompute_choice(decision, session)
     assert recalled is not None, "it has inputs"
     recorded = WorkerRank(decision.worker, decision.epoch, decision.rank)
+    candidates = decision.candidates
     if place != recorded:
         return f"the place is {place}, and was {recorded}"
-    for candidate, cost in zip(decision.candidates, recalled.costs, strict=True):
+    for candidate, cost in zip(candidates, recalled.costs, strict=True):
         if float(cost) != candidate.cost:
             return f"the cost of {candidate.worker} is {float(cost)!r}, and was {candidate.cost!r}"
     chosen = recalled.candidates.worker_ranks.index(recorded)
-    each = decision.candidates[chosen]
+    each = candidates[chosen]
     tokens = decision.prompt_tokens + decision.base_tokens
     blocks = each.overlap_blocks + each.host_blocks + each.disk_blocks
     cached = min(blocks * decision.block_size, tokens)

@@ -45,7 +45,8 @@ _PRIVATE = frozenset({
 """Fields that may hold text of a prompt or an answer, or megabytes."""
 PROMPT_STEP = "Prompt"
 """The name of the step of a prompt in `prompts` or `batch`, which is not decoded."""
-_PLACE = frozenset({"id", "t"})
+_ELSEWHERE = frozenset({"id", "t", "listed", "candidate_rows", "choice"})
+"""Fields that are shown apart from the others."""
 _ENDS = frozenset({"Finished", "Ended"})
 """Ledger records that are written after the last chunk."""
 
@@ -232,7 +233,7 @@ def fields_of(record: Any) -> dict[str, Any]:
             fields["kind"] = record.kind
     for field in msgspec.structs.fields(record):
         value = getattr(record, field.name)
-        if field.name in _PLACE or field.name in ("candidates", "choice") or value == field.default:
+        if field.name in _ELSEWHERE or value == field.default:
             continue
         if field.name == "message" and isinstance(record, Finished) and record.code == "error":
             continue  # its engine may quote the prompt

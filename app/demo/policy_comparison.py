@@ -98,7 +98,7 @@ def comparison_table(runs: Sequence[PolicyRun]) -> Table:
 
 def explain_decisions(run: PolicyRun, decisions: LedgerDecisions) -> list[str]:
     """Three decisions explained: to the cache, away from it, and to the least loaded worker."""
-    made = [d for a in run.answers for d in decisions.decisions(a.id)[:1] if d.candidates]
+    made = [d for a in run.answers for d in decisions.decisions(a.id)[:1] if d.chosen]
     by_cache = max(made, key=lambda d: _chosen(d).overlap_blocks, default=None)
     away = max(made, key=lambda d: _best(d) - _chosen(d).overlap_blocks, default=None)
     new = next((d for d in made if _best(d) == 0), None)
@@ -120,7 +120,8 @@ def _why(decision: Assigned) -> str:
 
 
 def _chosen(decision: Assigned) -> Candidate:
-    return next(c for c in decision.candidates if c.worker == decision.worker)
+    assert decision.chosen is not None, "others are left out"
+    return decision.chosen
 
 
 def _best(decision: Assigned) -> int:

@@ -30,12 +30,12 @@ def decision_record(
         prompt_tokens=rest.prompt_tokens,
         policy=choice.policy, params=choice.params, seed=choice.seed,
         block_size=choice.block_size, cached_tokens_predicted=choice.cached_tokens,
-        prefill_tokens=choice.prefill_tokens, candidates=choice.candidates, router=router,
+        prefill_tokens=choice.prefill_tokens, router=router,
         held_ms=choice.forecast.waited_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
         session=_session_use(request, choice), lora_name=request.hints.lora_name or "",
         known_ms=known_ms,
         service_class=request.service_class, is_preemptible=is_resumable(request),
-        choice=choice.choice,
+        choice=choice.choice, candidate_rows=choice.record,
     )  # fmt: skip
 
 

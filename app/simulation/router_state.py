@@ -231,7 +231,7 @@ def assigned_record(request_id: str, decision: Placement, phase: Phase = "aggreg
         origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
-        prefill_tokens=decision.prefill_tokens, candidates=() if chosen is None else (chosen,),
+        prefill_tokens=decision.prefill_tokens, listed=() if chosen is None else (chosen,),
         held_ms=decision.forecast.waited_ms,
     )  # fmt: skip
 

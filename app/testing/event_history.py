@@ -85,7 +85,9 @@ def _describe(source: Partition, offset: int, timestamp_ms: int, entry: Entry) -
     return f"{type(record).__name__} {words}", subject
 
 
-_TOO_LONG = {"request", "candidates", "config", "sampling", "stop", "hints", "usage", "policy"}
+_TOO_LONG = {
+    "request", "listed", "candidate_rows", "config", "sampling", "stop", "hints", "usage", "policy",
+}  # fmt: skip
 
 
 def _short(value: object) -> str:

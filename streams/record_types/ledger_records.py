@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from streams.record_base import EndCode, InternalRecord, Phase, RunKey, ServiceClass
+from streams.record_types.candidate_records import Candidate, CandidateRows
 from streams.request import ResultOptions
 
 RunCode = Literal[
@@ -40,44 +43,6 @@ class RequestOffset(InternalRecord, frozen=True):
     topic: str
     partition: int
     offset: int
-
-
-class Candidate(InternalRecord, frozen=True, kw_only=False):
-    """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
-
-    The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
-    runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
-    has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
-    waited in the router and was to go there, by arrival; where they are more than 16, `planned_ms`
-    instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
-    (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
-    how much later than others the router counted on it. `prefill_share`: of its time lately.
-    `batch_ms`: the delay by its batch runs.
-    """
-
-    worker: str
-    epoch: int
-    rank: int = 0
-    cost: float = 0.0
-    open_runs: int = 0
-    open_tokens: int = 0
-    overlap_blocks: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    prefill_tokens: int = 0
-    taint_weight: float = 0.0
-    prompt_tokens: int = 0
-    prefill_runs: int = 0
-    busy_ms: float = 0.0
-    ahead_ms: tuple[float, ...] = ()
-    slowness: float = 1.0
-    chunk_tokens: int = 0
-    capacity_tokens: int = 0
-    curve: tuple[float, ...] = ()
-    later_ms: float = 0.0
-    planned_ms: float | None = None
-    prefill_share: float = 0.0
-    batch_ms: float = 0.0
 
 
 class HandOverChoice(InternalRecord, frozen=True):
@@ -127,7 +92,8 @@ class Assigned(RunRecord, frozen=True):
     """The decision: this run of the request goes to this worker.
 
     `prefill_tokens`: its part of the worker's prefill until it is done. `params`: the settings
-    of the policy that were in force. `candidates`: the best ones, and the chosen one.
+    of the policy that were in force. `candidate_rows`: the best candidates, and the chosen one;
+    decisions of earlier versions, and captures, have them in `listed`. Use `candidates` for both.
     `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: the predicted
     time from here to its first token; both by policy predictive only. `known_ms`: append time of
     the youngest record of the ledger that its router had read. `choice`: whether to hand it over,
@@ -143,7 +109,7 @@ class Assigned(RunRecord, frozen=True):
     prompt_tokens: int = 0
     policy: str = ""
     seed: int = 0
-    candidates: tuple[Candidate, ...] = ()
+    listed: tuple[Candidate, ...] = msgspec.field(default=(), name="candidates")
     router: str = ""
     cached_tokens_predicted: int = 0
     prefill_tokens: int = 0
@@ -157,6 +123,27 @@ class Assigned(RunRecord, frozen=True):
     service_class: ServiceClass = "interactive"
     is_preemptible: bool = True
     choice: HandOverChoice | None = None
+    candidate_rows: CandidateRows | None = None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The recorded candidates, made anew from `candidate_rows` on each access."""
+        rows = self.candidate_rows
+        return self.listed if rows is None else rows.candidates
+
+    @property
+    def candidate_workers(self) -> list[str]:
+        """The worker of each recorded candidate; cheap, also as a test for any."""
+        rows = self.candidate_rows
+        return [c.worker for c in self.listed] if rows is None else [w for w, _, _ in rows.places]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that was chosen, if it is recorded."""
+        place = (self.worker, self.epoch, self.rank)
+        if self.candidate_rows is not None:
+            return self.candidate_rows.candidate(place)
+        return next((c for c in self.listed if (c.worker, c.epoch, c.rank) == place), None)
 
 
 class Started(RunRecord, frozen=True):

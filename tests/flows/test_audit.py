@@ -235,7 +235,7 @@ def write(broker: MemoryBroker) -> None:
         Assigned(
             **run, attempt=0, worker="w1", **due, policy="dynamo", router="r[9]", prompt_tokens=3,
             prefill_tokens=3, params={"temperature": 0.5}, block_size=2,
-            candidates=(
+            listed=(
                 Candidate(worker="w2", epoch=4, cost=6.5, overlap_blocks=1, open_tokens=12),
                 Candidate(worker="w1", epoch=3, cost=1.5),
             ),
@@ -312,7 +312,7 @@ def test_decision_that_recomputes_differently_is_reported(memory: MemoryBroker) 
         id="job-19", attempt=0, phase="aggregated", worker="w1", epoch=3, responses_from=0,
         deadline_ms=9, origin=RequestOffset(topic="requests", partition=0, offset=0),
         prompt_tokens=4,
-        policy="dynamo", block_size=2, candidates=(Candidate(worker="w1", epoch=3, cost=1.0),),
+        policy="dynamo", block_size=2, listed=(Candidate(worker="w1", epoch=3, cost=1.0),),
     )  # fmt: skip
     memory.append(LEDGER, lane_of("job-19", 4), [encode(other_write, "job-19")])
     shown = kvlane("explain", "job-19").stdout

@@ -29,7 +29,7 @@ async def write(log: KafkaLog) -> None:
         run = {"id": request_id, "attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 1}
         assigned = Assigned(
             **run, origin=origin, responses_from=0, deadline_ms=1,
-            candidates=(Candidate(worker="w1", epoch=1, cost=0.5),),
+            listed=(Candidate(worker="w1", epoch=1, cost=0.5),),
         )  # fmt: skip
         chunk = Chunk(
             id=request_id, attempt=0, run="1", seq=0, index=0, token_ids=(1, 2), text="ab",

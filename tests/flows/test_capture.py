@@ -143,7 +143,7 @@ async def test_changed_decision_is_found_and_named(world: MemoryWorld) -> None:
     lines = await capture_lines(world)
     at, line = next((n, line) for n, line in enumerate(lines) if isinstance(line, CapturedDecision))
     first, *others = line.decision.candidates
-    forged = replace(line.decision, candidates=(replace(first, cost=first.cost + 1e-9), *others))
+    forged = replace(line.decision, listed=(replace(first, cost=first.cost + 1e-9), *others))
     lines[at] = replace(line, decision=forged)
     again = RecomputeReport()
     for each in lines:

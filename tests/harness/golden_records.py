@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+
 from streams import batch_records as b
 from streams import records as r
 from streams import request as q
 from streams.codecs import AnyRecord, pack_tokens
 
 ORIGIN = r.RequestOffset(topic="requests", partition=17, offset=4711)
+CANDIDATE_ROWS = struct.pack(
+    "<" + 2 * "d10q5d",
+    *(1.5, 2, 300, 4, 3, 2, 64, 250, 1, 4096, 65_536, 12.5, 1.25, 5.0, 0.25, 7.5),
+    *(2.5, 1, 200, 0, 0, 0, 0, 150, 0, 4096, 65_536, 0.0, 1.0, 0.0, 0.0, 0.0),
+)
 REQUEST = q.Request(
     id="job-17",
     model="demo",
@@ -214,7 +221,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         r.Assigned(
             id="job-17", attempt=1, phase="aggregated", worker="w1", epoch=12, origin=ORIGIN,
             responses_from=99, deadline_ms=1_700_000_030_000, rank=1, base_tokens=3,
-            prompt_tokens=4, policy="kv", seed=7, candidates=(r.Candidate(worker="w1", epoch=12,
+            prompt_tokens=4, policy="kv", seed=7, listed=(r.Candidate(worker="w1", epoch=12,
             rank=1, cost=1.5, open_runs=2, open_tokens=300, overlap_blocks=4, host_blocks=3,
             disk_blocks=2, prefill_tokens=64, taint_weight=0.5, prompt_tokens=250, prefill_runs=1,
             busy_ms=12.5, ahead_ms=(20.5,), slowness=1.25, chunk_tokens=4096,
@@ -511,6 +518,34 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "0000018bcfe5dd30a773657373696f6e86a26964a173a974696d656f75745f733ca6636c6f736573c3ac62"
             "6f756e645f776f726b6572a27732ab626f756e645f65706f636827aa626f756e645f72616e6b01a96c6f72"
             "615f6e616d65a373716c"
+        ),
+    ),
+    (
+        r.Assigned(
+            id="job-17", attempt=0, phase="aggregated", worker="w1", epoch=12, origin=ORIGIN,
+            responses_from=99, deadline_ms=1_700_000_030_000, policy="predictive", block_size=16,
+            candidate_rows=r.CandidateRows(places=(("w1", 12, 1), ("w2", 7, 0)),
+            rows=CANDIDATE_ROWS, curves=((0.0, 0.5, 16.0, 0.0, 0.0, 8.0, 1.0), ()),
+            taint_weights=(0.5, 0.0), ahead_ms={0: (20.5, 3.0)}, planned_ms={1: 90.5},
+            is_timed=True),
+        ),
+        bytes.fromhex(
+            "de000ba26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6776f"
+            "726b6572a27731a565706f63680ca66f726967696e83a5746f706963a87265717565737473a970617274"
+            "6974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d63ab646561646c696e655f"
+            "6d73cf0000018bcfe5dd30a6706f6c696379aa70726564696374697665aa626c6f636b5f73697a6510ae"
+            "63616e6469646174655f726f777387a6706c616365739293a277310c0193a277320700a4726f7773c501"
+            "00000000000000f83f02000000000000002c010000000000000400000000000000030000000000000002"
+            "000000000000004000000000000000fa0000000000000001000000000000000010000000000000000001"
+            "00000000000000000000002940000000000000f43f0000000000001440000000000000d03f0000000000"
+            "001e4000000000000004400100000000000000c800000000000000000000000000000000000000000000"
+            "000000000000000000000000000000000096000000000000000000000000000000001000000000000000"
+            "000100000000000000000000000000000000000000f03f00000000000000000000000000000000000000"
+            "0000000000a66375727665739297cb0000000000000000cb3fe0000000000000cb4030000000000000cb"
+            "0000000000000000cb0000000000000000cb4020000000000000cb3ff000000000000090ad7461696e74"
+            "5f7765696768747392cb3fe0000000000000cb0000000000000000a861686561645f6d73810092cb4034"
+            "800000000000cb4008000000000000aa706c616e6e65645f6d738101cb4056a00000000000a869735f74"
+            "696d6564c3"
         ),
     ),
     (

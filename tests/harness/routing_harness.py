@@ -144,7 +144,7 @@ def to_assigned(decision: Placement, **over: Any) -> Assigned:
     fields = {"origin": RequestOffset(topic="requests", partition=0, offset=0), "responses_from": 0}
     fields |= {"id": "a", "attempt": 0, "phase": "aggregated", "deadline_ms": 0}
     fields |= {
-        "candidates": decision.candidates,
+        "candidate_rows": decision.record,
         "cached_tokens_predicted": decision.cached_tokens,
         "prefill_tokens": decision.prefill_tokens,
         "ttft_ms_predicted": decision.forecast.ttft_ms,

@@ -29,7 +29,7 @@ DECIDED = CapturedDecision(
         id="a", attempt=0, phase="aggregated", worker="w", epoch=1, responses_from=0,
         deadline_ms=5, origin=RequestOffset(topic="requests", partition=1, offset=0),
         seed=2**32 - 1,
-        candidates=(Candidate(worker="w", epoch=1, cost=0.1 + 0.2, ahead_ms=(1e-17, 1 / 3)),),
+        listed=(Candidate(worker="w", epoch=1, cost=0.1 + 0.2, ahead_ms=(1e-17, 1 / 3)),),
     ),
 )  # fmt: skip
 LAST = CaptureTotals(lines={"Capture": 1})
@@ -54,7 +54,7 @@ def test_capture_is_read_back_bit_by_bit(file: Path) -> None:
 def test_infinite_values_are_preserved(file: Path) -> None:
     decision = DECIDED.decision
     cheap, dear = decision.candidates[0], replace(decision.candidates[0], cost=inf)
-    endless = replace(decision, params={"a": 1.0, "b": inf}, candidates=(cheap, dear))
+    endless = replace(decision, params={"a": 1.0, "b": inf}, listed=(cheap, dear))
     line = replace(DECIDED, decision=endless)
     put(file, HEAD, line, LAST)
     assert list(read_capture(file)) == [HEAD, line, LAST]

@@ -32,6 +32,7 @@ from streams.errors import Malformed, NewerRecord, UnknownType
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Entry, Unreadable
 from streams.prompt import Prompt, encode_prompt
+from streams.record_types.candidate_records import ROW, TIMED_ROW
 from tests.harness.golden_records import (
     GOLDEN,
     QUEUED_REQUEST,
@@ -215,6 +216,38 @@ def test_value_of_another_type_than_its_header_is_malformed() -> None:
         decode(record(b'{"t":"Chunk","id":"a","attempt":1}', ("t", b"Fence")))
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": b""}, {"rows": bytes(255)}, {"rows": bytes(257)}, {"places": []},
+        {"places": [["w1", 12]] * 2}, {"is_timed": False}, {"curves": [[]]}, {"curves": [[]] * 3},
+        {"taint_weights": [0.5] * 3}, {"ahead_ms": {"0": [1.5]}},
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit_their_candidates_are_malformed(changed: dict[str, Any]) -> None:
+    with pytest.raises(Malformed, match=r"candidate_rows"):
+        decode(record(with_rows(**changed), ("t", b"Assigned")))
+
+
+def test_further_reservations_and_an_absent_choice_are_tolerated() -> None:
+    value = with_rows(ahead_ms={5: [1.5]}, planned_ms={-1: 2.5}, places=[["w2", 7, 0]] * 2)
+    decision = decode(record(value, ("t", b"Assigned")))
+    assert isinstance(decision, r.Assigned)
+    assert decision.chosen is None
+    assert [(c.worker, c.ahead_ms, c.planned_ms) for c in decision.candidates] == [
+        ("w2", (), None)
+    ] * 2
+
+
+def with_rows(**changed: Any) -> bytes:
+    """The golden decision between two candidates, with other rows."""
+    fields = msgspec.msgpack.decode(
+        next(v for each, v in GOLDEN if isinstance(each, r.Assigned) and each.candidate_rows)
+    )
+    fields["candidate_rows"] |= changed
+    return msgspec.msgpack.encode(fields)
+
+
 # --- nothing else gets through --------------------------------------------------------------------
 
 
@@ -324,6 +357,27 @@ MODULES = (*vars(r).values(), *vars(q).values())
 STRUCTS = [t for t in MODULES if isinstance(t, type) and issubclass(t, msgspec.Struct)]
 for struct in STRUCTS:
     st.register_type_strategy(struct, built)
+
+
+def fitting_rows(count: int) -> st.SearchStrategy[r.CandidateRows]:
+    """Rows, curves and weights for so many candidates."""
+
+    def each(kind: Any) -> st.SearchStrategy[Any]:
+        return st.lists(st.from_type(kind), min_size=count, max_size=count).map(tuple)
+
+    def rows(is_timed: bool) -> st.SearchStrategy[r.CandidateRows]:
+        size = count * (TIMED_ROW if is_timed else ROW).size
+        return st.builds(
+            r.CandidateRows, places=each(tuple[str, int, int]),
+            rows=st.binary(min_size=size, max_size=size),
+            curves=st.just(()) | each(tuple[float, ...]), taint_weights=st.just(()) | each(float),
+            is_timed=st.just(is_timed),
+        )  # fmt: skip
+
+    return st.booleans().flatmap(rows)
+
+
+st.register_type_strategy(r.CandidateRows, st.integers(0, 3).flatmap(fitting_rows))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda t: t.__name__)

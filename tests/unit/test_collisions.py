@@ -105,7 +105,7 @@ def test_oldest_unread_decision_gives_the_lag() -> None:
 
 def test_decisions_without_read_positions_are_left_out() -> None:
     routing = two_alike()
-    bare = decided(routing, 1000, "r1", 990, candidates=())
+    bare = decided(routing, 1000, "r1", 990, candidate_rows=None)
     unknown = decided(routing, 1001, "r2", 0)
     assert find_concurrent(
         [bare, unknown, decided(routing, 1002, "r2", 990)]

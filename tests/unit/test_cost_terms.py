@@ -151,5 +151,5 @@ def test_records_without_inputs_or_of_other_policies_have_no_reasons(
 ) -> None:
     routing.worker("w1")
     decision = to_assigned(routing.chosen())
-    assert reasons_for(replace(decision, candidates=())) is None
+    assert reasons_for(replace(decision, candidate_rows=None)) is None
     assert reasons_for(replace(decision, policy="next_year")) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -15,15 +16,20 @@ from streams.errors import NewerRecord, NothingToSkip
 from streams.memory.memory_broker import MemoryBroker
 from streams.ports import Entry, Partition, Unreadable
 from streams.reading.decoding import RecordDecoder, read_skips, skip_key, write_skip
-from streams.records import Chunk, Ended, ModelCard, Skip, Tombstone
+from streams.records import Assigned, Chunk, Ended, ModelCard, Skip, Tombstone
 from streams.topics import LEDGER, REGISTRY
 from streams.views.follower import Follower
+from tests.harness.golden_records import GOLDEN
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 from tests.harness.recording_view import RecordingView
 
 CARDS, LANE = Partition(REGISTRY, 0), Partition(LEDGER, 0)
 MARKED = Entry(b"x", b"\x80", (("t", b"Shiny"), ("r", b"%d" % (RECORD_VERSION + 1))))
+_DECISION = msgspec.msgpack.decode(
+    next(value for each, value in GOLDEN if isinstance(each, Assigned) and each.candidate_rows)
+)
+_DECISION["candidate_rows"]["rows"] += b"x"
 ODD: list[Entry] = [
     Entry(b"junk", b"x", (("t", b"Foo"),)),
     Entry(b"junk", b"x", (("t", b"ArtifactPart"),)),
@@ -34,6 +40,7 @@ ODD: list[Entry] = [
     Entry(b"junk", Unreadable(b"too large"), ()),
     encode(Chunk(id="a", attempt=0, run="1", seq=0, index=0), "a"),
     encode(Tombstone(key="a", epoch=1), "a"),
+    Entry(b"a", msgspec.msgpack.encode(_DECISION), (("t", b"Assigned"),)),
 ]
 
 

@@ -29,7 +29,7 @@ def assigned(name: str, cached: int = 0, ttft_ms: float = 0.0, **over: Any) -> A
         **{
             "origin": RequestOffset(topic="requests", partition=0, offset=0), "responses_from": 0,
             "deadline_ms": 0, "block_size": SIZE, "cached_tokens_predicted": cached,
-            "ttft_ms_predicted": ttft_ms, "candidates": (Candidate(worker="w1", epoch=3),),
+            "ttft_ms_predicted": ttft_ms, "listed": (Candidate(worker="w1", epoch=3),),
         }
         | fields
     )  # fmt: skip
@@ -119,7 +119,7 @@ def test_only_the_run_that_was_decided_on_counts() -> None:
     write(drift, finished("c", attempt=1))
     write(drift, assigned("d", block_size=0))
     write(drift, finished("d"))
-    write(drift, assigned("e", candidates=()))
+    write(drift, assigned("e", listed=()))
     write(drift, finished("e"))
     write(drift, assigned("f"))
     write(drift, PrefillDone(id="f", attempt=0, phase="aggregated", worker="w1", epoch=3, run=1))
@@ -155,7 +155,7 @@ def test_drift_matches_its_definition_for_interleaved_lanes(
 ) -> None:
     records: list[tuple[int, Any]] = []
     for n, (worker, expected, found, at_ms) in enumerate(cases):
-        over = {"worker": worker, "candidates": (Candidate(worker=worker, epoch=3),)}
+        over = {"worker": worker, "listed": (Candidate(worker=worker, epoch=3),)}
         records.append((at_ms, assigned(str(n), expected * SIZE, **over)))
         records.append((at_ms, finished(str(n), found * SIZE, worker=worker)))
     order = sorted(range(len(records)), key=lambda i: (rng.random(), i))

@@ -25,13 +25,13 @@ from app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from app.routing.selection.decision_record import DecisionRecord
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.worker_rank import WorkerRank
+from streams.records import CandidateRows
 from streams.request import Hints, Request
 from tests.harness.routing_harness import SECRET, reserved
 
@@ -55,8 +55,7 @@ def planned(place: WorkerRank, prefill_ms: float) -> Reservation:
 def going(to: Reservation) -> Placement:
     return Placement(
         to.worker_rank, 1, 0, 1, 16, "predictive", {}, 0,
-        DecisionRecord(b"", [], [], [], {}, is_timed=True),
-        forecast=Forecast(to),
+        CandidateRows(), forecast=Forecast(to),
     )  # fmt: skip
 
 

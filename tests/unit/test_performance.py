@@ -40,7 +40,7 @@ def assigned(name: str = "a", policy: str = "predictive", **over: Any) -> Assign
     )
     return Assigned(
         id=name, origin=RequestOffset(topic="requests", partition=0, offset=0), responses_from=0,
-        deadline_ms=0, prompt_tokens=900, base_tokens=100, policy=policy, candidates=candidates,
+        deadline_ms=0, prompt_tokens=900, base_tokens=100, policy=policy, listed=candidates,
         **RUN,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def measured(
     for n in range(times):
         begun = replace(
             assigned(f"{worker} {n}"), worker=worker,
-            candidates=tuple(Candidate(each, epoch=3) for each in ("w1", "w2")),
+            listed=tuple(Candidate(each, epoch=3) for each in ("w1", "w2")),
         )  # fmt: skip
         done = prefilled(ratio * PerfCurves().prefill_ms(1000), f"{worker} {n}", worker=worker)
         write(paces, begun, done)

@@ -6,6 +6,8 @@ import math
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from app.routing.queueing.joint_planning import (
     uniform_groups,
 )
 from app.routing.queueing.pending import PendingRequest, ReservedRequests
+from app.routing.selection import cost_kernels as kernels
 from app.routing.selection.cost_kernels import (
     COMPARED,
     DECODE_PART,
@@ -29,6 +32,7 @@ from app.routing.selection.cost_kernels import (
     STANDALONE,
     UNKNOWN,
     WHOLE,
+    Floats,
 )
 from app.routing.selection.decision import (
     Decision,
@@ -39,11 +43,17 @@ from app.routing.selection.decision import (
     Wait,
 )
 from app.routing.selection.decision_record import (
+    MAX_RECORDED_CANDIDATES,
     MAX_RECORDED_RESERVATIONS,
     candidates_from_record,
     record_decision,
 )
-from app.routing.selection.policies import Candidates, RequestFeatures
+from app.routing.selection.policies import (
+    NO_RESERVATIONS,
+    Candidates,
+    RequestFeatures,
+    Reservations,
+)
 from app.routing.selection.predictive import Prediction, PredictiveWeights, predict
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import recompute_choice, reconstruct, select_worker
@@ -53,7 +63,7 @@ from app.routing.state.change_log import TrackedDict
 from app.routing.state.performance import EngineProfile
 from app.routing.worker_rank import WorkerRank
 from streams.codecs import pack_tokens
-from streams.records import Candidate
+from streams.records import Candidate, CandidateRows
 from streams.request import Hints, Request, RoutingConstraints, StopConditions
 from tests.harness.routing_harness import (
     NOW_MS,
@@ -357,6 +367,62 @@ def test_kernel_and_the_plain_formulas_agree_to_the_bit(
         assert plainly.ttft_ms == found.terms.ttft_ms[i]
         assert plainly.alone_ms == found.results[i, STANDALONE]
         assert max(plainly.hold_ms, 0) == found.hold_ms[i]
+
+
+@given(
+    st.lists(SPOTS, min_size=1, max_size=20), st.sampled_from([0, 5, 60]), st.booleans(), st.data(),
+)  # fmt: skip
+def test_record_has_the_best_options_and_the_chosen_one_with_all_their_inputs(
+    rows: list[dict[str, Any]], reserved: int, is_timed: bool, data: st.DataObject
+) -> None:
+    last = len(rows) - 1
+    at = data.draw(st.lists(st.integers(-1, last), min_size=reserved, max_size=reserved))
+    others = Reservations(np.array(at, np.int64), np.arange(reserved) / 3)
+    among = replace(options(*rows), reservations=others if reserved else NO_RESERVATIONS)
+    results = predict(ASK, among, PredictiveWeights(LAMBDA)).results if is_timed else None
+    some = st.sampled_from([1.5, 2.5, math.inf]) | st.floats(0, 9)
+    costs = np.array([data.draw(some) for _ in rows])
+    chosen = data.draw(st.integers(0, last))
+    record = record_decision(among, costs, chosen, results)
+    best = [i for i in np.argsort(costs, kind="stable").tolist() if costs[i] < math.inf]
+    recorded = dict.fromkeys([*best[:MAX_RECORDED_CANDIDATES], chosen])
+    expected = [plain_candidate(among, costs, i, results) for i in recorded]
+    assert record.candidates == tuple(expected)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=CandidateRows) == record
+    found = [record.candidate(place) for place in among.worker_ranks]
+    assert [each for each in found if each] == sorted(expected, key=lambda c: c.epoch)
+
+
+COLUMNS = {
+    "open_runs": kernels.RUNS, "open_tokens": kernels.OPEN_TOKENS,
+    "prefill_tokens": kernels.PREFILL_TOKENS,
+}  # fmt: skip
+TIMED_COLUMNS = {
+    "prompt_tokens": kernels.TOKENS, "prefill_runs": kernels.PREFILL_RUNS,
+    "busy_ms": kernels.BUSY_MS, "slowness": kernels.SLOWDOWN,
+    "chunk_tokens": kernels.CHUNK_TOKENS_COLUMN, "capacity_tokens": kernels.CAPACITY_TOKENS_COLUMN,
+    "later_ms": kernels.STAGGER_MS, "prefill_share": kernels.PREFILL_SHARE,
+    "batch_ms": kernels.BATCH_MS,
+}  # fmt: skip
+
+
+def plain_candidate(among: Candidates, costs: Floats, i: int, results: Floats | None) -> Candidate:
+    """An option as a decision records it."""
+    fields: dict[str, Any] = {"cost": costs[i]}
+    columns = COLUMNS if results is None else COLUMNS | TIMED_COLUMNS
+    fields |= {name: among.features[i, column] for name, column in columns.items()}
+    names = ("overlap_blocks", "host_blocks", "disk_blocks")
+    fields |= zip(names, among.blocks[i], strict=True)
+    if among.taint_weights is not None:
+        fields["taint_weight"] = among.taint_weights[i]
+    if results is not None:
+        fields["curve"] = among.curves[i]
+        ahead_ms = among.reservations.prefill_ms[among.reservations.rows == i]
+        if len(ahead_ms) > MAX_RECORDED_RESERVATIONS:
+            fields["planned_ms"] = results[i, kernels.PLANNED]
+        else:
+            fields["ahead_ms"] = tuple(ahead_ms)
+    return Candidate(*among.worker_ranks[i], **fields)
 
 
 def test_candidates_that_miss_a_target_follow_those_that_meet_it() -> None:

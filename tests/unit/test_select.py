@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app.routing.selection.decision import Placement, Rejection, RoutingConfig
 from app.routing.selection.decision_record import MAX_RECORDED_CANDIDATES
@@ -309,9 +310,14 @@ def test_every_decision_is_recomputed_from_its_record(
     tuning = RoutingConfig(policy, weights)
     decision = routing.chosen(tuning, seed=seed, dispatched_count=turn, request=request)
     assert decision == routing.chosen(tuning, seed=seed, dispatched_count=turn, request=request)
-    assert recompute_choice(to_assigned(decision), session="s") == decision.worker_rank
+    record = to_assigned(decision)
+    assert recompute_choice(record, session="s") == decision.worker_rank
+    listed = replace(record, listed=record.candidates, candidate_rows=None)
+    assert recompute_choice(listed, session="s") == decision.worker_rank
+    assert listed.chosen == record.chosen is not None
+    assert listed.candidate_workers == record.candidate_workers
 
 
 def test_decision_without_candidates_cannot_be_recomputed(routing: RoutingHarness) -> None:
     routing.worker("w1")
-    assert recompute_choice(to_assigned(routing.chosen(), candidates=())) is None
+    assert recompute_choice(to_assigned(routing.chosen(), candidate_rows=None)) is None

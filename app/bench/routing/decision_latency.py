@@ -235,10 +235,9 @@ def decision_times(
         hashed = time.thread_time()
         decision = select_worker(prompt, view, tuning, seed=n, queued_since_ms=0)
         assert isinstance(decision, Placement), "there are workers"
-        candidates = decision.candidates
         decided = time.thread_time()
         _check(decision)
-        del decision, candidates  # freed outside the time of the next one
+        del decision  # freed outside the time of the next one
         if n >= WARM_UP_DECISIONS:
             # Between two readings of the clock lies one; a match has one more before and after it.
             times = {
@@ -282,7 +281,7 @@ def _check(decision: Decision) -> None:
         origin=RequestOffset(topic="requests", partition=0, offset=0), responses_from=0,
         deadline_ms=0,
         prompt_tokens=decision.tokens, policy=decision.policy, params=decision.params,
-        seed=decision.seed, block_size=decision.block_size, candidates=decision.candidates,
+        seed=decision.seed, block_size=decision.block_size, candidate_rows=decision.record,
     )  # fmt: skip
     if (again := recompute_choice(record)) != decision.worker_rank:
         raise DecisionMismatch(f"{decision.worker_rank} by the view, {again} by the record")
@@ -353,13 +352,12 @@ def _among_waiting(there: LoadedFleet, waiting: int, count: int) -> dict[str, An
         view = replace(there.view, reservations=held.reservations_of_others(n))
         decision = select_worker(prompt, view, tuning, seed=n, queued_since_ms=0)
         assert isinstance(decision, Placement), "there are workers"
-        candidates = decision.candidates
         held.reserve(wanted, decision.forecast.reservation)
         held.to_wake(decision.worker_rank.worker)
         held.reserve(wanted, None)
         ended = time.thread_time()
         _check(decision)
-        del decision, candidates
+        del decision
         if n >= waiting + WARM_UP_DECISIONS:
             took.append(1e6 * (ended - began))
     nothing = {"p50": 0.0, "p99": 0.0}

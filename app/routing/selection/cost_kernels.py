@@ -44,8 +44,8 @@ from which had it last."""
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
 REQUEST_COLUMNS = 5
-RECORD_COLUMNS = 17
-"""How many columns `record_candidates` fills."""
+RECORD_COLUMNS, TIMED_RECORD_COLUMNS = 7, 16
+"""How many columns `record_candidates` fills, and how many for policy predictive."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
 """The share of the prefill of a block that is saved by loading it; as the `dynamo_costs` policy has
@@ -369,57 +369,59 @@ def _bits(x: float) -> int:
 
 
 @kernel()
-def record_candidates(costs: Floats, chosen: int, spots: Floats, blocks: Floats, rows: Ints) -> int:
+def record_candidates(
+    costs: Floats, chosen: int, spots: Floats, blocks: Floats, numbers: Ints, rows: Ints
+) -> int:
     """The options with the least costs in that order, and the chosen one; how many they are.
 
-    The record of each goes into a row of `rows`, its number first. The values at 1 and
-    from 12 on are floats, bit by bit.
+    Their numbers go into `numbers`, the record of each into a row of `rows`, see `TIMED_ROW` in
+    streams/record_types/candidate_records.py. The values at 0 and from 11 on are floats, bit by
+    bit.
     """
-    size, most = 0, len(rows) - 1
+    size, most = 0, len(numbers) - 1
     for i in range(len(costs)):
-        if costs[i] < np.inf and (size < most or costs[i] < costs[rows[size - 1, 0]]):
+        if costs[i] < np.inf and (size < most or costs[i] < costs[numbers[size - 1]]):
             at = size if size < most else size - 1
             size = at + 1
-            while at > 0 and costs[i] < costs[rows[at - 1, 0]]:
-                rows[at, 0] = rows[at - 1, 0]
+            while at > 0 and costs[i] < costs[numbers[at - 1]]:
+                numbers[at] = numbers[at - 1]
                 at -= 1
-            rows[at, 0] = i
+            numbers[at] = i
     is_among = False
     for k in range(size):
-        is_among |= rows[k, 0] == chosen
+        is_among |= numbers[k] == chosen
     if not is_among:
-        rows[size, 0] = chosen
+        numbers[size] = chosen
         size += 1
     for k in range(size):
-        i, row = rows[k, 0], rows[k]
+        i, row = numbers[k], rows[k]
         spot = spots[i]
-        row[1] = _bits(costs[i])
-        row[2], row[3] = int(spot[RUNS]), int(spot[OPEN_TOKENS])
+        row[0] = _bits(costs[i])
+        row[1], row[2] = int(spot[RUNS]), int(spot[OPEN_TOKENS])
         for tier in range(3):
-            row[4 + tier] = int(blocks[i, tier])
-        row[7], row[8] = int(spot[PREFILL_TOKENS]), int(spot[TOKENS])
-        row[9], row[10], row[11] = (
-            int(spot[PREFILL_RUNS]),
-            int(spot[CHUNK_TOKENS_COLUMN]),
-            int(spot[CAPACITY_TOKENS_COLUMN]),
-        )
-        row[12], row[13] = _bits(spot[BUSY_MS]), _bits(spot[SLOWDOWN])
-        row[14], row[15] = _bits(spot[STAGGER_MS]), _bits(spot[PREFILL_SHARE])
-        row[16] = _bits(spot[BATCH_MS])
+            row[3 + tier] = int(blocks[i, tier])
+        row[6] = int(spot[PREFILL_TOKENS])
+        if len(row) > RECORD_COLUMNS:
+            row[7], row[8] = int(spot[TOKENS]), int(spot[PREFILL_RUNS])
+            row[9] = int(spot[CHUNK_TOKENS_COLUMN])
+            row[10] = int(spot[CAPACITY_TOKENS_COLUMN])
+            row[11], row[12] = _bits(spot[BUSY_MS]), _bits(spot[SLOWDOWN])
+            row[13], row[14] = _bits(spot[STAGGER_MS]), _bits(spot[PREFILL_SHARE])
+            row[15] = _bits(spot[BATCH_MS])
     return size
 
 
 @kernel()
 def record_reservations(
-    rows: Ints, size: int, others_at: Ints, others_ms: Floats, positions: Ints, ahead: Floats
+    numbers: Ints, others_at: Ints, others_ms: Floats, positions: Ints, ahead: Floats
 ) -> None:
     """The reservations at recorded options, as many as there is room for.
 
-    `rows`, `size`: as `record_candidates` left them. `positions`: i64 (options,), all -1. `ahead`:
-    f64 (size, 1 + room), a row for each recorded option: how many there are, then their prefill.
+    `numbers`: of these options. `positions`: i64 (options,), all -1. `ahead`: f64 (size, 1 + room),
+    a row for each recorded option: how many there are, then their prefill.
     """
-    for k in range(size):
-        positions[rows[k, 0]] = k
+    for k in range(len(numbers)):
+        positions[numbers[k]] = k
         ahead[k, 0] = 0.0
     for j in range(len(others_at)):
         i = others_at[j]
@@ -444,10 +446,9 @@ def warm_up() -> None:
     dynamo_costs(spots, blocks, 1, 16, 1.0, 0.0, np.ones(3), 0.0, 0.0, costs)
     draw_random(np.uint64(0), tags, tags.copy())
     argmin(costs, np.uint64(0), tags)
-    record_candidates(costs, 0, spots, blocks, np.zeros((2, RECORD_COLUMNS), np.int64))
-    record_reservations(
-        np.zeros((2, RECORD_COLUMNS), np.int64), 1, none, np.zeros(1), none.copy(), np.zeros((2, 2))
-    )
+    numbers = np.zeros(2, np.int64)
+    record_candidates(costs, 0, spots, blocks, numbers, np.zeros((2, RECORD_COLUMNS), np.int64))
+    record_reservations(numbers, none, np.zeros(1), none.copy(), np.zeros((2, 2)))
     plan_uniform_batch(
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,
         np.ones((1, REQUEST_COLUMNS)), tags, np.zeros(1, np.int64), np.zeros(1, np.int64),

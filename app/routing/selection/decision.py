@@ -15,7 +15,6 @@ import numpy as np
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
 from app.routing.selection.cost_kernels import Floats, Ints
-from app.routing.selection.decision_record import DecisionRecord
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.policies import Candidates, DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
@@ -25,7 +24,7 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares, RecentPrefill
 from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate, EndCode, HandOverChoice, Phase
+from streams.records import Candidate, CandidateRows, EndCode, HandOverChoice, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
@@ -137,7 +136,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     policy: str
     params: dict[str, float]
     seed: int
-    record: DecisionRecord
+    record: CandidateRows
     at_ms: int = 0
     forecast: Forecast = Forecast()
     session_rank: WorkerRank | None = None

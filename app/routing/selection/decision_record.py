@@ -6,13 +6,8 @@ from them alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from struct import Struct
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from app.routing.selection import cost_kernels
@@ -27,9 +22,11 @@ from app.routing.selection.cost_kernels import (
     PREFILL_RUNS,
     PREFILL_SHARE,
     PREFILL_TOKENS,
+    RECORD_COLUMNS,
     RUNS,
     SLOWDOWN,
     STAGGER_MS,
+    TIMED_RECORD_COLUMNS,
     TOKENS,
     Floats,
     Ints,
@@ -43,7 +40,7 @@ from app.routing.selection.policies import (
 )
 from app.routing.state.performance import recorded_profile
 from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate
+from streams.records import Candidate, CandidateRows
 
 MAX_RECORDED_CANDIDATES = 16
 """Number of candidates that a decision records: the best ones, and the chosen one besides."""
@@ -51,110 +48,53 @@ MAX_RECORDED_CANDIDATES = 16
 MAX_RECORDED_RESERVATIONS = 16
 """Reservations at a candidate up to which each is recorded, and beyond which only their
 sums: 4096 waiting requests would fill each decision with 40 KB."""
-
-_ROW = Struct("qd10q5d")
-"""As `cost_kernels.record_candidates` fills it. Read so, 16 rows become candidates in 6 us, by
-columns in 12.
-"""
-
-
-NOT_SUMMED: Mapping[int, float] = MappingProxyType({})
-
-
-NO_SHARE: float
-NO_BATCH: float
-NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-2:]
-"""The defaults themselves: a record omits a float only if it is the same object."""
-
-
-class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
-    """The best options of a decision, and the chosen one, as they were.
-
-    They are converted to `Candidate` on access: that takes as long as a fifth of the decision, and
-    not every caller records it. `rows`: as `cost_kernels.record_candidates` filled them,
-    `is_timed`: with the inputs of policy predictive. By option, `reservations` of others there, or
-    in `planned_ms` the wait for them.
-    """
-
-    rows: bytes
-    worker_ranks: Sequence[WorkerRank]
-    curves: Sequence[tuple[float, ...]]
-    taints: Sequence[float]
-    reservations: Mapping[int, tuple[float, ...]]
-    is_timed: bool
-    planned_ms: Mapping[int, float] = NOT_SUMMED
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """All of them."""
-        return tuple(self._candidates(_ROW.iter_unpack(self.rows)))
-
-    def candidate(self, place: WorkerRank) -> Candidate | None:
-        """The one at a place, if it is among them."""
-        rows = (row for row in _ROW.iter_unpack(self.rows) if self.worker_ranks[row[0]] == place)
-        return next(iter(self._candidates(islice(rows, 1))), None)
-
-    def _candidates(self, rows: Iterable[tuple[Any, ...]]) -> list[Candidate]:
-        places, curves, taints = self.worker_ranks, self.curves, self.taints
-        others, sums, is_timed = self.reservations, self.planned_ms, self.is_timed
-        taint, found = 0.0, list[Candidate]()
-        for (
-            i, cost, runs, open_tokens, device, host, disk, prefill_tokens, prompt_tokens,
-            prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness, later_ms,
-            prefill_share, batch_ms,
-        ) in rows:  # fmt: skip
-            worker, epoch, rank = places[i]
-            if taints:
-                taint = taints[i]
-            if is_timed:
-                found.append(Candidate(
-                    worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
-                    prefill_tokens, taint, prompt_tokens, prefill_runs, busy_ms, others.get(i, ()),
-                    slowness, chunk_tokens, capacity_tokens, curves[i], later_ms,
-                    sums.get(i), prefill_share or NO_SHARE, batch_ms or NO_BATCH,
-                ))  # fmt: skip
-            else:
-                found.append(Candidate(
-                    worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
-                    prefill_tokens, taint,
-                ))  # fmt: skip
-        return found
+_NUMBER = np.dtype("<i8")
+"""Little endian on the wire; kernels take no other order than the machine's."""
 
 
 def record_decision(
     options: Candidates, costs: Costs, chosen: int, results: Floats | None = None
-) -> DecisionRecord:
-    """Of a decision between options; `results`: of policy predictive."""
-    rows = np.empty((MAX_RECORDED_CANDIDATES + 1, cost_kernels.RECORD_COLUMNS), np.int64)
-    size = cost_kernels.record_candidates(costs, chosen, options.features, options.blocks, rows)
-    taints = options.taint_weights
-    ahead, sums = _reservations(options, rows, size, results)
-    return DecisionRecord(
-        rows[:size].tobytes(), options.worker_ranks, options.curves,
-        () if taints is None else taints.tolist(), ahead, results is not None, sums,
+) -> CandidateRows:
+    """The best options of a decision, and the chosen one. `results`: of policy predictive."""
+    columns = RECORD_COLUMNS if results is None else TIMED_RECORD_COLUMNS
+    rows = np.empty((MAX_RECORDED_CANDIDATES + 1, columns), _NUMBER)
+    recorded = np.empty(MAX_RECORDED_CANDIDATES + 1, np.int64)
+    size = cost_kernels.record_candidates(
+        costs, chosen, options.features, options.blocks, recorded, rows
+    )
+    recorded = recorded[:size]
+    numbers: list[int] = recorded.tolist()
+    ranks, weights = options.worker_ranks, options.taint_weights
+    places, content = tuple([ranks[i] for i in numbers]), rows[:size].tobytes()
+    taints = () if weights is None else tuple(weights[recorded].tolist())
+    if results is None:
+        return CandidateRows(places=places, rows=content, taint_weights=taints)
+    has_curves = any(map(options.curves.__getitem__, numbers))
+    curves = tuple([options.curves[i] for i in numbers]) if has_curves else ()
+    ahead, sums = _reservations(options, recorded, results)
+    return CandidateRows(
+        places=places, rows=content, curves=curves, taint_weights=taints, ahead_ms=ahead,
+        planned_ms=sums, is_timed=True,
     )  # fmt: skip
 
 
 def _reservations(
-    options: Candidates, rows: Ints, size: int, results: Floats | None
-) -> tuple[Mapping[int, tuple[float, ...]], Mapping[int, float]]:
+    options: Candidates, recorded: Ints, results: Floats
+) -> tuple[dict[int, tuple[float, ...]], dict[int, float]]:
     """By recorded option, the prefill of the others that are planned for it, or their sum."""
-    if results is None or options.reservations is NO_RESERVATIONS:
-        return {}, NOT_SUMMED
-    ahead = np.empty((size, 1 + MAX_RECORDED_RESERVATIONS))
-    positions = np.empty(len(options.worker_ranks), np.int64)
-    positions.fill(-1)
-    cost_kernels.record_reservations(rows, size, *options.reservations, positions, ahead)
     each: dict[int, tuple[float, ...]] = {}
     sums: dict[int, float] = {}
-    for row, count in enumerate(map(int, ahead[:, 0].tolist())):
-        if not count:
-            continue
-        i = rows.item(row, 0)
+    if options.reservations is NO_RESERVATIONS:
+        return each, sums
+    ahead = np.empty((len(recorded), 1 + MAX_RECORDED_RESERVATIONS))
+    positions = np.empty(len(options.worker_ranks), np.int64)
+    positions.fill(-1)
+    cost_kernels.record_reservations(recorded, *options.reservations, positions, ahead)
+    for at, count in enumerate(map(int, ahead[:, 0].tolist())):
         if count > MAX_RECORDED_RESERVATIONS:
-            sums[i] = results.item(i, PLANNED)
-        else:
-            each[i] = tuple(ahead[row, 1 : 1 + count].tolist())
+            sums[at] = results.item(recorded.item(at), PLANNED)
+        elif count:
+            each[at] = tuple(ahead[at, 1 : 1 + count].tolist())
     return each, sums
 
 

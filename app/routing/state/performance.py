@@ -240,7 +240,7 @@ class PerformanceModel:
         """A record of the ledger was applied; other records change nothing."""
         record = fact.record
         if isinstance(record, Assigned):
-            chosen = _chosen_candidate(record)
+            chosen = record.chosen
             if record.phase != "decode":  # whose prompt comes from a prefill worker
                 self._count_prefill(record, chosen, fact.timestamp_ms)
                 self._share(record)
@@ -309,17 +309,16 @@ class PerformanceModel:
 
     def _pass_over(self, decision: Assigned) -> None:
         """Drop the factor of a candidate that has got no request for long."""
-        most = EXPLORATION_INTERVAL * len(decision.candidates)
-        for each in decision.candidates:
-            learned = self._learned.get(each.worker)
+        workers = decision.candidate_workers
+        most = EXPLORATION_INTERVAL * len(workers)
+        for worker in workers:
+            learned = self._learned.get(worker)
             if learned is None:
                 continue
-            learned.skipped_count = (
-                0 if each.worker == decision.worker else learned.skipped_count + 1
-            )
+            learned.skipped_count = 0 if worker == decision.worker else learned.skipped_count + 1
             if learned.skipped_count > most:
-                del self._learned[each.worker]
-                self.slowdown.discard(each.worker)
+                del self._learned[worker]
+                self.slowdown.discard(worker)
 
     def _measure(self, done: PrefillDone) -> None:
         begun = self._begun.pop(done.run_key, None)
@@ -339,12 +338,3 @@ class PerformanceModel:
                 self.slowdown[done.worker] = learned.value
             while len(self._learned) > MAX_REMEMBERED:
                 self.slowdown.discard(self._learned.popitem(last=False)[0])
-
-
-def _chosen_candidate(decision: Assigned) -> Candidate | None:
-    """The candidate that a decision chose, if it is recorded."""
-    worker, epoch, rank = decision.worker, decision.epoch, decision.rank
-    for each in decision.candidates:
-        if each.worker == worker and each.epoch == epoch and each.rank == rank:
-            return each
-    return None

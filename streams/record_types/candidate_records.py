@@ -1,0 +1,132 @@
+"""The candidates of a decision: `Candidate` as people and audits read it, `CandidateRows` as
+routers write them.
+
+A router writes hundreds of decisions a second, each with 16 candidates, and every router reads all
+of them for the load and the speed of the chosen worker. Rows of numbers take two thirds of the
+space of maps with named fields, and half the time to write and to read.
+"""
+
+# ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Any
+
+from streams.record_base import InternalRecord
+
+Place = tuple[str, int, int]
+"""Worker, epoch and rank."""
+
+ROW, TIMED_ROW = Struct("<d6q"), Struct("<d10q5d")
+"""A candidate in `CandidateRows`: its cost and the load and blocks there; and with the inputs of
+policy predictive. In the order of `record_candidates` in app/routing/selection/cost_kernels.py."""
+
+
+class Candidate(InternalRecord, frozen=True, kw_only=False):
+    """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
+
+    The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
+    runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
+    has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
+    waited in the router and was to go there, by arrival; where they are more than 16, `planned_ms`
+    instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
+    (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
+    how much later than others the router counted on it. `prefill_share`: of its time lately.
+    `batch_ms`: the delay by its batch runs.
+    """
+
+    worker: str
+    epoch: int
+    rank: int = 0
+    cost: float = 0.0
+    open_runs: int = 0
+    open_tokens: int = 0
+    overlap_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    prefill_tokens: int = 0
+    taint_weight: float = 0.0
+    prompt_tokens: int = 0
+    prefill_runs: int = 0
+    busy_ms: float = 0.0
+    ahead_ms: tuple[float, ...] = ()
+    slowness: float = 1.0
+    chunk_tokens: int = 0
+    capacity_tokens: int = 0
+    curve: tuple[float, ...] = ()
+    later_ms: float = 0.0
+    planned_ms: float | None = None
+    prefill_share: float = 0.0
+    batch_ms: float = 0.0
+
+
+NO_SHARE: float
+NO_BATCH: float
+NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-2:]
+"""The defaults themselves: a record omits a float only if it is the same object."""
+
+
+class CandidateRows(InternalRecord, frozen=True):
+    """The candidates of a decision, with the least cost first; the chosen one may be the last.
+
+    `is_timed`: with the inputs of policy predictive. `rows`: a `TIMED_ROW` for each of `places`, or
+    else a `ROW`. `curves` and `taint_weights`: by candidate, empty if none has one. `ahead_ms` and
+    `planned_ms`: by the position of a candidate that has them. A record with another number of
+    rows, curves or weights than of places is malformed.
+    """
+
+    places: tuple[Place, ...] = ()
+    rows: bytes = b""
+    curves: tuple[tuple[float, ...], ...] = ()
+    taint_weights: tuple[float, ...] = ()
+    ahead_ms: dict[int, tuple[float, ...]] = {}
+    planned_ms: dict[int, float] = {}
+    is_timed: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.places)
+        size = TIMED_ROW.size if self.is_timed else ROW.size
+        if (
+            len(self.rows) != count * size
+            or len(self.curves or self.places) != count
+            or len(self.taint_weights or self.places) != count
+        ):
+            raise ValueError(f"rows, curves or taint weights of others than {count} candidates")
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All of them."""
+        rows = self._row.iter_unpack(self.rows)
+        return tuple([self._candidate(i, row) for i, row in enumerate(rows)])
+
+    def candidate(self, place: Place) -> Candidate | None:
+        """The one at a place, if it is among them."""
+        if place not in self.places:
+            return None
+        i, row = self.places.index(place), self._row
+        return self._candidate(i, row.unpack_from(self.rows, i * row.size))
+
+    @property
+    def _row(self) -> Struct:
+        return TIMED_ROW if self.is_timed else ROW
+
+    def _candidate(self, i: int, row: tuple[Any, ...]) -> Candidate:
+        worker, epoch, rank = self.places[i]
+        taint = self.taint_weights[i] if self.taint_weights else 0.0
+        cost, runs, open_tokens, device, host, disk, prefill_tokens, *timed = row
+        if not timed:
+            return Candidate(
+                worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
+                prefill_tokens, taint,
+            )  # fmt: skip
+        (
+            prompt_tokens, prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness,
+            later_ms, prefill_share, batch_ms,
+        ) = timed  # fmt: skip
+        return Candidate(
+            worker, epoch, rank, cost, runs, open_tokens, device, host, disk, prefill_tokens, taint,
+            prompt_tokens, prefill_runs, busy_ms, self.ahead_ms.get(i, ()), slowness, chunk_tokens,
+            capacity_tokens, self.curves[i] if self.curves else (), later_ms,
+            self.planned_ms.get(i), prefill_share or NO_SHARE, batch_ms or NO_BATCH,
+        )  # fmt: skip
