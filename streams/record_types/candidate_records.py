@@ -92,7 +92,7 @@ class CandidateRows(InternalRecord, frozen=True):
             or len(self.curves or self.places) != count
             or len(self.taint_weights or self.places) != count
         ):
-            raise ValueError(f"rows, curves or taint weights of others than {count} candidates")
+            raise ValueError(f"rows, curves or taint weights do not match the {count} places")
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -360,7 +360,7 @@ for struct in STRUCTS:
 
 
 def fitting_rows(count: int) -> st.SearchStrategy[r.CandidateRows]:
-    """Rows, curves and weights for so many candidates."""
+    """Rows of `count` candidates; curves and weights are there for all or for none."""
 
     def each(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.from_type(kind), min_size=count, max_size=count).map(tuple)

@@ -232,7 +232,8 @@ class RouterLatencyBench:
                 limited.setdefault(2, []).append(await self._play_limited())
                 progress(1 / steps)
                 self._router.processes.remove(second)
-                self._on.stop_process(second)
+                # In a thread: the heartbeats of the workers go on.
+                await asyncio.to_thread(self._on.stop_process, second)
         return RouterLatencyFigures(rounds, capacity, many, overload, limited, idle_percent, parts)
 
     async def _play(

@@ -82,7 +82,7 @@ class BurstDetector:
         after it are as many, in the mean."""
 
     def is_bursty(self, prefill_ms: float, workers: int) -> bool:
-        """Whether the prefill that arrives within a lag exceeds `BURST_FACTOR` times the capacity
+        """Whether the requests of one lag bring more prefill than `BURST_FACTOR` times the capacity
         of the workers in that time. `prefill_ms`: mean prefill of a request; `workers`: number of
         those that compute prompts.
         """

@@ -45,7 +45,7 @@ REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range
 """Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
 REQUEST_COLUMNS = 5
 RECORD_COLUMNS, TIMED_RECORD_COLUMNS = 7, 16
-"""How many columns `record_candidates` fills, and how many for policy predictive."""
+"""Columns of a recorded option; and of one with the inputs of policy predictive."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
 """The share of the prefill of a block that is saved by loading it; as the `dynamo_costs` policy has
