@@ -255,7 +255,7 @@ class _Reading:
         origin = decision.origin
         kept = self._kept.get(Partition(origin.topic, origin.partition))
         self.without_request += kept is not None and origin.offset < kept
-        full = replace(decision, listed=decision.candidates, candidate_rows=None)
+        full = decision.with_candidates(decision.candidates)
         return CapturedDecision(
             at_ms=fact.timestamp_ms, lane=source.partition, offset=fact.offset, decision=full
         )

@@ -98,11 +98,11 @@ def _both_go_elsewhere(one: Assigned, other: Assigned) -> bool:
 def _goes_elsewhere(decision: Assigned, other: Assigned) -> bool:
     """Whether a decision changes with the load of the other added to the chosen rank."""
     place = WorkerRank(decision.worker, decision.epoch, decision.rank)
-    listed = tuple(
+    candidates = [
         _with_load(each, other) if (each.worker, each.epoch, each.rank) == place else each
         for each in decision.candidates
-    )
-    return recompute_choice(replace(decision, listed=listed, candidate_rows=None)) != place
+    ]
+    return recompute_choice(decision.with_candidates(candidates)) != place
 
 
 def _with_load(candidate: Candidate, other: Assigned) -> Candidate:

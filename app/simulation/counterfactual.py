@@ -109,7 +109,7 @@ class CaptureReader:
             # A second request with the same id is a duplicate, which routers ignore.
             self._requests.setdefault(line.id, replace(line, router_config_override=None))
         elif isinstance(line, CapturedDecision):
-            slim = replace(line.decision, listed=(), candidate_rows=None, params={}, choice=None)
+            slim = replace(line.decision, params={}, choice=None).with_candidates(())
             self._decided.setdefault(line.decision.id, []).append(replace(line, decision=slim))
         elif isinstance(line, CapturedPrefill):
             self._prefilled.setdefault(line.done.id, line.at_ms)

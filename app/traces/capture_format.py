@@ -281,7 +281,7 @@ def _with(line: CapturedDecision, names: Sequence[str | int], value: float) -> C
             params[name] = value
         elif name < len(candidates):
             candidates[name] = replace(candidates[name], cost=value)
-    decision = replace(line.decision, params=params, listed=tuple(candidates), candidate_rows=None)
+    decision = replace(line.decision, params=params).with_candidates(candidates)
     return replace(line, decision=decision)
 
 

@@ -6,9 +6,11 @@ history of each request. `Request` is in `streams/request.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from streams.record_base import EndCode, InternalRecord, Phase, RunKey, ServiceClass
 from streams.record_types.candidate_records import Candidate, CandidateRows
@@ -130,6 +132,10 @@ class Assigned(RunRecord, frozen=True):
         """The recorded candidates, made anew from `candidate_rows` on each access."""
         rows = self.candidate_rows
         return self.listed if rows is None else rows.candidates
+
+    def with_candidates(self, candidates: Sequence[Candidate]) -> Assigned:
+        """The decision with these candidates in full."""
+        return replace(self, listed=tuple(candidates), candidate_rows=None)
 
     @property
     def candidate_workers(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from app.routing.selection.decision import Placement, Rejection, RoutingConfig
 from app.routing.selection.decision_record import MAX_RECORDED_CANDIDATES
@@ -312,7 +311,7 @@ def test_every_decision_is_recomputed_from_its_record(
     assert decision == routing.chosen(tuning, seed=seed, dispatched_count=turn, request=request)
     record = to_assigned(decision)
     assert recompute_choice(record, session="s") == decision.worker_rank
-    listed = replace(record, listed=record.candidates, candidate_rows=None)
+    listed = record.with_candidates(record.candidates)
     assert recompute_choice(listed, session="s") == decision.worker_rank
     assert listed.chosen == record.chosen is not None
     assert listed.candidate_workers == record.candidate_workers
