@@ -228,8 +228,8 @@ class Router(ObservedProcess):
                 listener.on_record(fact, is_replay=is_replay)
             if owner is not None and not is_replay:
                 context.metrics.requests.on_record(fact, self._model_of)
-            if isinstance(fact.record, Assigned) and not is_replay:
-                place = WorkerRank(fact.record.worker, fact.record.epoch, fact.record.rank)
+        if self._ledger.batch_runs and not is_replay:
+            for place in _assigned_places(facts):
                 self._reconcile_each(context.batch_scheduler.giving_way_on(place))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
@@ -328,6 +328,16 @@ class Router(ObservedProcess):
     async def _offset_before(self, source: Partition, seconds: float) -> int:
         since_ms = self._broker_clock.now_ms() - int(seconds * 1000) - CLOCK_SKEW_MS
         return await self._log.offset_at(source.topic, source.partition, max(0, since_ms))
+
+
+def _assigned_places(facts: Sequence[LogRecord]) -> dict[WorkerRank, None]:
+    """The places of new decisions, in their order."""
+    records = (fact.record for fact in facts)
+    return {
+        WorkerRank(record.worker, record.epoch, record.rank): None
+        for record in records
+        if type(record) is Assigned
+    }
 
 
 def __getattr__(name: str) -> FastStream | Any:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -42,7 +42,7 @@ MAX_ID_CHARS = 200
 """Longest request id in characters: it is a record key, and part of every log line."""
 
 
-class RunKey(NamedTuple):
+class RunKey(msgspec.Struct, frozen=True, order=True, gc=False):
     """The identity of an assignment: a worker starts each run key at most once."""
 
     id: str

@@ -18,6 +18,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from streams.records import Assigned, Finished, LogRecord, RunKey
 
 WINDOW_MS = 600_000
@@ -32,7 +34,7 @@ _WORKERS = 4096
 _COMPLETE = frozenset({"stop", "length", "handed_off"})
 
 
-class PredictionError(NamedTuple):
+class PredictionError(msgspec.Struct, frozen=True, gc=False):
     """Absolute errors of one run: cached tokens in blocks; time to first token in ms, if one was
     predicted.
     """
@@ -55,7 +57,7 @@ class DriftSummary(NamedTuple):
         return None if self.blocks is None else self.blocks <= MAX_ERROR_BLOCKS
 
 
-class _Expected(NamedTuple):
+class _Expected(msgspec.Struct, frozen=True, gc=False):
     worker: str
     epoch: int
     cached_tokens: int
@@ -72,11 +74,11 @@ class DriftTracker:
 
     def on_record(self, fact: LogRecord, *, is_replay: bool = False) -> None:  # noqa: ARG002  old runs count
         record = fact.record
-        if isinstance(record, Assigned):
+        if type(record) is Assigned:
             # Engines count the blocks that a decode worker has fetched as cached, too.
-            if record.block_size and record.candidate_workers and record.phase != "decode":
+            if record.block_size and record.has_candidates and record.phase != "decode":
                 self._expect(record)
-        elif isinstance(record, Finished):
+        elif type(record) is Finished:
             expected = self._expected.pop(record.run_key, None)
             if expected is not None and record.code in _COMPLETE:
                 self._add_difference(fact.timestamp_ms, expected, record)
@@ -94,10 +96,11 @@ class DriftTracker:
             return
         tokens = abs(expected.cached_tokens - end.cached_tokens)
         ttft_ms = abs(expected.ttft_ms - end.ttft_ms) if expected.ttft_ms else None
-        found = self._differences.setdefault(end.worker, deque(maxlen=MAX_RUNS))
+        if (found := self._differences.get(end.worker)) is None:
+            found = self._differences[end.worker] = deque(maxlen=MAX_RUNS)
+            if len(self._differences) > _WORKERS:
+                self._differences.popitem(last=False)
         found.append(PredictionError(at_ms, tokens / expected.block_size, ttft_ms))
-        while len(self._differences) > _WORKERS:
-            self._differences.popitem(last=False)
 
     def workers_with_runs(self, now_ms: int) -> list[str]:
         """Workers with runs in the window."""
@@ -115,10 +118,10 @@ class DriftTracker:
             each
             for worker in workers
             for each in self._differences.get(worker, ())
-            if each[0] > since_ms
+            if each.at_ms > since_ms
         ]
-        ttft_ms = [ms for _, _, ms in found if ms is not None]
-        return DriftSummary(len(found), _p95([blocks for _, blocks, _ in found]), _p95(ttft_ms))
+        ttft_ms = [each.ttft_ms for each in found if each.ttft_ms is not None]
+        return DriftSummary(len(found), _p95([each.blocks for each in found]), _p95(ttft_ms))
 
 
 class DriftAlarm:

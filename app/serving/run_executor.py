@@ -24,7 +24,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from opentelemetry.trace import Span
 
 from app.engine.interface import (
@@ -260,7 +260,7 @@ class RunExecutor:
         """Publish Started; then, unless it is a prefill, PrefillDone after the first token."""
         assignment, request_id = run.assignment, run.key.id
         started = Started(
-            **run.key._asdict(), worker=self._worker, epoch=self._epoch,
+            **asdict(run.key), worker=self._worker, epoch=self._epoch,
             run=run.run_id, origin=assignment.origin,
             responses_from=assignment.responses_from, deadline_ms=assignment.deadline_ms,
             prompt_tokens=assignment.request.prompt_tokens,
@@ -282,7 +282,7 @@ class RunExecutor:
 
     def _prefill_done(self, run: Run, handoff: bytes = b"", lease_until_ms: int = 0) -> PrefillDone:
         return PrefillDone(
-            **run.key._asdict(), worker=self._worker, epoch=self._epoch,
+            **asdict(run.key), worker=self._worker, epoch=self._epoch,
             run=run.run_id, cached_tokens=run.cached_tokens,
             ttft_ms=run.ttft_ms, prefill_ms=run.prefill_ms, handoff=handoff,
             lease_until_ms=lease_until_ms,

@@ -15,6 +15,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from app.engine.interface import GenerateContext
 from app.runtime.process import ProcessContext
 from app.serving.run_executor import Run, RunEnd, RunExecutor
@@ -271,7 +273,7 @@ class RunQueue:
     async def _report(self, run: Run, outcome: RunEnd) -> None:
         """Append the Finished of a run, repeated until it is acknowledged."""
         finished = Finished(
-            **run.key._asdict(),
+            **asdict(run.key),
             worker=self._worker,
             epoch=self.epoch,
             code=outcome.code,

@@ -173,12 +173,12 @@ class LedgerReplica:
         if isinstance(record, Assigned):
             place = WorkerRank(record.worker, record.epoch, record.rank)
             run = self._open[record.id] = RunStatus(
-                "assigned", at_ms, record.prompt_tokens, record.rank, record.prefill_tokens
+                "assigned", at_ms, place, record.prompt_tokens, record.prefill_tokens
             )
             self.active_load.add(place, run.load)
             return
         run = self._open[record.id]
-        place, before = WorkerRank(record.worker, record.epoch, run.rank), run.load
+        place, before = run.place, run.load
         if isinstance(record, Finished):
             self.active_load.remove(place, before)
             del self._open[record.id]

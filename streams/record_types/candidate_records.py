@@ -102,9 +102,11 @@ class CandidateRows(InternalRecord, frozen=True):
 
     def candidate(self, place: Place) -> Candidate | None:
         """The one at a place, if it is among them."""
-        if place not in self.places:
+        try:
+            i = self.places.index(place)
+        except ValueError:
             return None
-        i, row = self.places.index(place), self._row
+        row = self._row
         return self._candidate(i, row.unpack_from(self.rows, i * row.size))
 
     @property

@@ -342,7 +342,7 @@ def test_loads_are_the_sum_over_open_runs(records: list[Any]) -> None:
             timeline.runs[k]
             for timeline in load.lane(3).requests.values()
             for k in timeline.open_runs()
-            if k.worker == worker and timeline.runs[k].rank == rank
+            if k.worker == worker and timeline.runs[k].place.rank == rank
         ]
         waiting = [run for run in runs if run.state != "prefilled"]
         expected = WorkerLoad(
@@ -355,9 +355,13 @@ def test_loads_are_the_sum_over_open_runs(records: list[Any]) -> None:
         assert load.active_load.total(worker, 10) == both
 
 
-@given(st.lists(RECORDS, max_size=30))
-def test_requests_and_their_open_runs_are_filed_by_their_states(records: list[Any]) -> None:
-    lane = applied(*records).lane(3)
+@given(st.lists(RECORDS, max_size=30), st.integers(0, 30))
+def test_requests_and_their_open_runs_are_filed_by_their_states(
+    records: list[Any], asked_at: int
+) -> None:
+    load = applied(*records[:asked_at])
+    _ = load.lane(3).open_runs  # kept up to date from here on
+    lane = applied(*records[asked_at:], load=load).lane(3)
     known = {name: state for name, state in lane.requests.items() if state.is_known}
     assert lane.unfinished == known
     assert not any(state.is_finished for state in known.values())

@@ -20,6 +20,7 @@ from app.routing.reconcile import (
 )
 from app.routing.state.fleet import Fleet
 from app.routing.state.request_state import RequestState, RunId, RunState, RunStatus
+from app.routing.worker_rank import WorkerRank
 from streams.ports import Partition
 from streams.records import (
     EngineConfig,
@@ -41,9 +42,8 @@ PATIENCE = ReconcileTimeouts(
 
 def timeline(runs: dict[RunId, RunState], since_ms: int = 1000, **over: Any) -> RequestState:
     got = {"origin": RequestOffset(topic="requests", partition=0, offset=0), "deadline_ms": 60_000}
-    return RequestState(
-        **(got | {"runs": {k: RunStatus(s, since_ms) for k, s in runs.items()}} | over)
-    )
+    found = {k: RunStatus(s, since_ms, WorkerRank(k.worker, k.epoch)) for k, s in runs.items()}
+    return RequestState(**(got | {"runs": found} | over))
 
 
 def fleet(lost: bool = False, listed: bool = True, beat_ms: int = 1000) -> Fleet:

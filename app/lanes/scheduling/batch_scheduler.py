@@ -207,8 +207,8 @@ class BatchScheduler:
         return any(
             run.state in OPEN
             and run.service_class == "batch"
-            and request_id in self.giving_way_on(run_id.worker_rank(run.rank))
-            for run_id, run in state.runs.items()
+            and request_id in self.giving_way_on(run.place)
+            for run in state.runs.values()
         )
 
     def _victims(

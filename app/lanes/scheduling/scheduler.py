@@ -475,13 +475,13 @@ class Scheduler:
         if is_replay:
             return
         self.worker_capacity.on_record(fact)
-        match fact.record:
-            case Finished(code="worker_full", retryable=True):
-                pass  # it freed no place
-            case Finished(worker=worker):
-                self._wake_for(worker)
-            case PrefillDone(worker=worker):
-                self._wake_for(worker)  # it may have been too busy until now
+        record = fact.record
+        if type(record) is Finished:
+            if record.code == "worker_full" and record.retryable:
+                return  # it freed no place
+            self._wake_for(record.worker)
+        elif type(record) is PrefillDone:
+            self._wake_for(record.worker)  # it may have been too busy until now
 
     def on_fleet_record(self, fact: LogRecord) -> None:
         """A record of the registry or of kv-events was applied."""

@@ -76,18 +76,19 @@ class WorkerCapacity:
 
     def on_record(self, fact: LogRecord) -> None:
         """A new record of the ledger was applied."""
-        match fact.record:
-            case Assigned(worker=worker, epoch=epoch):
-                self.on_assigned(worker, epoch)
-            case Started(worker=worker, epoch=epoch):
-                limit = self._limits.get((worker, epoch))
-                if limit is not None:
-                    limit.runs = max(limit.runs, self._known_runs(worker, epoch))
-            case Finished(worker=worker, epoch=epoch, code="worker_full", retryable=True):
-                runs = self._known_runs(worker, epoch)
-                if (before := self._limits.get((worker, epoch))) is not None:
-                    runs = min(runs, before.runs)
-                self._limits[worker, epoch] = _Limit(runs, fact.timestamp_ms)
+        record = fact.record
+        if type(record) is Assigned:
+            self.on_assigned(record.worker, record.epoch)
+        elif type(record) is Started:
+            worker = record.worker, record.epoch
+            if (limit := self._limits.get(worker)) is not None:
+                limit.runs = max(limit.runs, self._known_runs(*worker))
+        elif type(record) is Finished and record.code == "worker_full" and record.retryable:
+            worker = record.worker, record.epoch
+            runs = self._known_runs(*worker)
+            if (before := self._limits.get(worker)) is not None:
+                runs = min(runs, before.runs)
+            self._limits[worker] = _Limit(runs, fact.timestamp_ms)
 
     def on_fleet_changed(self) -> None:
         """Drop lost workers."""

@@ -80,6 +80,8 @@ class BurstDetector:
         self._others: deque[int] = deque(maxlen=BURST_WINDOW)
         """By request, the number of others in its interval: twice those before it, since those
         after it are as many, in the mean."""
+        self._sum = 0
+        """Their sum: each plan asks for the mean."""
 
     def is_bursty(self, prefill_ms: float, workers: int) -> bool:
         """Whether the requests of one lag bring more prefill than `BURST_FACTOR` times the capacity
@@ -88,13 +90,13 @@ class BurstDetector:
         """
         if len(self._others) < MIN_REQUESTS:
             return True
-        arriving_ms = sum(self._others) / len(self._others) * prefill_ms
+        arriving_ms = self._sum / len(self._others) * prefill_ms
         return arriving_ms > BURST_FACTOR * workers * self._interval_ms
 
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; decisions hold the arrival times of requests."""
         record = fact.record
-        if not isinstance(record, Assigned) or record.attempt or record.phase == "decode":
+        if type(record) is not Assigned or record.attempt or record.phase == "decode":
             return  # not the first decision of its request
         if record.service_class == "batch":
             return  # dispatched in groups, whenever they arrived
@@ -107,7 +109,10 @@ class BurstDetector:
         self._arrived[interval] = before + 1
         if len(self._arrived) > MAX_INTERVALS:
             self._arrived.popitem(last=False)
+        if len(self._others) == BURST_WINDOW:
+            self._sum -= self._others[0]
         self._others.append(2 * before)
+        self._sum += 2 * before
 
 
 class HerdAvoidance:
@@ -129,7 +134,7 @@ class HerdAvoidance:
         """A record of the ledger was applied; decisions name their router."""
         self._bursts.on_record(fact)
         record = fact.record
-        if isinstance(record, Assigned) and record.router not in ("", self._router):
+        if type(record) is Assigned and record.router not in ("", self._router):
             self._decided_ms.pop(record.router, None)
             self._decided_ms[record.router] = fact.timestamp_ms
             if len(self._decided_ms) > MAX_ROUTERS:

@@ -122,15 +122,7 @@ class ActiveLoad:
         """Replace load that was added, by the load that a run has now."""
         if adapter and load.runs != before.runs:
             self._count(adapter, load.runs - before.runs)
-        self._put(rank, self.load(rank).replace(before, load))
-
-    def on_first_token(self, rank: WorkerRank, at_ms: int) -> None:
-        """A run there had its first token; the latest such time is kept."""
-        if rank in self.by_rank:
-            self.last_first_token_ms[rank] = max(at_ms, self.last_first_token_ms.get(rank, 0))
-            self.changes.record(rank)
-
-    def _put(self, rank: WorkerRank, total: WorkerLoad) -> None:
+        total = self.by_rank.get(rank, NO_LOAD).replace(before, load)
         self.changes.record(rank)
         if total != NO_LOAD:
             if rank not in self.by_rank:
@@ -142,6 +134,12 @@ class ActiveLoad:
             del ranks[rank]
             if not ranks:
                 del self._ranks[rank[:2]]
+
+    def on_first_token(self, rank: WorkerRank, at_ms: int) -> None:
+        """A run there had its first token; the latest such time is kept."""
+        if rank in self.by_rank:
+            self.last_first_token_ms[rank] = max(at_ms, self.last_first_token_ms.get(rank, 0))
+            self.changes.record(rank)
 
     def _count(self, adapter: str, more: int) -> None:
         if runs := self._by_adapter.get(adapter, 0) + more:

@@ -234,7 +234,9 @@ class Fleet:
         lost = self._lost.get(worker, -1)
         if beat is None:
             return _HeartbeatRow(worker, seen_ms, lost)
-        running = [(*key, tokens) for key, tokens in sorted(beat.running.items())]
+        running = [
+            (key.id, key.attempt, key.phase, tokens) for key, tokens in sorted(beat.running.items())
+        ]
         where = (beat.offset, beat.at_ms, beat.epoch, beat.slot_offset)
         return _HeartbeatRow(
             worker, seen_ms, lost, where, beat.state, running, beat.output_tokens, beat.cache_usage

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -34,6 +34,7 @@ from app.routing.state.request_transitions import (
     last_code,
 )
 from app.routing.state.sessions import Affinity, SessionAffinities, SessionKey
+from app.routing.worker_rank import WorkerRank
 from streams.ports import Partition
 from streams.record_base import ServiceClass
 from streams.records import Assigned, LogRecord, Phase, RequestOffset, RunKey
@@ -48,14 +49,25 @@ class LaneState:
         """Those that are not over, and those whose id is not known yet."""
         self.unfinished: dict[str, RequestState] = {}
         """The known ones of them, in which due actions are searched."""
-        self.open_runs: dict[WorkerEpoch, dict[RunKey, None]] = {}
-        """Of the unfinished: the runs that each epoch of a worker has to list in its heartbeats."""
         self.finished: dict[str, FinishedRequest] = {}
         """Of all others, in the order of their ends."""
         self._ended: deque[str] = deque()
         """Their ids in that order: the first key of a dict is found behind all deleted ones."""
         self._window_ms = dedup_window_ms
         self._orphans: deque[tuple[int, str]] = deque()
+        self._open_runs: dict[WorkerEpoch, dict[RunKey, None]] | None = None
+
+    @property
+    def open_runs(self) -> Mapping[WorkerEpoch, Mapping[RunKey, None]]:
+        """Of the unfinished: the runs that each epoch of a worker has to list in its heartbeats.
+
+        Kept from the first access on: only the owner of the lane needs them.
+        """
+        if self._open_runs is None:
+            self._open_runs = {}
+            for request_id, state in self.unfinished.items():
+                self._index_open_runs(request_id, state)
+        return self._open_runs
 
     def request(self, request_id: str) -> RequestState | None:
         """The state of a request; of one that has ended, its outcome only."""
@@ -86,31 +98,36 @@ class LaneState:
         """File a request by its state: unfinished, unknown id, or finished."""
         if not state.is_known:
             self._orphans.append((state.last_ms, request_id))
-        elif state.is_finished:
+            return
+        if state.is_finished:
             code = state.ended or last_code(state)
             self.finish(request_id, FinishedRequest(code, state.attempt, state.last_ms))
             self.unfinished.pop(request_id, None)
             del self.requests[request_id]
-            self._file_open(state, ())
         else:
             self.unfinished[request_id] = state
-            open_runs = tuple([
-                ((k.worker, k.epoch), RunKey(request_id, k.attempt, k.phase))
-                for k, run in state.runs.items()
-                if run.state in OPEN
-            ])  # fmt: skip
-            if open_runs != state.indexed_open_runs:
-                self._file_open(state, open_runs)
+        if self._open_runs is not None:
+            self._index_open_runs(request_id, state)
 
-    def _file_open(self, state: RequestState, runs: tuple[tuple[WorkerEpoch, RunKey], ...]) -> None:
+    def _index_open_runs(self, request_id: str, state: RequestState) -> None:
+        """Replace the open runs of a request in the index."""
+        index = self._open_runs
+        assert index is not None, "nothing has asked for it"
+        open_runs = tuple([
+            ((k.worker, k.epoch), RunKey(request_id, k.attempt, k.phase))
+            for k, run in state.runs.items()
+            if run.state in OPEN
+        ])  # fmt: skip
+        if open_runs == state.indexed_open_runs:
+            return
         for epoch, key in state.indexed_open_runs:
-            of_epoch = self.open_runs[epoch]
+            of_epoch = index[epoch]
             del of_epoch[key]
             if not of_epoch:
-                del self.open_runs[epoch]
-        for epoch, key in runs:
-            self.open_runs.setdefault(epoch, {})[key] = None
-        state.indexed_open_runs = runs
+                del index[epoch]
+        for epoch, key in open_runs:
+            index.setdefault(epoch, {})[key] = None
+        state.indexed_open_runs = open_runs
 
     def finish(self, request_id: str, outcome: FinishedRequest) -> None:
         """Remember how a request ended, as the last one of all."""
@@ -195,7 +212,7 @@ class LedgerState:
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
             lane.apply(fact, self.loads)
-            if isinstance(fact.record, Assigned):
+            if type(fact.record) is Assigned and fact.record.session is not None:
                 self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
         if facts:
             self.last_append_ms = max(self.last_append_ms, facts[-1].timestamp_ms)
@@ -216,7 +233,7 @@ class LedgerState:
     def snapshot(self, source: Partition) -> bytes:
         """The partition's requests as bytes; equal states give equal bytes."""
         lane = self.lane(source.partition)
-        outcomes = [(request_id, *outcome) for request_id, outcome in lane.finished.items()]
+        outcomes = [(i, end.code, end.attempt, end.last_ms) for i, end in lane.finished.items()]
         sessions = self.sessions.snapshot_rows(source.partition)
         return msgspec.msgpack.encode(_LaneSnapshot(list(_to_rows(lane)), outcomes, sessions))
 
@@ -228,11 +245,14 @@ class LedgerState:
         for t in sorted(snapshot.requests, key=lambda t: t.last_ms):
             state = RequestState(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
-                t.failures, t.fulls, set(t.failed_workers), t.last_ms,
+                t.failures, t.fulls, frozenset(t.failed_workers), t.last_ms,
             )  # fmt: skip
             for run_row in t.runs:
+                _, _, worker, epoch, run_state, since_ms, tokens, rank = run_row[:8]
+                place = WorkerRank(worker, epoch, rank)
                 run_id = RunId(*run_row[:4])
-                run = state.runs[run_id] = RunStatus(*run_row[4:])
+                run = RunStatus(run_state, since_ms, place, tokens, *run_row[8:])
+                state.runs[run_id] = run
                 self.loads.update(t.id, run_id, run)
             lane.requests[t.id] = state
             lane.classify(t.id, state)
@@ -251,11 +271,14 @@ def _to_rows(lane: LaneState) -> Iterator[_RequestRow]:
         s = lane.requests[request_id]
         runs = [
             (
-                *run_id,
+                run_id.attempt,
+                run_id.phase,
+                run_id.worker,
+                run_id.epoch,
                 run.state,
                 run.since_ms,
                 run.tokens,
-                run.rank,
+                run.place.rank,
                 run.prefill_tokens,
                 run.lora_name,
                 run.service_class,

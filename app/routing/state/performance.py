@@ -21,6 +21,8 @@ from collections import OrderedDict, deque
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from app.perf_curves import PerfCurves, curves_from
 from app.routing.state.change_log import TrackedDict
 from streams.records import (
@@ -109,13 +111,14 @@ def profile_from_card(config: EngineConfig) -> EngineProfile:
     )
 
 
-def recorded_profile(candidate: Candidate, slowdown: float | None = None) -> EngineProfile:
-    """The speed of a place, as a decision records it, or with another `slowdown`."""
+def recorded_profile(candidate: Candidate) -> EngineProfile:
+    """The speed of a place, as a decision records it."""
     return EngineProfile(
-        _believed(candidate.curve), candidate.slowness if slowdown is None else slowdown,
+        _believed(candidate.curve),
+        candidate.slowness,
         candidate.chunk_tokens or DEFAULT_CHUNK_TOKENS,
         candidate.capacity_tokens,
-    )  # fmt: skip
+    )
 
 
 class SlowdownEstimate:
@@ -138,6 +141,27 @@ class SlowdownEstimate:
                 self.value = sorted(self._ratios)[len(self._ratios) // 2]
 
 
+class FadingSums:
+    """Sums by worker whose parts fade with `decay_ms`."""
+
+    def __init__(self, decay_ms: float) -> None:
+        self._decay_ms = decay_ms
+        self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def add(self, worker: str, amount: float, at_ms: int) -> None:
+        """Add to the sum of a worker; beyond `MAX_REMEMBERED` workers the first is dropped."""
+        self._last[worker] = (self.sum(worker, at_ms) + amount, at_ms)
+        if len(self._last) > MAX_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def sum(self, worker: str, now_ms: int) -> float:
+        """The sum of a worker now; 0 for an unknown one."""
+        if (last := self._last.get(worker)) is None:
+            return 0.0
+        value, at_ms = last
+        return value * math.exp(-max(now_ms - at_ms, 0) / self._decay_ms)
+
+
 class PrefillShares:
     """The part of its time that each worker lately spends on prefill: decode is slower there.
 
@@ -145,22 +169,15 @@ class PrefillShares:
     """
 
     def __init__(self) -> None:
-        self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._sums = FadingSums(SHARE_DECAY_MS)
 
     def add(self, worker: str, prefill_ms: float, at_ms: int) -> None:
         """Count a prefill on a worker."""
-        self._last[worker] = (self._value(worker, at_ms) + prefill_ms / SHARE_DECAY_MS, at_ms)
-        self._last.move_to_end(worker)
-        while len(self._last) > MAX_REMEMBERED:
-            self._last.popitem(last=False)
+        self._sums.add(worker, prefill_ms / SHARE_DECAY_MS, at_ms)
 
     def share(self, worker: str, now_ms: int) -> float:
         """The share of a worker now, from 0 to `MAX_SHARE`."""
-        return min(self._value(worker, now_ms), MAX_SHARE)
-
-    def _value(self, worker: str, now_ms: int) -> float:
-        value, at_ms = self._last.get(worker, (0.0, now_ms))
-        return value * math.exp(-max(now_ms - at_ms, 0) / SHARE_DECAY_MS)
+        return min(self._sums.sum(worker, now_ms), MAX_SHARE)
 
 
 class RecentPrefill:
@@ -172,31 +189,24 @@ class RecentPrefill:
 
     def __init__(self) -> None:
         self._first_ms: int | None = None
-        self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._sums = FadingSums(RECENT_MS)
 
     def add(self, worker: str, prefill_ms: float, at_ms: int) -> None:
         """Count a prefill on a worker."""
         if self._first_ms is None:
             self._first_ms = at_ms
-        value, before_ms = self._last.get(worker, (0.0, at_ms))
-        fade = math.exp(-max(at_ms - before_ms, 0) / RECENT_MS)
-        self._last[worker] = (value * fade + prefill_ms, at_ms)
-        self._last.move_to_end(worker)
-        while len(self._last) > MAX_REMEMBERED:
-            self._last.popitem(last=False)
+        self._sums.add(worker, prefill_ms, at_ms)
 
     def load(self, worker: str, now_ms: int) -> float:
         """The load of a worker: 1 is as much as it computes."""
-        known = self._last.get(worker)
-        if known is None or self._first_ms is None:
+        if self._first_ms is None:
             return 0.0
-        value, at_ms = known
         since_ms = max(now_ms - self._first_ms, MIN_RECENT_MS)
         seen_ms = RECENT_MS * (1.0 - math.exp(-since_ms / RECENT_MS))
-        return value * math.exp(-max(now_ms - at_ms, 0) / RECENT_MS) / seen_ms
+        return self._sums.sum(worker, now_ms) / seen_ms
 
 
-class _Begun(NamedTuple):
+class _Begun(msgspec.Struct, frozen=True, gc=False):
     """A run that found no prefill before it: its length, its worker, and a decode step there; of a
     decode the steps until its first token."""
 
@@ -239,21 +249,25 @@ class PerformanceModel:
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; other records change nothing."""
         record = fact.record
-        if isinstance(record, Assigned):
+        if type(record) is Assigned:
             chosen = record.chosen
+            pace = EngineProfile() if chosen is None else recorded_profile(chosen)
             if record.phase != "decode":  # whose prompt comes from a prefill worker
-                self._count_prefill(record, chosen, fact.timestamp_ms)
+                prefill_ms = pace.prefill_ms(record.prefill_tokens)
+                self._count_prefill(record, prefill_ms, fact.timestamp_ms)
+                if chosen is not None and record.policy == "predictive":
+                    self.prefill_shares.add(record.worker, prefill_ms, fact.timestamp_ms)
                 self._share(record)
-                self._begin(record, chosen)
+                self._begin(record, chosen, pace)
             elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
-                self._begin(record, chosen)
-        elif isinstance(record, PrefillDone):
+                self._begin(record, chosen, pace)
+        elif type(record) is PrefillDone:
             if record.phase == "prefill":
                 self._prefilled[record.id, record.attempt] = True
                 while len(self._prefilled) > MAX_REMEMBERED:
                     self._prefilled.popitem(last=False)
             self._measure(record)
-        elif isinstance(record, Finished):
+        elif type(record) is Finished:
             self._begun.pop(record.run_key, None)
             # Embeddings have no length, and answers without a token are no measure of it.
             if record.code in ("stop", "length") and record.output_tokens:
@@ -268,15 +282,12 @@ class PerformanceModel:
             return None
         return sorted(self._transfers)[len(self._transfers) // 2]
 
-    def _count_prefill(self, decision: Assigned, chosen: Candidate | None, at_ms: int) -> None:
-        pace = EngineProfile() if chosen is None else recorded_profile(chosen)
-        own_ms = pace.prefill_ms(decision.prefill_tokens)
-        if decision.service_class != "batch":
-            self.recent_prefill.add(decision.worker, own_ms, at_ms)
-            self._prefills = min(self._prefills + 1, PREFILL_WINDOW)
-            self.mean_prefill_ms += (own_ms - self.mean_prefill_ms) / self._prefills
-        if chosen is not None and decision.policy == "predictive":
-            self.prefill_shares.add(decision.worker, own_ms, at_ms)
+    def _count_prefill(self, decision: Assigned, prefill_ms: float, at_ms: int) -> None:
+        if decision.service_class == "batch":
+            return
+        self.recent_prefill.add(decision.worker, prefill_ms, at_ms)
+        self._prefills = min(self._prefills + 1, PREFILL_WINDOW)
+        self.mean_prefill_ms += (prefill_ms - self.mean_prefill_ms) / self._prefills
 
     def _share(self, decision: Assigned) -> None:
         held = decision.params.get("most_held_tokens")
@@ -288,7 +299,7 @@ class PerformanceModel:
         missing = 1 - self._held_tokens / self._prompt_tokens
         self.expected_followups = min(1 / missing, MAX_FOLLOWUPS) if missing > 0 else MAX_FOLLOWUPS
 
-    def _begin(self, decision: Assigned, chosen: Candidate | None) -> None:
+    def _begin(self, decision: Assigned, chosen: Candidate | None, pace: EngineProfile) -> None:
         if decision.policy != "predictive":
             return
         is_decode = decision.phase == "decode"
@@ -296,7 +307,8 @@ class PerformanceModel:
             self._pass_over(decision)
         if chosen is None or chosen.prefill_runs:
             return
-        pace = recorded_profile(chosen, slowdown=chosen.slowness if is_decode else 1.0)
+        if not is_decode and pace.slowdown != 1.0:
+            pace = pace._replace(slowdown=1.0)  # it is what the run measures
         tokens = chosen.prompt_tokens + chosen.open_runs * self.mean_output_tokens / 2
         step_ms = pace.decode_ms(tokens) if chosen.open_runs else 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
@@ -309,6 +321,8 @@ class PerformanceModel:
 
     def _pass_over(self, decision: Assigned) -> None:
         """Drop the factor of a candidate that has got no request for long."""
+        if not self._learned:
+            return
         workers = decision.candidate_workers
         most = EXPLORATION_INTERVAL * len(workers)
         for worker in workers:

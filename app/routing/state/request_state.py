@@ -6,8 +6,9 @@ of a lane in `ledger.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from app.routing.state.active_load import NO_LOAD, WorkerLoad
 from app.routing.worker_rank import WorkerRank
@@ -27,7 +28,7 @@ WorkerEpoch = tuple[str, int]
 """A worker and one of its epochs."""
 
 
-class RunId(NamedTuple):
+class RunId(msgspec.Struct, frozen=True, order=True, gc=False):
     """One run in the ledger: duplicates of a run key differ in worker or epoch."""
 
     attempt: int
@@ -35,22 +36,18 @@ class RunId(NamedTuple):
     worker: str
     epoch: int
 
-    def worker_rank(self, rank: int) -> WorkerRank:
-        """Where it is, with the rank, which two runs do not differ in alone."""
-        return WorkerRank(self.worker, self.epoch, rank)
 
-
-@dataclass(slots=True)
-class RunStatus:
+class RunStatus(msgspec.Struct):
     """State of one run. `since_ms`: append time of the record that brought it there.
 
-    `tokens` it has to hold, `prefill_tokens` of them still to be computed when it was assigned.
+    `place`: its worker's rank, which two runs of a request do not differ in alone. `tokens` it has
+    to hold, `prefill_tokens` of them still to be computed when it was assigned.
     """
 
     state: RunState
     since_ms: int
+    place: WorkerRank
     tokens: int = 0
-    rank: int = 0
     prefill_tokens: int = 0
     lora_name: str = ""
     service_class: ServiceClass = "interactive"
@@ -66,19 +63,18 @@ class RunStatus:
         return WorkerLoad(1, self.tokens, self.prefill_tokens, 1, self.since_ms)
 
 
-@dataclass(slots=True)
-class RequestState:
+class RequestState(msgspec.Struct):
     """The state of one request by the ledger. `ended`: the code of its end, "" before."""
 
     attempt: int = 0
-    runs: dict[RunId, RunStatus] = field(default_factory=dict)
+    runs: dict[RunId, RunStatus] = {}
     ended: str = ""
     origin: RequestOffset | None = None
     responses_from: int = 0
     deadline_ms: int = 0
     failures: int = 0
     full_rejections: int = 0
-    failed_workers: set[str] = field(default_factory=set)
+    failed_workers: frozenset[str] = frozenset()
     last_ms: int = 0
     indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
     """Its open runs, as `LaneState.open_runs` has them."""
@@ -103,11 +99,10 @@ class RequestState:
         if self.ended:
             return True
         is_final = False
-        has_decode = any(run_id.phase != "prefill" for run_id in self.runs)
         for run_id, run in self.runs.items():
             if run.state in OPEN:
                 return False
-            if run_id.phase == "prefill" and has_decode:
+            if run_id.phase == "prefill" and any(other.phase != "prefill" for other in self.runs):
                 continue  # of a twin, maybe: the answer is that of the other run
             if run.state in FAILED and run.state != "worker_full":
                 return False
@@ -119,7 +114,7 @@ class RequestState:
         return [k for k, run in self.runs.items() if run.state in OPEN]
 
 
-class FinishedRequest(NamedTuple):
+class FinishedRequest(msgspec.Struct, frozen=True, gc=False):
     """The remainder of a finished request: enough to recognise its id, and late runs of it."""
 
     code: str

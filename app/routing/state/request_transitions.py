@@ -19,6 +19,7 @@ from typing import NamedTuple
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.request_state import FAILED, OPEN, RequestState, RunId, RunState, RunStatus
+from app.routing.worker_rank import WorkerRank
 from streams.records import Assigned, Ended, Fencing, Finished, PrefillDone, Started
 
 LedgerRecord = Assigned | Started | PrefillDone | Finished | Fencing | Ended
@@ -37,7 +38,7 @@ class RunLoads(NamedTuple):
         self, request_id: str, run_id: RunId, run: RunStatus, before: WorkerLoad = NO_LOAD
     ) -> None:
         """Count a run as it is; it was counted with the load `before`, if at all."""
-        place, load = run_id.worker_rank(run.rank), run.load
+        place, load = run.place, run.load
         if run.service_class == "interactive":
             self.active_load.replace(place, before, load, run.lora_name)
             if run.state == "prefilled":
@@ -54,7 +55,7 @@ class RunLoads(NamedTuple):
     def remove(self, request_id: str, run_id: RunId, run: RunStatus) -> None:
         """Undo `update` of the run as it is."""
         if run.service_class == "interactive":
-            self.active_load.remove(run_id.worker_rank(run.rank), run.load, run.lora_name)
+            self.active_load.remove(run.place, run.load, run.lora_name)
         else:
             self.batch_runs.discard(_batch_key(request_id, run_id))
 
@@ -69,11 +70,11 @@ def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: R
     Returns False if the record is about a run that was open before and still is, and no other run
     has opened or closed.
     """
-    if isinstance(record, Ended):
+    if type(record) is Ended:
         state.ended = state.ended or record.code
         clear_runs(record.id, state, loads)
         return True
-    if isinstance(record, Assigned | Started):
+    if type(record) is Assigned or type(record) is Started:
         lowest = record.responses_from
         if state.origin is not None:
             lowest = min(lowest, state.responses_from)
@@ -83,7 +84,7 @@ def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: R
         return True
     if record.attempt > state.attempt and isinstance(record, Assigned | Started | Fencing):
         _begin_attempt(state, record, loads)
-    if isinstance(record, Fencing) or record.attempt < state.attempt:
+    if type(record) is Fencing or record.attempt < state.attempt:
         return True
     return _apply_run(state, record, at_ms, loads)
 
@@ -97,9 +98,9 @@ def _begin_attempt(
             state.full_rejections += record.reason not in ("preempted", "handover_unused")
         else:
             state.failures += 1
-            state.failed_workers.update(
+            state.failed_workers |= {
                 run_id.worker for run_id, run in state.runs.items() if run.state != "worker_full"
-            )
+            }
     clear_runs(record.id, state, loads)
 
 
@@ -113,20 +114,18 @@ def _apply_run(
     run_id = RunId(record.attempt, record.phase, record.worker, record.epoch)
     run, before = state.runs.get(run_id), NO_LOAD
     is_new = run is None
-    if run is None:
-        run = state.runs[run_id] = RunStatus("assigned", at_ms)
-        if isinstance(record, Started):
+    if type(record) is Assigned:  # more exact than a Started that may have overtaken it
+        if run is not None:
+            loads.remove(record.id, run_id, run)  # it may have had another rank
+        run = state.runs[run_id] = _assigned_run(record, run, at_ms)
+    elif run is None:
+        run = state.runs[run_id] = RunStatus(
+            "assigned", at_ms, WorkerRank(record.worker, record.epoch)
+        )
+        if type(record) is Started:
             run.tokens = run.prefill_tokens = record.prompt_tokens
-    elif isinstance(record, Assigned):  # which may name another rank
-        loads.remove(record.id, run_id, run)
     else:
         before = run.load
-    if isinstance(record, Assigned):  # more exact than a Started that may have overtaken it
-        booked = record.policy != "direct"  # there the caller counts the load
-        run.tokens = (record.prompt_tokens + record.base_tokens) * booked
-        run.rank, run.prefill_tokens = record.rank, record.prefill_tokens
-        run.lora_name, run.service_class = record.lora_name, record.service_class
-        run.is_preemptible = record.is_preemptible
     run_state = _next_state(run.state, record)
     if run_state != run.state:
         run.state, run.since_ms = run_state, at_ms
@@ -137,6 +136,18 @@ def _apply_run(
         _end_prefills(state, record.id, at_ms, loads)
         return True
     return is_new or run_state not in OPEN
+
+
+def _assigned_run(record: Assigned, before: RunStatus | None, at_ms: int) -> RunStatus:
+    """A run by its decision. `before`: the run by the records that came first."""
+    booked = record.policy != "direct"  # there the caller counts the load
+    return RunStatus(
+        "assigned" if before is None else before.state,
+        at_ms if before is None else before.since_ms,
+        WorkerRank(record.worker, record.epoch, record.rank),
+        (record.prompt_tokens + record.base_tokens) * booked,
+        record.prefill_tokens, record.lora_name, record.service_class, record.is_preemptible,
+    )  # fmt: skip
 
 
 def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLoads) -> None:
@@ -153,11 +164,11 @@ def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLo
 
 
 def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Finished) -> RunState:
-    if state not in OPEN or isinstance(record, Assigned):
+    if state not in OPEN or type(record) is Assigned:
         return state
-    if isinstance(record, Started):
+    if type(record) is Started:
         return "started" if state == "assigned" else state
-    if isinstance(record, PrefillDone):
+    if type(record) is PrefillDone:
         return "handed_off" if record.phase == "prefill" else "prefilled"
     # No reader sees the error of a prefill: it writes no Chunk.
     is_retryable = record.retryable or record.phase == "prefill"
