@@ -80,15 +80,15 @@ class WorkerCapacity:
         if type(record) is Assigned:
             self.on_assigned(record.worker, record.epoch)
         elif type(record) is Started:
-            worker = record.worker, record.epoch
-            if (limit := self._limits.get(worker)) is not None:
-                limit.runs = max(limit.runs, self._known_runs(*worker))
+            key = record.worker, record.epoch
+            if (limit := self._limits.get(key)) is not None:
+                limit.runs = max(limit.runs, self._known_runs(*key))
         elif type(record) is Finished and record.code == "worker_full" and record.retryable:
-            worker = record.worker, record.epoch
-            runs = self._known_runs(*worker)
-            if (before := self._limits.get(worker)) is not None:
+            key = record.worker, record.epoch
+            runs = self._known_runs(*key)
+            if (before := self._limits.get(key)) is not None:
                 runs = min(runs, before.runs)
-            self._limits[worker] = _Limit(runs, fact.timestamp_ms)
+            self._limits[key] = _Limit(runs, fact.timestamp_ms)
 
     def on_fleet_changed(self) -> None:
         """Drop lost workers."""

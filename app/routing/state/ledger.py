@@ -106,13 +106,13 @@ class LaneState:
             del self.requests[request_id]
         else:
             self.unfinished[request_id] = state
-        if self._open_runs is not None:
-            self._index_open_runs(request_id, state)
+        self._index_open_runs(request_id, state)
 
     def _index_open_runs(self, request_id: str, state: RequestState) -> None:
-        """Replace the open runs of a request in the index."""
+        """Replace the open runs of a request in the index, if that is kept."""
         index = self._open_runs
-        assert index is not None, "nothing has asked for it"
+        if index is None:
+            return
         open_runs = tuple([
             ((k.worker, k.epoch), RunKey(request_id, k.attempt, k.phase))
             for k, run in state.runs.items()
@@ -212,7 +212,7 @@ class LedgerState:
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
             lane.apply(fact, self.loads)
-            if type(fact.record) is Assigned and fact.record.session is not None:
+            if type(fact.record) is Assigned:
                 self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
         if facts:
             self.last_append_ms = max(self.last_append_ms, facts[-1].timestamp_ms)
@@ -233,7 +233,10 @@ class LedgerState:
     def snapshot(self, source: Partition) -> bytes:
         """The partition's requests as bytes; equal states give equal bytes."""
         lane = self.lane(source.partition)
-        outcomes = [(i, end.code, end.attempt, end.last_ms) for i, end in lane.finished.items()]
+        outcomes = [
+            (request_id, end.code, end.attempt, end.last_ms)
+            for request_id, end in lane.finished.items()
+        ]
         sessions = self.sessions.snapshot_rows(source.partition)
         return msgspec.msgpack.encode(_LaneSnapshot(list(_to_rows(lane)), outcomes, sessions))
 

@@ -149,8 +149,9 @@ class FadingSums:
         self._last: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def add(self, worker: str, amount: float, at_ms: int) -> None:
-        """Add to the sum of a worker; beyond `MAX_REMEMBERED` workers the first is dropped."""
+        """Add to the sum of a worker; beyond `MAX_REMEMBERED` workers the oldest is dropped."""
         self._last[worker] = (self.sum(worker, at_ms) + amount, at_ms)
+        self._last.move_to_end(worker)
         if len(self._last) > MAX_REMEMBERED:
             self._last.popitem(last=False)
 
@@ -308,7 +309,7 @@ class PerformanceModel:
         if chosen is None or chosen.prefill_runs:
             return
         if not is_decode and pace.slowdown != 1.0:
-            pace = pace._replace(slowdown=1.0)  # it is what the run measures
+            pace = pace._replace(slowdown=1.0)  # which the run measures
         tokens = chosen.prompt_tokens + chosen.open_runs * self.mean_output_tokens / 2
         step_ms = pace.decode_ms(tokens) if chosen.open_runs else 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
