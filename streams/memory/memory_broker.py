@@ -114,11 +114,17 @@ class MemoryBroker:
         """Delete the records below an offset, as an administrator does."""
         self.log(topic, partition).delete_before(before)
 
-    def compact(self, topic: str) -> None:
-        """Compact now, keeping records younger than the compaction lag."""
+    def compact(self, topic: str, lag_ms: int = _DAY_MS) -> None:
+        """Compact now, keeping records younger than the lag, and tombstones for twice as long."""
         now_ms = self.now_ms()
         for log in self._logs[topic]:
-            log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+            log.compact(now_ms - lag_ms, now_ms - 2 * lag_ms)
+
+    def compact_all(self, lag_ms: int = _DAY_MS) -> None:
+        """Compact every topic whose records are replaced by newer ones of their key."""
+        for topic, retention_ms in self._retention_ms.items():
+            if retention_ms is None or topic in self._compacting:
+                self.compact(topic, lag_ms)
 
     def group(self, topic: str, name: str) -> ConsumerGroup:
         """The group of this name on this topic, created on first use."""

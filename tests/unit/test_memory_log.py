@@ -16,7 +16,7 @@ from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
 from streams.memory.memory_member import MemoryMember
 from streams.ports import Entry, Partition, Record
-from streams.topics import LEDGER, REGISTRY, REQUESTS
+from streams.topics import BATCH_JOBS, LEDGER, REGISTRY, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 HOUR_S = 3600.0
@@ -434,6 +434,16 @@ async def test_tombstones_are_kept_a_day_longer_than_their_records(world: Memory
     world.append_raw(REGISTRY, 0, entry("1", "c"))
     world.broker.compact(REGISTRY)
     assert keys(world) == [(b"b", 1), (b"c", 2)]
+
+
+@scenario_test
+async def test_compaction_of_all_topics_leaves_those_that_delete_by_age(world: MemoryWorld) -> None:
+    """With a lag of its own, for a test that compacts in between."""
+    for topic in (LEDGER, BATCH_JOBS, REGISTRY):
+        world.append_raw(topic, 0, entry("1"), entry("2"), entry("3"))
+    await world.sleep(2)
+    world.broker.compact_all(lag_ms=1000)
+    assert [len(world.records(t, 0)) for t in (LEDGER, BATCH_JOBS, REGISTRY)] == [3, 1, 1]
 
 
 @scenario_test
