@@ -3,8 +3,9 @@
     frames ─► EngineEventBatch ─► BatchNumberTracker ─► missing batches ─► replay ─► recovered
 
 A message has three frames: topic, batch number (i64, big endian, from 0, increased by one), and a
-msgpack array of time, events and rank. Answers to a replay have an empty frame first, older ones no
-topic. An event is a map, or in older engines an array, with its type inside; hashes are bytes or
+batch of time, events and rank in msgpack. Answers to a replay have an empty frame first, older ones
+no topic. Batches and events are maps or arrays, independently of each other: arrays in engines
+without cache groups, arrays with a group in later ones, maps in the newest; hashes are bytes or
 signed integers. Unknown fields are skipped, so that newer engines can be read; an event of an
 unknown type becomes `UnreadableEvent`.
 
@@ -14,6 +15,7 @@ since it must not end the reading task.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ from indexer.cache_events.engine_events import (
     UnreadableEvent,
 )
 from indexer.xxh3 import xxh3
+
+log = logging.getLogger(__name__)
 
 END_OF_REPLAY = -1
 """Batch number that marks the end of a replay."""
@@ -90,7 +94,7 @@ def decode_batch(frames: Sequence[bytes]) -> EngineEventBatch | None:
             raise ValueError(f"number {number}, of {len(number_bytes)} bytes")
         if number == END_OF_REPLAY:
             return EngineEventBatch(END_OF_REPLAY)
-        message = _MESSAGE.decode(payload)
+        message = (_MESSAGE_MAP if _is_map(payload) else _MESSAGE).decode(payload)
     except _UNREADABLE:
         return None
     events: list[EngineEvent] = []
@@ -99,6 +103,32 @@ def decode_batch(frames: Sequence[bytes]) -> EngineEventBatch | None:
         if not (events and _joins(events[-1], event)):
             events.append(event)
     return EngineEventBatch(number, message.data_parallel_rank or 0, tuple(events))
+
+
+class UnreadableEvents:
+    """Log of the messages of one engine that cannot be read, or have events that cannot.
+
+    It has a line for the first, the tenth, the hundredth message and so on.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._messages = 0
+        self._next_line = 1
+
+    def readable_events(self, batch: EngineEventBatch | None) -> tuple[EngineEvent, ...]:
+        """The events of a message; an `UnreadableEvent`, to be counted, for one without any."""
+        events = (UnreadableEvent(is_known=True),) if batch is None else batch.events
+        if any(type(event) is UnreadableEvent and event.is_known for event in events):
+            self._messages += 1
+            if self._messages == self._next_line:
+                self._next_line *= 10
+                log.warning(
+                    "cache events of %s cannot be read, %d messages so far: its cache is partly "
+                    "unknown to routers. It may be newer than this version supports",
+                    self._source, self._messages,
+                )  # fmt: skip
+        return events
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -110,8 +140,14 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+class _MessageMap(msgspec.Struct, gc=False):
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
 class _Stored(msgspec.Struct, gc=False):
-    """The fields of array events; maps have more."""
+    """The order of the fields is that of array events. `group_idx` and the fields after it are in
+    those of engines with cache groups only."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -121,6 +157,10 @@ class _Stored(msgspec.Struct, gc=False):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Any = None
+    locality: str | None = None
 
 
 class _StoredRow(_Stored, array_like=True, tag="BlockStored", gc=False):
@@ -128,14 +168,14 @@ class _StoredRow(_Stored, array_like=True, tag="BlockStored", gc=False):
 
 
 class _StoredMap(_Stored, tag="BlockStored", gc=False):
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    locality: str | None = None
+    pass
 
 
 class _Removed(msgspec.Struct, gc=False):
     block_hashes: list[int | bytes]
     medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
 
 
 class _RemovedRow(_Removed, array_like=True, tag="BlockRemoved", gc=False):
@@ -143,8 +183,7 @@ class _RemovedRow(_Removed, array_like=True, tag="BlockRemoved", gc=False):
 
 
 class _RemovedMap(_Removed, tag="BlockRemoved", gc=False):
-    group_idx: int | None = None
-    locality: str | None = None
+    pass
 
 
 class _ClearedRow(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
@@ -164,6 +203,7 @@ class _TypeMap(msgspec.Struct, gc=False):
 
 
 _MESSAGE = msgspec.msgpack.Decoder(_Message)
+_MESSAGE_MAP = msgspec.msgpack.Decoder(_MessageMap)
 _ROW = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
 _MAP = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 _TYPE_ROW = msgspec.msgpack.Decoder(_TypeRow)
@@ -172,9 +212,14 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
+def _is_map(raw: bytes | msgspec.Raw) -> bool:
+    """Whether a value in msgpack is a map."""
+    first = memoryview(raw)[:1]
+    return len(first) > 0 and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
+
+
 def _event(raw: msgspec.Raw) -> EngineEvent:
-    first = memoryview(raw)[0]
-    is_map = 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+    is_map = _is_map(raw)
     try:
         event: object = _MAP.decode(raw) if is_map else _ROW.decode(raw)
         if isinstance(event, _Stored):
@@ -194,8 +239,6 @@ def _type_of(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any]) -> str:
 
 
 def _removed(event: _Removed) -> BlocksRemoved:
-    if not isinstance(event, _RemovedMap):
-        return BlocksRemoved(event.block_hashes, event.medium or "")
     return BlocksRemoved(
         event.block_hashes, event.medium or "", event.group_idx or 0, event.locality or ""
     )
@@ -216,17 +259,11 @@ def _stored(event: _Stored) -> BlocksStored:
     # Old engines number adapters; such blocks must not pass for those of the base model.
     adapter = event.lora_name or ("" if event.lora_id is None else f"adapter {event.lora_id}")
     salt, objects = _extra(event)
-    stored = BlocksStored(
+    return BlocksStored(
         event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size,
         event.medium or "", adapter, salt, objects,
+        event.group_idx or 0, event.kv_cache_spec_kind or "", event.locality or "",
     )  # fmt: skip
-    if not isinstance(event, _StoredMap):
-        return stored
-    return stored._replace(
-        group=event.group_idx or 0,
-        kind=event.kv_cache_spec_kind or "",
-        locality=event.locality or "",
-    )
 
 
 def _extra(event: _Stored) -> tuple[str, list[set[int]] | None]:

@@ -194,13 +194,15 @@ async def rebound(port: int, replay_port: int) -> EventPublisher:
             await asyncio.sleep(0.05)
 
 
-async def test_unreadable_messages_are_skipped(
-    publisher: EventPublisher, follower: Follower
+async def test_unreadable_messages_are_skipped_counted_and_logged_once(
+    publisher: EventPublisher, follower: Follower, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await publisher._pub.send_multipart([b"kv", b"short", b"\xc1"])
+    for _ in range(3):
+        await publisher._pub.send_multipart([b"kv", b"short", b"\xc1"])
     publisher.publish([block(1)])
     await follower.holds(1)
-    assert follower.normalizer.counters == NormalizerCounters()
+    assert follower.normalizer.counters == NormalizerCounters(malformed=3)
+    assert caplog.text.count("cannot be read") == 1
 
 
 @pytest.mark.parametrize("missing", ["publisher", "replay"])

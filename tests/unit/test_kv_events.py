@@ -16,6 +16,7 @@ from app.engine.kv_events import (
     END_OF_REPLAY,
     BatchNumberTracker,
     EngineEventBatch,
+    UnreadableEvents,
     decode_batch,
     recovered_events,
 )
@@ -195,7 +196,8 @@ def test_message_without_a_rank_is_of_the_first_one() -> None:
 
 
 def test_events_are_maps_or_arrays() -> None:
-    row = ["BlockStored", [7], 5, [1, 2], 2, None, "CPU", "ada", [["ada"]], "and", "more"]
+    row = ["BlockStored", [7], 5, [1, 2], 2, None, "CPU", "ada", [["ada"]]]
+    row += [None, None, None, None, "and", "more"]
     expected = BlocksStored([7], 5, [1, 2], 2, "CPU", "ada")
     assert events_in(row, ["BlockRemoved", [7], "CPU"], ["AllBlocksCleared"]) == (
         expected, BlocksRemoved([7], "CPU"), AllCleared(),
@@ -240,6 +242,67 @@ def test_group_kind_and_locality_are_read() -> None:
     assert (event.group, event.kind, event.locality) == (2, "mla_attention", "REMOTE")
     removed = {"type": "BlockRemoved", "block_hashes": [1], "group_idx": 2, "locality": "REMOTE"}
     assert events_in(removed) == (BlocksRemoved([1], "", 2, "REMOTE"),)
+
+
+def test_arrays_have_group_kind_and_locality_behind_the_fields_of_older_engines() -> None:
+    row = ["BlockStored", [7], None, [1, 2], 2, None, "GPU", None, None]
+    removed = ["BlockRemoved", [7], "GPU"]
+    assert events_in(
+        [*row, 1, "sliding_window", 128], [*row, 0, "full_attention", None, "REMOTE"],
+        [*removed, 1], [*removed, 0, "REMOTE"],
+    ) == (
+        BlocksStored([7], None, [1, 2], 2, "GPU", group=1, kind="sliding_window"),
+        BlocksStored([7], None, [1, 2], 2, "GPU", kind="full_attention", locality="REMOTE"),
+        BlocksRemoved([7], "GPU", 1), BlocksRemoved([7], "GPU", 0, "REMOTE"),
+    )  # fmt: skip
+
+
+def in_form(form: str, name: str, **fields: Any) -> Any:
+    """An event of an engine with cache groups, as an array or as a map."""
+    return [name, *fields.values()] if form == "array" else {"type": name} | fields
+
+
+@pytest.mark.parametrize("batch", ["array", "map"])
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_blocks_of_a_window_serve_no_prefix_and_their_removal_leaves_other_groups_alone(
+    form: str, batch: str
+) -> None:
+    shared: dict[str, Any] = {
+        "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": list(range(2 * SIZE)),
+        "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": None,
+    }  # fmt: skip
+    of_window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "window": 128}
+    of_group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    removed = {"block_hashes": [1, 2], "medium": "GPU"}
+    followed = Followed()
+
+    def receive(n: int, *events: Any) -> int:
+        content: Any = {"ts": 1.5, "events": events, "data_parallel_rank": 0}
+        content = [1.5, events, 0] if batch == "array" else content
+        found = decode_batch([b"", number(n), msgspec.msgpack.encode(content)])
+        assert found is not None
+        followed.bridge.on_events(found.events, 0.0)
+        return followed.bridge.held_blocks
+
+    assert receive(0, in_form(form, "BlockStored", **shared, **of_window)) == 0
+    assert receive(1, in_form(form, "BlockStored", **shared, **of_group)) == 2
+    assert receive(2, in_form(form, "BlockRemoved", **removed, group_idx=1)) == 2
+    assert receive(3, in_form(form, "BlockRemoved", **removed, group_idx=0)) == 0
+    assert followed.bridge.counters.unknown_removed == 0
+
+
+def test_messages_that_cannot_be_read_are_counted_each_and_logged_seldom(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    normalizer, unreadable = EventNormalizer(SIZE, SECRET), UnreadableEvents("tcp://engine")
+    odd = [msgspec.msgpack.encode(content) for content in ({"odd": 1}, [1.5, 2], "events")]
+    for payload in odd * 50:
+        frames = [b"", number(1), payload]
+        normalizer.on_events(unreadable.readable_events(decode_batch(frames)), 0.0)
+    normalizer.on_events(unreadable.readable_events(decode_batch(message({"x": 1}))), 0.0)
+    assert normalizer.counters == NormalizerCounters(malformed=150, unknown_types=1)
+    assert [r.args[1] for r in caplog.records if r.args] == [1, 10, 100]  # type: ignore[index]
+    assert "tcp://engine" in caplog.text
 
 
 def test_unknown_fields_and_events_are_skipped() -> None:

@@ -28,6 +28,7 @@ from app.engine.kv_events import (
     END_OF_REPLAY,
     BatchNumberTracker,
     EngineEventBatch,
+    UnreadableEvents,
     decode_batch,
     recovered_events,
 )
@@ -61,6 +62,7 @@ class ZmqEventFollower:
         self._endpoint = endpoint
         self._replay = replay
         self._listener = listener
+        self._unreadable = UnreadableEvents(endpoint)
         self._numbers = BatchNumberTracker()
         self._in_sequence = False
         """Whether gaps show in the number of the next batch; not on a new connection."""
@@ -113,7 +115,11 @@ class ZmqEventFollower:
 
     async def _take(self, frames: Sequence[bytes]) -> None:
         batch = decode_batch(frames)
-        if batch is None or batch.number == END_OF_REPLAY:
+        events = self._unreadable.readable_events(batch)
+        if batch is None:
+            self._publish(events)
+            return
+        if batch.number == END_OF_REPLAY:
             return
         if batch.rank:
             return  # of another rank, which has an endpoint of its own
@@ -126,7 +132,7 @@ class ZmqEventFollower:
             self._publish([AllCleared()])
         elif step.missing:
             await self._fill(step.missing)
-        self._publish(batch.events)
+        self._publish(events)
 
     async def _fill(self, missing: range) -> None:
         """Replay missing batches and pass on their events."""

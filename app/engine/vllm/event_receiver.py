@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.interface import KvEventListener
-from app.engine.kv_events import BatchNumberTracker, EngineEventBatch, decode_batch
+from app.engine.kv_events import (
+    BatchNumberTracker,
+    EngineEventBatch,
+    UnreadableEvents,
+    decode_batch,
+)
 from indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
 
 log = logging.getLogger(__name__)
@@ -33,6 +38,7 @@ class KvEventReceiver:
     def __init__(self, listener: KvEventListener) -> None:
         self.failure: BaseException | None = None
         self._listener = listener
+        self._unreadable = UnreadableEvents("vLLM")
         self._numbers: defaultdict[int, BatchNumberTracker] = defaultdict(BatchNumberTracker)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket: Any = None
@@ -78,8 +84,9 @@ class KvEventReceiver:
 
     def _take(self, frames: list[bytes]) -> None:
         batch = decode_batch(frames)
+        unreadable = self._unreadable.readable_events(batch)
         if batch is None:
-            log.warning("a message with cache events cannot be decoded: vLLM may be too new")
+            self._listener(unreadable, 0)
             return
         if events := self._in_order(batch):
             self._listener(events, batch.rank)
