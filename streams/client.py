@@ -29,6 +29,7 @@ from streams.prompt import Prompt, encode_prompt
 from streams.record_base import ServiceClass
 from streams.record_publisher import RecordPublisher
 from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
+from streams.responses.positions import Position, rest_after
 from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS, ReplyReader
 from streams.responses.reply_stream import Reply
 from streams.retry import retry_while_unavailable
@@ -173,9 +174,11 @@ class Client:
         """The visible pieces of a request's reply; the last has a finish reason or is an End.
 
         The request may have been published here or elsewhere, now or before: a reply is read from
-        its beginning, and pieces before `from_token` are skipped. `from_token` is the end of the
-        last received piece (`index + len(token_ids)`); one in the middle of a piece gives the
-        whole piece. Break out of the loop to stop early; a later call reads from the log again.
+        its beginning, and only the part behind `from_token` is returned. `from_token` is the end
+        of the last received piece, `index + len(token_ids)`; one within a piece gives all tokens of
+        that piece. In pieces without token ids each character and each item of `data` counts
+        instead (`streams/responses/positions.py`). Break out of the loop to stop early; a later
+        call reads from the log again.
 
         Raises TimeoutError if the end does not come in time (stream again), PositionLost if the
         beginning is no longer in the log, also for an id that is too old to begin; NotFound for
@@ -183,8 +186,8 @@ class Client:
         readers, BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
-        reply = await self._claim(request_id, deadline, begun=from_token > 0)
-        received = 0
+        reply = await self._claim(request_id, deadline, from_token)
+        position, received = Position(), from_token
         try:
             while True:
                 try:
@@ -196,8 +199,8 @@ class Client:
                 if isinstance(piece, End):
                     yield piece
                     return
-                received = piece.index + len(piece.token_ids)
-                if (rest := _from(piece, from_token)) is not None:
+                received = position.pass_over(piece)
+                if (rest := rest_after(piece, received, from_token)) is not None:
                     yield rest
                 if piece.finish_reason is not None:
                     return
@@ -248,15 +251,22 @@ class Client:
         while len(self._unclaimed) > MAX_UNCLAIMED_REPLIES:
             replies.detach(self._unclaimed.pop(next(iter(self._unclaimed))))
 
-    async def _claim(self, request_id: str, deadline: float, *, begun: bool) -> Reply:
-        """The subscribed reply of a published request, or a new one from the log."""
+    async def _claim(self, request_id: str, deadline: float, from_token: int) -> Reply:
+        """The subscribed reply of a published request, or a new one from the log.
+
+        The buffered pieces of a subscribed one may be merged over the position to resume from.
+        """
         replies = self._listening()
-        if request_id in self._unclaimed:
-            return self._unclaimed.pop(request_id)
+        if (reply := self._unclaimed.pop(request_id, None)) is not None:
+            if not from_token:
+                return reply
+            replies.detach(reply)
         may_begin_s = math.inf if _may_begin(request_id, self._clock.wall_ms()) else 0.0
         return await retry_while_unavailable(
             self._clock,
-            lambda: replies.attach(request_id, begun=begun, may_begin_s=may_begin_s),
+            lambda: replies.attach(
+                request_id, begun=from_token > 0, after=from_token, may_begin_s=may_begin_s
+            ),
             until=deadline,
         )
 
@@ -273,22 +283,3 @@ def _may_begin(request_id: str, now_ms: int) -> bool:
     waits_ms = 0 if has_tenant_tag(request_id) else TOPICS_BY_NAME[BATCH].retention_ms or 0
     longest_ms = waits_ms + MAX_REQUEST_LIFETIME_MS + CLOCK_MARGIN_MS
     return drawn_ms is None or now_ms - drawn_ms < longest_ms
-
-
-def _from(piece: Chunk, token: int) -> Chunk | None:
-    """The piece, or its end without tokens if all of them are before `token`, or None."""
-    if piece.index >= token or piece.index + len(piece.token_ids) > token:
-        return piece
-    if piece.finish_reason is None:
-        return None
-    return Chunk(
-        id=piece.id,
-        attempt=piece.attempt,
-        run=piece.run,
-        seq=piece.seq,
-        index=piece.index + len(piece.token_ids),
-        chars=piece.chars,
-        finish_reason=piece.finish_reason,
-        usage=piece.usage,
-        stop_reason=piece.stop_reason,
-    )

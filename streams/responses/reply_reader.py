@@ -131,7 +131,7 @@ class ReplyReader:
         return reply
 
     async def attach(
-        self, request_id: str, *, begun: bool = False, may_begin_s: float = math.inf
+        self, request_id: str, *, begun: bool = False, after: int = 0, may_begin_s: float = math.inf
     ) -> Reply:
         """A reply from the first record of the request; it fails with PositionLost if that is gone.
 
@@ -139,6 +139,7 @@ class ReplyReader:
         `may_begin_s`: for how long from now the request may still begin. If the log was read to
         its end without a record of a request that has begun, or after that time, the reply fails
         with PositionLost if the log has lost records, and with NotFound if it has not.
+        `after`: a position from which the caller needs the rest (`Reply`).
 
         Raises BrokerUnavailable, or the error that ended reading.
         """
@@ -155,6 +156,7 @@ class ReplyReader:
             doubts=begun or 0 < oldest == start,
             may_begin_until=-math.inf if begun else self._clock.now() + may_begin_s,
             attached=AttachPoint(oldest, begun),
+            after=after,
         )
         if start >= lane.position:
             lane.add(reply)

@@ -15,15 +15,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from streams.codecs import decode
 from streams.errors import Malformed, NewerRecord
 from streams.ports import Record
 from streams.records import Chunk, End, Fence, LogProb
+from streams.responses.positions import Position
 from streams.responses.transcript import Transcript
 
 MAX_PENDING_PIECES = 256
-"""Buffered pieces before they are merged into one. So a slow consumer gets fewer and larger pieces;
-it delays no other consumer, and the buffer holds at most one whole answer."""
+"""Buffered pieces before they are merged. So a slow consumer gets fewer and larger pieces; it
+delays no other consumer, and the buffer holds at most one whole answer."""
 
 NO_OFFSET = sys.maxsize
 """An offset that no partition reaches."""
@@ -52,7 +55,9 @@ class Reply:
     """The visible pieces of one request, from the offset `start` on.
 
     A piece is a Chunk or the End. Merged Chunks have the `index` of the first and all other fields
-    of the last: they are for display, not for a `Transcript`.
+    of the last: they are for display, not for a `Transcript`. A merged Chunk ends where one of the
+    log ends, never contains the end of the position that its reader resumes after, and has tokens
+    in all its parts or in none (`streams/responses/positions.py`).
     """
 
     def __init__(
@@ -65,8 +70,13 @@ class Reply:
         doubts: bool = False,
         may_begin_until: float = -math.inf,
         attached: AttachPoint | None = None,
+        after: int = 0,
     ) -> None:
-        """`doubts`: the beginning may have been deleted from the log (see `unconfirmed_end`)."""
+        """`doubts`: the beginning may have been deleted from the log (see `unconfirmed_end`).
+
+        `after`: the position that the reader has. Chunks with tokens up to it are left out, except
+        the last Chunk of the answer; `rest_after` cuts the others.
+        """
         self.request_id = request_id
         self.lane = lane
         """Kept, since a lane is found by a hash in Python."""
@@ -88,7 +98,13 @@ class Reply:
         self._doubts = doubts
         self._unfenced = False
         self._transcript = Transcript(request_id, keep=False)
+        self._after = after
+        self._position = Position()
+        self._model = ""
+        """The name of the model, of a Chunk that was left out."""
         self._pieces: deque[Chunk | End] = deque()
+        self._merge_at = 0
+        """Twice the pieces that the last merge left: the next one has to be worth its time."""
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: PieceSink | None = None
@@ -127,6 +143,7 @@ class Reply:
         self._unfenced = False
         self.unconfirmed_end = None
         self._transcript = Transcript(self.request_id, keep=False)
+        self._position = Position()
 
     def restart_truncated(self, start: int) -> None:
         """Restart at the new start of the log. Only before anything was visible."""
@@ -209,14 +226,37 @@ class Reply:
 
     def _put(self, piece: Chunk | End) -> None:
         self.has_begun = True
+        if self._after and isinstance(piece, Chunk):
+            if self._is_known(piece):
+                self._model = self._model or piece.model
+                return
+            if self._model:
+                piece, self._model = replace(piece, model=piece.model or self._model), ""
         if self._sink is not None and self._pass_on(self._sink, piece):
             return
-        if len(self._pieces) >= MAX_PENDING_PIECES:
-            chunks = [p for p in self._pieces if isinstance(p, Chunk)]
-            assert len(chunks) == len(self._pieces), "nothing follows an End"
-            self._pieces = deque([merge_chunks(chunks)])
+        if len(self._pieces) >= max(MAX_PENDING_PIECES, self._merge_at):
+            self._merge()
         self._pieces.append(piece)
         self._wake()
+
+    def _is_known(self, piece: Chunk) -> bool:
+        """Whether the reader has all tokens of a Chunk, and more follow."""
+        end = self._position.pass_over(piece)
+        return bool(piece.token_ids) and piece.finish_reason is None and end <= self._after
+
+    def _merge(self) -> None:
+        """Merge buffered pieces that follow each other, if all have tokens or none has."""
+        groups: list[list[Chunk]] = []
+        tokens = -1
+        for piece in self._pieces:
+            assert isinstance(piece, Chunk), "nothing follows an End"
+            if piece.index == tokens and bool(piece.token_ids) == bool(groups[-1][0].token_ids):
+                groups[-1].append(piece)
+            else:
+                groups.append([piece])
+            tokens = piece.index + len(piece.token_ids)
+        self._pieces = deque(map(merge_chunks, groups))
+        self._merge_at = 2 * len(self._pieces)
 
     def _pass_on(self, sink: PieceSink, piece: Chunk | End) -> bool:
         """Offer a piece to the sink, unless the task is about to run."""

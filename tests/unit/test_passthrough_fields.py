@@ -115,12 +115,6 @@ def test_logprobs_are_sent_with_their_text() -> None:
     assert [c["finish_reason"] for c in choices] == [None, None, "length"]
 
 
-def test_other_fields_are_split_from_text_for_resuming_clients() -> None:
-    whole_piece = piece("ab", PassthroughDelta(choice={"logprobs": {"a": 1}}), reason="stop")
-    parts = [(part.text, len(part.data)) for part in split_chunk(whole_piece, apart=True)]
-    assert parts == [("", 1), ("ab", 0)]
-
-
 def test_answer_may_begin_and_end_with_other_fields() -> None:
     events = got(CHAT, piece("", PassthroughDelta(delta=CALLS[0]), reason="tool_calls"))
     first, last = (event["choices"][0] for event in events)

@@ -257,14 +257,18 @@ class ActiveStreams:
             for request in requests:
                 sends.create_task(send_in_turn(request))
 
-    async def attach(self, request_id: str, *, begun: bool, may_begin_s: float) -> Reply:
+    async def attach(
+        self, request_id: str, *, begun: bool, after: int, may_begin_s: float
+    ) -> Reply:
         """The reply of any request, from its beginning. Raises ApiError.
 
         `begun`: the client has some of it already; `may_begin_s`: for how long it may still begin.
         It fails when the log has nothing of a request that has begun, or cannot begin any more.
         """
         async with self._answering():
-            return await self._replies.attach(request_id, begun=begun, may_begin_s=may_begin_s)
+            return await self._replies.attach(
+                request_id, begun=begun, after=after, may_begin_s=may_begin_s
+            )
 
     def unsubscribe(self, reply: Reply) -> None:
         self._replies.detach(reply)

@@ -7,11 +7,10 @@ connection and the log. The task of a response and the reader of the log both us
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from msgspec.structs import replace
 
 from app.http.api_errors import error_of_piece, invalid_request
 from app.http.openai import openai_responses, sse
@@ -68,7 +67,7 @@ class EventEncoder:
                 f"the stream has ended at position {choice.position}, before the one to go on from",
                 "from",
             )
-        self._paces[index].on_tokens(choice.position)
+        self._paces[index].on_tokens(choice.timed_tokens)
 
     def encode(self, index: int, piece: ReplyPiece) -> bytes:
         """The events for a piece, possibly none. Raises ApiError for a failed piece.
@@ -88,7 +87,7 @@ class EventEncoder:
         ):
             return self._encode_unusual(index, piece)
         choice.add(piece)
-        self._paces[index].on_tokens(choice.position)
+        self._paces[index].on_tokens(choice.timed_tokens)
         text = piece.text
         if self._options.interval > 1:
             text = self._held[index].add(text, len(piece.token_ids), self._options.interval)
@@ -126,40 +125,28 @@ class EventEncoder:
             raise failure  # held text can still be sent
         held = self._held[index].take()
         before = self._encode_text(index, held) if held else b""
-        if isinstance(piece, Chunk) and piece.data:
-            return before + b"".join(
-                self._encode_part(index, each)
-                for part in split_chunk(piece)
-                for each in self._parts_of(index, part)
-            )
-        return before + self._encode_part(index, piece)
+        if (rest := self._rest(index, piece)) is None:
+            self.add(index, piece)
+            return before
+        if isinstance(rest, Chunk) and rest.data and not rest.token_ids:
+            return before + b"".join(self._encode_part(index, part) for part in split_chunk(rest))
+        return before + self._encode_part(index, rest)
 
-    def _parts_of(self, index: int, part: Chunk) -> Iterable[Chunk]:
-        """The sub-parts of a part that a resuming client may lack."""
-        if self.choices[index].position >= self._options.from_token:
-            return (part,)
-        return split_chunk(part, apart=True)
+    def _rest(self, index: int, piece: ReplyPiece) -> ReplyPiece | None:
+        """The part of a piece that a resuming client lacks; None if it has all of it."""
+        choice, position = self.choices[index], self._options.from_token
+        if not isinstance(piece, Chunk) or choice.position >= position:
+            return piece
+        return choice.rest_of(piece, position)
 
     def _encode_part(self, index: int, piece: ReplyPiece) -> bytes:
+        """The event of a piece that has one position: with token ids, or a part of another."""
         choice = self.choices[index]
         self.add(index, piece)
-        if 0 < choice.position <= self._options.from_token and choice.finish_reason is None:
-            return b""  # the client has it already
-        event = self._encoders[index].encode(choice, self._unknown(choice, piece))
+        event = self._encoders[index].encode(choice, piece)
         if event is None:
             return b""
         return sse.encode_event(event, choice.position if self._is_single else None)
-
-    def _unknown(self, choice: Choice, piece: ReplyPiece) -> ReplyPiece:
-        """The rest of a piece after the resume position; a piece with token ids is sent whole."""
-        if not isinstance(piece, Chunk) or not self._options.from_token:
-            return piece
-        if choice.position <= self._options.from_token:  # the client lacks only its end
-            return replace(piece, text="")
-        if choice.shown_tokens:
-            return piece
-        known = self._options.from_token - (choice.position - len(piece.text))
-        return replace(piece, text=piece.text[known:]) if known > 0 else piece
 
 
 class _HeldText:

@@ -141,16 +141,17 @@ async def publish_and_read(
 
 @asynccontextmanager
 async def resume_reply(
-    streams: ActiveStreams, request_id: str, *, begun: bool, may_begin_s: float
+    streams: ActiveStreams, request_id: str, *, begun: bool, after: int, may_begin_s: float
 ) -> AsyncGenerator[MergedReplies, None]:
     """Read the reply of an existing request from its beginning, without cancelling it on exit.
 
-    `begun`: the client has received part of it. `may_begin_s`: time within which it must start.
+    `begun`: the client has received part of it; `after`: position up to which pieces may be left
+    out (`Reply`). `may_begin_s`: time within which it must start.
     Raises ApiError.
     """
     streams.reserve(1)
     try:
-        reply = await streams.attach(request_id, begun=begun, may_begin_s=may_begin_s)
+        reply = await streams.attach(request_id, begun=begun, after=after, may_begin_s=may_begin_s)
         joined = MergedReplies([reply], detached=True)
         try:
             await _await_beginning(joined)

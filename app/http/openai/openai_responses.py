@@ -15,6 +15,7 @@ from app.http.openai import logprobs, passthrough_fields
 from app.http.openai.logprobs import TokenLogprobs, TokenText
 from app.http.openai.passthrough_fields import JsonObject
 from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
+from streams.responses.positions import Position, rest_after
 
 EndpointKind = Literal["chat", "completion", "embedding"]
 
@@ -59,8 +60,8 @@ class Choice:
         self.shown_tokens = 0
         """Number of tokens shown so far."""
         self.position = 0
-        """Position to resume from: the number of tokens, or of characters and passthrough fields in
-        an answer without token ids."""
+        """Position to resume from, see `streams/responses/positions.py`."""
+        self._reading = Position()
         self.has_started = False
         self.finish_reason: str | None = None
         self.dry_run_result: DryRunResult | None = None
@@ -75,7 +76,6 @@ class Choice:
         self._offset = len(before)
         """Characters of the text before those tokens."""
         self._parts: list[str] = []
-        self._asides = 0
         self._passthrough: list[PassthroughDelta] = []
 
     @property
@@ -98,6 +98,11 @@ class Choice:
         )
 
     @property
+    def timed_tokens(self) -> int:
+        """Number of tokens so far; the position in an answer without token ids."""
+        return self.shown_tokens or self.position
+
+    @property
     def counted_tokens(self) -> int:
         """Number of tokens so far; the reported count for an answer without token ids."""
         return self.shown_tokens or self.usage.completion_tokens
@@ -115,12 +120,22 @@ class Choice:
             self.dry_run_result = piece.placed
         if isinstance(piece, Chunk):
             self.shown_tokens = piece.index + len(piece.token_ids)
-            self._take_asides(piece)
-            self.position = self.shown_tokens or piece.chars + self._asides
+            self._passthrough += piece.data
+            self.position = self._reading.pass_over(piece)
             if self._keep:
                 self._parts.append(piece.text)
             if self.spelling is not None:
                 self._take_log_probs(piece)
+
+    def rest_of(self, piece: Chunk, position: int) -> Chunk | None:
+        """The part of the next piece behind a position, to be added; None if nothing is behind it.
+
+        The part before it counts from now on as added.
+        """
+        rest = rest_after(piece, self._reading.end_of(piece), position)
+        if rest is not None:
+            self._reading.skip_known(piece, rest)
+        return rest
 
     def logprobs(self, kind: EndpointKind) -> JsonObject | None:
         """All log probabilities, or with `keep=False` those of the last piece."""
@@ -129,10 +144,6 @@ class Choice:
         if kind == "chat":
             return logprobs.chat_logprobs(self._log_probs, self.spelling)
         return logprobs.completion_logprobs(self._log_probs, self.spelling, self._offset)
-
-    def _take_asides(self, piece: Chunk) -> None:
-        self._asides += len(piece.data)
-        self._passthrough += piece.data
 
     def _take_log_probs(self, piece: Chunk) -> None:
         if not self._keep:

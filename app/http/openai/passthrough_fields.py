@@ -20,12 +20,11 @@ _REPEATED_FIELDS = frozenset({"id", "type", "name", "role", "index"})
 """Strings that are replaced by later ones instead of being concatenated."""
 
 
-def split_chunk(piece: Chunk, *, apart: bool = False) -> Iterator[Chunk]:
+def split_chunk(piece: Chunk) -> Iterator[Chunk]:
     """Split a chunk into parts with at most one aside each, in their order.
 
     An aside about the text that follows it, such as log probabilities, stays with that text; one
-    that adds to the message gets a part of its own. With `apart` every aside does, for readers that
-    may have received the aside but not the text. The last part carries the fields of the whole.
+    that adds to the message gets a part of its own. The last part carries the fields of the whole.
     """
     if not piece.data:
         yield piece
@@ -42,13 +41,13 @@ def split_chunk(piece: Chunk, *, apart: bool = False) -> Iterator[Chunk]:
         add(first)
     for aside, end in zip(piece.data, ends, strict=True):
         at = parts[-1].chars if parts else begins_at
-        if not (aside.delta or apart):
+        if not aside.delta:
             add(max(at, end), aside)
             continue
         add(at, aside)
         if end > at:
             add(end)
-    if piece.finish_reason is not None and any(a.delta or apart for a in parts[-1].data):
+    if piece.finish_reason is not None and any(aside.delta for aside in parts[-1].data):
         add(piece.chars)
     yield from parts[:-1]
     last = parts[-1]

@@ -121,7 +121,7 @@ class CompletionResponse(Response):
                     reason = choice.finish_reason or outcome
                     self._metrics.observe_response(reason, tokens, reply.gaps, reply.skipped_chunks)
                     if not self._options.is_resumed:
-                        pace.report(self._metrics, choice.position, tokens)
+                        pace.report(self._metrics, choice.timed_tokens, tokens)
 
     async def _send_whole(self, joined: MergedReplies, send: Send) -> None:
         while joined.has_more:

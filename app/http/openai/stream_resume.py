@@ -66,7 +66,13 @@ class StreamResume:
             is_resumed=True,
             from_token=from_token,
         )
-        joining = resume_reply(parts.streams, request_id, begun=begun, may_begin_s=may_begin_s)
+        joining = resume_reply(
+            parts.streams,
+            request_id,
+            begun=begun,
+            after=from_token if stream else 0,
+            may_begin_s=may_begin_s,
+        )
         clock = parts.ctx.clock
         return CompletionResponse(
             options, [choice], joining, clock, parts.metrics, lifetime_s, clock.now()
@@ -94,7 +100,7 @@ def _position(request: Request) -> int:
     if given is None:
         name, given = "from", request.query_params.get("from", "0")
     if not (given.isascii() and given.isdecimal() and len(given) < 16):
-        raise invalid_request("a position is the number of tokens that were received", name)
+        raise invalid_request("a position is the id of an event, a number", name)
     return int(given)
 
 
