@@ -235,7 +235,8 @@ async def test_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFileHa
         (form(LINES).replace(BOUNDARY.encode(), b"other"), None),
         (b"", None),
         (form(LINES, note="x" * 9000), None),
-        (form(LINES).replace(b"purpose", b"p\xff\xfe"), None),
+        (form(LINES).replace(b"purpose", b"p\xff\xfe"), "file"),
+        (form(LINES, note="x").replace(b"\r\nx\r\n", b"\r\n\xff\r\n"), None),
     ],
 )
 @scenario_test
@@ -249,6 +250,41 @@ async def test_bad_body_is_refused_and_leaves_nothing(
         assert answer.error["param"] == param
     assert kept_parts(world) == set()
     assert (await get(harness, "")).json["data"] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b'"\xff\xfe"',
+        b'"\xed\xa0\x80"',
+        b'"a\xe9.jsonl"',
+        b'"\xc3"',
+        b'"a\x00b"',
+        b'"\xf8\x88\x80\x80"',
+    ],
+)
+@scenario_test
+async def test_file_name_that_is_no_text_is_refused_before_its_content(
+    world: MemoryWorld, name: bytes
+) -> None:
+    harness = await GatewayHarness.open(world)
+    body = form(LINES).replace(b'"in.jsonl"', name)
+    answer = await HttpExchange(harness.gateway.http, "POST", "/v1/files", body, FORM).wait_done()
+    assert answer.status == 400, answer.content
+    assert world.all_records(FILE_PARTS) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["é.jsonl", "日本.jsonl", "%ff", "../a b", "\U0001f600", "a" * 300]
+)
+@scenario_test
+async def test_file_name_of_any_text_is_kept(world: MemoryWorld, name: str) -> None:
+    harness = await GatewayHarness.open(world)
+    body = form(LINES, filename=name)
+    answer = await HttpExchange(harness.gateway.http, "POST", "/v1/files", body, FORM).wait_done()
+    assert answer.status == 200, answer.content
+    got = (await get(harness, f"/{answer.json['id']}")).json["filename"]
+    assert got == name[:255]
 
 
 @scenario_test

@@ -236,6 +236,20 @@ async def test_unsupported_openai_endpoints_name_a_supported_one(world: MemoryWo
 
 
 @scenario_test
+async def test_url_below_files_or_batches_names_those_that_there_are(world: MemoryWorld) -> None:
+    harness = await GatewayHarness.open(world)
+    for path, hint in (
+        ("/v1/files/a/b", "/v1/files/FILE_ID/content"),
+        ("/v1/files/a/content/b", "/v1/files/FILE_ID/content"),
+        ("/v1/batches/a/results", "/v1/batches/BATCH_ID/cancel"),
+    ):
+        answer = await harness.send("GET", path).wait_done()
+        assert (answer.status, answer.error["code"]) == (404, "unknown_url")
+        assert hint in answer.error["message"]
+        assert "not offered" not in answer.error["message"]
+
+
+@scenario_test
 async def test_path_without_its_v1_is_corrected(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
     answer = await harness.send("POST", "/chat/completions", {"model": "demo"}).wait_done()

@@ -84,6 +84,8 @@ class MultipartBody:
         part = await _parsed(self._reader.next())
         if isinstance(part, aiohttp.MultipartReader):
             raise invalid_request("the body has a multipart within a multipart")
+        if part is not None:
+            _check_names(part)
         return part
 
     async def _add(self, part: aiohttp.BodyPartReader) -> None:
@@ -200,6 +202,16 @@ async def _parsed(reading: Awaitable[T]) -> T:
         return await reading
     except _BROKEN as e:
         raise _not_multipart(e) from None
+
+
+def _check_names(part: aiohttp.BodyPartReader) -> None:
+    """Raises ApiError for names that are no text: no record or answer could hold them."""
+    try:
+        for name in (part.name, part.filename):
+            (name or "").encode()
+    except (ValueError, LookupError):
+        message = "a part has a name or a file name that is not UTF-8: rename the file"
+        raise invalid_request(message, "file") from None
 
 
 def _body_timeout(waited_s: float) -> ApiError:
