@@ -4,6 +4,11 @@ Owns the set of assigned partitions, their positions, and the notification of th
 starts to read a new partition at once, at its own positions; those records are discarded. A
 partition is paused as soon as it is assigned, taken over by the next `poll` (which fetches its
 commit, seeks there, and calls the listener), and read after `resume`. Commits only on request.
+
+Partitions are a lease: they end a session time-out after the last heartbeat that was answered,
+counted from when it was sent, since the coordinator may then give them to another member. aiokafka
+keeps them as long as it does not reach the coordinator. A process that was stopped for longer finds
+its lease over before any of its waits ends: the event loop calls timers before tasks.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from aiokafka.errors import (
     NoOffsetForPartitionError,
     OffsetOutOfRangeError,
 )
+from aiokafka.protocol.group import HeartbeatRequest, SyncGroupRequest
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
 from streams.kafka.aiokafka_client import (
@@ -82,6 +88,9 @@ class KafkaMember:
         self._reading: set[int] = set()  # the resumed ones
         self._generation = 0
         self._unsettled_from = _NEVER  # when the rebalance began that is not over; inf: none
+        self._lease_end = 0.0
+        self._expiry: asyncio.TimerHandle | None = None
+        self._is_cut_off = False  # the lease is over, and the group has not said more since
         self._waiting: asyncio.Timeout | None = None
         self._failure: Exception | None = None
         self._closed = False
@@ -127,6 +136,7 @@ class KafkaMember:
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition, with one try."""
         self._check_open()
+        self._check_lease()
         consumer = self._consumer
         if (lost := offsets.keys() - self._next.keys()) or consumer is None:
             raise OwnershipLost(f"{self._topic}: {sorted(lost)} are not owned by this member")
@@ -148,6 +158,8 @@ class KafkaMember:
     async def close(self) -> None:
         """Leave the group without a commit; the listener is not called. Idempotent."""
         self._closed = True
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._next.clear()
         self._reading.clear()
         self._wake()
@@ -157,15 +169,59 @@ class KafkaMember:
     # --- called by the client, through the listener ---
 
     def on_granted(self, consumer: Any, partitions: Iterable[TopicPartition]) -> None:
-        if self._consumer is consumer:  # and not one that was dropped
+        if self._consumer is not consumer:  # one that was dropped
+            return
+        consumer.pause(*partitions)
+        self._is_cut_off = self._lease_end <= asyncio.get_running_loop().time()
+        if not self._is_cut_off:
             self._unsettled_from = _NEVER
-            consumer.pause(*partitions)
             self._granted = frozenset(tp.partition for tp in partitions)
             self._wake()
 
     def on_revoked(self, consumer: Any) -> None:
-        if self._consumer is not consumer:
+        if self._consumer is consumer:
+            self._is_cut_off = False
+            self._release()
+
+    def on_answer(self, consumer: Any, request: Any, sent_at: float) -> None:
+        """The coordinator has answered a request of a member whose assignment is valid."""
+        if self._consumer is not consumer or self._closed:
             return
+        loop = asyncio.get_running_loop()
+        self._lease_end = end = sent_at + self._session_s
+        if end <= loop.time():
+            return
+        if self._expiry is None:
+            self._expiry = loop.call_at(end, self._expire)
+        if self._is_cut_off and isinstance(request, HeartbeatRequest):
+            log.info("%s: %s answers again", self._topic, self._group)
+            self.on_granted(consumer, consumer.assignment())
+
+    # --- the lease ---
+
+    def _expire(self) -> None:
+        """The lease is over, unless it was extended meanwhile."""
+        self._expiry = None
+        self._check_lease()
+        if self._next or self._granted is not None:
+            self._expiry = asyncio.get_running_loop().call_at(self._lease_end, self._expire)
+
+    def _check_lease(self) -> None:
+        if not self._next and self._granted is None:
+            return
+        if self._lease_end > asyncio.get_running_loop().time():
+            return
+        log.warning(
+            "%s: no heartbeat to %s was answered for %.1f s",
+            self._topic, self._group, self._session_s,
+        )  # fmt: skip
+        if self._reading:
+            self._consumer.pause(*map(self._full, self._reading))
+        self._is_cut_off = True
+        self._release()
+
+    def _release(self) -> None:
+        """Give all partitions up."""
         self._generation += 1
         self._unsettled_from = asyncio.get_running_loop().time()
         self._granted = None
@@ -196,6 +252,8 @@ class KafkaMember:
                 return None
             self._consumer = consumer
             self._unsettled_from = asyncio.get_running_loop().time()
+            self._lease_end = 0.0
+            _observe_answers(self, consumer)
             topic = self._kafka.prefix + self._topic
             consumer.subscribe([topic], listener=_Listener(self, consumer))
         return self._consumer
@@ -324,6 +382,7 @@ class KafkaMember:
 
     def _check(self) -> None:
         self._check_open()
+        self._check_lease()
         if (failure := self._failure) is not None:
             self._failure = None
             raise failure
@@ -331,6 +390,21 @@ class KafkaMember:
     def _check_open(self) -> None:
         if self._closed:
             raise LogClosed("the member was closed")
+
+
+def _observe_answers(member: KafkaMember, consumer: AIOKafkaConsumer) -> None:
+    """Report answers of the coordinator by which a membership goes on."""
+    coordinator = consumer._coordinator  # noqa: SLF001
+    send, clock = coordinator._send_req, asyncio.get_running_loop()  # noqa: SLF001
+
+    async def send_and_report(request: Any) -> Any:
+        sent_at = clock.time()
+        answer = await send(request)
+        if isinstance(request, HeartbeatRequest | SyncGroupRequest) and answer.error_code == 0:
+            member.on_answer(consumer, request, sent_at)
+        return answer
+
+    coordinator._send_req = send_and_report  # noqa: SLF001
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped

@@ -5,7 +5,7 @@ all its partitions and rejoins; when all have, or after the session time-out, a 
 begins and the range assignor distributes the partitions. Commits count only in the generation in
 which they were sent. A member whose client is silent for the session time-out, or that does not
 poll for the poll interval, is excluded from the next generation without notice: it keeps its
-partitions until it next contacts the group.
+partitions until it next contacts the group, or finds its own session over.
 
 Members contact the group inside `poll`; a waiting poll is woken. There are no background tasks:
 time-outs are checked at every call, and a waiting poll sets a timer for the next one.
@@ -36,6 +36,9 @@ class GroupMember(Protocol):
 
     def expires_at(self) -> float:
         """When the coordinator removes this member, by its clock."""
+
+    def watch_lease(self) -> None:
+        """The coordinator has failed."""
 
 
 class ConsumerGroup:

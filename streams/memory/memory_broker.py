@@ -8,7 +8,8 @@ It has: partitions by key as in the Java client, offsets, append time by the clo
 leader (it never goes back before another one leads), headers, tombstones, deletion by age and
 count, compaction with its lags, consumer groups with generations, rebalances and zombies
 (`streams/memory/consumer_groups.py`), size limits, and the faults that
-`streams/memory/broker_faults.py` names.
+`streams/memory/broker_faults.py` names. A client may be cut off from the coordinator of its groups
+alone (`MemoryLog.cut_off`).
 
 It does not have: durability (everything is lost with the process), replicas, segments (deletion and
 compaction work record by record), quotas, security, compression, control records of transactions,
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from streams.clock import Clock
 from streams.errors import TopicMismatch
 from streams.memory.broker_faults import BrokerFaults
-from streams.memory.consumer_groups import ConsumerGroup
+from streams.memory.consumer_groups import NEVER, ConsumerGroup
 from streams.memory.partition_log import MemoryRecord, PartitionLog
 from streams.ports import Appended, Entry, Partition
 from streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
@@ -58,8 +59,8 @@ class MemoryBroker:
         self.faults = faults or BrokerFaults()
         self.session_timeout_s = session_timeout_s
         self.max_poll_interval_s = max_poll_interval_s
-        self.available = True
-        """False during an outage: appends and queries fail, polls return nothing."""
+        self.failed_at = NEVER
+        """When the outage began that is not over."""
         self.partitions: dict[str, int] = {}
         self._max_records = max_records
         self._retention_ms: dict[str, int | None] = {}
@@ -75,6 +76,21 @@ class MemoryBroker:
         self._leaders: dict[PartitionLog, Clock] = {}
         self._members = 0
         self._writer_epochs: dict[str, int] = {}
+
+    @property
+    def available(self) -> bool:
+        """False during an outage: appends and queries fail, polls return nothing."""
+        return self.failed_at == NEVER
+
+    @available.setter
+    def available(self, is_available: bool) -> None:
+        if is_available:
+            self.failed_at = NEVER
+        elif self.available:
+            self.failed_at = self.clock.now()
+            for group in self._groups.values():
+                for member in group.members.values():
+                    member.watch_lease()
 
     def create_topic(self, name: str, partitions: int, retention_ms: int | None) -> None:
         """Add an empty topic; without retention it is a compacted one."""

@@ -39,6 +39,10 @@ class MemoryConnection(Protocol):
     def suspended_at(self) -> float | None:
         """When the client sent its last heartbeat, while it is stopped; by the broker's clock."""
 
+    @property
+    def cut_off_at(self) -> float | None:
+        """Since when it does not reach the coordinator of its groups; by the broker's clock."""
+
     def check_open(self) -> None:
         """Raises LogClosed."""
 

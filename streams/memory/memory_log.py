@@ -35,6 +35,7 @@ class MemoryLog:
         self.client_id = client_id
         self.is_killed = False
         self.suspended_at: float | None = None
+        self.cut_off_at: float | None = None
         self._started = False
         self._closed = False
         self._users: dict[ConnectionUser, None] = {}
@@ -90,6 +91,26 @@ class MemoryLog:
                 user.check_timeouts()
         if not self.is_killed:
             self.suspended_at = None
+
+    def cut_off(self) -> None:
+        """As a broken link to the broker that coordinates its groups: all other requests arrive.
+
+        Until `reconnect`. Its members give their partitions up after the session time-out.
+        """
+        if self.cut_off_at is None:
+            self.cut_off_at = self.broker.clock.now()
+            for user in self._users:
+                if isinstance(user, MemoryMember):
+                    user.watch_lease()
+
+    def reconnect(self) -> None:
+        """The coordinator can be reached again; the groups may have rebalanced meanwhile."""
+        for user in self._users:
+            if isinstance(user, MemoryMember):
+                user.check_timeouts()
+        self.cut_off_at = None
+        for user in self._users:
+            user.cursor.wake_up.notify()
 
     async def partitions(self, topic: str) -> int:
         """Number of partitions of the topic, known since connecting."""

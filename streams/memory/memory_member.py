@@ -1,12 +1,16 @@
 """One member of a consumer group of the in-memory broker.
 
 Owns its copy of the assignment, which may be out of date, and the positions; the decisions of the
-group are in `streams/memory/consumer_groups.py`.
+group are in `streams/memory/consumer_groups.py`. There are no heartbeats: a member has sent its
+last one when its client was suspended or cut off from the coordinator, or when the broker failed.
+A session time-out later it gives up its partitions by itself, as a real one does.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextvars import copy_context
 
 from streams.errors import AppendFailed, LogClosed, OwnershipLost
 from streams.memory.consumer_groups import NEVER, ConsumerGroup
@@ -37,6 +41,7 @@ class MemoryMember:
         self._polling = False
         self._polled_at = connection.broker.clock.now()
         self._closed = False
+        self._context = copy_context()  # of its process
 
     async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
         """Contact the group, then return the next records."""
@@ -48,17 +53,20 @@ class MemoryMember:
             await self._connection.send_request("poll")
             while True:
                 self._check_open()
+                self._check_lease()
                 if self._connection.broker.available:
-                    if self._news():
-                        await self._connection.send_request("heartbeat")
-                        self._check_open()
-                    self._attend()
+                    if self._is_connected:
+                        if self._news():
+                            await self._connection.send_request("heartbeat")
+                            self._check_open()
+                        if self._is_connected:
+                            self._attend()
                     if batch := self._take(max_records):
                         return batch
                 now = clock.now()
                 if deadline <= now:
                     return {}
-                alarm = self._group.next_change() if self._connection.broker.available else deadline
+                alarm = self._group.next_change() if self._is_connected else deadline
                 await self.cursor.wake_up.wait(min(deadline, alarm) - now)
                 await self._connection.check_alive()
         finally:
@@ -80,13 +88,11 @@ class MemoryMember:
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets in the generation that this member last joined."""
         self._check_open()
+        self._check_lease()
         generation, lost = self._generation, offsets.keys() - self._owned
         if lost:
             raise OwnershipLost(f"{self._topic}: {sorted(lost)} are not owned")
-        if (
-            not await self._connection.send_request("commit")
-            or not self._connection.broker.available
-        ):
+        if not await self._connection.send_request("commit") or not self._is_connected:
             raise AppendFailed(f"{self._topic}: no answer to a commit")
         self._group.commit(self.id, generation, offsets)
         await self._connection.receive_answer("commit")
@@ -99,20 +105,47 @@ class MemoryMember:
         self.cursor.clear()
         self.cursor.wake_up.notify()
         self._connection.forget(self)
-        if not self._connection.is_killed:
+        if not self._connection.is_killed and self._connection.cut_off_at is None:
             self._group.leave(self)
         await self._connection.receive_answer("leave")
 
     def expires_at(self) -> float:
         """When the coordinator gives this member up, by its clock."""
-        broker, silent_since = self._connection.broker, self._connection.suspended_at
-        if silent_since is not None:
+        broker, silent_since = self._connection.broker, self._silent_since()
+        if silent_since < NEVER:
             return silent_since + broker.session_timeout_s
         return NEVER if self._polling else self._polled_at + broker.max_poll_interval_s
 
     def check_timeouts(self) -> None:
-        """Expire members of the group whose time-outs have passed."""
+        """Expire members of the group whose time-outs have passed, and this one's lease."""
         self._group.expire()
+        self._context.copy().run(self._check_lease)
+
+    def watch_lease(self) -> None:
+        """No heartbeat is answered from now on: give up the partitions if that goes on."""
+        session_s = self._connection.broker.session_timeout_s
+        loop, context = asyncio.get_running_loop(), self._context.copy()
+        loop.call_later(session_s, self._check_lease, context=context)
+
+    @property
+    def _is_connected(self) -> bool:
+        """Whether requests to the coordinator are answered."""
+        return self._connection.broker.available and self._connection.cut_off_at is None
+
+    def _silent_since(self) -> float:
+        """When this client has sent its last heartbeat; NEVER while it sends any."""
+        connection = self._connection
+        times = (connection.suspended_at, connection.cut_off_at)
+        return min((time for time in times if time is not None), default=NEVER)
+
+    def _check_lease(self) -> None:
+        """Give the partitions up if no heartbeat was answered for a session time-out."""
+        broker, connection = self._connection.broker, self._connection
+        last = min(self._silent_since(), broker.failed_at)
+        is_over = last + broker.session_timeout_s <= broker.clock.now()
+        if self._owned and is_over and not connection.is_killed and not self._closed:
+            self._generation = 0  # what is left of the assignment is taken over again
+            self._give_up()
 
     def _news(self) -> bool:
         """Whether the group's state differs from this member's copy."""

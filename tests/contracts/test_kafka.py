@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -493,6 +494,23 @@ class TestGroups:
         second, owner = joined(log)
         await poll_until_owned((second, owner), n=LANES)
         await stuck.close()
+
+    async def test_member_of_a_stopped_process_loses_its_lanes_before_its_tasks_go_on(
+        self, kafka: Broker, log: KafkaLog
+    ) -> None:
+        stopped = KafkaLog(connection(kafka, session_timeout_ms=1000), log.prefix)
+        await stopped.start()
+        try:
+            member, owner = joined(stopped)
+            await poll_until_owned((member, owner), n=LANES)
+            waiting = asyncio.create_task(asyncio.sleep(0.1, owner.owned))
+            await asyncio.sleep(0)
+            time.sleep(1.2)  # as SIGSTOP does
+            await waiting
+            assert owner.owned == {}
+            await poll_until_owned((member, owner), n=LANES)
+        finally:
+            await stopped.close()
 
     async def test_members_of_another_deployment_are_not_in_the_group(
         self, kafka: Broker, log: KafkaLog, admin: AIOKafkaAdminClient

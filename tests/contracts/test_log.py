@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
 
 from streams.clock import SystemClock
 from streams.errors import LogClosed, OwnershipLost, PositionLost, RecordTooLarge, TopicMismatch
 from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.group_member import KafkaMember
 from streams.kafka.kafka_log import KafkaLog
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_log import MemoryLog
@@ -22,6 +25,7 @@ from streams.topics import MAX_RECORD_BYTES, partition_of
 
 PARTITIONS = 4
 WAIT_S = 30.0  # a deadline for things that come at once or, with a broker's groups, in seconds
+SESSION_MS = 2000  # of members of groups
 HOUR_MS = 3_600_000
 
 
@@ -30,12 +34,16 @@ class Broker(Protocol):
 
     async def topic(self, partitions: int = PARTITIONS) -> str: ...
     async def connect(self) -> Log: ...
+    async def cut_off(self, log: Log) -> None: ...
+    async def reconnect(self, log: Log) -> None: ...
     async def delete_records(self, topic: str, partition: int, before: int) -> None: ...
 
 
 class InMemory:
     def __init__(self) -> None:
-        self.broker = MemoryBroker(SystemClock(), lanes=PARTITIONS)
+        self.broker = MemoryBroker(
+            SystemClock(), lanes=PARTITIONS, session_timeout_s=SESSION_MS / 1000
+        )
         self._numbers = count()
         self._logs: list[Log] = []
 
@@ -49,6 +57,14 @@ class InMemory:
         await log.start()
         self._logs.append(log)
         return log
+
+    async def cut_off(self, log: Log) -> None:
+        assert isinstance(log, MemoryLog)
+        log.cut_off()
+
+    async def reconnect(self, log: Log) -> None:
+        assert isinstance(log, MemoryLog)
+        log.reconnect()
 
     async def delete_records(self, topic: str, partition: int, before: int) -> None:
         self.broker.delete_records(topic, partition, before)
@@ -83,11 +99,27 @@ class RealKafka:
         return name
 
     async def connect(self) -> Log:
-        connection = ConnectionOptions(bootstrap_servers=self._bootstrap, client_id="contract")
+        connection = ConnectionOptions(
+            self._bootstrap, client_id="contract", session_timeout_ms=SESSION_MS
+        )
         log = KafkaLog(connection, prefix=self._prefix)
         await log.start()
         self._logs.append(log)
         return log
+
+    async def cut_off(self, log: Log) -> None:
+        """Close the connections to coordinators of groups, and open no other."""
+        assert isinstance(log, KafkaLog)
+        for client in _clients_of_members(log):
+            client._get_conn = partial(_unless_coordinator, client._get_conn)
+            for (_, purpose), connection in list(client._conns.items()):
+                if purpose == ConnectionGroup.COORDINATION:
+                    connection.close()
+
+    async def reconnect(self, log: Log) -> None:
+        assert isinstance(log, KafkaLog)
+        for client in _clients_of_members(log):
+            del client._get_conn
 
     async def delete_records(self, topic: str, partition: int, before: int) -> None:
         name = TopicPartition(self._prefix + topic, partition)
@@ -97,6 +129,17 @@ class RealKafka:
         for log in self._logs:
             await log.close()
         await self._admin.close()
+
+
+def _clients_of_members(log: KafkaLog) -> list[AIOKafkaClient]:
+    members = [user for user in log._users if isinstance(user, KafkaMember)]
+    return [m._consumer._client for m in members if m._consumer is not None]
+
+
+async def _unless_coordinator(connect: Any, node: int, **options: Any) -> Any:
+    if options.get("group") == ConnectionGroup.COORDINATION:
+        return None
+    return await connect(node, **options)
 
 
 @pytest.fixture(params=["twin", pytest.param("kafka", marks=pytest.mark.kafka)])
@@ -552,6 +595,53 @@ class TestGroups:
         second, owner = joined(log, topic)
         assert values(await read(second, 1)) == [b"x"]
         assert owner.owned == {0: 0}
+
+    async def test_member_cut_off_from_its_coordinator_gives_up_before_another_takes_over(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic()
+        other = await broker.connect()
+        (a, owner_a), (b, owner_b) = joined(log, topic), joined(other, topic)
+        await until([a, b], lambda: len(owner_a.owned) == len(owner_b.owned) == 2)
+        owned_by_both: list[int] = []
+
+        def take(starts: Any) -> None:
+            owned_by_both.extend(set(starts) & set(owner_a.owned))
+            Owner.assigned(owner_b, starts)
+
+        owner_b.assigned = take  # type: ignore[method-assign]
+        await broker.cut_off(log)
+        await log.append(topic, entry("x"), 0)  # all else can be reached
+        await until([a, b], lambda: len(owner_b.owned) == PARTITIONS)
+        assert (owner_a.owned, owned_by_both) == ({}, [])
+        await broker.reconnect(log)
+        await until([a, b], lambda: len(owner_a.owned) == len(owner_b.owned) == 2)
+
+    async def test_member_cut_off_from_its_coordinator_gives_up_without_being_polled(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic()
+        member, owner = joined(log, topic)
+        await until([member], lambda: len(owner.owned) == PARTITIONS)
+        await broker.cut_off(log)
+        await asyncio.sleep(SESSION_MS / 1000 + 0.2)
+        assert owner.owned == {}
+        with pytest.raises(OwnershipLost):
+            await member.commit({0: 0})
+        await broker.reconnect(log)
+        await until([member], lambda: len(owner.owned) == PARTITIONS)
+
+    async def test_member_cut_off_for_less_than_a_session_keeps_its_partitions(
+        self, broker: Broker, log: Log
+    ) -> None:
+        topic = await broker.topic()
+        member, owner = joined(log, topic)
+        await until([member], lambda: len(owner.owned) == PARTITIONS)
+        await broker.cut_off(log)
+        await asyncio.sleep(SESSION_MS / 1000 / 4)
+        await broker.reconnect(log)
+        await asyncio.sleep(SESSION_MS / 1000)
+        assert owner.revocations == []
 
     async def test_member_that_lost_a_partition_cannot_commit_it(
         self, broker: Broker, log: Log

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.client import AIOKafkaClient
 
 from streams.brokers.broker_factory import JvmBroker
 from streams.kafka.connection_options import ConnectionOptions
@@ -166,6 +170,74 @@ async def test_hung_leader_is_abandoned_by_a_reader_whose_lanes_come_and_go(
             assert (await got).offset == first.offset + 1
         finally:
             victim.resume()
+
+
+async def test_member_whose_link_to_its_coordinator_is_cut_leaves_its_lanes_to_another(
+    log: KafkaLog, kafka_cluster: JvmBroker
+) -> None:
+    other = KafkaLog(replace(log.connection, client_id="other"), log.prefix)
+    await other.start()
+    async with contextlib.AsyncExitStack() as cleanup:
+        cleanup.push_async_callback(other.close)
+        a, b = LaneOwner(log), LaneOwner(other)
+        await poll_until(lambda: len(a.lanes) == len(b.lanes) == LANES // 2, a, b)
+        b.rival = a
+        coordinator = a.member._consumer._coordinator.coordinator_id
+        cleanup.enter_context(cut_link(log.connection.client_id, coordinator))
+        await poll_until(lambda: len(b.lanes) == LANES, a, b)
+        assert (a.lanes, b.taken_twice) == (set(), set())
+        led = await leaders_of(other)
+        lane = next(lane for lane, leader in led.items() if leader != coordinator)
+        await log.append(LEDGER, Entry(None, b"x"), lane)  # by its other links
+
+
+class LaneOwner:
+    """A member of a group, and its lanes. `rival`: another one, whose lanes are compared."""
+
+    def __init__(self, log: KafkaLog) -> None:
+        self.member: Any = log.member(LEDGER, "owners", self)
+        self.lanes: set[int] = set()
+        self.rival: LaneOwner | None = None
+        self.taken_twice: set[int] = set()
+
+    def assigned(self, starts: Mapping[int, int]) -> None:
+        self.lanes |= set(starts)
+        if self.rival is not None:
+            self.taken_twice |= self.lanes & self.rival.lanes
+
+    def revoked(self, partitions: frozenset[int]) -> None:
+        self.lanes -= partitions
+
+
+async def poll_until(condition: Callable[[], bool], *owners: LaneOwner) -> None:
+    async with asyncio.timeout(40):
+        while not condition():
+            await asyncio.gather(*(owner.member.poll(0.2) for owner in owners))
+
+
+async def leaders_of(log: KafkaLog) -> dict[int, int]:
+    """Broker ids by lane, as this client has them."""
+    cluster = (await log._open_producer().ready()).client.cluster
+    topic = log.prefix + LEDGER
+    return {n: cluster.leader_for_partition(TopicPartition(topic, n)) for n in range(LANES)}
+
+
+@contextlib.contextmanager
+def cut_link(client_id: str, node: int) -> Iterator[None]:
+    """No connection of the client to this broker carries anything, and none is opened."""
+    get = AIOKafkaClient._get_conn
+
+    async def get_others(client: AIOKafkaClient, wanted: int, **options: Any) -> Any:
+        if client._client_id == client_id and wanted == node:
+            for (number, _), connection in list(client._conns.items()):
+                if number == node:
+                    connection.close()
+            return None
+        return await get(client, wanted, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AIOKafkaClient, "_get_conn", get_others)
+        yield
 
 
 async def test_leader_whose_disk_is_full_is_abandoned(

@@ -296,7 +296,7 @@ async def test_lanes_of_a_cut_client_move_after_its_session(world: MemoryWorld) 
 
 
 @scenario_test
-async def test_suspended_member_keeps_its_assignment_until_its_next_poll(
+async def test_member_that_was_suspended_for_a_session_wakes_without_its_assignment(
     world: MemoryWorld,
 ) -> None:
     group = await Group(world).settle()
@@ -307,6 +307,7 @@ async def test_suspended_member_keeps_its_assignment_until_its_next_poll(
         await other.poll()
     assert sleeper.owned == before
     group.logs[0].resume()
+    assert sleeper.owned == set()
     assert sleeper.member is not None
     with pytest.raises(OwnershipLost):
         await sleeper.member.commit(dict.fromkeys(before, 0))
