@@ -153,6 +153,11 @@ class Caller:
         if self._lease is not None and self._clock is not None:
             _check(self._lease.add_reader(self._clock.now()))
 
+    @property
+    def cache_tenant(self) -> str:
+        """The tenant whose cached texts and blocks a request may find; "" for the shared ones."""
+        return "" if self.terms.share_cache else self.tenant
+
     def with_tenant(self, request: prepared.Request, seal: TenantTag) -> prepared.Request:
         """The request as its tenant's: with its cache salt, its sessions and its class.
 

@@ -158,7 +158,7 @@ async def to_request(
         return refuse(code="invalid", message=message)
     try:
         model = await find(request.model)
-        requests, texts = await prepare(request, model)
+        requests, texts = await prepare(request, model, prompt.tenant)
     except InvalidPrompt as e:
         return refuse(code=_code_of(e), message=_in_body(e))
     except (BadModel, PreprocessorOverloaded, TimeoutError) as e:

@@ -52,11 +52,16 @@ def read_request(
     return request
 
 
-async def prepare(request: OpenAIRequest | PassthroughRequest, model: Model) -> PreparedPrompts:
-    """The requests for a checked body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""
+async def prepare(
+    request: OpenAIRequest | PassthroughRequest, model: Model, tenant: str = ""
+) -> PreparedPrompts:
+    """The requests for a checked body. `tenant`: as for `Model.prepare`.
+
+    Raises InvalidPrompt, PreprocessorOverloaded, BadModel.
+    """
     try:
         if isinstance(request, OpenAIRequest):
-            return await model.prepare(request)
+            return await model.prepare(request, tenant)
         requests = request.requests(model.card)
     except RecursionError:  # encoding needs more stack per level than parsing did
         raise InvalidPrompt("", TOO_DEEP) from None

@@ -24,11 +24,13 @@ from streams.record_base import ModelKind
 from streams.records import ModelCard
 from streams.request import Request
 from streams.topics import REGISTRY, REQUESTS
+from tests.flows.test_gateway_models import publish_model
 from tests.harness.cluster_harness import BLOCK, ClusterHarness, session_hint
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness, memory_settings
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.key_files import KeyFileHarness, auth_headers, start_guarded
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.tenant_times import CountingLibrary
 
 DRY = {"annotations": ["query_instance_id:x"]}
 CHAT = "/v1/chat/completions"
@@ -318,6 +320,31 @@ async def test_tenants_that_are_to_share_blocks_do(
         counts.append(cached(answer))
         await world.sleep(1)
     assert counts == [0, 8 * BLOCK, 0]
+
+
+@pytest.mark.parametrize(("shares", "is_found"), [(False, False), (True, True)])
+@scenario_test
+async def test_text_of_another_tenant_costs_the_gateway_as_much_as_a_new_one(
+    world: MemoryWorld, keys: KeyFileHarness, *, shares: bool, is_found: bool
+) -> None:
+    ours, theirs = keys.add("acme"), keys.add("globex")
+    for name in ("acme", "globex"):
+        keys.limit(name, share_cache=shares)
+    harness = await GatewayHarness.open(world, **keys.settings)
+    await publish_model(world)
+    await harness.register_and_wait()
+    (load,) = harness.gateway._library._loader._loads.values()
+    await world.wait_until(load.done)
+    library = CountingLibrary(load.result())
+    sent, fresh = (f"{word} " * 100 for word in ("merger", "orchid"))
+    costs = []
+    for token, text in ((ours, sent), (theirs, sent), (theirs, fresh)):
+        library.chars = 0
+        answer = harness.chat(text, auth_headers(token), max_tokens=10**6)
+        assert refusal(await answer.wait_done()) == (400, "context_length_exceeded")
+        costs.append(library.chars)
+    assert costs[0] == costs[2]
+    assert (costs[1] < costs[2]) == is_found
 
 
 @scenario_test

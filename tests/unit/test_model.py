@@ -24,6 +24,7 @@ from streams.clock import SystemClock
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import ModelCard
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.tenant_times import guess
 
 POOL = InlinePool()
 T = TypeVar("T")
@@ -266,3 +267,11 @@ async def test_short_chat_of_text_is_rendered_without_a_thread(
     model = LoadedModel(ModelCard(name="m"), LOADED.tokenizer, template, pool)
     await prepared(model, **(CHAT | changes))
     assert pool.jobs == jobs
+
+
+async def test_work_for_a_prompt_does_not_depend_on_the_texts_of_other_tenants() -> None:
+    """`python -m tests.tenant_times` measures the same in time."""
+    others = await guess("evil", "acme", 5, POOL)
+    assert others.equal_work == 5
+    own = await guess("acme", "acme", 5, POOL)
+    assert own.equal_work == 0

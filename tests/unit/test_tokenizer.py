@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
 from functools import cache
 from typing import Any
 
@@ -12,19 +11,20 @@ import pytest
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import models
 
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from app.preprocess.prompt_errors import BadModel
 from app.preprocess.text import tokenizer as tokenizer_module
+from app.preprocess.text.piece_cache import MIN_CHARS, PieceCache, Scope
 from app.preprocess.text.tokenizer import (
-    CACHED_CHARS,
     INLINE_CHARS,
+    SAMPLE_CHARS,
+    SAMPLES,
     SLICE_CHARS,
     AddedTokens,
     Tokenizer,
     TooManyTokens,
-    _PieceCache,
-    _size,
 )
 from app.preprocess.thread_pool import InlinePool, ThreadPool
 
@@ -33,7 +33,7 @@ WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)
 SPECIAL = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>")
 
 shorts = st.text(max_size=8) | st.sampled_from([*SPECIAL, "<|", "|>", "<|en", " ", "\n\n"])
-longs = st.sampled_from(["word " * CACHED_CHARS, "\n" * CACHED_CHARS, "ß" * CACHED_CHARS, "def f("])
+longs = st.sampled_from(["word " * MIN_CHARS, "\n" * MIN_CHARS, "ß" * MIN_CHARS, "def f("])
 texts = st.lists(shorts | longs, max_size=12).map("".join)
 
 
@@ -48,7 +48,7 @@ def test_demo_tokenizer_is_small_and_has_turn_tokens() -> None:
 
 
 @given(st.lists(texts, min_size=1, max_size=4))
-@example(["<|user|>" + "a" * CACHED_CHARS + "<|end|>b", "a" * CACHED_CHARS + "b"])
+@example(["<|user|>" + "a" * MIN_CHARS + "<|end|>b", "a" * MIN_CHARS + "b"])
 async def test_tokens_are_those_of_the_whole_text_cached_or_not(some: list[str]) -> None:
     tokenizer = Tokenizer(SPEC, InlinePool())
     for text in [*some, *some]:
@@ -56,28 +56,124 @@ async def test_tokens_are_those_of_the_whole_text_cached_or_not(some: list[str])
         assert list(await tokenizer.encode(text)) == expected
 
 
-async def test_long_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class CountingLibrary:
+    """The tokenizer library, with the characters that it is given."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.chars = 0
+        self._library = tokenizer._tokenizer
+        tokenizer._tokenizer = self
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.chars += sum(map(len, texts))
+        return self._library.encode_batch_fast(texts, **options)
+
+
+def counted() -> tuple[Tokenizer, CountingLibrary]:
     tokenizer = Tokenizer(SPEC, InlinePool())
-    turn = "<|user|>" + "once upon a time " * 50 + "<|end|>"
-    await tokenizer.encode(turn)
-    done: list[str] = []
-    plain = tokenizer._encode
-
-    async def watched(texts: list[str], **options: Any) -> Any:
-        done.extend(texts)
-        return await plain(texts, **options)
-
-    monkeypatch.setattr(tokenizer, "_encode", watched)
-    await tokenizer.encode(turn + "<|assistant|>")
-    assert done == ["<|user|>", "<|end|><|assistant|>"]
+    return tokenizer, CountingLibrary(tokenizer)
 
 
-async def test_cache_size_is_bounded() -> None:
-    tokenizer = Tokenizer(SPEC, InlinePool(), cache_bytes=20_000)
-    for number in range(50):
-        await tokenizer.encode(f"{number} words " * 100)
-    assert 0 < tokenizer._pieces._bytes <= 20_000
-    assert len(tokenizer._pieces._pieces) < 50
+WITHIN_THE_LIMIT = ("word ", "<|user|>", "\x01", "ß", "def f(x):\n    return x\n", "字", "🙂")
+
+
+@pytest.mark.parametrize("text", WITHIN_THE_LIMIT)
+@pytest.mark.parametrize("chars", [SLICE_CHARS, SLICE_CHARS + 64, 3 * SLICE_CHARS])
+async def test_text_within_the_limit_is_tokenised_once(text: str, chars: int) -> None:
+    tokenizer, library = counted()
+    whole = text * (chars // len(text))
+    tokens = WHOLE.encode(whole, add_special_tokens=False).ids
+    for most, special in ((len(tokens), False), (2**18, False), (2**18, True)):
+        library.chars = 0
+        found = await tokenizer.encode(
+            whole, most=most, add_special_tokens=special, scope=Scope(salt=str(most))
+        )
+        assert list(found) == tokens
+        assert library.chars == len(whole)
+
+
+async def test_text_of_long_tokens_is_tokenised_once_and_a_sample_of_it_twice() -> None:
+    tokenizer, library = counted()
+    spaces = " " * (8 * SLICE_CHARS)
+    tokens = WHOLE.encode(spaces, add_special_tokens=False).ids
+    assert list(await tokenizer.encode(spaces, most=len(tokens))) == tokens
+    assert library.chars <= len(spaces) + SAMPLES * SAMPLE_CHARS
+
+
+@pytest.mark.parametrize("most", [60_000, 131_072])
+async def test_of_a_long_chat_the_new_turn_alone_is_tokenised(most: int) -> None:
+    tokenizer, library = counted()
+    chat = ""
+    for number in range(20):
+        turn = f"<|user|>turn {number}: " + "once upon a time " * 600 + "<|end|>"
+        library.chars = 0
+        chat += turn
+        await tokenizer.encode(chat, most=most)
+        assert library.chars <= len(turn) + 20 * len("<|end|><|user|>")
+    assert len(chat) > 6 * SLICE_CHARS
+
+
+async def test_known_turns_above_the_limit_are_refused_without_the_library() -> None:
+    tokenizer, library = counted()
+    chat = "<|user|>" + "once upon a time " * 600 + "<|end|>"
+    await tokenizer.encode(chat)
+    library.chars = 0
+    with pytest.raises(TooManyTokens, match="more than 100 tokens"):
+        await tokenizer.encode(chat + "a new turn " * 100, most=100)
+    assert library.chars == 0
+
+
+async def test_cache_of_a_process_is_shared_by_models_that_find_their_own_pieces() -> None:
+    pieces = PieceCache()
+    spec = changed(**VARIANTS["spaced"])
+    text = "once upon a time " * 50
+    for tokenizer in (Tokenizer(SPEC, InlinePool(), pieces), Tokenizer(spec, InlinePool(), pieces)):
+        library = tokenizer._tokenizer
+        for _ in range(2):
+            expected = library.encode(text, add_special_tokens=False).ids
+            assert list(await tokenizer.encode(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "other", [Scope("evil"), Scope("acme", "salt"), Scope("", "salt"), Scope()]
+)
+async def test_pieces_of_another_tenant_or_salt_cost_as_much_as_unknown_ones(other: Scope) -> None:
+    tokenizer, library = counted()
+    victim, unknown = ("<|user|>" + word * 200 + "<|end|>" for word in ("merger ", "orchid "))
+    await tokenizer.encode(victim, scope=Scope("acme"))
+    work = []
+    for text in (victim, unknown):
+        library.chars = 0
+        await tokenizer.encode(text, scope=other)
+        work.append(library.chars)
+    assert work == [len(victim), len(unknown)]
+
+
+def test_library_keeps_no_words_of_texts() -> None:
+    """Its own cache would be shared by all tenants."""
+    resized: list[int] = []
+
+    class Model:
+        def _resize_cache(self, capacity: int) -> None:
+            resized.append(capacity)
+
+    class Library:
+        model = Model()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(WHOLE, name)
+
+    class Namespace:
+        class Tokenizer:
+            @staticmethod
+            def from_buffer(_: bytes) -> Any:
+                return Library()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "tokenizers", Namespace)
+        Tokenizer(SPEC, InlinePool())
+    assert resized == [0]
+    assert all(hasattr(kind, "_resize_cache") for kind in (models.BPE, models.Unigram))
 
 
 @given(
@@ -102,23 +198,23 @@ def test_added_tokens_with_a_common_start_are_tried_together() -> None:
     assert borders._pattern.pattern.count("unused") == 1
 
 
-@pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01"])
+@pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01", "字", " x"])
+@pytest.mark.parametrize("special", [False, True])
 async def test_text_that_is_far_too_long_is_not_read_to_its_end(
-    text: str, monkeypatch: pytest.MonkeyPatch
+    text: str, *, special: bool
 ) -> None:
-    tokenizer = Tokenizer(SPEC, InlinePool())
-    slices: list[int] = []
-
-    class Watched:
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-            slices.extend(map(len, texts))
-            return WHOLE.encode_batch_fast(texts, **options)
-
-    monkeypatch.setattr(tokenizer, "_tokenizer", Watched())
+    tokenizer, library = counted()
     with pytest.raises(TooManyTokens, match="more than 5000 tokens"):
-        await tokenizer.encode(text * (2**21 // len(text)), most=5000)
-    assert slices
-    assert sum(slices) <= 3 * SLICE_CHARS
+        await tokenizer.encode(text * (2**21 // len(text)), most=5000, add_special_tokens=special)
+    assert 0 < library.chars <= 3 * SLICE_CHARS
+
+
+async def test_chat_that_is_far_too_long_is_not_read_to_its_end() -> None:
+    tokenizer, library = counted()
+    chat = "".join(f"<|user|>turn {n}: " + "word " * 200 + "<|end|>" for n in range(2000))
+    with pytest.raises(TooManyTokens, match="more than 5000 tokens"):
+        await tokenizer.encode(chat, most=5000)
+    assert 0 < library.chars <= 2 * SLICE_CHARS
 
 
 @pytest.mark.parametrize("text", ["word ", "<|user|>", "\x01", "ß"])
@@ -126,16 +222,6 @@ async def test_long_text_that_fits_is_never_refused(text: str) -> None:
     long = text * (3 * SLICE_CHARS // len(text))
     tokens = WHOLE.encode(long, add_special_tokens=False).ids
     assert list(await Tokenizer(SPEC, InlinePool()).encode(long, most=len(tokens))) == tokens
-
-
-def test_cache_evicts_the_least_recently_used_entry() -> None:
-    text = {name: name * CACHED_CHARS for name in "abc"}
-    pieces = _PieceCache(2 * _size(text["a"], array("I")))
-    pieces.put(text["a"], array("I"))
-    pieces.put(text["b"], array("I"))
-    pieces.get(text["a"])
-    pieces.put(text["c"], array("I"))
-    assert [name for name in "abc" if pieces.get(text[name]) is not None] == ["a", "c"]
 
 
 async def test_long_texts_are_tokenised_on_threads() -> None:

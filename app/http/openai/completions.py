@@ -85,7 +85,7 @@ class Completions:
             check_supported(parsed, parts.served_models.model(parsed.model).unsupported)
             if values:  # a large body, which was parsed in steps
                 await asyncio.sleep(0)
-            prepared = await prepare(parsed, model)
+            prepared = await prepare(parsed, model, caller.cache_tenant)
         answers = len(prepared.requests) * parsed.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid_request(

@@ -31,8 +31,11 @@ class Model(Protocol):
     def card(self) -> ModelCard:
         """The card of the model."""
 
-    async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
-        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel."""
+    async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
+        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel.
+
+        `tenant`: whose texts a cache may find again; "" for those without one.
+        """
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a single token."""
@@ -61,7 +64,8 @@ class ByteModel:
             taken=taken,
         )
 
-    async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
+    async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:  # noqa: ARG002
+        """As `Model.prepare`; has no cache."""
         if isinstance(request.body, TokensBody) and request.body.multi_modal_data:
             raise InvalidPrompt("multi_modal_data", "this model takes text only")
         try:

@@ -16,6 +16,7 @@ from app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
 from app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
 from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
 from app.preprocess.text.chat_template import ChatTemplate
+from app.preprocess.text.piece_cache import PieceCache, Scope
 from app.preprocess.text.stop_conditions import TextStream
 from app.preprocess.text.tokenizer import Tokenizer, TooManyTokens
 from app.preprocess.thread_pool import WorkPool
@@ -44,14 +45,20 @@ class LoadedModel:
         self._template = template
         self._pool = pool
 
-    async def prepare(self, request: OpenAIRequest) -> PreparedPrompts:
-        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded."""
+    async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
+        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded.
+
+        `tenant`: whose pieces of text the tokenizer may find again; "" for those without one.
+        """
+        scope = Scope(tenant, request.cache_salt)
         if request.is_short:
             prompts = request.prompts(self._template)
         else:
             prompts = await self._pool.run(lambda: request.prompts(self._template))
         tokens = [
-            await self._tokens(prompt, request.field, add_special_tokens=request.add_special_tokens)
+            await self._tokens(
+                prompt, request.field, scope, add_special_tokens=request.add_special_tokens
+            )
             for prompt in prompts
         ]
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
@@ -73,7 +80,7 @@ class LoadedModel:
         )
 
     async def _tokens(
-        self, prompt: TextOrTokens, field: str, *, add_special_tokens: bool
+        self, prompt: TextOrTokens, field: str, scope: Scope, *, add_special_tokens: bool
     ) -> Sequence[int]:
         if isinstance(prompt, str):
             try:
@@ -81,6 +88,7 @@ class LoadedModel:
                     prompt,
                     add_special_tokens=add_special_tokens,
                     most=min(self.card.context_length or MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS),
+                    scope=scope,
                 )
             except UnicodeEncodeError:
                 raise InvalidPrompt(field, "has lone surrogates: that is no text") from None
@@ -94,14 +102,21 @@ class LoadedModel:
 
 
 async def load_model(
-    card: ModelCard, artifacts: ArtifactStore, pool: WorkPool, clock: Clock
+    card: ModelCard,
+    artifacts: ArtifactStore,
+    pool: WorkPool,
+    clock: Clock,
+    pieces: PieceCache | None = None,
 ) -> LoadedModel:
-    """A model from the files that its card names. Raises BadModel, BrokerUnavailable."""
+    """A model from the files that its card names. `pieces`: the cache of all tokenizers.
+
+    Raises BadModel, BrokerUnavailable.
+    """
     if card.tokenizer is None:
         raise BadModel(f"{card.name}: its card names no tokenizer")
     spec = await artifacts.fetch(card.tokenizer)
     source = None if card.template is None else await artifacts.fetch(card.template)
-    return await pool.run(lambda: _loaded(card, spec, source, pool, clock))
+    return await pool.run(lambda: _loaded(card, spec, source, pool, clock, pieces))
 
 
 async def publish_folder(
@@ -148,11 +163,12 @@ async def model_of_files(
 
 
 def _loaded(
-    card: ModelCard, spec: bytes, source: bytes | None, pool: WorkPool, clock: Clock
-) -> LoadedModel:
+    card: ModelCard, spec: bytes, source: bytes | None, pool: WorkPool, clock: Clock,
+    pieces: PieceCache | None = None,
+) -> LoadedModel:  # fmt: skip
     try:
         text = None if source is None else source.decode()
     except UnicodeDecodeError as e:
         raise BadModel(f"{card.name}: its chat template is not UTF-8: {e}") from e
     template = None if text is None else ChatTemplate(text, clock, card.special_tokens)
-    return LoadedModel(card, Tokenizer(spec, pool), template, pool)
+    return LoadedModel(card, Tokenizer(spec, pool, pieces), template, pool)

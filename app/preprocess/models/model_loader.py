@@ -14,6 +14,7 @@ from app.preprocess.models import model as loaded
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import LoadedModel
 from app.preprocess.prompt_errors import BadModel
+from app.preprocess.text.piece_cache import PieceCache
 from app.preprocess.thread_pool import WorkPool
 from app.runtime.process import ProcessContext
 from streams.errors import StreamError
@@ -43,6 +44,7 @@ class ModelLoader:
         self._artifacts = artifacts
         self._pool = pool
         self._ctx = ctx
+        self._pieces = PieceCache()
         self._loads: dict[str, asyncio.Task[LoadedModel | LoadFailed]] = {}
 
     def sync(self, cards: Iterable[ModelCard]) -> None:
@@ -84,7 +86,9 @@ class ModelLoader:
 
     async def _loaded(self, card: ModelCard) -> LoadedModel | LoadFailed:
         try:
-            model = await loaded.load_model(card, self._artifacts, self._pool, self._ctx.clock)
+            model = await loaded.load_model(
+                card, self._artifacts, self._pool, self._ctx.clock, self._pieces
+            )
         except Exception as e:
             log.exception("model %s cannot be used", card.name)
             failed = LoadFailed(self._ctx.clock.now())

@@ -90,6 +90,11 @@ class RoutingOptions:
         return bool(self.body.stream)
 
     @property
+    def cache_salt(self) -> str:
+        """The salt that the client chose for cached blocks; "" without one."""
+        return self.ext.cache_salt or self.body.cache_salt or ""
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
         options = self.body.stream_options
@@ -194,7 +199,7 @@ class OpenAIRequest(RoutingOptions):
             ),
             eos_token_ids=tuple((tokens and tokens.eos_token_ids) or card.eos_token_ids),
             mdc_sum=card.checksum or None,
-            cache_salt=ext.cache_salt or body.cache_salt or "",
+            cache_salt=self.cache_salt,
             extra_args=extra_args_of(ext),
             mm_routing_info=mm_routing_of(ext),
             prompt_embeds=body.prompt_embeds,

@@ -84,7 +84,7 @@ class PassthroughRequest(RoutingOptions):
                 stop=StopConditions(max_tokens=limit),
                 sampling=SamplingOptions(seed=body.seed),
                 mdc_sum=card.checksum or None,
-                cache_salt=ext.cache_salt or body.cache_salt or "",
+                cache_salt=self.cache_salt,
                 **routing_fields_of(ext),
             )
             for body_json in self._bodies_json()

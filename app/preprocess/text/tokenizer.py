@@ -1,9 +1,11 @@
 """Tokenizer of one model: the `tokenizers` library, run off the event loop.
 
-Owns the loaded tokenizer and a cache of long pieces of text. Added tokens (`<|user|>` and their
+Owns the loaded tokenizer and the cutting of texts into pieces. Added tokens (`<|user|>` and their
 kind) are borders that no other token crosses, so the text between two of them is tokenised by
 itself, and text that was tokenised once (a system prompt, the earlier turns of a chat) is looked up
-the next time. Where a tokenizer does not work that way, texts are tokenised whole.
+the next time (`piece_cache.py`). Where a tokenizer does not work that way, texts are tokenised
+whole. Each text is tokenised once; only one with far more characters than the limit has tokens is
+counted in slices before.
 
 Measured with a chat of 106 000 tokens (400 kB, 40 turns) on two busy cores: 220 to 350 ms; with all
 turns but the last one cached: 1.5 ms.
@@ -14,8 +16,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -29,9 +31,9 @@ from app.preprocess.text.detokenize import (
     WindowedDetokenizer,
     vocabulary_of,
 )
+from app.preprocess.text.piece_cache import ANYONE, MIN_CHARS, PieceCache, Scope
 from app.preprocess.thread_pool import WorkPool
 
-CACHE_BYTES = 64 * 1024 * 1024
 INLINE_CHARS = 1000
 """Shorter texts are tokenised on the loop: it takes less than a millisecond, a thread 0.1 ms."""
 SLICE_CHARS = 32 * 1024
@@ -39,15 +41,21 @@ SLICE_TOKENS = 256
 """Extra tokens of a text that is cut in two, at most: a word, or a run of spaces."""
 WINDOW_CHARS = 64 * 1024
 """Borders are sought in so much text at a time: a search holds the interpreter lock."""
-CACHED_CHARS = 256
-"""Shorter pieces of text are tokenised again each time: that is as quick as the cache."""
+USUAL_CHARS = 8
+"""Characters of a token, at most: English has 4 to 5, code 3. Only long runs of spaces and the like
+have more."""
+SAMPLES, SAMPLE_CHARS = 16, 256
+"""Size of the sample by which the tokens of a text with more characters are estimated."""
 
 
 class Tokenizer:
     """One model's tokenizer. Everything but `encode` is quick and may be called on the loop."""
 
-    def __init__(self, spec: bytes, pool: WorkPool, *, cache_bytes: int = CACHE_BYTES) -> None:
-        """`spec`: a tokenizer.json. Raises BadModel when it is none; takes 0.1 s for a MB."""
+    def __init__(self, spec: bytes, pool: WorkPool, pieces: PieceCache | None = None) -> None:
+        """`spec`: a tokenizer.json. `pieces`: the cache of the process; by default one of its own.
+
+        Raises BadModel when it is none; takes 0.1 s for a MB.
+        """
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(spec)
         except Exception as e:  # the library raises no narrower one
@@ -55,7 +63,10 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._pool = pool
-        self._pieces = _PieceCache(cache_bytes)
+        self._pieces = PieceCache() if pieces is None else pieces
+        self._key = object()  # of this model in the cache
+        if (resize := getattr(self._tokenizer.model, "_resize_cache", None)) is not None:
+            resize(0)  # the library keeps words of all texts: their time would tell of others
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(number for number, token in added.items() if token.special)
         """Ids of the special tokens."""
@@ -68,30 +79,39 @@ class Tokenizer:
         self._vocabulary = vocabulary_of(tokens, self.special) if is_byte_level else None
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = False, most: int = MAX_PROMPT_TOKENS
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        most: int = MAX_PROMPT_TOKENS,
+        scope: Scope = ANYONE,
     ) -> Sequence[int]:
         """The tokens of a text. Special tokens in it count as such.
 
         `add_special_tokens`: with those that the model has around any text, as for completions;
-        chat templates write them out. A text that clearly has more than `most` tokens is not read
-        to its end. Raises UnicodeEncodeError for lone surrogates, which are no text, TooManyTokens
-        and PreprocessorOverloaded.
+        chat templates write them out. `scope`: of the cache. A text that clearly has more than
+        `most` tokens is not read to its end. Raises UnicodeEncodeError for lone surrogates, which
+        are no text, TooManyTokens and PreprocessorOverloaded.
         """
         text.encode()  # the library would raise a TypeError
-        if len(text) > SLICE_CHARS:
-            await self._pool.run(lambda: self._check_length(text, most))
         if add_special_tokens or self._borders is None:
-            return (await self._encode([text], add_special_tokens=add_special_tokens))[0]
+            return (await self._encode([text], most, add_special_tokens=add_special_tokens))[0]
         pieces = await self._cut(text, self._borders)
-        known = [self._pieces.get(piece) for piece in pieces]
+        known = [self._pieces.get(self._key, scope, piece) for piece in pieces]
         missing = [p for p, tokens in zip(pieces, known, strict=True) if tokens is None]
-        made = await self._encode(missing) if missing else []
+        left = most - sum(len(tokens) for tokens in known if tokens is not None)
+        if missing and left < 0:
+            raise TooManyTokens(most)
+        try:
+            made = await self._encode(missing, left) if missing else []
+        except TooManyTokens:
+            raise TooManyTokens(most) from None
         new = iter(made)
         tokens = array("I")
         for piece in known:
             tokens += next(new) if piece is None else piece
         for piece_text, piece_tokens in zip(missing, made, strict=True):
-            self._pieces.put(piece_text, piece_tokens)
+            self._pieces.put(self._key, scope, piece_text, piece_tokens)
         return tokens
 
     async def _cut(self, text: str, borders: AddedTokens) -> list[str]:
@@ -103,36 +123,61 @@ class Tokenizer:
         """As `encode` without special tokens, for a short text: on the loop, past the cache."""
         return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _check_length(self, text: str, most: int) -> None:
-        """Raise TooManyTokens for a text with many more tokens than `most`.
-
-        To take the tokens from the library, and to free its objects, takes 0.1 us each
-        and holds the interpreter lock. So long texts are counted in slices first.
-        """
-        if len(text) <= most // 4:  # four bytes at most in a character, one at least in a token
-            return
-        tokens = 0
-        for at in range(0, len(text), SLICE_CHARS):
-            (slice_,) = self._tokenizer.encode_batch_fast(
-                [text[at : at + SLICE_CHARS]], add_special_tokens=False
-            )
-            tokens += len(slice_) - SLICE_TOKENS
-            if tokens > most:
-                raise TooManyTokens(most)
-
     async def _encode(
-        self, texts: list[str], *, add_special_tokens: bool = False
+        self, texts: list[str], most: int, *, add_special_tokens: bool = False
     ) -> list[array[int]]:
+        """The tokens of each text. Raises TooManyTokens for clearly more than `most` in all."""
+
         def work() -> list[array[int]]:
             # The batch form releases the interpreter lock, the plain one does not.
-            encodings = self._tokenizer.encode_batch_fast(
-                texts, add_special_tokens=add_special_tokens
+            encode = partial(
+                self._tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens
             )
+            if sum(map(len, texts)) <= max(USUAL_CHARS * most, SLICE_CHARS):
+                encodings = encode(texts)
+            else:
+                encodings = []
+                for text in texts:
+                    left = most - sum(map(len, encodings))
+                    if left < 0:
+                        break
+                    self._check_length(text, left)
+                    encodings += encode([text])
+            # To take the tokens from the library takes 0.1 us each and holds the interpreter lock.
+            if len(encodings) < len(texts) or sum(map(len, encodings)) > 2 * most:
+                raise TooManyTokens(most)
             return [array("I", encoding.ids) for encoding in encodings]
 
         if sum(map(len, texts)) < INLINE_CHARS:
             return work()
         return await self._pool.run(work)
+
+    def _check_length(self, text: str, most: int) -> None:
+        """Raise TooManyTokens for a text with many more tokens than `most`.
+
+        Texts of a usual length are not looked at. Of longer ones a sample is tokenised, from places
+        that a client cannot foresee (Python's hash of a text has a secret of the process); those
+        that seem too long are counted in slices until they are.
+        """
+        if len(text) <= max(USUAL_CHARS * most, SLICE_CHARS):
+            return
+        stride = len(text) // SAMPLES
+        first = hash(text) % (stride - SAMPLE_CHARS)
+        places = range(first, len(text), stride)
+        counted = sum(self._count([text[at : at + SAMPLE_CHARS] for at in places]))
+        if counted * len(text) <= 2 * most * SAMPLES * SAMPLE_CHARS:
+            return
+        tokens = 0
+        for at in range(0, len(text), SLICE_CHARS):
+            tokens += sum(self._count([text[at : at + SLICE_CHARS]])) - SLICE_TOKENS
+            if tokens > most:
+                raise TooManyTokens(most)
+
+    def _count(self, texts: list[str]) -> list[int]:
+        return [
+            len(encoding)
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of a single token; empty for an id without one."""
@@ -159,33 +204,6 @@ class TooManyTokens(Exception):
     def __init__(self, most: int) -> None:
         super().__init__(f"has more than {most} tokens")
         self.most = most
-
-
-class _PieceCache:
-    """Tokens of pieces of text; the least recently used ones go when it is full."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._bytes = 0
-        self._pieces: OrderedDict[str, array[int]] = OrderedDict()
-
-    def get(self, text: str) -> array[int] | None:
-        tokens = self._pieces.get(text)
-        if tokens is not None:
-            self._pieces.move_to_end(text)
-        return tokens
-
-    def put(self, text: str, tokens: array[int]) -> None:
-        if len(text) < CACHED_CHARS or text in self._pieces:
-            return
-        self._pieces[text] = tokens
-        self._bytes += _size(text, tokens)
-        while self._bytes > self._most_bytes:
-            self._bytes -= _size(*self._pieces.popitem(last=False))
-
-
-def _size(text: str, tokens: array[int]) -> int:
-    return text.__sizeof__() + tokens.__sizeof__()
 
 
 class AddedTokens:
@@ -238,10 +256,10 @@ def _pieces(text: str, borders: AddedTokens) -> list[str]:
     cuts = [0]
     last = 0
     for begin, end in borders.find(text):
-        if begin - last >= CACHED_CHARS:
+        if begin - last >= MIN_CHARS:
             cuts += [last, begin]
         last = end
-    if len(text) - last >= CACHED_CHARS:
+    if len(text) - last >= MIN_CHARS:
         cuts.append(last)
     cuts.append(len(text))
     return [text[a:b] for a, b in pairwise(cuts) if a < b]
