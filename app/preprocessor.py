@@ -47,7 +47,7 @@ from app.preprocess.result_rules import ResultRules
 from app.preprocess.thread_pool import ThreadPool, WorkPool
 from app.prompts.job_order import JobOrder
 from app.prompts.prompt_credit import BATCH_ROOM, PromptCredit
-from app.prompts.prompt_source import MAX_BATCH, ConvertedPrompts, PreprocessedRecord, PromptSource
+from app.prompts.prompt_source import MAX_BATCH, ConvertedPrompt, PreprocessedRecord, PromptSource
 from app.routing.state.fleet import Fleet
 from app.runtime import spans
 from app.runtime.process import ProcessContext, faststream_app
@@ -180,7 +180,7 @@ class Preprocessor(ObservedProcess):
         )  # fmt: skip
 
     async def stop(self) -> None:
-        """Stop reading; another preprocessor reads uncommitted prompts again."""
+        """Stop reading; another preprocessor reads the prompts that are not published."""
         await asyncio.gather(self.prompts.stop(), self._batch.stop())
         for task in self._running:
             task.cancel()
@@ -207,22 +207,28 @@ class Preprocessor(ObservedProcess):
             max_lifetime_s=max_lifetime_s, order=JobOrder() if topic == BATCH else None,
         )  # fmt: skip
 
-    async def _convert(self, topic: str, records: Sequence[Record]) -> ConvertedPrompts:
-        """The records to publish for those of a topic of prompts."""
-        appends: list[Coroutine[Any, Any, object]] = []
-        answers: list[Coroutine[Any, Any, tuple[PreprocessedRecord, int]]] = []
+    async def _convert(self, topic: str, records: Sequence[Record]) -> list[ConvertedPrompt]:
+        """What follows from the records of a topic of prompts."""
         service_class: ServiceClass = "batch" if topic == BATCH else "interactive"
-        for record, parsed in [(record, await self._parsed(record)) for record in records]:
-            if isinstance(parsed, UnreadablePrompt):
-                self._metrics.count_outcome(None)
-                appends.append(self._dead_letters.write(topic, record, parsed.reason))
-                if parsed.refusal is not None:
-                    answers.append(self._answer(parsed.refusal, record, service_class))
-            elif topic == PROMPTS and _is_batch(parsed):
-                appends.append(self._move_to_batch(record))
-            else:
-                answers.append(self._answer(parsed, record, service_class))
-        return ConvertedPrompts(await asyncio.gather(*answers), appends)
+        parsed = [(record, await self._parsed(record)) for record in records]
+        return await asyncio.gather(
+            *(self._converted(topic, *each, service_class) for each in parsed)
+        )
+
+    async def _converted(
+        self,
+        topic: str,
+        record: Record,
+        parsed: PromptRecord | Cancel | Refused | UnreadablePrompt,
+        service_class: ServiceClass,
+    ) -> ConvertedPrompt:
+        if isinstance(parsed, UnreadablePrompt):
+            self._metrics.count_outcome(None)
+            letter = self._dead_letters.write(topic, record, parsed.reason)
+            return ConvertedPrompt(record, parsed.refusal, letter)
+        if topic == PROMPTS and _is_batch(parsed):
+            return ConvertedPrompt(record, append=self._move_to_batch(record))
+        return ConvertedPrompt(record, await self._answer(parsed, record, service_class))
 
     async def _move_to_batch(self, record: Record) -> None:
         assert record.value is not None, "it was parsed"
@@ -248,9 +254,9 @@ class Preprocessor(ObservedProcess):
 
     async def _answer(
         self, parsed: PromptRecord | Cancel | Refused, record: Record, service_class: ServiceClass
-    ) -> tuple[PreprocessedRecord, int]:
+    ) -> PreprocessedRecord:
         if not isinstance(parsed, PromptRecord):
-            return parsed, record.partition
+            return parsed
 
         async def find(name: str) -> Model:
             return await self._find(parsed, name)
@@ -268,7 +274,7 @@ class Preprocessor(ObservedProcess):
         finally:
             span.set_attribute("request_id", parsed.prompt.id)
             span.end()
-        return answer, record.partition
+        return answer
 
     async def _find(self, parsed: PromptRecord, name: str) -> Model:
         """The model of a prompt; an outage is waited out. Raises InvalidPrompt, BadModel."""

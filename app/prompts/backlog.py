@@ -14,6 +14,7 @@ from typing import NamedTuple
 from streams.clock import Clock
 from streams.errors import StreamError
 from streams.ports import Log
+from streams.reading.group_consumer import PartitionClaim
 
 MEASURE_TIMEOUT_S = 2.0
 """A scrape must not wait for a broker that does not answer."""
@@ -31,39 +32,35 @@ class BacklogSize(NamedTuple):
 class Backlog:
     """The backlog of the owned partitions of a topic."""
 
-    def __init__(self, topic: str, log: Log, clock: Clock) -> None:
+    def __init__(
+        self, topic: str, log: Log, clock: Clock, claims: Mapping[int, PartitionClaim]
+    ) -> None:
+        """`claims`: those of the owned partitions, as they are when it is measured."""
         self.topic = topic
         self.waiting_tokens = 0
         """Tokens of requests that wait for room in routers."""
         self._log = log
         self._clock = clock
-        self._next: dict[int, int] = {}
-        """By owned partition, the offset of the first prompt that is not published."""
+        self._claims = claims
         self._oldest_ms: dict[int, int] = {}
         """By partition, a time that is not after the append of that prompt, where one is known."""
 
-    def assigned(self, starts: Mapping[int, int]) -> None:
-        """Own partitions, from these offsets on."""
-        self._next |= starts
-
     def revoked(self, partition: int) -> None:
         """Own a partition no more."""
-        self._next.pop(partition, None)
         self._oldest_ms.pop(partition, None)
 
     def received(self, partition: int, timestamp_ms: int) -> None:
         """The first prompt was read; it was appended then."""
         self._oldest_ms[partition] = timestamp_ms
 
-    def published(self, partition: int, position: int, timestamp_ms: int) -> None:
-        """Everything below a position is published; the last prompt was appended then."""
-        self._next[partition] = position
+    def published(self, partition: int, timestamp_ms: int) -> None:
+        """All prompts that were read are published; the last one was appended then."""
         self._oldest_ms[partition] = timestamp_ms
 
     async def measure(self) -> BacklogSize | None:
         """The size now; None while the broker does not answer."""
         now_ms = self._clock.wall_ms()
-        owned = dict(self._next)
+        owned = {partition: claim.low_water for partition, claim in self._claims.items()}
         if not owned:
             return BacklogSize(0, 0, 0.0)
         try:
@@ -75,7 +72,7 @@ class Backlog:
         for partition, position in owned.items():
             lag = max(0, ends[partition] - position)
             records += lag
-            if partition not in self._next:  # revoked meanwhile
+            if partition not in self._claims:  # revoked meanwhile
                 continue
             if not lag:
                 self._oldest_ms[partition] = now_ms

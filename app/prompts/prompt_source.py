@@ -2,10 +2,11 @@
 
     handle ──► convert ──► admit, as credit allows ──► requests ──► commit
 
-`handle` is called by `run`, or by a subscriber of FastStream (`streams/reading/log_broker.py`). All
-records of a batch are acknowledged before the batch is committed. While a batch waits for credit,
-the member keeps polling with all its partitions paused; otherwise the group would assign them to
-another process, which would wait as well. Lag is the backlog.
+`handle` is called by `run`, or by a subscriber of FastStream (`streams/reading/log_broker.py`). A
+prompt is done when everything that follows from it is acknowledged, and the low-water mark of its
+partition is committed soon after: others of its batch may wait for hours. While a batch waits for
+credit, the member keeps polling with all its partitions paused; otherwise the group would assign
+them to another process, which would wait as well. Lag is the backlog.
 
 A preprocessor has one source for each class of work (`app/preprocessor.py`), so neither waits
 behind the other: they share models, tokenizers and the connection, and no state.
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from app.prompts.backlog import Backlog
@@ -26,8 +28,9 @@ from app.prompts.prompt_credit import CreditDebit, PromptCredit
 from app.runtime.process import ProcessContext
 from streams.asyncapi import PromptPayload
 from streams.clock import BrokerClock
-from streams.errors import AppendFailed, OwnershipLost, RecordTooLarge
+from streams.errors import RecordTooLarge
 from streams.ports import Log, Member, Record
+from streams.reading.group_consumer import OffsetCommits, PartitionClaim
 from streams.record_publisher import RecordPublisher
 from streams.records import Cancel, Refused
 from streams.request import Request
@@ -37,14 +40,15 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 MAX_BATCH = 200
-"""Prompts handled together: the most that is read again after a crash."""
+"""Prompts handled together: so many wait for credit outside of the log."""
 PAUSE_AFTER_S = 0.5
 """Time that a batch may take before partitions are paused."""
 RESUMED_AFTER_S = 1.0
 """Time without another pause after which a topic counts as read as it grows."""
 PAUSED_POLL_S = 0.25
 """Poll time of paused partitions, which delays the reaction to a completed batch."""
-COMMIT_RETRY_S = 1.0
+STOP_S = 2.0
+"""Time for appends under way at an orderly stop, before the last commit."""
 CREDIT_POLL_S = 1.0
 """Period of checks for credit and deadlines without a new report."""
 
@@ -54,26 +58,51 @@ MAX_PREFIX_BYTES = 16_384
 PreprocessedRecord = Request | Cancel | Refused
 
 
-class ConvertedPrompts(NamedTuple):
-    """Records for `requests`, each with the partition of its prompt.
+class ConvertedPrompt(NamedTuple):
+    """What follows from a prompt: a record for `requests`, an append to another topic, or both;
+    nothing from one that counts as deleted."""
 
-    `appends`: to other topics; they have to be acknowledged as well.
+    source: Record
+    answer: PreprocessedRecord | None = None
+    append: Coroutine[Any, Any, object] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _OpenPrompt:
+    """A prompt with the number of its appends that are not acknowledged.
+
+    `claim`: the assignment under which it was read; none if it was not read by a member.
     """
 
-    records: Sequence[tuple[PreprocessedRecord, int]]
-    appends: Sequence[Coroutine[Any, Any, object]]
+    claim: PartitionClaim | None
+    offset: int
+    appends: int
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is left to the next owner of its partition."""
+        return self.claim is not None and self.claim.is_lost
+
+    def acknowledge(self) -> None:
+        """One of its appends is acknowledged."""
+        self.appends -= 1
+        if not self.appends and self.claim is not None:
+            self.claim.mark_done(self.offset)
 
 
 class _PreparedRecord(NamedTuple):
-    """A record to publish for a prompt, and the assignment under which its partition was read."""
+    """A record to publish for a prompt."""
 
     record: PreprocessedRecord
-    partition: int
-    claim: object | None
+    prompt: _OpenPrompt
 
 
-_Ready = Sequence[tuple[PreprocessedRecord, CreditDebit | None]]
-"""Records that may be published, with their credit."""
+class _AdmittedRecord(NamedTuple):
+    """A record that may be published, with its credit."""
+
+    record: PreprocessedRecord
+    prompt: _OpenPrompt
+    debit: CreditDebit | None = None
 
 
 class PromptSource:
@@ -92,7 +121,7 @@ class PromptSource:
         ctx: ProcessContext,
         publisher: RecordPublisher,
         credit: PromptCredit,
-        convert: Callable[[Sequence[Record]], Awaitable[ConvertedPrompts]],
+        convert: Callable[[Sequence[Record]], Awaitable[Sequence[ConvertedPrompt]]],
         *,
         broker_clock: BrokerClock,
         on_published: Callable[[PreprocessedRecord], None],
@@ -100,7 +129,6 @@ class PromptSource:
         order: JobOrder | None = None,
     ) -> None:
         self.topic = topic
-        self.backlog = Backlog(topic, log, ctx.clock)
         self._log = log
         self._ctx = ctx
         self._publisher = publisher
@@ -111,17 +139,18 @@ class PromptSource:
         self._max_lifetime_s = max_lifetime_s
         self._order = order
         self._lanes = self._partitions = 1
-        self._claims: dict[int, object] = {}
-        """By owned partition, a token of its current assignment."""
+        self._claims: dict[int, PartitionClaim] = {}
+        self.backlog = Backlog(topic, log, ctx.clock, self._claims)
+        self._commits = OffsetCommits(topic, self._claims, ctx.clock)
+        self._member: Member | None = None
+        self._committing: asyncio.Task[None] | None = None
+        self._handling: asyncio.Future[None] | None = None
         self._is_paused = False
         self._paused_at: float | None = None
         """Start of the current pause, which may be of several batches."""
         self._resumed_at = 0.0
         self._unpublished = 0
-        self._done: dict[int, int] = {}
-        """Next offsets of published, uncommitted prompts, by partition."""
-        self._committing: asyncio.Task[Any] | None = None
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         [self.group] = [group for group, read in GROUPS.items() if read == topic]
 
     @property
@@ -136,13 +165,20 @@ class PromptSource:
         """Ask for the topics, before anything is read."""
         self._lanes = await self._log.partitions(REQUESTS)
         self._partitions = await self._log.partitions(self.topic)
+        self._member = self._log.member(self.topic, self.group, self)
+        # In the background: a stuck coordinator must not delay prompts.
+        self._committing = self._ctx.spawn("commits", self._commits.run(self._member))
 
     async def stop(self) -> None:
-        """Commit nothing more, before the member is closed: its next owner reads that again."""
-        self._is_stopping = True
-        if self._committing is not None:
+        """Publish nothing more, and commit what is published, before the member is closed."""
+        self._stopping.set()
+        self._credit.credit_changed.notify_all()
+        if self._handling is not None:
+            await asyncio.wait({self._handling}, timeout=STOP_S)
+        if self._committing is not None and self._member is not None:
             self._committing.cancel()
             await asyncio.gather(self._committing, return_exceptions=True)
+            await self._commits.commit(self._member)
 
     async def run(self) -> None:
         """Read the topic without a broker of FastStream, until it is cancelled."""
@@ -155,33 +191,33 @@ class PromptSource:
             await member.close()
 
     def open_member(self) -> Member:
-        """The member whose records `handle` gets."""
-        self._member = self._log.member(self.topic, self.group, self)
-        return self._member
+        """The member whose records `handle` gets; it joins its group at its first poll."""
+        return self._opened
 
     async def handle(self, records: PromptPayload) -> None:
-        """Publish these prompts, and commit them unless their partitions were revoked meanwhile.
-
-        The owner after that may be ahead.
-        """
-        first: dict[int, Record] = {}
-        last: dict[int, Record] = {}
+        """Publish these prompts; those of partitions that were revoked are left to their owner."""
+        if self._stopping.is_set():
+            return
         claims = dict(self._claims)
-        for record in records:
-            first.setdefault(record.partition, record)
-            last[record.partition] = record
-        for partition, record in first.items():
-            self.backlog.received(partition, record.timestamp)
-        await self._wait_for(self.publish_requests(records))
-        for partition, record in last.items():
-            claim = claims.get(partition)
-            if claim is not None and self._claims.get(partition) is claim:
-                self._done[partition] = record.offset + 1
-                self.backlog.published(partition, record.offset + 1, record.timestamp)
-        # In the background: a stuck coordinator must not delay prompts.
-        is_free = self._committing is None or self._committing.done()
-        if self._done and is_free and not self._is_stopping:
-            self._committing = self._ctx.spawn("commit", self._commit())
+        received = [record for record in records if self._deliver(record)]
+        for record in reversed(received):
+            self.backlog.received(record.partition, record.timestamp)
+        await self._wait_for(self.publish_requests(received))
+        if self._stopping.is_set():
+            return
+        for record in received:  # also those that nothing follows from
+            claim = claims[record.partition]
+            claim.mark_done(record.offset)
+            if not claim.is_lost:
+                self.backlog.published(record.partition, record.timestamp)
+
+    def _deliver(self, record: Record) -> bool:
+        """Count a record of an owned partition as read; false if it is not, or was read before."""
+        claim = self._claims.get(record.partition)
+        if claim is None or record.offset < claim.position:
+            return False
+        claim.deliver(record.offset)
+        return True
 
     # --- publication -----------------------------------------------------------------------------
 
@@ -192,13 +228,20 @@ class PromptSource:
         their next owner.
         """
         claims = dict(self._claims)  # the assignments under which the records were polled
-        converted = await self._convert(records)
-        answers = [_PreparedRecord(*each, claims.get(each[1])) for each in converted.records]
+        answers: list[_PreparedRecord] = []
+        appends: list[Coroutine[Any, Any, None]] = []
+        for source, answer, append in await self._convert(records):
+            expected = (answer is not None) + (append is not None)
+            prompt = _OpenPrompt(claims.get(source.partition), source.offset, expected)
+            if append is not None:
+                appends.append(_acknowledged_by(append, prompt))
+            if answer is not None:
+                answers.append(_PreparedRecord(answer, prompt))
         lanes: dict[int, list[_PreparedRecord]] = {}
-        for answer in answers:
-            lanes.setdefault(self._lane(answer.record), []).append(answer)
+        for prepared in answers:
+            lanes.setdefault(self._lane(prepared.record), []).append(prepared)
         together = [self._in_order(answers)] if self._order is not None else lanes.values()
-        await asyncio.gather(*converted.appends, *map(self._publish_all, together))
+        await asyncio.gather(*appends, *map(self._publish_all, together))
 
     def _in_order(self, answers: Sequence[_PreparedRecord]) -> list[_PreparedRecord]:
         """The requests in the order of the class, then the other records as they came."""
@@ -219,7 +262,9 @@ class PromptSource:
         self._unpublished += (left := len(answers))
         self.backlog.waiting_tokens += (tokens := _tokens(answers))
         try:
-            while answers := [a for a in answers if self._claims.get(a.partition) is a.claim]:
+            while answers := [a for a in answers if not a.prompt.is_left]:
+                if self._stopping.is_set():
+                    return
                 ready, answers = self._admit(answers)
                 try:
                     await asyncio.gather(
@@ -227,9 +272,9 @@ class PromptSource:
                     )
                 finally:
                     for records in ready.values():
-                        for _, sent in records:
-                            if sent is not None and sent.offset is None:
-                                self._credit.release(sent)
+                        for _, _, debit in records:
+                            if debit is not None and debit.offset is None:
+                                self._credit.release(debit)
                 self._unpublished -= left - len(answers)
                 left = len(answers)
                 self.backlog.waiting_tokens -= tokens - (tokens := _tokens(answers))
@@ -241,96 +286,102 @@ class PromptSource:
 
     def _admit(
         self, answers: Sequence[_PreparedRecord]
-    ) -> tuple[
-        dict[int, list[tuple[PreprocessedRecord, CreditDebit | None]]], list[_PreparedRecord]
-    ]:
-        """Records that may be published now, by lane with their credit, and those that must wait.
+    ) -> tuple[dict[int, list[_AdmittedRecord]], list[_PreparedRecord]]:
+        """Records that may be published now, by lane, and those that must wait.
 
         Requests of a lane keep their order. A Cancel waits behind its own request only: the run
         that it ends may be the one that all others wait for.
         """
-        ready: dict[int, list[tuple[PreprocessedRecord, CreditDebit | None]]] = {}
+        ready: dict[int, list[_AdmittedRecord]] = {}
         waiting: list[_PreparedRecord] = []
         full_lanes: set[int] = set()
         for answer in answers:
-            record, sent = answer.record, None
+            record, debit = answer.record, None
             lane = self._lane(record)
-            of_lane = ready.get(lane) or []
             if isinstance(record, Request):
                 if self._is_late(record):
                     late = "its deadline passed while routers had no room for it"
                     refused = Refused(
                         id=record.id, code="deadline", message=late, result=record.result
                     )
-                    ready.setdefault(lane, of_lane).append((refused, None))
+                    ready.setdefault(lane, []).append(_AdmittedRecord(refused, answer.prompt))
                     continue
                 if lane not in full_lanes:
-                    sent = self._credit.acquire(lane, record)
-                must_wait = sent is None
+                    debit = self._credit.acquire(lane, record)
+                must_wait = debit is None
             else:
                 must_wait = any(other.record.id == record.id for other in waiting)
-            if not must_wait:
-                ready.setdefault(lane, of_lane).append((record, sent))
-                continue
-            waiting.append(answer)
-            full_lanes.add(lane)
+            if must_wait:
+                waiting.append(answer)
+                full_lanes.add(lane)
+            else:
+                ready.setdefault(lane, []).append(_AdmittedRecord(record, answer.prompt, debit))
         return ready, waiting
 
     def _is_late(self, request: Request) -> bool:
         lifetime_s = min(request.deadline_s, self._max_lifetime_s)
         return self._broker_clock.now_ms() > request.queued_ms + lifetime_s * 1000
 
-    async def _publish(self, lane: int, ready: _Ready) -> None:
+    async def _publish(self, lane: int, ready: Sequence[_AdmittedRecord]) -> None:
         """Publish in order, as one batch where it fits: one at a time, a backlog of an outage would
         shrink no faster than new prompts arrive."""
         if len(ready) > 1:
             try:
-                pairs = [(record.id, record) for record, _ in ready]
+                pairs = [(each.record.id, each.record) for each in ready]
                 appended = await self._publisher.publish_batch(REQUESTS, lane, pairs)
             except RecordTooLarge:
                 middle = len(ready) // 2
                 await self._publish(lane, ready[:middle])
                 await self._publish(lane, ready[middle:])
             else:
-                for offset, (record, sent) in enumerate(ready, appended.offset):
-                    self._acknowledged(record, sent, offset)
+                for offset, each in enumerate(ready, appended.offset):
+                    self._acknowledged(each, offset)
             return
-        ((record, sent),) = ready
+        [each] = ready
+        record = each.record
         try:
             appended = await self._publisher.publish(REQUESTS, record.id, record, lane)
         except RecordTooLarge as e:
             result = None if isinstance(record, Cancel) else record.result
             refusal = Refused(id=record.id, code="too_large", message=str(e), result=result)
             appended = await self._publisher.publish(REQUESTS, record.id, refusal, lane)
-            self._acknowledged(refusal, None, appended.offset)
+            self._acknowledged(_AdmittedRecord(refusal, each.prompt), appended.offset)
         else:
-            self._acknowledged(record, sent, appended.offset)
+            self._acknowledged(each, appended.offset)
 
-    def _acknowledged(
-        self, record: PreprocessedRecord, sent: CreditDebit | None, offset: int
-    ) -> None:
-        self._on_published(record)
-        if sent is not None:
-            sent.offset = offset
+    def _acknowledged(self, admitted: _AdmittedRecord, offset: int) -> None:
+        self._on_published(admitted.record)
+        if admitted.debit is not None:
+            admitted.debit.offset = offset
+        admitted.prompt.acknowledge()
 
     # --- membership ------------------------------------------------------------------------------
 
     def assigned(self, starts: Mapping[int, int]) -> None:
         """Own partitions of the topic, which need no preparation."""
-        self.backlog.assigned(starts)
-        for partition in starts:
-            self._claims[partition] = object()
+        self._close_claims(starts)
+        for partition, start in starts.items():
+            self._claims[partition] = PartitionClaim(partition, start, self._commits.moved)
             if not self._is_paused:
-                self._member.resume(partition)
+                self._opened.resume(partition)
         self._shares()
 
     def revoked(self, partitions: frozenset[int]) -> None:
         """Drop partitions that another member owns now, with their uncommitted offsets."""
+        self._close_claims(partitions)
         for partition in partitions:
-            self._claims.pop(partition, None)
-            self._done.pop(partition, None)
             self.backlog.revoked(partition)
         self._shares()
+
+    def _close_claims(self, partitions: Iterable[int]) -> None:
+        for partition in partitions:
+            if (claim := self._claims.pop(partition, None)) is not None:
+                claim.is_lost = True
+
+    @property
+    def _opened(self) -> Member:
+        assert self._member is not None, "the source is started"
+        return self._member
 
     def _shares(self) -> None:
         self._credit.prompts_share = len(self._claims) / self._partitions
@@ -338,14 +389,14 @@ class PromptSource:
 
     async def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for a batch without losing the membership of the group."""
-        handling = asyncio.ensure_future(work)
+        handling = self._handling = asyncio.ensure_future(work)
         try:
             if (await asyncio.wait({handling}, timeout=PAUSE_AFTER_S))[0]:
                 self._handled_at_once()
             else:
                 self._pause()
                 while not handling.done():
-                    unread = await self._member.poll(PAUSED_POLL_S)
+                    unread = await self._opened.poll(PAUSED_POLL_S)
                     assert not unread, "a partition was read while it was paused"
                 self._resume()
             await handling
@@ -356,7 +407,7 @@ class PromptSource:
     def _pause(self) -> None:
         was_paused, self._is_paused = self.is_paused, True
         for partition in self._claims:
-            self._member.pause(partition)
+            self._opened.pause(partition)
         if not was_paused:
             self._paused_at = self._ctx.clock.now()
             log.info(
@@ -368,7 +419,7 @@ class PromptSource:
     def _resume(self) -> None:
         self._is_paused, self._resumed_at = False, self._ctx.clock.now()
         for partition in self._claims:
-            self._member.resume(partition)
+            self._opened.resume(partition)
 
     def _handled_at_once(self) -> None:
         if self._paused_at is not None:
@@ -376,21 +427,11 @@ class PromptSource:
             log.info("%s is read as it grows again, after %.0f s", self.topic, waited_s)
             self._paused_at = None
 
-    async def _commit(self) -> None:
-        """Commit finished prompts; a commit that fails is tried again.
 
-        Not under another claim: the owner in between may have committed more.
-        """
-        while self._done:
-            done, self._done = self._done, {}
-            claims = dict(self._claims)
-            try:
-                await self._member.commit(done)
-            except (OwnershipLost, AppendFailed) as e:
-                log.info("records of %s may be read again: %s", self.topic, e)
-                still = {p: n for p, n in done.items() if self._claims.get(p) is claims.get(p)}
-                self._done = still | self._done
-                await self._ctx.clock.sleep(COMMIT_RETRY_S)
+async def _acknowledged_by(append: Coroutine[Any, Any, object], prompt: _OpenPrompt) -> None:
+    """Append a record of a prompt to another topic."""
+    await append
+    prompt.acknowledge()
 
 
 def _tokens(answers: Sequence[_PreparedRecord]) -> int:

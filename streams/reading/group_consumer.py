@@ -125,6 +125,54 @@ class PartitionClaim:
             self._moved.set()
 
 
+class OffsetCommits:
+    """The commits of one member: the low-water marks of its claims, never lower than before.
+
+    A commit follows within `every_s` of a `mark_done`; a failed one is retried with the next. A
+    mark of a lost claim is not committed: the owner after it may be ahead.
+    """
+
+    def __init__(
+        self, topic: str, claims: Mapping[int, PartitionClaim], clock: Clock, every_s: float = 0.2
+    ) -> None:
+        """`claims`: the open ones by partition, as they are at each commit. Each is made with
+        `moved`."""
+        self.moved = asyncio.Event()
+        self._topic = topic
+        self._claims = claims
+        self._clock = clock
+        self._every_s = every_s
+
+    async def run(self, member: Member) -> None:
+        """Commit until cancelled."""
+        while True:
+            await self.moved.wait()
+            await self._clock.sleep(self._every_s)
+            self.moved.clear()
+            if not await self.commit(member):
+                self.moved.set()
+
+    async def commit(self, member: Member) -> bool:
+        """Commit the marks that advanced; false if that must be retried."""
+        claims = list(self._claims.values())
+        marks = {c.partition: m for c in claims if (m := c.low_water) > c.committed}
+        if not marks:
+            return True
+        try:
+            await member.commit(marks)
+        except OwnershipLost as e:
+            # The revocation follows.
+            log.info("commit to %s rejected: %s", self._topic, e)
+            return False
+        except AppendFailed as e:
+            log.warning("commit to %s failed, retrying: %s", self._topic, e)
+            return False
+        for claim in claims:
+            if claim.partition in marks:
+                claim.committed = marks[claim.partition]
+        return True
+
+
 class RecordHandler(Protocol):
     """The handler of the records. All methods are called on the event loop and must not block."""
 
@@ -150,8 +198,7 @@ class _RejectedRecord(NamedTuple):
 class GroupConsumer:
     """Reads one topic as a member of `group`, and commits the records that are done.
 
-    A commit follows within `commit_every_s` of a `mark_done`; a failed one is retried with the
-    next. `run` raises the errors of polling, and returns after `close`.
+    `run` raises the errors of polling, and returns after `close`.
     """
 
     def __init__(
@@ -175,7 +222,6 @@ class GroupConsumer:
         self._lanes = lanes
         self._clock = clock
         self._broker_clock = broker_clock
-        self._commit_every_s = commit_every_s
         self._types = _TYPES[topic]
         self._writes_dead_letters = writes_dead_letters
         self._dead_letters = DeadLetterWriter(
@@ -183,7 +229,7 @@ class GroupConsumer:
         )
         self._queue: asyncio.Queue[_RejectedRecord] = asyncio.Queue(MAX_QUEUED_DEAD_LETTERS)
         self._claims: dict[int, PartitionClaim] = {}
-        self._moved = asyncio.Event()
+        self._commits = OffsetCommits(topic, self._claims, clock, commit_every_s)
         self._joined = asyncio.Event()
         self._closing = False
         self._member: Member | None = None
@@ -207,7 +253,7 @@ class GroupConsumer:
     async def run(self) -> None:
         """Poll, commit and write dead letters, until cancelled or closed."""
         self._member = member = self._log.member(self._topic, self._group, self)
-        work = (self._poll_loop(member), self._commit_loop(member), self._dead_letter_loop())
+        work = (self._poll_loop(member), self._commits.run(member), self._dead_letter_loop())
         tasks = [asyncio.ensure_future(w) for w in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -230,7 +276,7 @@ class GroupConsumer:
         if member is None:
             return
         try:
-            await self._commit(member)
+            await self._commits.commit(member)
         finally:
             await member.close()
             self.revoked(frozenset(self._claims))
@@ -241,7 +287,7 @@ class GroupConsumer:
         """Open a claim for each partition; an existing one is closed first."""
         self.revoked(frozenset(starts))
         for partition, start in sorted(starts.items()):
-            claim = self._claims[partition] = PartitionClaim(partition, start, self._moved)
+            claim = self._claims[partition] = PartitionClaim(partition, start, self._commits.moved)
             self._lanes.on_claimed(claim)
         self._joined.set()
 
@@ -343,33 +389,3 @@ class GroupConsumer:
     async def _write_dead_letter(self, letter: _RejectedRecord) -> None:
         await self._dead_letters.write(self._topic, letter.record, letter.reason)
         letter.claim.dead_letter_written(letter.record.offset)
-
-    # --- committing ---
-
-    async def _commit_loop(self, member: Member) -> None:
-        while True:
-            await self._moved.wait()
-            await self._clock.sleep(self._commit_every_s)
-            self._moved.clear()
-            if not await self._commit(member):
-                self._moved.set()
-
-    async def _commit(self, member: Member) -> bool:
-        """Commit the marks that advanced; false if that must be retried."""
-        claims = list(self._claims.values())
-        marks = {c.partition: m for c in claims if (m := c.low_water) > c.committed}
-        if not marks:
-            return True
-        try:
-            await member.commit(marks)
-        except OwnershipLost as e:
-            # The revocation follows.
-            log.info("commit to %s rejected: %s", self._topic, e)
-            return False
-        except AppendFailed as e:
-            log.warning("commit to %s failed, retrying: %s", self._topic, e)
-            return False
-        for claim in claims:
-            if claim.partition in marks:
-                claim.committed = marks[claim.partition]
-        return True

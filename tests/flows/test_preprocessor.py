@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from typing import Any, TypeVar
@@ -19,7 +18,6 @@ from app.preprocessor import Preprocessor
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
-from streams.errors import AppendFailed
 from streams.memory.broker_faults import AppendFate
 from streams.ports import Entry
 from streams.records import (
@@ -316,43 +314,6 @@ async def test_committed_prompts_are_not_read_again(world: MemoryWorld) -> None:
     await world.wait_until(lambda: len(sent(world, Request)) == 2)
     await world.sleep(5)
     assert sorted(r.id for r in sent(world, Request)) == ["a", "b"]
-
-
-@scenario_test
-async def test_commit_without_an_answer_is_repeated(world: MemoryWorld) -> None:
-    await begin(world)
-    world.faults.unanswered = {"commit"}
-    send(world, "a")
-    await world.wait_until(lambda: bool(sent(world, Request)))
-    await world.sleep(5.0)
-    assert not world.broker.group(PROMPTS, "preprocessor").committed
-    world.faults.unanswered = set()
-    await world.sleep(5.0)
-    assert 1 in world.broker.group(PROMPTS, "preprocessor").committed.values()
-
-
-@scenario_test
-async def test_commit_is_not_repeated_under_another_claim(world: MemoryWorld) -> None:
-    preprocessor, _ = await begin(world)
-    source, answered = preprocessor.prompts, asyncio.Event()
-    send(world, "a")
-    await world.wait_until(lambda: bool(sent(world, Request)))
-    await world.sleep(5)  # its offset is committed
-
-    async def unanswered(_: object) -> None:
-        await answered.wait()
-        raise AppendFailed("no answer to a commit")
-
-    source._member.commit = unanswered  # type: ignore[method-assign]
-    partition = next(iter(source._claims))
-    source._done = {partition: 1}
-    commit = asyncio.create_task(source._commit())
-    await world.sleep(0)
-    source.revoked(frozenset({partition}))
-    source.assigned({partition: 2})  # the owner in between has committed more
-    answered.set()
-    await commit
-    assert source._done == {}
 
 
 @scenario_test

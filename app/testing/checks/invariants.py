@@ -50,7 +50,7 @@ STEADY_TASKS = {
         "capacity",
     },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
-    "preprocessor": {"tail", "registry", "prompts", "batch", "capacity"},
+    "preprocessor": {"commits", "tail", "registry", "prompts", "batch", "capacity"},
     "gateway": {"replies", "registry", "log probe", "loop delay", "batch jobs"},
     "collector": {
         "registry",
