@@ -1,19 +1,24 @@
 """Lines of a batch's input: their form, their errors, and the prompts that they become.
 
-Pure: bytes in, requests, errors and prompts out. Only the form of a line is checked here. Whether
-its body is valid for its model shows when it runs, and is in its line of the error file.
+Pure: bytes in, requests, errors and prompts out. A line has the bounds of a body over HTTP, and is
+read in the same steps, between which other tasks run. Only the form of a line is checked here.
+Whether its body is valid for its model shows when it runs, and is in its line of the error file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterable, Container, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Container, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from app.batches.jsonl_lines import JsonlLine, lines_of
+from app.preprocess.cooperative_steps import Steps, run_cooperatively
 from app.preprocess.json_errors import json_error
+from app.preprocess.json_limits import UNCHECKED_BYTES, parse_json
+from app.preprocess.prompt_errors import TooLarge
 from streams.batch_records import BatchEndpoint, BatchError, BatchJob
 from streams.ids import SALT_CHARS
 from streams.prompt import MAX_CUSTOM_ID_CHARS, Prompt
@@ -45,24 +50,40 @@ class InputLine(msgspec.Struct):
 
 
 async def requests_of(
-    pieces: AsyncIterable[bytes], endpoint: BatchEndpoint
+    pieces: AsyncIterable[bytes],
+    endpoint: BatchEndpoint,
+    is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> AsyncGenerator[JobRequest | BatchError, None]:
-    """The requests of a file, or the errors of their lines, in order."""
-    index = 0
+    """The requests of a file, or the errors of their lines, in order.
+
+    `is_wanted`: by index; the other lines are not read. Other tasks run after every 64 KiB.
+    """
+    index = size = 0
     async for line in lines_of(pieces, MAX_LINE_BYTES):
         index += 1
-        yield parse_line(line, index, endpoint)
+        size += len(line.content or b"")
+        if size >= UNCHECKED_BYTES:
+            size = 0
+            await asyncio.sleep(0)
+        if is_wanted(index):
+            yield await run_cooperatively(parse_line(line, index, endpoint))
 
 
-def parse_line(line: JsonlLine, index: int, endpoint: BatchEndpoint) -> JobRequest | BatchError:
+def parse_line(
+    line: JsonlLine, index: int, endpoint: BatchEndpoint
+) -> Steps[JobRequest | BatchError]:
     """The request of a line, or its error."""
     if line.content is None:
         message = f"a line may have {MAX_LINE_BYTES} bytes"
         return BatchError(code="line_too_large", message=message, line=line.number)
     try:
-        parsed = msgspec.json.decode(line.content, type=InputLine)
+        value, _ = yield from parse_json(line.content)
+        parsed = msgspec.convert(value, InputLine)
     except msgspec.ValidationError as e:
         return BatchError(code="invalid_request", message=str(e), line=line.number)
+    except TooLarge as e:
+        message = f"the line is too large: {e}"
+        return BatchError(code="invalid_request", message=message, line=line.number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         message = f"no JSON object in UTF-8: {json_error(line.content, e)}"
         return BatchError(code="invalid_json_line", message=message, line=line.number)

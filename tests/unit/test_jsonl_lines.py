@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from app.batches import batch_requests as requests
 from app.batches.batch_requests import JobRequest, RequestKeys, parse_line
 from app.batches.jsonl_lines import JsonlLine, lines_of
+from app.preprocess.cooperative_steps import run_now
+from app.preprocess.json_limits import MAX_PARTS, UNCHECKED_BYTES
 from streams.batch_records import BatchError
 from tests.harness.batch_harness import CHATS, chat_line
 
@@ -61,6 +63,12 @@ def test_only_the_number_of_a_too_long_line_is_kept() -> None:
     assert lines(b"z" * 100, 30, 30) == [JsonlLine(1, None)]
 
 
+def test_blank_lines_are_skipped_together() -> None:
+    content = b"a\n" + b"\n" * 1000 + b" \t\r\n" * 1000 + b" " * MOST + b"\n" + b"b"
+    assert lines(content) == [JsonlLine(1, b"a"), JsonlLine(2003, b"b")]
+    assert lines(b"\n" * 10 + b" " * (MOST + 1) + b"\n") == [JsonlLine(11, None)]
+
+
 @given(
     st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b" ", b"xyz" * 4, b"\xff", b"\xef\xbb\xbf"])),
     st.lists(st.integers(0, 30)),
@@ -75,7 +83,7 @@ def test_pieces_of_any_size_give_the_same_lines(parts: list[bytes], sizes: list[
 
 def parsed(line: Any) -> JobRequest | BatchError:
     content = line if isinstance(line, bytes) else json.dumps(line).encode()
-    return parse_line(JsonlLine(7, content), 3, "/v1/chat/completions")
+    return run_now(parse_line(JsonlLine(7, content), 3, CHATS))
 
 
 def test_line_becomes_a_request() -> None:
@@ -111,7 +119,7 @@ def test_wrong_line_is_an_error_with_its_number(line: Any, code: str, param: str
 
 
 def test_line_that_is_too_long_is_an_error() -> None:
-    found = parse_line(JsonlLine(7, None), 3, "/v1/chat/completions")
+    found = run_now(parse_line(JsonlLine(7, None), 3, CHATS))
     assert isinstance(found, BatchError)
     assert found.code == "line_too_large"
 
@@ -121,6 +129,51 @@ def test_line_that_is_too_long_is_an_error() -> None:
 )
 def test_no_line_is_more_than_an_error(content: bytes) -> None:
     assert isinstance(parsed(content), JobRequest | BatchError)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["[" + "[]," * MAX_PARTS + "[]]", json.dumps(dict.fromkeys(map(str, range(70_000)), 0))],
+)
+def test_line_has_the_bounds_of_a_body_and_is_read_in_steps(metadata: str) -> None:
+    line = json.dumps(chat_line("a")).encode()
+    long = line.replace(b'"model"', b'"metadata":%s,"model"' % metadata.encode())
+    reading = parse_line(JsonlLine(7, long), 3, CHATS)
+    steps = 0
+    try:
+        while True:
+            next(reading)
+            steps += 1
+    except StopIteration as end:
+        found = end.value
+    assert isinstance(found, BatchError)
+    assert (found.line, found.code) == (7, "invalid_request")
+    assert "too large" in found.message
+    assert steps >= 5
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_other_tasks_run_while_a_file_is_read(wanted: bool) -> None:
+    """Whether its lines are wanted or skipped; some 64 KiB are read at a time."""
+    body = {"model": "demo", "input": "x" * (UNCHECKED_BYTES // 3)}
+    content = json.dumps(chat_line("a", body=body)).encode() + b"\n"
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read() -> int:
+        task = asyncio.create_task(other())
+        pieces = _pieces(content * 60, [])
+        found = [r async for r in requests.requests_of(pieces, CHATS, lambda _: wanted)]
+        task.cancel()
+        return len(found)
+
+    assert asyncio.run(read()) == (60 if wanted else 0)
+    assert turns >= 15
 
 
 def test_ids_of_requests_follow_from_batch_and_line() -> None:
