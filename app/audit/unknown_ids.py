@@ -67,28 +67,30 @@ async def _first_record(
     timeout_s: float | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> FoundRecord | None:
-    """The first record with the id as its key, since the time in the id, if it has one."""
-    starts, ends = {}, {}
+    """The first record with the id as its key: since the time in the id, if it has one, then
+    before it, as the clock of the id may have been ahead."""
+    firsts, starts, ends = {}, {}, {}
     drawn_ms = issued_ms(request_id)
     for topic, numbers in topics.items():
         partitions = list(numbers)
         oldest = await log.start_offsets(topic, partitions)
         newest = await log.end_offsets(topic, partitions)
         for partition in partitions:
-            start = oldest[partition]
+            start = firsts[Partition(topic, partition)] = oldest[partition]
             if drawn_ms is not None:
                 since_ms = max(0, drawn_ms - CLOCK_MARGIN_MS)
                 start = max(start, await log.offset_at(topic, partition, since_ms))
             ends[Partition(topic, partition)] = newest[partition]
             starts[Partition(topic, partition)] = min(start, newest[partition])
     keys = {request_id.encode()}
-    reading = read_range(
-        log, clock, starts, ends, timeout_s=timeout_s, progress=progress, keys=keys
-    )
-    async with aclosing(reading) as batches:
-        async for source, records, _ in batches:
-            if records:
-                return FoundRecord(source, records[0])
+    for first, last in ((starts, ends), (firsts, starts)):
+        reading = read_range(
+            log, clock, first, last, timeout_s=timeout_s, progress=progress, keys=keys
+        )
+        async with aclosing(reading) as batches:
+            async for source, records, _ in batches:
+                if records:
+                    return FoundRecord(source, records[0])
     return None
 
 

@@ -33,8 +33,14 @@ IDLE_LANE_TTL_S = 60.0
 for a new reading position, which costs up to a pending fetch."""
 
 CLOCK_MARGIN_MS = 300_000
-"""Lead of the clock that an id was made with over the broker's, at most. Reading five more
-minutes of a lane takes a fraction of a second."""
+"""Lead of the clock that an id was made with over the broker's, as a rule. Reading five more
+minutes of a lane takes a fraction of a second. A reply of an id from a faster clock begins before
+the offset of its time: it is read from the oldest record if its first record is not the beginning
+or an End, or if there is none."""
+
+LOOK_BACK_S = 30.0
+"""A reply without a record is looked for before the time of its id after this long at most: most
+requests have begun by then, and one pass over a lane serves all of them."""
 
 MAX_REQUEST_LIFETIME_MS = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) // 2
 """The longest lifetime of a request, enforced by the settings."""
@@ -83,7 +89,7 @@ class ReplyReader:
         self._error: Exception | None = None
 
     def start(self) -> None:
-        runs = {"live": self._follow, **self._history.reader_tasks()}
+        runs = {"live": self._follow, "look-back": self._look_back, **self._history.reader_tasks()}
         self._tasks = [
             asyncio.create_task(self._guarded(run), name=f"replies/{name}")
             for name, run in runs.items()
@@ -153,9 +159,9 @@ class ReplyReader:
             start,
             end if is_due else NO_OFFSET,
             lane=number,
-            doubts=begun or 0 < oldest == start,
+            doubts=begun or start > 0,
             may_begin_until=-math.inf if begun else self._clock.now() + may_begin_s,
-            attached=AttachPoint(oldest, begun),
+            attached=AttachPoint(oldest, begun, is_later=start > oldest),
             after=after,
         )
         if start >= lane.position:
@@ -212,6 +218,15 @@ class ReplyReader:
             for number, reply in self._live.overdue():
                 self._seek_beginning(number, reply)
 
+    async def _look_back(self) -> None:
+        """Look for replies without a record before the time of their ids, until cancelled."""
+        while True:
+            await self._clock.sleep(LOOK_BACK_S)
+            for reply in self._live.all_replies():
+                point = reply.attached
+                if point is not None and not reply.has_begun and reply.start > point.oldest:
+                    self._seek_beginning(reply.lane, reply)
+
     async def _settle(self, number: int, lane: PartitionTail, changed: Iterable[Reply]) -> None:
         """Complete, restart or fail replies of a lane after some were fed."""
         for reply in changed:
@@ -228,14 +243,15 @@ class ReplyReader:
             self._seek_beginning(number, reply)
 
     async def _judge_end(self, number: int, reply: Reply, bare: UnconfirmedEnd) -> None:
-        """An End is the only record of a request: decide whether earlier text was deleted.
+        """An End is the first record of a request: decide whether there was text before it.
 
-        `begun`: there was some, as the caller has seen. Otherwise there was none if the log still
-        covers the whole time in which the request can have run.
+        `begun`: there was some, as the caller has seen. Otherwise there was none if the reply was
+        read from the first offset at which the request can have run, or where the log no longer
+        has that, if by the time in the id the deleted records are older.
         """
         assert reply.attached is not None, "only an attached reply may be truncated"
-        oldest, begun = reply.attached
-        if oldest == 0 or bare.end.code in REJECTED_BEFORE_START:
+        oldest, begun, is_later = reply.attached
+        if reply.start == 0 or bare.end.code in REJECTED_BEFORE_START:
             reply.accept_end()
         elif begun:
             self._seek_beginning(number, reply)
@@ -244,28 +260,34 @@ class ReplyReader:
                 born = await retry_while_unavailable(
                     self._clock,
                     lambda: self._log.offset_at(
-                        RESPONSES, number, bare.at_ms - MAX_REQUEST_LIFETIME_MS
+                        RESPONSES, number, max(0, bare.at_ms - MAX_REQUEST_LIFETIME_MS)
                     ),
                     until=self._clock.now() + END_CHECK_TIMEOUT_S,
                 )
             except BrokerUnavailable as e:
                 reply.fail(e)
                 return
-            if born > oldest:
+            if reply.start > max(born, oldest):
+                self._read_again(number, reply, max(born, oldest))
+            elif born > oldest or is_later:
                 reply.accept_end()
             else:
                 self._seek_beginning(number, reply)
 
+    def _read_again(self, number: int, reply: Reply, start: int) -> None:
+        """Restart at an earlier offset: the time in the id was wrong, or may be."""
+        before = reply.start
+        self._take_out(number, reply)
+        reply.restart(start)
+        live = self._live.lanes.get(number)
+        self._history.catch_up(number, start, reply, live.position if live else before)
+
     def _seek_beginning(self, number: int, reply: Reply) -> None:
-        """Restart from the oldest offset: the time in the id was wrong, or the beginning is
-        gone."""
+        """Restart from the oldest offset, or fail if the beginning is not there either."""
         assert reply.attached is not None, "others begin at the live position"
-        oldest, start = reply.attached.oldest, reply.start
-        if start > oldest:
-            self._take_out(number, reply)
-            reply.restart(oldest)
-            live = self._live.lanes.get(number)
-            self._history.catch_up(number, oldest, reply, live.position if live else start)
+        oldest = reply.attached.oldest
+        if reply.start > oldest:
+            self._read_again(number, reply, oldest)
         elif oldest > 0:
             self._give_up(reply, PositionLost(RESPONSES, number, oldest - 1, oldest))
         elif not reply.is_missing_start:

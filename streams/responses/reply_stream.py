@@ -45,10 +45,12 @@ class UnconfirmedEnd(NamedTuple):
 
 
 class AttachPoint(NamedTuple):
-    """The oldest offset of a reply's lane, and whether part of the reply was visible before."""
+    """The oldest offset of a reply's lane, whether part of the reply was visible before, and
+    whether its id was issued later than that offset, by the time in the id."""
 
     oldest: int
     has_begun: bool
+    is_later: bool
 
 
 class Reply:
@@ -148,7 +150,7 @@ class Reply:
     def restart_truncated(self, start: int) -> None:
         """Restart at the new start of the log. Only before anything was visible."""
         assert self.attached is not None, "others begin at the live position"
-        self.attached = AttachPoint(start, self.attached.has_begun)
+        self.attached = AttachPoint(start, self.attached.has_begun, is_later=False)
         self._doubts = True
         self.restart(start)
 

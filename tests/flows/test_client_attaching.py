@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from app.audit.unknown_ids import is_published
 from app.testing.virtual_time import VirtualClock
 from streams import client as module
 from streams.client import Client
@@ -16,7 +18,7 @@ from streams.ids import TenantTag
 from streams.memory.broker_faults import AppendFate
 from streams.prompt import Prompt
 from streams.records import Chunk, End, Fence
-from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS
+from streams.responses.reply_reader import CLOCK_MARGIN_MS, LOOK_BACK_S, MAX_REQUEST_LIFETIME_MS
 from streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, begin_reply, connect, in_lane, publish, read, text
@@ -497,3 +499,105 @@ async def test_end_without_text_is_delivered_for_an_old_id(world: MemoryWorld) -
     await world.sleep(MAX_REQUEST_LIFETIME_MS / 1000 + 2 * CLOCK_MARGIN_MS / 1000)
     (end,) = await read(client, request_id)
     assert isinstance(end, End)
+
+
+# --- ids of clocks that are ahead, in lanes with records of others --------------------------------
+
+
+async def write_ahead_of_its_id(
+    world: MemoryWorld, *records: str | Fence | End, gap_s: float = 0.0
+) -> str:
+    """A reply that begins before the offset at which the time in its id is looked for.
+
+    `gap_s`: time between its first record and the others.
+    """
+    request_id = await id_of_a_clock_that_is_ahead(world)
+    worker = Worker(world, request_id)
+    stranger = Worker(world, in_lane_of(world, request_id))
+    stranger.write("before")
+    for number, record in enumerate(records):
+        if number == 1:
+            await world.sleep(gap_s)
+        if isinstance(record, str):
+            worker.write(record, "stop" if number == len(records) - 1 else None)
+        else:
+            worker.append(replace(record, id=request_id))
+            if isinstance(record, Fence):
+                worker = Worker(world, request_id, record.attempt, worker.index)
+    await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
+    stranger.write("after")
+    return request_id
+
+
+def in_lane_of(world: MemoryWorld, request_id: str) -> str:
+    lane = lane_of(request_id, world.lanes)
+    return next(i for i in map("other-{}".format, range(99)) if lane_of(i, world.lanes) == lane)
+
+
+@scenario_test
+async def test_end_far_behind_its_text_does_not_hide_the_text(world: MemoryWorld) -> None:
+    request_id = await write_ahead_of_its_id(
+        world, "hello", End(id="", code="deadline"), gap_s=1.2 * CLOCK_MARGIN_MS / 1000
+    )
+    pieces = await read(await connect(world), request_id)
+    assert text(pieces) == "hello"
+    assert isinstance(pieces[-1], End)
+
+
+@scenario_test
+async def test_fence_and_end_far_behind_the_text_do_not_hide_it_either(world: MemoryWorld) -> None:
+    fence = Fence(id="", attempt=1)
+    end = End(id="", code="lost")
+    gap_s = 1.2 * CLOCK_MARGIN_MS / 1000
+    request_id = await write_ahead_of_its_id(world, "hello", fence, end, gap_s=gap_s)
+    assert text(await read(await connect(world), request_id)) == "hello"
+
+
+@scenario_test
+async def test_end_without_any_text_is_delivered_for_an_id_of_any_clock(world: MemoryWorld) -> None:
+    client = await connect(world)
+    for code in ("all_busy", "queue_full"):
+        request_id = await write_ahead_of_its_id(world, End(id="", code=code))
+        (end,) = await read(client, request_id)
+        assert isinstance(end, End)
+        assert end.code == code
+
+
+@scenario_test
+async def test_whole_reply_before_the_time_in_its_id_is_found(world: MemoryWorld) -> None:
+    request_id = await write_ahead_of_its_id(world, "hel", "lo")
+    client = await connect(world)
+    assert (await client.result(request_id, timeout_s=2 * LOOK_BACK_S)).text == "hello"
+
+
+@scenario_test
+async def test_reply_that_waits_is_looked_for_before_the_time_in_its_id_once(
+    world: MemoryWorld,
+) -> None:
+    client = await connect(world)
+    for lane in range(world.lanes):
+        Worker(world, in_lane(lane, "other")).write("before")
+    await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
+    request_id = client.new_request_id()
+    Worker(world, in_lane_of(world, request_id)).write("now")
+    reading = world.spawn(client.result(request_id))
+    replies = client._listening()
+    await world.sleep(3 * LOOK_BACK_S)
+    (reply,) = replies._live.all_replies()
+    assert reply.start == 0
+    Worker(world, request_id).write("hello", "stop")
+    assert (await reading).text == "hello"
+
+
+@scenario_test
+async def test_prompt_before_the_time_in_its_id_counts_as_published(world: MemoryWorld) -> None:
+    """`kvlane follow` ends at once for an id that was not published."""
+    request_id = await id_of_a_clock_that_is_ahead(world)
+    client = await connect(world)
+    await client.publish(Prompt(id=request_id), subscribe=False)
+    await world.sleep(1.2 * CLOCK_MARGIN_MS / 1000)
+    for _ in range(8):  # in every partition of `prompts`
+        await client.publish(Prompt(id=client.new_request_id()), subscribe=False)
+    log = await world.connect("follow")
+    assert await is_published(log, world.clock, request_id, within_s=5)
+    assert not await is_published(log, world.clock, "another", within_s=5)
