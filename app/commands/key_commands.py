@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from app.access import key_file
 from app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
+from app.commands.console import plain_table
 from app.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
@@ -20,14 +20,15 @@ _File = Annotated[
     Path | None, typer.Option("--file", help="The key file; default: KVLANE_API_KEYS_FILE.")
 ]
 _NO_LIMIT = -1
-_LIMITS = (
-    "requests",
-    "tokens",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "file_bytes",
-    "batches",
-)
+_HEADINGS = {
+    "requests": "requests",
+    "requests_per_minute": "a min.",
+    "tokens": "tokens",
+    "tokens_per_minute": "a min.",
+    "file_bytes": "file bytes",
+    "batches": "batches",
+}
+"""The limits of a tenant, each with its heading in the list."""
 
 
 @app.command()
@@ -58,30 +59,18 @@ def create(
 def list_keys(*, file: _File = None) -> None:
     """Show all keys, and the limits of their tenants."""
     content = key_file.read_key_file(_path(file))
-    keys = Table(box=None, pad_edge=False)
-    for column in ("id", "tenant", "role", "state", "expires", "note"):
-        keys.add_column(column)
+    keys = plain_table("id", "tenant", "role", "state", "expires", "note")
     now_s = datetime.now(UTC).timestamp()
     for key in content.keys:
         expires = "" if key.expires is None else key.expires.isoformat(" ", "minutes")
         keys.add_row(key.id, key.tenant, key.role, key.status(now_s), expires, key.note)
-    tenants = Table(box=None, pad_edge=False)
-    for column in (
-        "tenant",
-        "requests",
-        "tokens",
-        "a minute",
-        "tokens a minute",
-        "file bytes",
-        "class",
-        "cache",
-    ):
-        tenants.add_column(column)
+    tenants = plain_table("tenant", *_HEADINGS.values(), "class", "cache")
     for name in sorted({key.tenant for key in content.keys} | set(content.tenants)):
         terms = content.tenants.get(name, Tenant())
-        limits = [getattr(terms, limit) for limit in _LIMITS]
+        limits = [getattr(terms, limit) for limit in _HEADINGS]
         cells = ["any" if limit is None else str(limit) for limit in limits]
-        tenants.add_row(name, *cells, terms.queue_class, "shared" if terms.share_cache else "own")
+        cells += [terms.queue_class or "by name", "shared" if terms.share_cache else "own"]
+        tenants.add_row(name, *cells)
     console = Console(highlight=False, markup=False)
     console.print(keys)
     console.print()
@@ -152,7 +141,7 @@ def limit(
         "queue_class": queue_class, "share_cache": share_cache,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
-    changes |= {name: None for name in _LIMITS if given[name] == _NO_LIMIT}
+    changes |= {name: None for name in _HEADINGS if given[name] == _NO_LIMIT}
     with key_file.lock_key_file(path):
         content = key_file.read_key_file(path)
         if tenant not in content.tenants and all(key.tenant != tenant for key in content.keys):

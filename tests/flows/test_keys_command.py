@@ -55,8 +55,22 @@ def test_keys_are_listed_without_their_secrets_in_80_columns(path: Path) -> None
         assert key_id in got
         assert secret not in got
     assert key_file.read_key_file(path).keys[0].hash not in got
-    assert "acme    8         any     any       1000000" in got
     assert all(len(line) <= 80 for line in got.splitlines())
+
+
+@pytest.mark.usefixtures("path")
+def test_each_limit_stands_under_its_heading() -> None:
+    created("--tenant", "acme")
+    values = {
+        "requests": 1, "requests-per-minute": 2, "tokens": 3, "tokens-per-minute": 4,
+        "file-bytes": 5, "batches": 6,
+    }  # fmt: skip
+    options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    kvlane("limit", "acme", *options, "--queue-class", "night", "--share-cache")
+    heading, row = kvlane("list").stdout.splitlines()[-2:]
+    columns = "tenant requests a min. tokens a min. file bytes batches class cache"
+    assert " ".join(heading.split()) == columns
+    assert row.split() == ["acme", "1", "2", "3", "4", "5", "6", "night", "shared"]
 
 
 def test_revoked_key_is_kept_as_revoked(path: Path) -> None:
