@@ -12,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-import httpx
+import aiohttp
 import openai
 from rich.console import Console
 from rich.markup import escape
@@ -133,8 +133,9 @@ class DemoScenario(DemoSession):
     async def _show_caches(self) -> None:
         """The cached blocks of each worker, from the indexer's API."""
         url = f"http://{self._settings.http_host}:{self._settings.indexer_port}/workers"
-        async with httpx.AsyncClient(timeout=ANSWER_S) as http:
-            workers = (await http.get(url)).raise_for_status().json()["workers"]
+        limit = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.request("GET", url, timeout=limit, raise_for_status=True) as answer:
+            workers = (await answer.json())["workers"]
         held = ", ".join(f"{w['worker']} {sum(r['blocks'] for r in w['ranks'])}" for w in workers)
         self._console.print(f"cached blocks, from the indexer: {held}", style="dim")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import httpx
+import aiohttp
 
 from app.local.processes import ManagedProcess, launch, process_command
 from app.operator_error import OperatorError
@@ -29,6 +29,7 @@ from streams.records import Role
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""
 READY_POLL_S = 0.05
+READY_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 NO_VARIABLES: Mapping[str, str] = {}
 NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "collector", "gateway")
@@ -138,7 +139,7 @@ class ProcessDeployment:
 
     async def wait_ready(self, timeout_s: float) -> None:
         until = self._clock.now() + timeout_s
-        async with httpx.AsyncClient() as http:
+        async with aiohttp.ClientSession() as http:
             for name, url in self._status_urls.items():
                 while not await _is_ready(http, url):
                     if self._clock.now() > until:
@@ -206,10 +207,11 @@ class ProcessDeployment:
         return self._logs / f"{name}.log"
 
 
-async def _is_ready(http: httpx.AsyncClient, url: str) -> bool:
+async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
     try:
-        return (await http.get(f"{url}/readyz")).is_success
-    except httpx.HTTPError:
+        async with http.get(f"{url}/readyz", timeout=READY_TIMEOUT) as answer:
+            return answer.ok
+    except (aiohttp.ClientError, TimeoutError):
         return False
 
 
