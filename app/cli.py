@@ -42,8 +42,8 @@ class _Commands(TyperGroup):
                 raise
             stderr = Console(stderr=True, soft_wrap=True, highlight=False)
             stderr.print("[red]error:[/]", escape(escape_lines(str(error) or type(error).__name__)))
-            if advice := _advice(error):
-                stderr.print(advice, style="dim")
+            if correction := getattr(error, "correction", ""):  # a TimeoutError has none
+                stderr.print(escape(correction), style="dim")
             raise typer.Exit(1) from error
 
 
@@ -131,27 +131,8 @@ def settings(
         print_settings()
 
 
-def main() -> None:
-    """The entry point of the `kvlane` script."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
 def _is_for_people(error: Exception) -> bool:
     from app.operator_error import OperatorError
     from streams.errors import StreamError
 
     return isinstance(error, StreamError | OperatorError | TimeoutError)
-
-
-def _advice(error: Exception) -> str:
-    """The advice in the docstring of the error's class."""
-    from streams.errors import StreamError
-
-    return (type(error).__doc__ or "").strip() if isinstance(error, StreamError) else ""
-
-
-if __name__ == "__main__":
-    main()

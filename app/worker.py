@@ -81,7 +81,9 @@ SHUTDOWN_STEP_S = 5.0
 
 
 class WorkerIdTaken(OperatorError):
-    """A newer process has registered the same worker id. Set KVLANE_WORKER_ID to a unique value."""
+    """A newer process has registered the same worker id."""
+
+    correction = "Set KVLANE_WORKER_ID to a value that no other worker has."
 
 
 class Worker(ObservedProcess):

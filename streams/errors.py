@@ -2,6 +2,7 @@
 
     StreamError
     ├── BrokerUnavailable     no answer within the deadline: retry
+    │   └── NoLocalBroker     a broker of kvlane's own does not start or run
     ├── AccessDenied          the broker refuses: an operator must change something
     ├── TopicMismatch         a topic is missing or has another number of partitions than expected
     ├── RecordError
@@ -29,28 +30,52 @@ MAX_NAME_CHARS = 100
 
 
 class StreamError(Exception):
-    """Base of all errors that `streams` raises."""
+    """Base of all errors that `streams` raises.
+
+    `correction`: what an operator has to do, one or two sentences. That of the class holds unless
+    the error has one of its own; "" where the message says everything.
+    """
+
+    correction: str = ""
+
+    def __init__(self, message: str = "", *, correction: str = "") -> None:
+        super().__init__(message)
+        if correction:
+            self.correction = correction
 
 
 class BrokerUnavailable(StreamError):
-    """No broker answers. Check KVLANE_BOOTSTRAP_SERVERS, the network, and whether Kafka runs.
+    """No broker answers within the deadline. A call can be repeated: after an outage everything
+    continues where it was."""
 
-    Retrying is right: after an outage everything continues where it was.
-    """
+    correction = "Check KVLANE_BOOTSTRAP_SERVERS, the network, and whether Kafka runs."
+
+
+class NoLocalBroker(BrokerUnavailable):
+    """A broker that kvlane starts on this machine does not start or run."""
+
+    correction = (
+        "To use a Kafka that runs already, set KVLANE_BOOTSTRAP_SERVERS=host:port. "
+        "`kvlane demo --broker memory` needs no Kafka."
+    )
 
 
 class AccessDenied(StreamError):
-    """The broker refuses access. Check the credentials (KVLANE_SASL_*, KVLANE_SSL_*) and the ACLs.
+    """The broker refuses access; the message names the refused operation. A retry does not help."""
 
-    A retry does not help: the process ends, and the message names the refused operation. The rights
-    that a process needs are in the topic table (`streams/topics.py`).
-    """
+    correction = (
+        "Check the credentials (KVLANE_SASL_*, KVLANE_SSL_*) and the rights: `kvlane topics acls` "
+        "prints the commands that grant each process its rights."
+    )
 
 
 class TopicMismatch(StreamError):
-    """A topic is missing or has another shape. Create it (`kvlane topics create`), or correct the
-    setting that the message names; `kvlane topics describe` shows the differences.
-    """
+    """A topic is missing or has another shape than expected."""
+
+    correction = (
+        "`kvlane topics describe` shows the differences; `kvlane topics create` creates missing "
+        "topics, and changes no other."
+    )
 
 
 class RecordError(StreamError):
@@ -91,12 +116,18 @@ class NewerRecord(RecordError):
 
 
 class RecordTooLarge(RecordError):
-    """The record exceeds max.message.bytes (8 MiB). Shorten the prompt; nothing was appended."""
+    """The record exceeds max.message.bytes (8 MiB). Nothing was appended."""
+
+    correction = "Shorten the prompt: a record has at most 8 MiB."
 
 
 class AppendFailed(StreamError):
     """No acknowledgement came. The record may be in the log: repeat it only if duplicates are
     harmless."""
+
+    correction = (
+        "The record may be in Kafka. Publish a prompt again with the same id: it runs once."
+    )
 
 
 class PositionLost(StreamError):
@@ -108,7 +139,9 @@ class PositionLost(StreamError):
 
 
 class NotFound(StreamError):
-    """No record of a request exists, and the log has lost none. Check the id."""
+    """No record of a request exists, and the log has lost none."""
+
+    correction = "Check the id."
 
 
 class NothingToSkip(StreamError):

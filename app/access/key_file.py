@@ -46,11 +46,7 @@ KeyLimit = Annotated[int, msgspec.Meta(ge=0, le=MAX_LIMIT)]
 
 
 class KeyFileError(OperatorError):
-    """The file of API keys (KVLANE_API_KEYS_FILE) cannot be used.
-
-    `kvlane keys create` makes one, and `kvlane keys list` reads it; the process needs the right to
-    read it.
-    """
+    """The file of API keys cannot be used, or not as the command asks."""
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -180,7 +176,9 @@ def read_key_file(path: Path) -> KeyFile:
     """Read the file. Raises KeyFileError that names it."""
     try:
         if not path.is_file():  # a pipe would be waited for
-            raise KeyFileError(f"{path}: no such file")
+            raise KeyFileError(
+                f"{path}: no such file", correction="`kvlane keys create --tenant NAME` makes it."
+            )
         if path.stat().st_size > MAX_FILE_BYTES:
             raise KeyFileError(f"{path}: it exceeds {MAX_FILE_BYTES} bytes")
         content = path.read_bytes()

@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from app.operator_error import install_hint
+
 TABLE_WIDTH = 160
 """Width of tables in files and pipes, in characters."""
 
@@ -66,7 +68,7 @@ def reading_progress(name: str) -> Iterator[Callable[[int, int], None]]:
 def require_matplotlib(plot: Path | None) -> None:
     """Raises BadParameter before the work, and not after it, when matplotlib is missing."""
     if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("--plot needs matplotlib: pip install 'kvlane[plot]'")
+        raise typer.BadParameter(f"--plot needs matplotlib: {install_hint('plot')}")
 
 
 def format_value(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from app.operator_error import install_hint
 from app.settings import Settings, unknown_variables
 
 BrokerOption = Annotated[
@@ -47,14 +48,13 @@ def demo(
 
     With `--engine vllm` the workers run vLLM, and the expected cache hits are compared with those
     of vLLM; three minutes. With `--disaggregated`, answers to prompts that were handed over are
-    compared with those of one worker. It needs vLLM: pip install 'kvlane[vllm]', or on a CPU
-    deploy/vllm-cpu/install.sh.
+    compared with those of one worker. `make demo ENGINE=vllm` installs vLLM for a CPU first.
     """
     try:
         from app.demo.demo_run import run_demo as run
         from app.demo.demo_run import run_vllm_demo
     except ModuleNotFoundError as e:
-        raise typer.BadParameter(f"the demo needs {e.name}: pip install 'kvlane[demo]'") from e
+        raise typer.BadParameter(f"the demo needs {e.name}: {install_hint('demo')}") from e
 
     console = Console()
     if engine == "vllm":

@@ -73,12 +73,13 @@ class KvEventListener(Protocol):
 
 
 class EngineError(OperatorError):
-    """An engine did not start, or a request failed in it. At a start, correct the setting or the
-    server that the message names. `retryable`: another worker may succeed with the request.
-    """
+    """An engine did not start, or a request failed in it. `retryable`: another worker may succeed
+    with the request."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
-        super().__init__(message)
+    correction = "Correct the setting or the server that the message names (docs/engines.md)."
+
+    def __init__(self, message: str, *, retryable: bool = False, correction: str = "") -> None:
+        super().__init__(message, correction=correction)
         self.retryable = retryable
 
 
@@ -117,6 +118,8 @@ def check_text_only(request: Request) -> None:
 
 class EngineDead(EngineError):
     """The engine will never generate again. Its process ends and must be restarted."""
+
+    correction = "Restart the worker; its log above this line has the engine's own error."
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=True)

@@ -34,11 +34,12 @@ SHUTDOWN_TIMEOUT_S = 5.0
 
 
 class CannotListen(OperatorError):
-    """Another process uses the port (`ss -ltnp` lists it), or this machine lacks the address.
+    """Another process uses the port, or this machine lacks the address."""
 
-    Change the variable that the message names; on the command line of a second deployment on one
-    machine every port needs another value.
-    """
+    correction = (
+        "`ss -ltnp` lists the processes that listen. Change the variable that the message names; a "
+        "second deployment on one machine needs another value of each port."
+    )
 
 
 class TlsFiles(NamedTuple):

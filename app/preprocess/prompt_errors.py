@@ -62,11 +62,15 @@ class PreprocessorOverloaded(PreprocessError):
 
 
 class BadModel(PreprocessError):
-    """The model's files cannot be used. Look at the model folder its worker was started with."""
+    """The model's files cannot be used."""
+
+    correction = "Correct the folder with which the worker was started (KVLANE_MODEL_PATH)."
 
 
 class ArtifactUnavailable(BadModel):
-    """A file of the model is not, or not whole, in the log. Its worker writes it when it starts."""
+    """A file of the model is not, or not whole, in the log."""
+
+    correction = "Start a worker of the model: a worker writes the files when it starts."
 
 
 def invalid_prompt(error: ValidationError) -> InvalidPrompt:

@@ -81,7 +81,8 @@ class ProcessContext:
         if not future.done():
             if isinstance(error, StreamError | OperatorError):
                 log.error("%s fails: %s: %s", self.name, type(error).__name__, error)
-                log.error("what to do: %s", " ".join((type(error).__doc__ or "").split()))
+                if error.correction:
+                    log.error("what to do: %s", error.correction)
             else:
                 log.error("%s fails: %r", self.name, error, exc_info=error)
             future.set_result(error)

@@ -26,7 +26,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from app.operator_error import OperatorError
+from app.operator_error import OperatorError, install_hint
 from streams.records import Phase
 from streams.request import Request
 
@@ -51,7 +51,9 @@ _FORMAT = TraceContextTextMapPropagator()
 
 
 class SpansUnavailable(OperatorError):
-    """KVLANE_TRACE_ENDPOINT needs the packages of kvlane[traces]: install them, or unset it."""
+    """The packages that export spans are missing."""
+
+    correction = f"{install_hint('traces')}, or unset KVLANE_TRACE_ENDPOINT."
 
 
 @contextmanager

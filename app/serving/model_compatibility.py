@@ -39,10 +39,11 @@ RECHECK_INTERVAL_S = 0.5
 
 
 class ModelMismatch(OperatorError):
-    """Other workers serve a different model under this name.
+    """Other workers serve a different model under this name."""
 
-    Give this model its own name (KVLANE_MODEL), or stop the other workers first.
-    """
+    correction = (
+        "Give this model a name of its own (KVLANE_MODEL), or stop the other workers first."
+    )
 
 
 async def wait_until_compatible(
@@ -70,8 +71,7 @@ async def wait_until_compatible(
             why = _difference(fleet.models[card.name], card)
             if ctx.clock.now() > until:
                 raise ModelMismatch(
-                    f"{', '.join(others)} serve {card.name!r} with a different card: {why}; give "
-                    "this model its own name (KVLANE_MODEL), or stop those workers first"
+                    f"{', '.join(others)} serve {card.name!r} with a different card: {why}"
                 )
             if not is_logged:
                 is_logged = True

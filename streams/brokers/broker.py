@@ -1,14 +1,12 @@
 """The interface of a broker that tests and demos use, however it was started.
 
-Owns `Broker`, and the probe of a Kafka listener. Brokers are started by `jvm` and `docker`; `local`
-chooses between them.
+Brokers are started by `jvm` and `docker`; `broker_factory` chooses between them.
 """
 
 from __future__ import annotations
 
 import random
 import socket
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-from streams.errors import BrokerUnavailable
+from streams.errors import BrokerUnavailable, NoLocalBroker
 
 Kind = Literal["env", "docker", "jvm", "memory"]
 BrokerChoice = Literal["auto"] | Kind
@@ -26,8 +24,6 @@ ReportLine = Callable[[str], None]
 """Called with one line of progress for the user."""
 
 LOOPBACK = "127.0.0.1"
-_METADATA_V1 = (3, 1)
-_NO_TOPICS = 0
 
 
 class KeptData(NamedTuple):
@@ -41,9 +37,10 @@ class KeptData(NamedTuple):
     lock: int
 
 
-class PortTaken(BrokerUnavailable):
-    """The port of a broker is in use. Choose another one, or end the listening process (`ss
-    -ltnp`)."""
+class PortTaken(NoLocalBroker):
+    """The port of a broker is in use."""
+
+    correction = "Choose another port, or end the process that listens there (`ss -ltnp` lists it)."
 
 
 class Broker(ABC):
@@ -60,7 +57,7 @@ class Broker(ABC):
 
     @abstractmethod
     def start(self) -> Self:
-        """Start, unless it runs, and wait until it answers. Raises BrokerUnavailable."""
+        """Start, unless it runs, and wait until it answers. Raises NoLocalBroker."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -68,11 +65,11 @@ class Broker(ABC):
 
     @abstractmethod
     def check_running(self) -> None:
-        """Raise BrokerUnavailable, with the reason, if it is not running."""
+        """Raise NoLocalBroker, with the reason, if it is not running."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Restart a dead broker with the same data and ports. Raises BrokerUnavailable.
+        """Restart a dead broker with the same data and ports. Raises NoLocalBroker.
 
         Blocks until it answers. A given broker is only probed.
         """
@@ -89,47 +86,6 @@ class Broker(ABC):
         self.stop()
 
 
-class ClusterMetadata(NamedTuple):
-    """The cluster metadata of one broker: number of live brokers, and the controller's id."""
-
-    brokers: int
-    controller_id: int
-
-
-def query_metadata(host: str, port: int, timeout_s: float = 2.0) -> ClusterMetadata | None:
-    """Send a Metadata request (version 1) to a plaintext listener; None without an answer.
-
-    By the protocol and not by a line in a log file: a broker that answers it serves clients.
-    """
-    request = struct.pack(">hhih6si", *_METADATA_V1, 1, 6, b"kvlane", _NO_TOPICS)
-    try:
-        with socket.create_connection((host, port), timeout_s) as connection:
-            connection.sendall(struct.pack(">i", len(request)) + request)
-            with connection.makefile("rb") as answer:
-                (size,) = struct.unpack(">i", answer.read(4))
-                return _read_metadata(answer.read(size))
-    except (OSError, struct.error):
-        return None
-
-
-def _read_metadata(body: bytes) -> ClusterMetadata:
-    """Of: correlation id, array of (node, host, port, rack), controller, topics."""
-    _, brokers = struct.unpack_from(">ii", body)
-    at = 8
-    for _ in range(brokers):
-        at += 4
-        at += 2 + _length(body, at)
-        at += 4
-        at += 2 + _length(body, at)
-    (controller,) = struct.unpack_from(">i", body, at)
-    return ClusterMetadata(brokers, controller)
-
-
-def _length(body: bytes, at: int) -> int:
-    (length,) = struct.unpack_from(">h", body, at)
-    return max(0, int(length))
-
-
 MAX_REMEMBERED_PORTS = 1_000
 _given_ports: deque[int] = deque(maxlen=MAX_REMEMBERED_PORTS)
 
@@ -140,7 +96,7 @@ def free_ports(count: int) -> list[int]:
     A process gets none of them twice, until it has had `MAX_REMEMBERED_PORTS` others.
 
     Below the range that systems hand out for outgoing connections, so that no connection takes
-    the port of a broker while it restarts. Raises BrokerUnavailable when there are too few.
+    the port of a broker while it restarts. Raises NoLocalBroker when there are too few.
     """
     found: list[int] = []
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 2_000)
@@ -159,7 +115,7 @@ def free_ports(count: int) -> list[int]:
     if len(found) == count:
         _given_ports.extend(found)
         return found
-    raise BrokerUnavailable(f"no {count} free ports between 20000 and 31999 on {LOOPBACK}")
+    raise NoLocalBroker(f"no {count} free ports between 20000 and 31999 on {LOOPBACK}")
 
 
 class ExternalBroker(Broker):
@@ -200,8 +156,9 @@ class ExternalBroker(Broker):
             else:
                 return
         raise BrokerUnavailable(
-            f"none of the given servers answers: {'; '.join(reasons)}. Without "
-            "KVLANE_BOOTSTRAP_SERVERS, `kvlane up` and `kvlane demo` start a broker of their own"
+            f"none of the given servers answers: {'; '.join(reasons)}",
+            correction="Check KVLANE_BOOTSTRAP_SERVERS, and whether Kafka runs. Without this "
+            "variable, `kvlane up` and `kvlane demo` start a broker of their own.",
         )
 
     def restart(self) -> None:

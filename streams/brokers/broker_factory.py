@@ -26,7 +26,7 @@ from streams.brokers.docker import DockerBroker
 from streams.brokers.jvm import JvmBroker
 from streams.brokers.jvm_artifacts import jars, java_tool
 from streams.brokers.jvm_node import JvmNode
-from streams.errors import BrokerUnavailable
+from streams.errors import NoLocalBroker
 
 __all__ = [
     "Broker",
@@ -59,8 +59,8 @@ def obtain_broker(
     started, 0 for a free one. `full_jit` is for measurements, `kept` for data that outlive it.
     `report` is called with lines on the progress, for a person who waits.
 
-    Raises BrokerUnavailable when the kind asked for cannot be had; given servers that do not
-    answer are an error with "auto" too.
+    Raises NoLocalBroker when the kind asked for cannot be had, and BrokerUnavailable when given
+    servers do not answer, with "auto" too.
     """
     ways: dict[Kind, Callable[[], Broker]] = {
         "env": lambda: ExternalBroker(bootstrap_servers),
@@ -81,7 +81,7 @@ def obtain_broker(
             return ways[candidate]().start()
         except PortTaken:
             raise
-        except BrokerUnavailable as reason:
+        except NoLocalBroker as reason:
             reasons.append(f"not {candidate}: {reason}")
     for line in reasons:
         report(line)
@@ -93,5 +93,5 @@ def _one_container(
     brokers: int, port: int, kept: KeptData | None, *, full_jit: bool, report: ReportLine
 ) -> DockerBroker:
     if brokers > 1:
-        raise BrokerUnavailable("a cluster runs in local JVMs only")
+        raise NoLocalBroker("a cluster runs in local JVMs only")
     return DockerBroker(port=port, full_jit=full_jit, kept=kept, report=report)

@@ -15,18 +15,12 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from streams.brokers.broker import (
-    LOOPBACK,
-    Broker,
-    KeptData,
-    ReportLine,
-    free_ports,
-    query_metadata,
-)
+from streams.brokers.broker import LOOPBACK, Broker, KeptData, ReportLine, free_ports
 from streams.brokers.broker_settings import SMALL_BROKER, replication_settings
 from streams.brokers.jvm_artifacts import KAFKA_VERSION
+from streams.brokers.port_probe import query_metadata
 from streams.brokers.watchdog import ProcessGuard
-from streams.errors import BrokerUnavailable
+from streams.errors import NoLocalBroker
 
 OFFICIAL_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
 LOCAL_IMAGE = f"kvlane/kafka:{KAFKA_VERSION}"
@@ -97,9 +91,9 @@ class DockerBroker(Broker):
             self._start()
         except BaseException as error:
             self.stop()
-            if isinstance(error, BrokerUnavailable) or not isinstance(error, Exception):
+            if isinstance(error, NoLocalBroker) or not isinstance(error, Exception):
                 raise
-            raise BrokerUnavailable(f"Docker could not run {self.image}: {error}") from error
+            raise NoLocalBroker(f"Docker could not run {self.image}: {error}") from error
         self.description = f"Kafka {self.version} in a Docker container of {self.image}"
         return self
 
@@ -147,7 +141,7 @@ class DockerBroker(Broker):
         while query_metadata(host, port) is None:
             self.check_running()
             if time.monotonic() > deadline:
-                raise BrokerUnavailable(
+                raise NoLocalBroker(
                     f"the broker in {self.image} is not ready after {_START_DEADLINE_S:.0f} s:\n"
                     f"{self._tail()}"
                 )
@@ -155,25 +149,25 @@ class DockerBroker(Broker):
 
     def check_running(self) -> None:
         if self._container is None:
-            raise BrokerUnavailable("the broker was not started")
+            raise NoLocalBroker("the broker was not started")
         container = self._container.get_wrapped_container()
         try:
             container.reload()
         except Exception as error:
-            raise BrokerUnavailable(f"the container of {self.image} is gone: {error}") from error
+            raise NoLocalBroker(f"the container of {self.image} is gone: {error}") from error
         if container.status != "running":
-            raise BrokerUnavailable(
+            raise NoLocalBroker(
                 f"the container of {self.image} is {container.status}:\n{self._tail()}"
             )
 
     def restart(self) -> None:
         try:
             self.check_running()
-        except BrokerUnavailable:
+        except NoLocalBroker:
             try:
                 self._container.get_wrapped_container().start()
             except Exception as error:
-                raise BrokerUnavailable(f"Docker cannot start it again: {error}") from error
+                raise NoLocalBroker(f"Docker cannot start it again: {error}") from error
         host, _, port = self.bootstrap_servers.rpartition(":")
         self._wait_ready(host, int(port))
 
@@ -201,7 +195,7 @@ def volume(folder: Path) -> str:
 
 
 def find_image(report: ReportLine) -> str:
-    """The image to run: one that is here, or the official one, pulled. Raises BrokerUnavailable.
+    """The image to run: one that is here, or the official one, pulled. Raises NoLocalBroker.
 
     A locally built image goes before pulling: it was built because no registry answered.
     """
@@ -214,7 +208,7 @@ def find_image(report: ReportLine) -> str:
         with contextlib.closing(_daemon(_REGISTRY_DEADLINE_S)) as daemon:
             daemon.images.get_registry_data(OFFICIAL_IMAGE)
     except Exception as error:
-        raise BrokerUnavailable(
+        raise NoLocalBroker(
             f"Docker has neither {OFFICIAL_IMAGE} nor {LOCAL_IMAGE}, and no "
             f"registry answers within {_REGISTRY_DEADLINE_S} s. "
             "deploy/kafka/build-image.sh builds the latter here."
@@ -225,11 +219,11 @@ def find_image(report: ReportLine) -> str:
 
 
 def _daemon(deadline_s: int) -> Any:
-    """A client of the Docker daemon that has just answered. Raises BrokerUnavailable."""
+    """A client of the Docker daemon that has just answered. Raises NoLocalBroker."""
     try:
         from testcontainers.core.docker_client import DockerClient, get_docker_host
     except ImportError as error:
-        raise BrokerUnavailable("Docker needs Python's testcontainers package") from error
+        raise NoLocalBroker("Docker needs Python's testcontainers package") from error
     host = get_docker_host() or "unix:///var/run/docker.sock"
     try:
         # The client leaves a socket open when it cannot connect, so look before.
@@ -240,7 +234,7 @@ def _daemon(deadline_s: int) -> Any:
         daemon = DockerClient(timeout=deadline_s).client
         daemon.ping()
     except Exception as error:
-        raise BrokerUnavailable(f"no Docker daemon answers at {host}: {error}") from error
+        raise NoLocalBroker(f"no Docker daemon answers at {host}: {error}") from error
     return daemon
 
 
@@ -259,6 +253,6 @@ def _pull(image: str) -> None:
     thread.start()
     thread.join(_PULL_DEADLINE_S)
     if thread.is_alive():
-        raise BrokerUnavailable(f"pulling {image} took more than {_PULL_DEADLINE_S:.0f} s")
+        raise NoLocalBroker(f"pulling {image} took more than {_PULL_DEADLINE_S:.0f} s")
     if failures:
-        raise BrokerUnavailable(f"could not pull {image}: {failures[0]}") from failures[0]
+        raise NoLocalBroker(f"could not pull {image}: {failures[0]}") from failures[0]

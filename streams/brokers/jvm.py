@@ -32,7 +32,7 @@ from streams.brokers.jvm_artifacts import (
 )
 from streams.brokers.jvm_node import START_DEADLINE_S, JvmNode
 from streams.brokers.watchdog import ProcessGuard
-from streams.errors import BrokerUnavailable
+from streams.errors import NoLocalBroker
 
 NO_CHANGES: Mapping[str, str] = {}
 STOP_DEADLINE_S = 10.0
@@ -88,7 +88,7 @@ class JvmBroker(Broker):
                     raise
             except OSError as error:
                 self.stop()
-                raise BrokerUnavailable(f"cannot start a broker: {error}") from error
+                raise NoLocalBroker(f"cannot start a broker: {error}") from error
             except BaseException:
                 self.stop()
                 raise
@@ -137,7 +137,7 @@ class JvmBroker(Broker):
     def check_running(self) -> None:
         """See `Broker`. A node that was killed on purpose counts as ended."""
         if not self.nodes:
-            raise BrokerUnavailable("the broker was not started")
+            raise NoLocalBroker("the broker was not started")
         for node in self.nodes:
             node.check_running()
 
@@ -188,7 +188,7 @@ def node_settings(
 
 
 def prepare(report: ReportLine) -> Path:
-    """The directory with the files for quick starts, made when absent. Raises BrokerUnavailable.
+    """The directory with the files for quick starts, made when absent. Raises NoLocalBroker.
 
     Formatting a data directory and loading the broker's classes cost a JVM two to three seconds at
     every start; both come out the same, so they are kept.
@@ -235,7 +235,7 @@ def _format(guard: ProcessGuard, settings: dict[str, str]) -> None:
         command, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False
     )
     if done.returncode:
-        raise BrokerUnavailable(f"Kafka could not format its data:\n{done.stdout}{done.stderr}")
+        raise NoLocalBroker(f"Kafka could not format its data:\n{done.stdout}{done.stderr}")
 
 
 def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -> None:

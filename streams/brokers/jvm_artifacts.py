@@ -26,7 +26,7 @@ from pathlib import Path
 
 from streams.brokers.broker import ReportLine
 from streams.brokers.watchdog import ProcessGuard
-from streams.errors import BrokerUnavailable
+from streams.errors import NoLocalBroker
 
 KAFKA_VERSION = "4.2.1"
 _LOG4J_VERSION = "2.25.4"
@@ -84,12 +84,12 @@ def cache_directory() -> Path:
 
 
 def java() -> Path:
-    """The Java to use: that of JAVA_HOME, or the first on the PATH. Raises BrokerUnavailable."""
+    """The Java to use: that of JAVA_HOME, or the first on the PATH. Raises NoLocalBroker."""
     home = os.environ.get("JAVA_HOME")
     found = shutil.which("java", path=str(Path(home, "bin")) if home else None)
     if found is None:
         where = f"in JAVA_HOME={home}" if home else "on the PATH"
-        raise BrokerUnavailable(
+        raise NoLocalBroker(
             f"no java {where}. Kafka needs Java {_JAVA_MAJOR} or newer: "
             f"apt-get install openjdk-{_JAVA_MAJOR}-jre-headless"
         )
@@ -97,15 +97,15 @@ def java() -> Path:
 
 
 def check_java_version() -> None:
-    """Raise BrokerUnavailable when Java is older than Kafka needs, or does not run at all."""
+    """Raise NoLocalBroker when Java is older than Kafka needs, or does not run at all."""
     answer = subprocess.run(  # noqa: S603 - the user's own Java
         [java(), "-version"], capture_output=True, text=True, timeout=60, check=False
     )
     version = re.search(r'version "(\d+)', answer.stderr)
     if version is None:
-        raise BrokerUnavailable(f"{java()} -version does not answer: {answer.stderr[-500:]}")
+        raise NoLocalBroker(f"{java()} -version does not answer: {answer.stderr[-500:]}")
     if int(version[1]) < _JAVA_MAJOR:
-        raise BrokerUnavailable(
+        raise NoLocalBroker(
             f"{java()} is Java {version[1]}; Kafka needs {_JAVA_MAJOR} or newer: "
             f"apt-get install openjdk-{_JAVA_MAJOR}-jre-headless, or set JAVA_HOME"
         )
@@ -114,7 +114,7 @@ def check_java_version() -> None:
 def jars(report: ReportLine = lambda _: None) -> Path:
     """The directory with the jars of the broker and its command line tools, fetched when absent.
 
-    Raises BrokerUnavailable when Maven is missing or fails.
+    Raises NoLocalBroker when Maven is missing or fails.
     """
     key = hashlib.sha256(_POM.encode()).hexdigest()[:8]
     return build_once(
@@ -135,7 +135,7 @@ def java_tool(main_class: str, *arguments: str) -> list[str]:
     """The command line of one of Kafka's own tools, such as the console consumer.
 
     `main_class` is for example org.apache.kafka.tools.consumer.ConsoleConsumer. Fetches the jars
-    when they are absent. Raises BrokerUnavailable without Java or Maven.
+    when they are absent. Raises NoLocalBroker without Java or Maven.
     """
     return java_command(main_class, arguments, ("-Xmx128m", "-XX:TieredStopAtLevel=1"))
 
@@ -144,7 +144,7 @@ def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: Repo
     """`target`; when absent, the path that `build` returns below its guard's directory is renamed.
 
     One process builds at a time, the others wait for it and take the result. Raises
-    BrokerUnavailable when it cannot be built.
+    NoLocalBroker when it cannot be built.
     """
     if target.exists():
         return target
@@ -155,7 +155,7 @@ def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: Repo
                 with contextlib.closing(ProcessGuard(parent=target.parent)) as guard:
                     build(guard).rename(target)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BrokerUnavailable(
+        raise NoLocalBroker(
             f"cannot prepare {target}: {error} (KVLANE_CACHE_DIR names another place)"
         ) from error
     return target
@@ -172,7 +172,7 @@ def _lock(path: Path, report: ReportLine) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BrokerUnavailable(
+                    raise NoLocalBroker(
                         f"another process has held {path} for {_FETCH_DEADLINE_S:.0f} s"
                     ) from None
                 if not waited:
@@ -187,9 +187,7 @@ def _lock(path: Path, report: ReportLine) -> Iterator[None]:
 def _fetch(guard: ProcessGuard, report: ReportLine) -> Path:
     maven = shutil.which("mvn")
     if maven is None:
-        raise BrokerUnavailable(
-            "no mvn on the PATH, which fetches Kafka's jars: apt-get install maven"
-        )
+        raise NoLocalBroker("no mvn on the PATH, which fetches Kafka's jars: apt-get install maven")
     report(
         f"fetching Kafka {KAFKA_VERSION} through Maven: about 55 jars, 45 MB, "
         "usually 10 to 60 s, only this once"
@@ -216,7 +214,7 @@ def _fetch(guard: ProcessGuard, report: ReportLine) -> Path:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if status != 0 or not any(found.glob("kafka_*.jar")):
-        raise BrokerUnavailable(f"Maven could not fetch Kafka's jars:\n{_ending(log)}")
+        raise NoLocalBroker(f"Maven could not fetch Kafka's jars:\n{_ending(log)}")
     count = sum(1 for _ in found.glob("*.jar"))
     report(f"fetched {count} jars in {time.monotonic() - started:.0f} s")
     return found
@@ -231,7 +229,7 @@ def _wait_for_maven(process: subprocess.Popen[bytes], log: Path, report: ReportL
         except subprocess.TimeoutExpired:
             fetched = re.findall(r"Downloaded from \S+: \S+\.jar", log.read_text(errors="replace"))
             report(f"... {len(fetched)} jars so far")
-    raise BrokerUnavailable(
+    raise NoLocalBroker(
         f"Maven did not end within {_FETCH_DEADLINE_S:.0f} s. Its output ends with:\n{_ending(log)}"
     )
 

@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from streams.brokers.broker import LOOPBACK, PortTaken, query_metadata
+from streams.brokers.broker import LOOPBACK, PortTaken
 from streams.brokers.broker_settings import LOG4J_PROPERTIES, to_properties
 from streams.brokers.jvm_artifacts import java_command
-from streams.errors import BrokerUnavailable
+from streams.brokers.port_probe import query_metadata
+from streams.errors import NoLocalBroker
 
 START_DEADLINE_S = 90.0
 """A warm start takes 1 to 5 s; a busy machine has taken 17 for a cluster."""
@@ -48,9 +49,9 @@ class JvmNode:
 
     @property
     def pid(self) -> int:
-        """Process id. Raises BrokerUnavailable when it was never started."""
+        """Process id. Raises NoLocalBroker when it was never started."""
         if self._process is None:
-            raise BrokerUnavailable(f"broker {self.number} was not started")
+            raise NoLocalBroker(f"broker {self.number} was not started")
         return self._process.pid
 
     def spawn(self) -> None:
@@ -80,27 +81,27 @@ class JvmNode:
             )
 
     def wait_ready(self, brokers: int = 1, deadline_s: float = START_DEADLINE_S) -> None:
-        """Wait until it serves clients and reports that many brokers. Raises BrokerUnavailable."""
+        """Wait until it serves clients and reports that many brokers. Raises NoLocalBroker."""
         deadline = time.monotonic() + deadline_s
         while True:
             answer = query_metadata(LOOPBACK, self.port)
             self.check_running()
-            if answer and answer.brokers >= brokers and answer.controller_id >= 0:
+            if answer and len(answer.brokers) >= brokers and answer.controller_id >= 0:
                 return
             if time.monotonic() > deadline:
-                raise BrokerUnavailable(
+                raise NoLocalBroker(
                     f"broker {self.number} is not ready after {deadline_s:.0f} "
                     f"s:\n{self.log_tail()}"
                 )
             time.sleep(0.02)
 
     def start(self, deadline_s: float = START_DEADLINE_S) -> None:
-        """Start the process and wait until it serves clients. Raises BrokerUnavailable."""
+        """Start the process and wait until it serves clients. Raises NoLocalBroker."""
         self.spawn()
         self.wait_ready(deadline_s=deadline_s)
 
     def check_running(self) -> None:
-        """Raise BrokerUnavailable, with the end of the log, when the process has ended."""
+        """Raise NoLocalBroker, with the end of the log, when the process has ended."""
         if self._process is None or self._process.poll() is None:
             return
         tail = self.log_tail()
@@ -109,7 +110,7 @@ class JvmNode:
                 f"port {self.port} or the controller's is taken; choose another one, or end the "
                 f"process that listens there (ss -ltnp):\n{tail}"
             )
-        raise BrokerUnavailable(
+        raise NoLocalBroker(
             f"broker {self.number} ended with status {self._process.returncode}:\n{tail}"
         )
 
@@ -153,12 +154,12 @@ class JvmNode:
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
 
     def wait_ended(self, deadline_s: float = 30.0) -> None:
-        """Wait until the process has ended. Raises BrokerUnavailable when it does not."""
+        """Wait until the process has ended. Raises NoLocalBroker when it does not."""
         assert self._process is not None
         try:
             self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise BrokerUnavailable(f"broker {self.number} has not ended") from None
+            raise NoLocalBroker(f"broker {self.number} has not ended") from None
 
     def log_tail(self) -> str:
         """The end of the broker's output, for people."""

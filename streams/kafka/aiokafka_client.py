@@ -103,7 +103,13 @@ _COORDINATOR_TASKS = (
 
 def to_access_denied(error: BaseException, what: str) -> AccessDenied:
     """Translate a refusal for code outside of `streams/kafka`."""
-    return AccessDenied(f"{what}: the broker refuses: {error!r}")
+    correction = ""
+    if isinstance(error, SaslAuthenticationFailed | UnsupportedSaslMechanismError):
+        correction = (
+            "Check KVLANE_SASL_MECHANISM, KVLANE_SASL_USERNAME and KVLANE_SASL_PASSWORD (or the "
+            "token's file)."
+        )
+    return AccessDenied(f"{what}: the broker refuses: {error!r}", correction=correction)
 
 
 _send = AIOKafkaConnection.send

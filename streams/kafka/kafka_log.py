@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, KafkaTimeoutError
 
+from streams.brokers.port_probe import ClientSecurity, connection_advice
 from streams.errors import AccessDenied, AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
 from streams.kafka.aiokafka_client import (
     REFUSAL_ERRORS,
@@ -94,7 +95,9 @@ class KafkaLog:
             servers = self.connection.bootstrap_servers
             if isinstance(e, REFUSAL_ERRORS):
                 raise to_access_denied(e, servers) from e
-            raise BrokerUnavailable(f"no Kafka at {servers}: {e!r}") from e
+            client = ClientSecurity(self.options.get("ssl_context"), self.connection.uses_sasl)
+            advice = await connection_advice(self.connection.servers, client)
+            raise BrokerUnavailable(f"no Kafka at {servers}: {e!r}", correction=advice) from e
         await self._learn_partitions()
 
     async def close(self) -> None:

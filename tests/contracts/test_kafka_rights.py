@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from streams.brokers.broker import LOOPBACK, free_ports
 from streams.brokers.broker_factory import JvmBroker, java_tool
 from streams.clock import SystemClock
 from streams.errors import AccessDenied, BrokerUnavailable
-from streams.kafka.connection_options import ConnectionOptions
+from streams.kafka.connection_options import ConnectionOptions, SecurityProtocol
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.provision import check_partitions, create_topics, describe_topics
 from streams.ports import Entry, Partition
@@ -28,16 +29,22 @@ from tests.harness.recording_view import RecordingView
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
+STORE_PASSWORD = "a-password"
+
+
 class Guarded(NamedTuple):
     """One broker: through `servers` anybody may do anything, through `guarded` a guest may
-    see the topics and write prompts, no more."""
+    see the topics and write prompts, no more. `encrypted` requires TLS, and `hidden` advertises an
+    address at which nothing listens."""
 
     servers: str
     guarded: str
+    encrypted: str
+    hidden: str
 
 
 @pytest.fixture(scope="module")
-def broker() -> Iterator[Guarded]:
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     try:
         broker = JvmBroker(report=lambda _: None).start()
     except BrokerUnavailable as reason:
@@ -45,13 +52,21 @@ def broker() -> Iterator[Guarded]:
     with broker:
         node = broker.node(1)
         node.kill()
-        guarded = f"{LOOPBACK}:{free_ports(1)[0]}"
+        ports = free_ports(3)
+        guarded, encrypted, hidden = (f"{LOOPBACK}:{port}" for port in ports)
         had = node._settings
         node._settings = had | {
-            "listeners": f"{had['listeners']},GUARDED://{guarded}",
-            "advertised.listeners": f"{had['advertised.listeners']},GUARDED://{guarded}",
+            "listeners": f"{had['listeners']},GUARDED://{guarded},ENCRYPTED://{encrypted},"
+            f"HIDDEN://{hidden}",
+            "advertised.listeners": f"{had['advertised.listeners']},GUARDED://{guarded},"
+            f"ENCRYPTED://{encrypted},HIDDEN://{LOOPBACK}:1",
             "listener.security.protocol.map": f"{had['listener.security.protocol.map']}"
-            ",GUARDED:SASL_PLAINTEXT",
+            ",GUARDED:SASL_PLAINTEXT,ENCRYPTED:SSL,HIDDEN:PLAINTEXT",
+            "listener.name.encrypted.ssl.keystore.type": "PKCS12",
+            "listener.name.encrypted.ssl.keystore.location": str(
+                _key_store(tmp_path_factory.mktemp("tls"))
+            ),
+            "listener.name.encrypted.ssl.keystore.password": STORE_PASSWORD,
             "sasl.enabled.mechanisms": "PLAIN",
             "listener.name.guarded.plain.sasl.jaas.config": "org.apache.kafka.common.security."
             'plain.PlainLoginModule required user_guest="known" user_preprocessor="known";',
@@ -62,7 +77,18 @@ def broker() -> Iterator[Guarded]:
         asyncio.run(_make_topics(broker.bootstrap_servers))
         for right in (("Describe", "*"), ("Write", "kvlane.prompts")):
             _allow_guest(broker.bootstrap_servers, *right)
-        yield Guarded(broker.bootstrap_servers, guarded)
+        yield Guarded(broker.bootstrap_servers, guarded, encrypted, hidden)
+
+
+def _key_store(folder: Path) -> Path:
+    """A key with a certificate that it signed itself."""
+    store = folder / "keys.p12"
+    command = [
+        "keytool", "-genkeypair", "-alias", "broker", "-keyalg", "EC", "-dname", "CN=broker",
+        "-storetype", "PKCS12", "-keystore", str(store), "-storepass", STORE_PASSWORD,
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return store
 
 
 def _allow_guest(servers: str, operation: str, topic: str) -> None:
@@ -106,8 +132,9 @@ async def opened(broker: Guarded, name: str) -> AsyncIterator[KafkaLog]:
 
 
 async def test_wrong_password_is_named(broker: Guarded) -> None:
-    with pytest.raises(AccessDenied, match=r"(?i)authentication failed"):
+    with pytest.raises(AccessDenied, match=r"(?i)authentication failed") as raised:
         await opened_by(broker, "guest", "wrong").start()
+    assert "KVLANE_SASL_PASSWORD" in raised.value.correction
 
 
 async def test_unsupported_mechanism_is_named(broker: Guarded) -> None:
@@ -117,6 +144,27 @@ async def test_unsupported_mechanism_is_named(broker: Guarded) -> None:
     )  # fmt: skip
     with pytest.raises(AccessDenied, match="UnsupportedSaslMechanism"):
         await KafkaLog(connection).start()
+
+
+@pytest.mark.parametrize(
+    ("port", "protocol", "remedy"),
+    [
+        ("encrypted", "PLAINTEXT", "set KVLANE_SECURITY_PROTOCOL to SSL or SASL_SSL"),
+        ("servers", "SSL", "set KVLANE_SECURITY_PROTOCOL to PLAINTEXT or SASL_PLAINTEXT"),
+        ("encrypted", "SSL", "Set KVLANE_SSL_CAFILE to the authority"),
+        ("guarded", "PLAINTEXT", "set KVLANE_SECURITY_PROTOCOL to SASL_PLAINTEXT"),
+        ("hidden", "PLAINTEXT", "correct the broker's advertised.listeners"),
+    ],
+)
+async def test_error_names_the_setting_that_differs_from_the_port(
+    broker: Guarded, port: str, protocol: SecurityProtocol, remedy: str
+) -> None:
+    servers = getattr(broker, port)
+    connection = ConnectionOptions(servers, "guest", protocol, request_timeout_ms=1000)
+    with pytest.raises(BrokerUnavailable) as raised:
+        await KafkaLog(connection).start()
+    assert remedy in raised.value.correction
+    assert servers in raised.value.correction
 
 
 async def append(log: KafkaLog) -> None:

@@ -21,7 +21,7 @@ from tests.harness.topic_cleanup import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-KVLANE = [sys.executable, "-m", "app.cli"]
+KVLANE = [sys.executable, "-m", "app"]
 WHOLE_S = 150.0
 
 

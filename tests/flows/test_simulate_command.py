@@ -55,7 +55,7 @@ def test_without_matplotlib_the_package_is_named_before_the_work(
     monkeypatch.setattr("app.commands.console.find_spec", lambda _: None)
     done = simulate("--plot", f"{tmp_path / 'it.png'}")
     assert done.exit_code == 2
-    assert "pip install 'kvlane[plot]'" in done.output
+    assert "pip install -e '.[plot]'" in done.output
     assert "wall_s" not in done.output
 
 

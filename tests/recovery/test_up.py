@@ -27,7 +27,7 @@ from tests.brokers import requested_kind
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(180)]
 
-KVLANE = [sys.executable, "-m", "app.cli"]
+KVLANE = [sys.executable, "-m", "app"]
 READY_S = 90.0
 REFUSED_S = 45.0
 """Most of it is the interpreter's start on a busy machine."""

@@ -179,8 +179,9 @@ def test_missing_vllm_is_reported_with_the_way_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(versions, "PACKAGE_NAMES", ())
-    with pytest.raises(EngineError, match="pip install 'kvlane"):
+    with pytest.raises(EngineError, match="not installed") as raised:
         versions.installed_version()
+    assert "pip install -e" in raised.value.correction
 
 
 @pytest.mark.parametrize("version", ["0.9.1", "0.31.0", "0.28.0+cpu"])

