@@ -12,7 +12,7 @@ JOBS ?= $(if $(ARGS),0,2)
 # hundreds of modules when it starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo check format test test-recovery test-vllm peers bench bench-full asyncapi chart image compose-up compose-down test-docker clean
+.PHONY: help setup lock demo check format test test-recovery test-vllm peers bench bench-full asyncapi chart wheel image compose-up compose-down test-docker clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ asyncapi: setup  ## Write deploy/asyncapi.yaml from the types of the records
 
 chart: setup  ## Write what follows from the Helm chart and the code: its tables, and deploy/k8s/
 	@deploy/chart/render.sh
+
+wheel: setup  ## Build the wheel (build/wheel/), and run the demo from it, installed without the checkout
+	@deploy/check-wheel.sh
 
 image:  ## Build the container image, and Docker and a base image where missing (VARIANT=vllm: with vLLM)
 	@deploy/image/build.sh $(VARIANT)
