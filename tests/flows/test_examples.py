@@ -94,7 +94,9 @@ async def test_index_is_used_alone() -> None:
 
 @pytest.mark.kafka
 async def test_openai_package_streams_a_chat(deployment: Deployment) -> None:
-    shown = await output_of(sys.executable, "examples/openai_client.py", deployment.url)
+    shown = await output_of(
+        sys.executable, "examples/openai_client.py", OPENAI_BASE_URL=f"{deployment.url}/v1"
+    )
     text, counted = shown.rstrip().rsplit("\n", 1)
     assert text
     assert counted.endswith(" tokens")
