@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -204,6 +204,20 @@ class RecordPublisher:
         place = (topic, entry.key if partition is None else partition)
         return await self._repeated(
             place, lambda: self.publish_entry_once(topic, entry, partition), until
+        )
+
+    async def publish_renamed(
+        self, topic: str, entries: Iterator[Entry], partition: int
+    ) -> Appended:
+        """As `publish_entry`, with the next entry at each attempt.
+
+        For a topic that is compacted and whose records count by their place: an entry of its own
+        key cannot take the place of an earlier attempt that is in the log all the same.
+        """
+        return await self._repeated(
+            (topic, partition),
+            lambda: self.publish_entry_once(topic, next(entries), partition),
+            None,
         )
 
     async def _repeated(

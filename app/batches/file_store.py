@@ -5,15 +5,18 @@ A *run* is one writer's share of a file. A new owner of an output file begins it
 a record under `<file>/<run>/fence`: parts of other runs that come after it do not count, so that a
 former owner that still writes does no harm. An upload has one run and no fence.
 
-`PartOrder` is the rule by which readers and new owners select the parts that count. Cards of files
-are in `app/batches/batch_view.py`.
+`PartOrder` is the rule by which readers and new owners select the parts that count. Compaction must
+not change its choice. So no key is written twice: each attempt to append a part has its own, and a
+fence is appended once, under a new run if it has to be repeated. Parts count by their number, not
+by their arrival. Cards of files are in `app/batches/batch_view.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Iterator, Sequence
 from contextlib import aclosing, suppress
+from itertools import count
 from typing import NamedTuple
 
 from streams.batch_records import FileCard
@@ -61,32 +64,47 @@ class FileKeys(Container[bytes | None]):
 class PartOrder:
     """Selects the parts of a file that count, from the records of its partition in log order.
 
-    The last fence names the run; without one the first part does. Of that run the parts count whose
-    number is the next of the file: repetitions are skipped.
+    The last fence names the run; without one the first part does. Of that run each number counts
+    once, also one that arrives behind higher ones.
     """
 
     def __init__(self, file_id: str) -> None:
         self._prefix = f"{file_id}/".encode()
         self._run: bytes | None = None
-        self.parts = 0
-        """Number of parts that counted."""
+        self._complete_to = 0
+        """All lower numbers have come."""
+        self._beyond: set[int] = set()
+        self.number = -1
+        """Number of the last part that counted."""
+
+    @property
+    def next_number(self) -> int:
+        """The number above all that counted."""
+        return max(self._beyond, default=self._complete_to - 1) + 1
 
     def accept(self, record: Record) -> bool:
         """Take in the next record; whether it is a part that counts."""
         key = record.key or b""
         if not key.startswith(self._prefix) or record.value is None:
             return False
-        run, _, number = key.removeprefix(self._prefix).rpartition(b"/")
-        if number == _FENCE_KEY:
+        run, _, last = key.removeprefix(self._prefix).rpartition(b"/")
+        if last == _FENCE_KEY:
             self._run = run
             return False
         if self._run is None:
             self._run = run
-        name = (self._prefix + run).decode(errors="replace")
-        if run != self._run or part_number(record, name) != self.parts:
+        number = part_number(record, (self._prefix + run).decode(errors="replace"))
+        if number is None or run != self._run or self._has(number):
             return False
-        self.parts += 1
+        self.number = number
+        self._beyond.add(number)
+        while self._complete_to in self._beyond:
+            self._beyond.remove(self._complete_to)
+            self._complete_to += 1
         return True
+
+    def _has(self, number: int) -> bool:
+        return number < self._complete_to or number in self._beyond
 
 
 class FileStore:
@@ -107,21 +125,20 @@ class FileStore:
 
     async def fence(self, partition: int, run: str, file_ids: Sequence[str]) -> int:
         """Begin a run of these files; returns the offset from which parts of other runs do not
-        count. Repeated until acknowledged."""
+        count. Raises AppendFailed: begin another run, since this fence may arrive late."""
         entries = [
             Entry(f"{file_id}/{run}/".encode() + _FENCE_KEY, b"\0", ((TYPE_HEADER, _FENCE),))
             for file_id in file_ids
         ]
-        appended = await self._publisher.publish_entries(FILE_PARTS, partition, entries)
-        return appended.offset
+        return (await self._log.append_batch(FILE_PARTS, partition, entries)).offset
 
     async def append_part(
         self, file_id: str, run: str, number: int, content: bytes, partition: int,
         headers: Headers = (),
     ) -> Appended:  # fmt: skip
         """Append a part; repeated until acknowledged. Raises RecordTooLarge above 8 MiB."""
-        entry = numbered_part(_PART, f"{file_id}/{run}", number, content, headers)
-        return await self._publisher.publish_entry(FILE_PARTS, entry, partition)
+        attempts = _attempts(f"{file_id}/{run}", number, content, headers)
+        return await self._publisher.publish_renamed(FILE_PARTS, attempts, partition)
 
     async def write(self, file_id: str, content: AsyncIterator[bytes]) -> WrittenFile:
         """Write a file as its content arrives, in parts.
@@ -130,14 +147,21 @@ class FileStore:
         """
         partition = await self.partition_of(file_id)
         digest, held = hashlib.sha256(), bytearray()
+        keys: list[bytes] = []
         size = number = 0
-        first = end = -1
+        first = -1
+
+        def noted(attempts: Iterator[Entry]) -> Iterator[Entry]:
+            for entry in attempts:
+                keys.append(entry.key or b"")
+                yield entry
 
         async def append(part: bytes) -> None:
-            nonlocal number, first, end
+            nonlocal number, first
             digest.update(part)
-            appended = await self.append_part(file_id, "0", number, part, partition)
-            first, end = (appended.offset if first < 0 else first), appended.offset + 1
+            entries = noted(_attempts(f"{file_id}/0", number, part))
+            appended = await self._publisher.publish_renamed(FILE_PARTS, entries, partition)
+            first = appended.offset if first < 0 else first
             number += 1
 
         try:
@@ -149,8 +173,8 @@ class FileStore:
                     del held[:PART_BYTES]
             if held or not number:
                 await append(bytes(held))
+            end = await self.end_of(partition)
         except BaseException:
-            keys = [f"{file_id}/0/{n}".encode() for n in range(number + 1)]
             with suppress(StreamError):  # they expire like all parts
                 await self._bury(partition, keys, until=self._clock.now())
             raise
@@ -159,16 +183,23 @@ class FileStore:
     async def read(self, card: FileCard) -> AsyncGenerator[bytes, None]:
         """The content of a file, piece by piece. Close it (`aclosing`) when leaving it early.
 
-        Raises FileDamaged, if need be after the last piece; BrokerUnavailable.
+        Raises FileDamaged, if need be after the last piece; BrokerUnavailable. Reads once more for
+        each part that lies behind the next one in the log.
         """
-        order, digest, size = PartOrder(card.id), hashlib.sha256(), 0
-        async with aclosing(self.records(card.partition, card.first, card.end, card.id)) as records:
-            async for record in records:
-                if order.accept(record):
-                    part = record.value or b""
-                    size += len(part)
-                    digest.update(part)
-                    yield part
+        digest, size, number, before = hashlib.sha256(), 0, 0, -1
+        while size <= card.size and number > before:
+            order, before = PartOrder(card.id), number
+            records = self.records(card.partition, card.first, card.end, card.id)
+            async with aclosing(records):
+                async for record in records:
+                    if order.accept(record) and order.number == number:
+                        part = record.value or b""
+                        number += 1
+                        size += len(part)
+                        digest.update(part)
+                        yield part
+            if order.next_number == number:
+                break
         if size != card.size or digest.hexdigest() != card.sha256:
             raise FileDamaged(f"{card.id}: {size} of {card.size} bytes are kept, or other ones")
 
@@ -208,3 +239,8 @@ class FileStore:
             some = keys[start : start + TOMBSTONES_PER_BATCH]
             entries = [Entry(key, None, ((TYPE_HEADER, _PART),)) for key in some]
             await self._publisher.publish_entries(FILE_PARTS, partition, entries, until=until)
+
+
+def _attempts(name: str, number: int, content: bytes, headers: Headers = ()) -> Iterator[Entry]:
+    """The entries of all attempts to append a part."""
+    return (numbered_part(_PART, name, number, content, headers, n) for n in count())

@@ -102,7 +102,7 @@ class JobOutput:
                 for number, file in enumerate(self._files):
                     if file.order.accept(record):
                         self._restore_part(file, record)
-                        self._parts[number] = file.order.parts
+                        self._parts[number] = file.order.next_number
 
     def add(self, line: OutputLine) -> bool:
         """Add the line of a request; false if it has one."""

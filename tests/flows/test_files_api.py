@@ -13,6 +13,7 @@ import pytest
 from app.http.batches.files_endpoint import MAX_TRANSFERS
 from app.http.batches.multipart_upload import STALL_TIMEOUT_S
 from streams.memory.broker_faults import AppendFate
+from streams.memory.partition_log import MemoryRecord
 from streams.reading.part_format import PART_BYTES
 from streams.topics import FILE_PARTS, FILE_RETENTION_MS
 from tests.harness.batch_harness import BOUNDARY, FORM, form
@@ -53,6 +54,10 @@ def kept_parts(world: MemoryWorld) -> set[bytes]:
     """Keys of the parts that are left after compaction."""
     last = {record.key: record.value for record in world.all_records(FILE_PARTS)}
     return {key for key, value in last.items() if key is not None and value is not None}
+
+
+def replace_part(record: MemoryRecord, key: bytes | None, value: bytes | None) -> MemoryRecord:
+    return record._replace(key=key, value=value)
 
 
 def big(seed: int, size: int) -> bytes:
@@ -100,6 +105,43 @@ async def test_repeated_append_is_visible_once(world: MemoryWorld) -> None:
     file = await uploaded(harness, content)
     assert len(world.all_records(FILE_PARTS)) == 4
     assert (await get(harness, f"/{file['id']}/content")).content == content
+
+
+@pytest.mark.parametrize("fate", [AppendFate.OVERTAKEN, AppendFate.TWICE, AppendFate.UNREPORTED])
+@pytest.mark.parametrize("size", [10, 3_500_000])
+@scenario_test
+async def test_repeated_parts_survive_compaction(
+    world: MemoryWorld, fate: AppendFate, size: int
+) -> None:
+    """Wherever the repetition of a part is in the log: beside it, behind others, behind the end."""
+    harness = await GatewayHarness.open(world)
+    world.faults.late = 3.0
+    world.faults.slow["append"] = 0.5
+    fates = [AppendFate.KEPT] * (size // PART_BYTES)
+    for place in range(len(fates) + 1):
+        world.faults.next_fates(FILE_PARTS, *fates[:place], fate, *fates[place:])
+        file = await uploaded(harness, big(place, size))
+        await world.sleep(5)
+        assert not world.faults.fates[FILE_PARTS]
+        world.broker.compact_all(lag_ms=1000)
+        answer = await get(harness, f"/{file['id']}/content")
+        assert answer.content == big(place, size), answer.status
+
+
+@scenario_test
+async def test_part_behind_the_next_one_is_read_in_its_place(world: MemoryWorld) -> None:
+    """As earlier versions wrote it, and compaction left it: each attempt under the same key."""
+    harness = await GatewayHarness.open(world)
+    content = big(7, 3 * PART_BYTES)
+    file = await uploaded(harness, content)
+    parts = [r for r in world.all_records(FILE_PARTS) if r.key]
+    log = world.broker.log(FILE_PARTS, parts[0].partition)
+    values = [parts[n] for n in (1, 2, 0)]
+    log.records = [replace_part(r, of.key, of.value) for r, of in zip(parts, values, strict=True)]
+    assert (await get(harness, f"/{file['id']}/content")).content == content
+    del log.records[2]
+    answer = await get(harness, f"/{file['id']}/content")
+    assert (answer.status, answer.error["code"]) == (410, "file_damaged")
 
 
 @scenario_test
