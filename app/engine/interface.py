@@ -2,7 +2,8 @@
 
 Owns the `Engine` interface, the handle of each request (`GenerateContext`), the outputs of an
 engine (`EngineOutput`) and its typed errors. Independent of Kafka and of runs. Of the rules below
-`app/engine/validator.py` checks 2, 3 and 5, and the values of outputs and configuration.
+`app/engine/validator.py` checks 2, 3 and 5, and the values of outputs and configuration. A worker
+refuses an output with values that records cannot carry (`app/engine/output_values.py`).
 
 Lifecycle of an engine: constructed, `start`, any number of concurrent `generate`, `drain`,
 `cleanup`.

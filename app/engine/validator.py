@@ -8,16 +8,11 @@ readiness (1), resources (4), cache events (6), probes (7), kinds (8), transfers
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Mapping
 
-from app.engine.interface import (
-    U32_MAX,
-    Engine,
-    EngineError,
-    EngineOutput,
-    GenerateContext,
-    KvEventListener,
-)
+from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, KvEventListener
+from app.engine.output_values import checked_output, checked_stats
 from streams.records import EngineConfig, EngineStats
 from streams.request import Request
 
@@ -45,7 +40,9 @@ class ValidatingEngine(Engine):
         self._engine.set_kv_event_listener(listener)
 
     def stats(self) -> EngineStats | None:
-        return self._engine.stats()
+        stats = self._engine.stats()
+        _rule(checked_stats(stats) is stats, "statistics are whole numbers of 64 bits")
+        return stats
 
     def versions(self) -> Mapping[str, str]:
         _rule(self._ready, "versions is called after start")
@@ -67,6 +64,10 @@ class ValidatingEngine(Engine):
         _rule(
             all(number is None or number > 0 for number in _numbers(config)),
             "advertised numbers are above 0; None advertises nothing",
+        )
+        _rule(
+            all(map(math.isfinite, (*(config.curve or ()), config.transfer_lease_s or 0.0))),
+            "the curve and the lease are finite numbers",
         )
         _rule(
             (config.bootstrap_host is None) == (config.bootstrap_port is None),
@@ -122,16 +123,10 @@ class _StreamCheck:
 
     def output(self, output: EngineOutput) -> None:
         _rule(not self.ended, "nothing follows the terminal output")
-        _rule(all(0 <= token <= U32_MAX for token in output.token_ids), "token ids are u32")
-        if output.log_probs is not None:
-            _rule(
-                len(output.log_probs) == len(output.token_ids),
-                "there are log probabilities for each token or for none",
-            )
-        if output.usage is not None:
-            counts = output.usage
-            fit = max(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
-            _rule(fit <= U32_MAX, "usage saturates at u32")
+        try:
+            checked_output(output)
+        except EngineError as e:
+            raise ContractViolation(f"engine contract broken: {e}") from e
         _rule(
             output.transfer is None or output.finish_reason is not None,
             "the transfer to decode comes with the terminal output",

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from app.engine.interface import Engine
+from app.engine.output_values import checked_stats
 from app.serving.kv_event_publisher import KvEventPublisher
 from app.serving.run_queue import RunQueue
 from streams.clock import Clock
@@ -55,7 +56,7 @@ class HeartbeatSender:
             running=runs.progress(),
             waiting=runs.waiting_count,
             last_event_ids=tuple(events.last_event_id for events in caches),
-            engine=self._engine.stats(),
+            engine=checked_stats(self._engine.stats()),
         )
         try:
             await self._publisher.publish_once(KV_EVENTS, self._worker, heartbeat)

@@ -37,6 +37,7 @@ from app.engine.interface import (
     InvalidRequest,
     token_usage,
 )
+from app.engine.output_values import checked_output
 from app.preprocess.models.byte_model import Model
 from app.preprocess.text.stop_conditions import TextPiece, TextStream
 from app.runtime import spans
@@ -306,10 +307,10 @@ class RunExecutor:
             fatal = e if isinstance(e, EngineDead) else None
             is_full = isinstance(e, EngineFull) and not run.generated_tokens
             code: RunCode = "worker_full" if is_full else "error"
-            return RunEnd(code, retryable=True, message=str(e), fatal_error=fatal)
+            return RunEnd(code, retryable=True, message=_text_of(e), fatal_error=fatal)
         except Exception as e:
             log.exception("%s: the engine failed", run.key.id)
-            return RunEnd("error", retryable=True, message=repr(e))
+            return RunEnd("error", retryable=True, message=_text_of(repr(e)))
 
     async def _hand_over(
         self, run: Run, stream: ChunkStream, announced: asyncio.Task[None]
@@ -377,8 +378,8 @@ class RunExecutor:
         except EngineError as e:
             if e.retryable:
                 raise
-            ended = EngineOutput.error(str(e))
-            invalid = str(e)[:MAX_REASON_CHARS] if isinstance(e, InvalidRequest) else ""
+            ended = EngineOutput.error(_text_of(e))
+            invalid = ended.message[:MAX_REASON_CHARS] if isinstance(e, InvalidRequest) else ""
         run.state = "closing"
         counts, reason = _counts(run, ended), ended.finish_reason
         if (
@@ -423,7 +424,8 @@ class RunExecutor:
         run.waiting_since = clock.now()
         try:
             async with aclosing(self._engine.generate(request, run.context)) as outputs:
-                async for output in outputs:
+                async for each in outputs:
+                    output = checked_output(each)
                     run.waiting_since = None  # waiting for the log does not count as an idle engine
                     if output.usage is not None:
                         run.cached_tokens = output.usage.cached_tokens
@@ -458,6 +460,11 @@ class RunExecutor:
 async def _discard(_: EngineOutput) -> bool:
     """The consumer of a prefill, whose tokens are generated again by the decode worker."""
     return False
+
+
+def _text_of(error: Exception | str) -> str:
+    """The message of an error of an engine, without characters that no record can carry."""
+    return str(error).encode(errors="replace").decode()
 
 
 def _counts(run: Run, ended: EngineOutput) -> Usage:

@@ -29,10 +29,13 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fa
 
 
 class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token and the logarithm of its probability. Part of a Chunk, as [id, number]."""
+    """A token and the logarithm of its probability. Part of a Chunk, as [id, number].
+
+    Workers write numbers only; null, of earlier ones, was no number in JSON.
+    """
 
     token_id: int
-    log_prob: float
+    log_prob: float | None
 
 
 class PassthroughDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
+
+import pytest
 
 from app.engine.echo import EchoEngine
 from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
 from streams.memory.broker_faults import AppendFate
 from streams.ports import Entry
-from streams.records import Started
+from streams.records import EngineStats, LogProb, PassthroughDelta, Started
 from streams.request import Request
 from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -78,6 +81,40 @@ async def test_retryable_engine_error_leaves_the_end_to_the_owner(world: MemoryW
     finished = await harness.wait_finished()
     assert (finished.code, finished.retryable, finished.message) == ("error", True, "oom")
     assert all(c.finish_reason is None for c in harness.chunks())
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        (EngineOutput(token_ids=(66,), log_probs=((LogProb(66, math.nan),),)), "log_probs nan"),
+        (EngineOutput(data=(PassthroughDelta(delta={"a": math.inf}),)), "delta.a is inf"),
+        (EngineOutput(token_ids=(66.0,)), "token_ids 66.0"),  # type: ignore[arg-type]
+        (EngineOutput(text="\ud800", finish_reason="stop"), "text"),
+        (EngineError("\ud800", retryable=True), "?"),
+    ],
+)
+@scenario_test
+async def test_output_that_no_record_can_carry_ends_the_run_by_the_name_of_its_field(
+    world: MemoryWorld, output: EngineOutput | EngineError, named: str
+) -> None:
+    harness = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN, output))
+    harness.assign()
+    finished = await harness.wait_finished()
+    assert (finished.code, finished.retryable) == ("error", True)
+    assert named in finished.message
+    assert all(c.finish_reason is None for c in harness.chunks())
+    assert harness.ctx.error is None
+
+
+@scenario_test
+async def test_heartbeats_leave_out_statistics_that_no_record_can_carry(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = EngineStats(running=math.nan)  # type: ignore[arg-type]
+    monkeypatch.setattr(ScriptedEngine, "stats", lambda _: odd)
+    harness = await WorkerHarness.started(world, ScriptedEngine(world, TOKEN))
+    await world.sleep(3)
+    assert harness.heartbeats()[-1].engine is None
 
 
 @scenario_test

@@ -12,6 +12,7 @@ from app.engine.attached.retokenize import Retokenizer
 from app.engine.attached.server_client import RequestRejected, ServerFailed, error_message
 from app.engine.attached.server_metrics import read_metrics
 from app.engine.interface import InvalidRequest
+from app.engine.output_values import LOWEST_LOG_PROB
 from streams.codecs import pack_tokens
 from streams.records import LogProb
 from streams.request import (
@@ -195,6 +196,28 @@ def test_log_probabilities_of_vllm_are_by_number_the_likeliest_first() -> None:
     assert parse_completion_event(event, VLLM).log_probs == (
         (LogProb(5, -2.0), LogProb(6, -1.0), LogProb(5, -2.0)),
     )
+
+
+def test_null_for_a_log_probability_is_the_lowest_one() -> None:
+    """Servers write it for numbers that JSON does not have."""
+    event = (
+        b'{"choices":[{"token_ids":[5],"logprobs":{"tokens":["token_id:5"],'
+        b'"token_logprobs":[null],"top_logprobs":[{"token_id:5":null,"token_id:6":-1.0}]}}]}'
+    )
+    assert parse_completion_event(event, VLLM).log_probs == (
+        (LogProb(5, LOWEST_LOG_PROB), LogProb(6, -1.0), LogProb(5, LOWEST_LOG_PROB)),
+    )
+    event = b'{"choices":[{"text":"a","logprobs":{"content":[{"id":5,"logprob":null}]}}]}'
+    assert parse_completion_event(event, LLAMA).log_probs == ((LogProb(5, LOWEST_LOG_PROB),),)
+
+
+@pytest.mark.parametrize("usage", ["NaN", "+Inf", "-Inf"])
+def test_share_of_a_cache_that_is_not_a_number_is_unknown(usage: str) -> None:
+    metrics = read_metrics(
+        f'vllm:kv_cache_usage_perc {usage}\nvllm:cache_config_info{{num_gpu_blocks="9"}} 1\n'
+    )
+    assert metrics.cache_usage is None
+    assert metrics.engine_stats().kv_used_blocks == 0
 
 
 def test_counts_come_without_a_choice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
@@ -15,7 +16,7 @@ from app.engine.interface import (
     token_usage,
 )
 from app.engine.validator import ContractViolation, ValidatingEngine
-from streams.records import EngineConfig, Usage
+from streams.records import EngineConfig, LogProb, Usage
 from streams.request import Request
 
 Script = Callable[[GenerateContext], AsyncGenerator[EngineOutput, None]]
@@ -128,8 +129,17 @@ async def test_transfer_to_decode_comes_last() -> None:
 
 async def test_usage_beyond_u32_is_named() -> None:
     counts = Usage(prompt_tokens=U32_MAX + 1)
-    with pytest.raises(ContractViolation, match="usage saturates"):
+    with pytest.raises(ContractViolation, match=r"usage\.prompt_tokens"):
         await run(outputs(EngineOutput.stop().with_usage(counts)))
+
+
+async def test_number_that_json_does_not_have_is_named() -> None:
+    output = EngineOutput(token_ids=(1,), log_probs=((LogProb(1, math.nan),),))
+    with pytest.raises(ContractViolation, match="log_probs nan"):
+        await run(outputs(output, EngineOutput.stop()))
+    config = EngineConfig(model="m", curve=(1.0, math.inf))
+    with pytest.raises(ContractViolation, match="finite"):
+        await ValidatingEngine(Scripted(config=config)).start("w")
 
 
 async def test_leaving_a_stream_releases_its_resources() -> None:

@@ -15,6 +15,7 @@ import msgspec
 from app.engine.attached.answer_stream import parse_finish_reason
 from app.engine.attached.request_body import ServerDialect
 from app.engine.attached.server_client import ServerFailed, error_for_status
+from app.engine.output_values import LOWEST_LOG_PROB
 from streams.records import FinishReason, LogProb
 
 TOKEN_ID_PREFIX = "token_id:"  # noqa: S105 - vLLM's prefix of token ids
@@ -43,14 +44,14 @@ class _Likely(msgspec.Struct):
     """A token in the format of llama.cpp."""
 
     id: int
-    logprob: float
+    logprob: float | None
     top_logprobs: list[_Likely] = []
 
 
 class _LogProbs(msgspec.Struct):
     tokens: list[str] | None = None
     token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
     content: list[_Likely] | None = None
 
 
@@ -134,7 +135,7 @@ def _log_probs(reported: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | 
         return None
     if reported.content is not None:
         return tuple(
-            (LogProb(at.id, at.logprob), *(LogProb(o.id, o.logprob) for o in at.top_logprobs))
+            tuple(LogProb(o.id, _log_prob(o.logprob)) for o in (at, *at.top_logprobs))
             for at in reported.content
         )
     tokens, own = reported.tokens or [], reported.token_logprobs or []
@@ -144,14 +145,23 @@ def _log_probs(reported: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | 
     if not all(token.startswith(TOKEN_ID_PREFIX) for token in tokens):
         return None
     return tuple(
-        (LogProb(_number(token), log_prob or 0.0), *_ranked(ranked or {}))
+        (LogProb(_number(token), _log_prob(log_prob)), *_ranked(ranked or {}))
         for token, log_prob, ranked in zip(tokens, own, others, strict=True)
     )
 
 
-def _ranked(by_token: Mapping[str, float]) -> list[LogProb]:
-    found = [LogProb(_number(t), p) for t, p in by_token.items() if t.startswith(TOKEN_ID_PREFIX)]
-    return sorted(found, key=lambda likely: -likely.log_prob)
+def _log_prob(reported: float | None) -> float:
+    """A log probability; servers write null for one that JSON has no number for."""
+    return LOWEST_LOG_PROB if reported is None else reported
+
+
+def _ranked(by_token: Mapping[str, float | None]) -> list[LogProb]:
+    found = [
+        LogProb(_number(token), _log_prob(reported))
+        for token, reported in by_token.items()
+        if token.startswith(TOKEN_ID_PREFIX)
+    ]
+    return sorted(found, key=lambda likely: -_log_prob(likely.log_prob))
 
 
 def _number(token: str) -> int:

@@ -6,6 +6,7 @@ statistics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -86,7 +87,7 @@ def read_metrics(text: str) -> ServerMetrics:
     return ServerMetrics(
         running=_whole(first(_RUNNING)),
         waiting=_whole(first(_WAITING)),
-        cache_usage=None if used is None else used / ranks,
+        cache_usage=None if used is None or not math.isfinite(used) else used / ranks,
         steps=_whole(first(_STEPS)),
         started_at=sums.get(_STARTED),
         cache_config=cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ class VllmStats:
         self._ranks[rank] = EngineStats(
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            kv_used_blocks=round(stats.kv_cache_usage * self.blocks_per_rank),
+            kv_used_blocks=_used_blocks(stats.kv_cache_usage, self.blocks_per_rank),
             kv_total_blocks=self.blocks_per_rank,
             steps=(before.steps if before else 0) + 1,
         )
@@ -58,3 +59,8 @@ class VllmStats:
                 """Logged elsewhere."""
 
         return [Logger]
+
+
+def _used_blocks(share: float, blocks: int) -> int:
+    """Blocks in use, by their share; 0 for a share that is not a number."""
+    return round(share * blocks) if math.isfinite(share) else 0
