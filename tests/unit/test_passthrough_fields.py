@@ -73,6 +73,67 @@ def test_tool_calls_are_put_together_by_their_index() -> None:
     assert (first["id"], second["id"]) == ("a", "b")
 
 
+def call(index: int | None, **fields: Any) -> dict[str, Any]:
+    function = {name: fields.pop(name) for name in ("name", "arguments") if name in fields}
+    at = {} if index is None else {"index": index}
+    return {"tool_calls": [at | fields | {"function": function}]}
+
+
+def as_client(deltas: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Id, name and arguments of each call, as a client of a stream puts them together."""
+    calls: list[list[str]] = []
+    for delta in deltas:
+        for part in delta["tool_calls"]:
+            if part.get("index", len(calls) if part.get("id") else len(calls) - 1) == len(calls):
+                calls.append(["", "", ""])
+            at = calls[part.get("index", -1)]
+            function = part["function"]
+            for n, piece in enumerate(
+                (part.get("id"), function.get("name"), function.get("arguments"))
+            ):
+                at[n] += piece or "" if n == 2 or piece != at[n] else ""
+    return [tuple(each) for each in calls]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        [call(0, id="a", name="get_", arguments=""), call(0, name="weather"),
+         call(0, arguments="{}")],
+        [call(0, id="a", name="f", arguments="{"), call(0, id="a", name="f", arguments="}")],
+        [call(0, id="a", name="ab"), call(0, name="ab"), call(0, name="c"), call(0, name="abc")],
+        [call(0, id="a", name="f"), call(0, name="", arguments="{"),
+         call(0, name=None, arguments="}")],
+        [call(0, id="a", name="f", arguments="{}"), call(1, id="b", name="f", arguments="{}")],
+        [call(0, id="a", name="f"), call(1, id="b", name="g"), call(0, arguments="1"),
+         call(1, arguments="2")],
+        [call(None, id="a", name="f", arguments="{}"),
+         call(None, id="b", name="g", arguments="{}")],
+        [call(None, id="a", name="get_"), call(None, name=None, arguments="{"),
+         call(None, arguments="}")],
+        [{"tool_calls": call(None, id="a", name="f")["tool_calls"]
+          + call(None, id="b", name="g", arguments="1")["tool_calls"]}, call(None, arguments="2")],
+    ],
+    ids=["pieces", "repeated", "pieces_and_repeated", "empty", "several", "interleaved",
+         "no_index", "no_index_in_pieces", "no_index_together"],
+)  # fmt: skip
+def test_whole_response_has_the_tool_calls_that_clients_of_a_stream_put_together(
+    deltas: list[dict[str, Any]],
+) -> None:
+    expected = as_client(deltas)
+    choice = ended(*[piece("", PassthroughDelta(delta=delta)) for delta in deltas])
+    calls = full_response(CHAT, [choice])["choices"][0]["message"]["tool_calls"]
+    functions = [(each.get("id", ""), each["function"]) for each in calls]
+    assert expected == [
+        (name, function.get("name") or "", function.get("arguments") or "")
+        for name, function in functions
+    ]
+    step_by_step: dict[str, Any] = {}
+    for delta in deltas:
+        step_by_step = merge_fields(step_by_step, delta)
+    assert step_by_step == merge_fields(*deltas)
+
+
 def test_other_fields_merge_to_the_same_whole_in_any_grouping() -> None:
     step_by_step: dict[str, Any] = {}
     for delta in CALLS:

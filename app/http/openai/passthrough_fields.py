@@ -7,6 +7,7 @@ functions over `PassthroughDelta`s, independent of the meaning of the fields.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,8 +17,11 @@ from streams.records import Chunk, PassthroughDelta
 JsonObject = dict[str, Any]
 """An object of JSON, decoded or to be encoded."""
 
-_REPEATED_FIELDS = frozenset({"id", "type", "name", "role", "index"})
+_REPLACED_FIELDS = frozenset({"type", "role", "index"})
 """Strings that are replaced by later ones instead of being concatenated."""
+_REPEATED_FIELDS = frozenset({"id", "name"})
+"""Strings that some servers send in pieces, and others whole in every delta: a string that equals
+all of it so far adds nothing."""
 
 
 def split_chunk(piece: Chunk) -> Iterator[Chunk]:
@@ -81,26 +85,35 @@ def _whole(name: str, pieces: Sequence[Any]) -> Any:
             run.clear()
         run.append(piece)
     match run:
-        case []:
-            return None
-        case [str(), *_] if name in _REPEATED_FIELDS:
-            return next((text for text in reversed(run) if text), "")
         case [str(), *_]:
-            return "".join(run)
+            return _text(name, run)
         case [dict(), *_]:
             return merge_fields(*run)
         case [list(), *_]:
-            return _listed([item for items in run for item in items])
-    return run[-1]
+            return _listed(name, [item for items in run for item in items])
+    return run[-1] if run else None
 
 
-def _listed(items: Sequence[Any]) -> list[Any]:
-    """Merge list items that have the same index."""
+def _text(name: str, pieces: Sequence[str]) -> str:
+    if name in _REPLACED_FIELDS:
+        return next((text for text in reversed(pieces) if text), "")
+    if name in _REPEATED_FIELDS:
+        return reduce(lambda whole, text: whole if text == whole else whole + text, pieces)
+    return "".join(pieces)
+
+
+def _listed(name: str, items: Sequence[Any]) -> list[Any]:
+    """Merge list items that have the same index; tool calls also without one."""
     whole: list[list[Any]] = []
     by_index: dict[Hashable, list[Any]] = {}
     for item in items:
         at = item.get("index") if isinstance(item, dict) else None
         if not isinstance(at, int | str):
+            at = _call_id(item) if name == "tool_calls" else None
+            if name == "tool_calls" and whole and at is None and not _has_name(item):
+                whole[-1].append(item)
+                continue
+        if at is None:
             whole.append([item])
         elif at in by_index:
             by_index[at].append(item)
@@ -108,6 +121,19 @@ def _listed(items: Sequence[Any]) -> list[Any]:
             by_index[at] = [item]
             whole.append(by_index[at])
     return [merge_fields(*pieces) if len(pieces) > 1 else pieces[0] for pieces in whole]
+
+
+def _call_id(item: Any) -> Hashable:
+    """The id of a tool call as a key that is no index; None without one."""
+    found = item.get("id") if isinstance(item, dict) else None
+    return ("id", found) if found and isinstance(found, str) else None
+
+
+def _has_name(item: Any) -> bool:
+    """Whether a part of a tool call begins one: a part without index, id and name continues the
+    last call."""
+    function = item.get("function") if isinstance(item, dict) else None
+    return not isinstance(function, dict) or bool(function.get("name"))
 
 
 def sum_counts(*counted: Mapping[str, Any]) -> JsonObject:
