@@ -75,13 +75,16 @@ class KvEventListener(Protocol):
 
 class EngineError(OperatorError):
     """An engine did not start, or a request failed in it. `retryable`: another worker may succeed
-    with the request."""
+    with the request. `reason`: the part of the message for clients, without addresses."""
 
     correction = "Correct the setting or the server that the message names (docs/engines.md)."
 
-    def __init__(self, message: str, *, retryable: bool = False, correction: str = "") -> None:
+    def __init__(
+        self, message: str, *, retryable: bool = False, reason: str = "", correction: str = ""
+    ) -> None:
         super().__init__(message, correction=correction)
         self.retryable = retryable
+        self.reason = reason
 
 
 class EngineFull(EngineError):
@@ -93,11 +96,13 @@ class EngineFull(EngineError):
 class InvalidRequest(EngineError):
     """The request is invalid, or needs a feature that this engine lacks; names the field.
 
-    No worker with this kind of engine can serve it, so the request ends with an error.
+    No worker with this kind of engine can serve it, so the request ends with an error. `status`:
+    that of HTTP for the client, from 400 to 499.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message, reason=message)
+        self.status = status
 
 
 TEXT_ONLY_UNSUPPORTED = (GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE)

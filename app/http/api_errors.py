@@ -140,7 +140,8 @@ def error_of_piece(piece: Chunk | End) -> ApiError | None:
             retry_after_s=retry_after_s,
         )
     if piece.finish_reason == "error" and piece.invalid:
-        return ApiError(HTTPStatus.BAD_REQUEST, piece.invalid, code="invalid")
+        status = piece.invalid_status if 400 <= piece.invalid_status < 500 else 400
+        return ApiError(status, piece.invalid, code="invalid")
     if piece.finish_reason == "error":
         return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine failed", code="error")
     if piece.finish_reason == "cancelled":

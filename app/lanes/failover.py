@@ -132,7 +132,7 @@ class Failover:
             return
         if request is None:
             await self._termination.end(
-                request_id, "attempts", f"failed on {state.failures} workers"
+                request_id, "attempts", f"failed on {state.failures} workers{_reason(state)}"
             )
             return
         assert state.origin is not None
@@ -144,6 +144,7 @@ class Failover:
             usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.emitted))
             await self._termination.end(request_id, code, usage=usage)
         elif why := migration_blocker(request, shown):
+            why += _reason(state)
             await self._termination.end(request_id, "lost", f"cannot continue: {why}")
         else:
             await self._dispatcher.assign(rest)
@@ -181,6 +182,11 @@ class Failover:
         state = self._context.ledger.request(self._lane, request_id)
         known = state.runs.get(run) if state is not None else None
         return state if known is not None and known.state in OPEN else None
+
+
+def _reason(state: RequestState) -> str:
+    """The reason of the last failure, behind a message for the client."""
+    return f"; the last reason: {state.failure_reason}" if state.failure_reason else ""
 
 
 def finish_reason_of(request: Request, emitted: Sequence[int]) -> EndCode | None:

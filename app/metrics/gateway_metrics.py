@@ -67,10 +67,14 @@ class GatewayMetrics(MetricSet):
         for outcome in RESPONSE_OUTCOMES:
             self.completed_responses.labels(outcome)
 
-    def observe_response(self, outcome: str, output_tokens: int, gaps: int, skipped: int) -> None:
-        """Count a response. `outcome`: its finish reason, or the code of its error."""
+    def observe_response(
+        self, outcome: str, output_tokens: int | None, gaps: int, skipped: int
+    ) -> None:
+        """Count a response. `outcome`: its finish reason, or the code of its error;
+        `output_tokens`: None if unknown."""
         self.completed_responses.labels(outcome if outcome in RESPONSE_OUTCOMES else "error").inc()
-        self.output_tokens.observe(output_tokens)
+        if output_tokens is not None:
+            self.output_tokens.observe(output_tokens)
         self.stream_gaps.inc(gaps)
         self.duplicate_chunks.inc(skipped)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
 from app.http.api_errors import WHOLE_CODES, ApiError, error_of_piece
 from app.http.openai import openai_responses
@@ -77,7 +78,8 @@ class PendingResult:
         if output.logprobs is not None:
             as_ids = bool(output.return_tokens_as_token_ids)
             self._spelling = TokenText(self._token_bytes, as_ids=as_ids)
-        self._choice = Choice(asked.prompt_tokens, before=options.echo, spelling=self._spelling)
+        prompt_tokens = None if asked.body is not None else asked.prompt_tokens
+        self._choice = Choice(prompt_tokens, before=options.echo, spelling=self._spelling)
         self._reply = options.reply
         self._is_oversized = False
         self._is_malformed = False
@@ -219,13 +221,19 @@ class PendingResult:
 
     def _usage(self, failure: ApiError | None) -> ResultUsage | None:
         usage = self._choice.usage
-        if self._is_malformed or (failure is not None and not self._choice.counted_tokens):
+        if usage is None or self._is_malformed:
             return None
+        if failure is not None and not self._choice.counted_tokens:
+            return None
+        unknown, total = usage.unknown, usage.prompt_tokens + usage.completion_tokens
+        if "prompt_tokens" in unknown or "completion_tokens" in unknown:
+            unknown, total = (*unknown, "total_tokens"), 0
         return ResultUsage(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            total_tokens=total,
             cached_tokens=usage.cached_tokens,
+            unknown=unknown or UNSET,
         )
 
     def _set_model(self, model: Model | None) -> None:

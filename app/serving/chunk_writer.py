@@ -59,6 +59,7 @@ class FinalChunk(NamedTuple):
     usage: Usage | None
     stop_reason: int | str | None = None
     invalid_reason: str = ""
+    invalid_status: int = 0
 
     def size_bytes(self) -> int:
         """Bytes of the unbounded fields: a server's own counts, a stop string, an error message."""
@@ -181,6 +182,7 @@ class ChunkStream:
             invalid=last.invalid_reason if last else "",
             data=tuple(self._asides),
             model=self._model,
+            invalid_status=last.invalid_status if last else 0,
         )
         self._model = ""
         self._seq += 1

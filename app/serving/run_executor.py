@@ -72,12 +72,14 @@ Consumer = Callable[[EngineOutput], Awaitable[bool]]
 
 
 class RunEnd(NamedTuple):
-    """The end of a run. `fatal_error`: the engine is dead, and the process must end."""
+    """The end of a run. `fatal_error`: the engine is dead, and the process must end. `reason`: the
+    part of the message that clients may see."""
 
     code: RunCode
     retryable: bool = False
     message: str = ""
     fatal_error: EngineDead | None = None
+    reason: str = ""
 
 
 @dataclass(eq=False)
@@ -307,7 +309,8 @@ class RunExecutor:
             fatal = e if isinstance(e, EngineDead) else None
             is_full = isinstance(e, EngineFull) and not run.generated_tokens
             code: RunCode = "worker_full" if is_full else "error"
-            return RunEnd(code, retryable=True, message=_text_of(e), fatal_error=fatal)
+            reason = _text_of(e.reason)[:MAX_REASON_CHARS]
+            return RunEnd(code, True, _text_of(e), fatal, reason)
         except Exception as e:
             log.exception("%s: the engine failed", run.key.id)
             return RunEnd("error", retryable=True, message=_text_of(repr(e)))
@@ -371,7 +374,7 @@ class RunExecutor:
         assignment = run.assignment
         taken = unpack_tokens(assignment.taken)
         text = self._model.text_stream(assignment.request, taken)
-        invalid = ""
+        invalid, status = "", 0
         run.started_at = self._ctx.clock.now()
         try:
             ended = await self._stream(run, stream, text)
@@ -379,15 +382,18 @@ class RunExecutor:
             if e.retryable:
                 raise
             ended = EngineOutput.error(_text_of(e))
-            invalid = ended.message[:MAX_REASON_CHARS] if isinstance(e, InvalidRequest) else ""
+            if isinstance(e, InvalidRequest):
+                invalid, status = ended.message[:MAX_REASON_CHARS], e.status
         run.state = "closing"
         counts, reason = _counts(run, ended), ended.finish_reason
-        if (
-            run.generated_tokens
-        ):  # an engine that returns text has a more exact count than its outputs
+        if run.generated_tokens and counts is not None:
+            # An engine that returns text has a more exact count than its outputs.
             run.generated_tokens = counts.completion_tokens - len(taken) or run.generated_tokens
         assert reason is not None
-        await stream.finish(FinalChunk(reason, counts, ended.stop_reason, invalid), text.end())
+        last = FinalChunk(
+            reason, counts, ended.stop_reason, invalid, status if status != 400 else 0
+        )
+        await stream.finish(last, text.end())
         return RunEnd(_CODES[reason], message=ended.message)
 
     async def _stream(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
@@ -467,11 +473,12 @@ def _text_of(error: Exception | str) -> str:
     return str(error).encode(errors="replace").decode()
 
 
-def _counts(run: Run, ended: EngineOutput) -> Usage:
-    """Token counts of a request over all its attempts; of a body, the engine's own counts."""
+def _counts(run: Run, ended: EngineOutput) -> Usage | None:
+    """Token counts of a request over all its attempts; of a body, the engine's own counts, if it
+    reports any."""
     request, taken = run.assignment.request, token_count(run.assignment.taken)
     if request.body is not None:
-        return ended.usage or token_usage(0, run.generated_tokens)
+        return ended.usage
     prefill = request.prefill_result
     details = prefill.prompt_tokens_details if prefill is not None else None
     cached_tokens = run.cached_tokens if details is None else details.cached_tokens or 0

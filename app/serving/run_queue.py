@@ -284,6 +284,7 @@ class RunQueue:
             itl_ms=run.itl_ms,
             retryable=outcome.retryable,
             message=outcome.message,
+            reason=outcome.reason,
         )
         await self._publisher.publish(LEDGER, run.key.id, finished)
         self._open.pop(run.key, None)

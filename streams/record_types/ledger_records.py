@@ -192,7 +192,10 @@ class PrefillDone(RunRecord, frozen=True):
 
 @final
 class Finished(RunRecord, frozen=True):
-    """The run is over. Sent after the acknowledgement of its last Chunk."""
+    """The run is over. Sent after the acknowledgement of its last Chunk.
+
+    `message`: of its error, for operators; `reason`: the part of it for clients.
+    """
 
     code: RunCode
     run: int = 0
@@ -202,6 +205,7 @@ class Finished(RunRecord, frozen=True):
     itl_ms: float = 0.0
     retryable: bool = False
     message: str = ""
+    reason: str = ""
 
 
 @final

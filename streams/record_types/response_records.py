@@ -19,13 +19,15 @@ FinishReason = Literal[
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """Token counts of a whole request, over all its attempts. Part of a Chunk.
 
-    `details`: further counts of a server, under OpenAI's names.
+    `details`: further counts of a server, under OpenAI's names. `unknown`: the names of the counts
+    above that no server has reported; they are 0.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     details: dict[str, Any] | None = None
+    unknown: tuple[str, ...] = ()
 
 
 class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -58,7 +60,8 @@ class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     answer, over all attempts; `chars` is the length of the whole text after this Chunk.
     `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
     `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
-    `invalid`: the reason of an end with an error that lies in the request.
+    `invalid`: the reason of an end with an error that lies in the request; `invalid_status`: its
+    HTTP status, if it is not 400.
     `data`: the parts that are no text, of passthrough models. They bring no tokens.
     `model`: the name of the model, on the first Chunk of a run.
     """
@@ -78,6 +81,7 @@ class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     invalid: str = ""
     data: tuple[PassthroughDelta, ...] = ()
     model: str = ""
+    invalid_status: int = 0
 
 
 class Fence(PublicRecord, frozen=True, tag="Fence"):

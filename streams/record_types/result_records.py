@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from streams.record_base import PublicRecord
 
@@ -21,12 +22,16 @@ class ResultError(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ResultUsage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Token counts of a request, over all its attempts. Part of a Result."""
+    """Token counts of a request, over all its attempts. Part of a Result.
+
+    `unknown`: the names of those that its server has not reported, which are 0; absent for none.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     cached_tokens: int = 0
+    unknown: tuple[str, ...] | UnsetType = UNSET
 
 
 class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):

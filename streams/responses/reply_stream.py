@@ -332,8 +332,10 @@ def merge_chunks(chunks: Sequence[Chunk]) -> Chunk:
         usage=next((c.usage for c in reversed(chunks) if c.usage is not None), None),
         stop_reason=last.stop_reason,
         log_probs=_log_probs(chunks),
+        invalid=last.invalid,
         data=tuple(aside for chunk in chunks for aside in chunk.data),
         model=chunks[0].model,
+        invalid_status=last.invalid_status,
     )
 
 

@@ -422,7 +422,7 @@ async def test_answer_without_trailing_usage_is_complete(
         await x.event(LAST)
         await x.wait_closed()
 
-    monkeypatch.setattr(attached_answer, "USAGE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(attached_answer, "END_TIMEOUT_S", 0.1)
     server.handlers["/v1/completions"] = stalls_behind_the_end
     first, last = await make_request(engine)
     assert (first.token_ids or first.text, last.finish_reason) in (((64,), "stop"), ("a", "stop"))

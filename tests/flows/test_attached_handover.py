@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from app.engine.attached.server_client import ServerFailed
 from app.engine.attached.server_engine import ServerAddress
+from app.engine.attached.server_errors import ServerFailed
 from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from app.engine.echo import echo_answer
 from app.engine.interface import EngineError, EngineOutput, GenerateContext

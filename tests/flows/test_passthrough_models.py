@@ -268,6 +268,46 @@ async def test_refusal_by_the_server_keeps_its_message(
         await cluster.openai.chat.completions.create(model="m", **HELLO)
 
 
+async def test_refusal_in_a_stream_keeps_status_and_message_and_is_asked_for_once(
+    cluster: PassthroughDeployment, server: ScriptedServer
+) -> None:
+    error = {"message": "prompt is too long", "type": "invalid_request_error", "code": "422"}
+    for before in ([], PLAIN[:2]):
+        server.events = [*before, {"error": error}]
+        answer = await cluster.http.post("/v1/chat/completions", json={"model": "m"} | HELLO)
+        assert answer.status_code == 422
+        assert answer.json()["error"]["message"] == "prompt is too long"
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("before", [[], PLAIN[:2]], ids=["at_once", "in_the_middle"])
+async def test_failure_of_a_server_is_named_in_the_final_error(
+    empty: PassthroughDeployment, server: ScriptedServer, before: list[Any]
+) -> None:
+    for _ in range(2):
+        await empty.hire(server)
+    server.events = [*before, {"error": {"message": "core died", "code": "internal_error"}}]
+    answer = await empty.http.post("/v1/chat/completions", json={"model": "m"} | HELLO)
+    assert answer.status_code == 500
+    assert "the server answered 500: core died" in answer.json()["error"]["message"]
+    assert (len(server.bodies) == 1) == bool(before)
+
+
+async def test_counts_that_no_server_reports_are_in_no_response_stream_or_result(
+    cluster: PassthroughDeployment, server: ScriptedServer
+) -> None:
+    server.events = list(PLAIN)
+    body = {"model": "m"} | HELLO
+    assert "usage" not in (await cluster.http.post("/v1/chat/completions", json=body)).json()
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    events = (await cluster.http.post("/v1/chat/completions", json=streamed)).text
+    assert "prompt_tokens" not in events
+    assert events.rstrip().endswith("data: [DONE]")
+    server.events = [*PLAIN, {"choices": [], "usage": {"completion_tokens": 2}}]
+    usage = (await cluster.http.post("/v1/chat/completions", json=body)).json()["usage"]
+    assert usage == {"completion_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [

@@ -351,6 +351,25 @@ def chat_event(delta: dict[str, Any] | None = None, **choice: Any) -> dict[str, 
     }  # fmt: skip
 
 
+def stream_of(kind: str, *parts: Any) -> list[Any]:
+    """The events of an answer, for a server of chats or of tokens, from the parts that servers
+    have in common: a text with or without a finish reason, a reason, an event or bytes as they are.
+
+    Each character of a text is a token.
+    """
+    return [_stream_event(kind, part) for part in parts]
+
+
+def _stream_event(kind: str, part: Any) -> Any:
+    if not isinstance(part, str | tuple):
+        return part
+    text, reason = (part, None) if isinstance(part, str) else part
+    if kind == "chat":
+        return chat_event({"content": text}, finish_reason=reason)
+    fields = {"text": text, "token_ids": list(map(ord, text)), "finish_reason": reason}
+    return {"id": "theirs-1", "choices": [{"index": 0} | fields]}
+
+
 def usage_event(prompt: int, answer: int, **more: Any) -> dict[str, Any]:
     """The usage event after the last chunk."""
     counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}

@@ -8,10 +8,15 @@ import pytest
 
 from app.engine.attached.completion_events import parse_completion_event
 from app.engine.attached.request_body import ServerDialect, completion_body
-from app.engine.attached.retokenize import Retokenizer
-from app.engine.attached.server_client import RequestRejected, ServerFailed, error_message
+from app.engine.attached.server_errors import (
+    RequestRejected,
+    ServerFailed,
+    error_of_body,
+    error_of_event,
+)
 from app.engine.attached.server_metrics import read_metrics
-from app.engine.interface import InvalidRequest
+from app.engine.attached.token_completion import Retokenizer
+from app.engine.interface import EngineFull, InvalidRequest
 from app.engine.output_values import LOWEST_LOG_PROB
 from streams.codecs import pack_tokens
 from streams.records import LogProb
@@ -235,7 +240,7 @@ def test_ends_of_the_model_are_ends(reason: str) -> None:
     assert parse_completion_event(event, VLLM).finish_reason == reason
 
 
-@pytest.mark.parametrize("reason", ["abort", "error", "", "whatever"])
+@pytest.mark.parametrize("reason", ["abort", "error", "whatever"])
 def test_other_ends_are_failures_of_the_server(reason: str) -> None:
     with pytest.raises(ServerFailed, match=repr(reason)):
         parse_completion_event(b'{"choices":[{"finish_reason":"%b"}]}' % reason.encode(), VLLM)
@@ -249,21 +254,102 @@ def test_errors_in_a_stream_are_distinguished_by_their_code() -> None:
             parse_completion_event(event, VLLM)
 
 
+PLAIN = "the server answered 500"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b'{"error":{"message":"a"}}', "a"),
         (b'{"error":"a"}', "a"),
+        (b'{"error":{"error":{"message":"a","code":7}}}', "a"),
+        (b'{"error":{"message":{"message":"a"}}}', "a"),
+        (b'{"error":[{"message":"a"}]}', "a"),
+        (b'[{"error":{"code":500,"message":"a","status":"INTERNAL"}}]', "a"),
+        (b'{"errors":[{"detail":"a"}]}', "a"),
+        (b'{"error":{"code":"core_died"}}', "core_died"),
         (b'{"object":"error","message":"a"}', "a"),
         (b'{"detail":"a"}', "a"),
-        (b"<html>", "<html>"),
+        (b'{"detail":[{"msg":"a"}]}', "[{'msg': 'a'}]"),
+        (b"upstream connect error", "upstream connect error"),
+        (b"<html><title>502</title><body><h1>Bad Gateway</h1>nginx</body></html>",
+         "502 Bad Gateway nginx"),
+        (b"<html>", ""),
         (b"", ""),
         (b"[" * 10_000, "[" * 500),
         (b'{"detail":"\xff"}', '{"detail":"\ufffd"}'),
+        (b'{"error":null}', ""),
+        (b"5", ""),
+    ],
+)  # fmt: skip
+def test_error_has_the_message_of_the_server(text: bytes, message: str) -> None:
+    assert str(error_of_body(500, text)) == (f"{PLAIN}: {message}" if message else PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ({"code": 400}, 400),
+        ({"code": "400"}, 400),
+        ({"code": 429.0}, 429),
+        ({"code": None, "status": 413}, 413),
+        ({"status_code": "422 Unprocessable Entity"}, 422),
+        ({"code": "context_length_exceeded", "type": "invalid_request_error"}, 400),
+        ({"code": None, "type": "invalid_request_error"}, 400),
+        ({"type": "BadRequestError"}, 400),
+        ({"status": "INVALID_ARGUMENT"}, 400),
+        ({"code": 0, "type": "UnprocessableEntityError"}, 422),
+        ({"code": "invalid_api_key"}, 401),
+        ({"code": "model_not_found", "type": "invalid_request_error"}, 404),
+        ({"code": "rate_limit_exceeded", "type": "tokens"}, 429),
+        ({"type": "overloaded_error"}, 503),
+        ({"type": "TimeoutError"}, 504),
+        ({"code": "internal_error", "type": "server_error"}, 500),
+        ({"code": 1301}, 500),
+        ({"code": True}, 500),
+        ({}, 500),
+        ({"error": {"error": {"code": "400"}}}, 400),
+        ([{"code": 404}], 404),
     ],
 )
-def test_error_has_the_message_of_the_server(text: bytes, message: str) -> None:
-    assert error_message(text) == message
+def test_error_event_has_the_status_that_it_names_in_any_form(error: Any, status: int) -> None:
+    found = error_of_event(
+        {"error": {"message": "x"} | error if isinstance(error, dict) else error}
+    )
+    assert isinstance(found, ServerFailed | RequestRejected)
+    assert found.status == status
+    assert found.retryable == isinstance(found, ServerFailed)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [{"text": "a"}], "error": None},
+        {"choices": [], "error": {}, "usage": None},
+        {"choices": [{"delta": {}, "error": None}]},
+        {"id": "x", "message": "hello"},
+        {},
+    ],
+)
+def test_event_without_an_error_is_none(event: dict[str, Any]) -> None:
+    assert error_of_event(event) is None
+
+
+def test_used_up_account_is_a_failure_and_no_overload() -> None:
+    found = error_of_event({"error": {"message": "x", "code": "insufficient_quota"}})
+    assert isinstance(found, ServerFailed)
+    assert not isinstance(found, EngineFull)
+    limited = error_of_event({"error": {"message": "x", "code": "rate_limit_exceeded"}})
+    assert isinstance(limited, EngineFull)
+
+
+def test_clients_see_no_message_about_the_operators_account() -> None:
+    assert error_of_body(401, b'{"error":{"message":"wrong key sk-1"}}').reason == (
+        "the server answered 401"
+    )
+    assert (
+        error_of_body(502, b"<h1>Bad Gateway</h1>").reason == "the server answered 502: Bad Gateway"
+    )
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -1,4 +1,12 @@
-"""Reader of one streamed answer of a server: its events to engine outputs, up to the final one."""
+"""Reader of one streamed answer of a server: its events to engine outputs, up to the final one.
+
+A finish reason is no end: servers send it twice, empty, with or before the last text, and before or
+after the token counts. An answer with a finish reason ends with `[DONE]`, with the end of the
+response, or when nothing more comes for a while. All text up to there is part of it. Of several
+reasons the last one counts; `stop`, the general one, replaces no other.
+
+One rule for all APIs. Subclasses parse the events.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +15,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Any
 
-from app.engine.attached.server_client import EventStream, ServerFailed
-from app.engine.interface import EngineError, EngineOutput, GenerateContext
+from msgspec.structs import replace
+
+from app.engine.attached.server_client import EventStream
+from app.engine.attached.server_errors import DONE, ConnectionBroken, ServerFailed
+from app.engine.interface import EngineOutput, GenerateContext, token_usage
 from streams.records import FinishReason, Usage
 
 log = logging.getLogger(__name__)
 
-DONE = b"[DONE]"
-USAGE_TIMEOUT_S = 2.0
-"""Time limit for the token counts that follow the end of an answer, in seconds."""
+END_TIMEOUT_S = 5.0
+"""Longest silence after a finish reason, in seconds. Token counts that come later are missing."""
 
 
 class AnswerStream(ABC):
@@ -27,20 +38,16 @@ class AnswerStream(ABC):
         """The output of one event, which may be empty. Raises EngineError for an invalid event."""
 
     @abstractmethod
-    def _on_trailing_event(self, event: bytes) -> None:
-        """An event after the end of the answer, which is complete without it."""
-
-    @abstractmethod
-    def _usage(self) -> Usage:
-        """The token counts so far, the server's own where it reports them."""
+    def _usage(self) -> Usage | None:
+        """The token counts so far, the server's own where it reports them; None for none."""
 
     def _completed(self, output: EngineOutput) -> EngineOutput:
-        """The final output, after all trailing events."""
-        return output.with_usage(self._usage())
+        """The final output, after the last event."""
+        return replace(output, usage=self._usage())
 
     def cancelled_output(self) -> EngineOutput:
         """The final output of a cancelled request."""
-        return EngineOutput.cancelled().with_usage(self._usage())
+        return replace(EngineOutput.cancelled(), usage=self._usage())
 
     def _events(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
         return stream.events()
@@ -52,40 +59,125 @@ class AnswerStream(ABC):
 
         Raises ServerFailed for an answer without an end, and the errors of its events.
         """
+        last: EngineOutput | None = None
+        has_content = False
         async with aclosing(self._events(stream)) as events:
-            async for event in events:
-                if event == DONE:
+            while True:
+                event = await _next(events, is_over=last is not None and has_content)
+                if event is None or event == DONE:
                     break
                 if context.is_stopped:
                     yield self.cancelled_output()
                     return
                 output = self._output(event)
-                if output.finish_reason is not None:
-                    await self._read_trailing_events(events)
-                    yield self._completed(output)
-                    return
-                if not output.is_empty:
-                    yield output
-        raise ServerFailed("the server ended the stream before the end of the answer")
-
-    async def _read_trailing_events(self, events: AsyncGenerator[bytes, None]) -> None:
-        try:
-            async with asyncio.timeout(USAGE_TIMEOUT_S):
-                async for event in events:
-                    if event != DONE:
-                        self._on_trailing_event(event)
-        except (TimeoutError, EngineError) as e:
-            log.debug("an answer ended without its token counts: %s", e)
+                has_content = has_content or _has_content(output)
+                if last is None and output.finish_reason is None:
+                    if not output.is_empty:
+                        yield output
+                    continue
+                if last is not None and _has_content(last) and _has_content(output):
+                    yield replace(last, finish_reason=None, stop_reason=None)
+                    last = replace(last, token_ids=(), text="", log_probs=None, data=(), usage=None)
+                last = output if last is None else _joined(last, output)
+        if last is None:
+            raise ServerFailed(_UNFINISHED, reason=_UNFINISHED)
+        yield self._completed(last)
 
 
-def parse_finish_reason(reason: object, known: Mapping[str, FinishReason]) -> FinishReason | None:
-    """The finish reason of an event, if it has one.
+_UNFINISHED = "the server ended the stream before the end of the answer"
+
+
+async def _next(events: AsyncGenerator[bytes, None], *, is_over: bool) -> bytes | None:
+    """The next event; None after the last one. `is_over`: an answer that is complete as it is, if
+    nothing more comes, or the connection breaks."""
+    if not is_over:
+        return await anext(events, None)
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            return await anext(events, None)
+    except (TimeoutError, ConnectionBroken) as e:
+        log.debug("an answer ended with its finish reason: %s", e)
+        return None
+
+
+def _has_content(output: EngineOutput) -> bool:
+    """Whether it has a part of the answer, besides fields about it."""
+    return bool(output.token_ids or output.text or any(aside.delta for aside in output.data))
+
+
+def _joined(last: EngineOutput, output: EngineOutput) -> EngineOutput:
+    """One output of two, of which one at most has content."""
+    reason = output.finish_reason
+    if reason is None or (reason == "stop" and last.finish_reason is not None):
+        reason = last.finish_reason
+    asides = (replace(aside, at=len(last.text) + aside.at) for aside in output.data)
+    return EngineOutput(
+        token_ids=last.token_ids + output.token_ids,
+        finish_reason=reason,
+        usage=output.usage or last.usage,
+        stop_reason=last.stop_reason if output.stop_reason is None else output.stop_reason,
+        log_probs=output.log_probs or last.log_probs,
+        text=last.text + output.text,
+        data=(*last.data, *asides),
+    )
+
+
+FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop", "eos": "stop", "eos_token": "stop", "stop_sequence": "stop", "end_turn": "stop",
+    "repetition": "stop", "length": "length", "max_tokens": "length", "model_length": "length",
+    "content_filter": "content_filter", "tool_calls": "tool_calls",
+    "function_call": "function_call",
+}  # fmt: skip
+"""Finish reasons of the model, by the names that servers give them in any case."""
+
+
+def parse_finish_reason(reason: object) -> FinishReason | None:
+    """The finish reason of an event, if it has one; an empty text is none.
 
     Raises ServerFailed for others than the known ones, such as `abort` and `error`: the server
     ended the answer, not the model.
     """
-    if reason is None:
+    if reason is None or reason == "":
         return None
-    if not isinstance(reason, str) or reason not in known:
-        raise ServerFailed(f"the server ended the answer with {reason!r:.200}")
-    return known[reason]
+    known = FINISH_REASONS.get(reason.lower()) if isinstance(reason, str) else None
+    if known is None:
+        said = f"the server ended the answer with {reason!r:.200}"
+        raise ServerFailed(said, reason=said)
+    return known
+
+
+def parse_usage(fields: object) -> Usage | None:
+    """The token counts of a server, with the names of those that it lacks; None for none."""
+    if not isinstance(fields, dict) or not fields:
+        return None
+    details = {name: value for name, value in fields.items() if name not in _COUNTS}
+    of_prompt = fields.get("prompt_tokens_details")
+    of_prompt = dict(of_prompt) if isinstance(of_prompt, dict) else {}
+    counts = {
+        "prompt_tokens": _number(fields.get("prompt_tokens")),
+        "completion_tokens": _number(fields.get("completion_tokens")),
+        "cached_tokens": _number(of_prompt.pop("cached_tokens", None)),
+    }
+    if of_prompt := non_empty(of_prompt):
+        details["prompt_tokens_details"] = of_prompt
+    return replace(
+        token_usage(*(value or 0 for value in counts.values())),
+        details=non_empty(details) or None,
+        unknown=tuple(name for name, value in counts.items() if value is None),
+    )
+
+
+_COUNTS = frozenset({
+    "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details",
+})  # fmt: skip
+
+
+def _number(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if 0 <= value < 2**63 else None
+
+
+def non_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not empty."""
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}

@@ -8,36 +8,20 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from app.engine.attached.answer_stream import parse_finish_reason
+from app.engine.attached.answer_stream import parse_finish_reason, parse_usage
 from app.engine.attached.request_body import ServerDialect
-from app.engine.attached.server_client import ServerFailed, error_for_status
+from app.engine.attached.server_errors import ServerFailed, error_of_event
 from app.engine.output_values import LOWEST_LOG_PROB
-from streams.records import FinishReason, LogProb
+from streams.records import FinishReason, LogProb, Usage
 
 TOKEN_ID_PREFIX = "token_id:"  # noqa: S105 - vLLM's prefix of token ids
 MAX_COMPLETION_EVENT_BYTES = 1 << 20
 ECHO_BYTES_PER_TOKEN = 16
 """Bytes per token of a prompt that an event repeats."""
-
-
-class PromptTokenDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class UsageCounts(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptTokenDetails | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens from the server's cache; None if it does not report them."""
-        details = self.prompt_tokens_details
-        return None if details is None else details.cached_tokens
 
 
 class _Likely(msgspec.Struct):
@@ -61,17 +45,13 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _LogProbs | None = None
-
-
-class _EventError(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
+    error: Any = None
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: UsageCounts | None = None
-    error: _EventError | str | None = None
+    choices: list[_Choice] | None = None
+    usage: Any = None
+    error: Any = None
 
 
 class CompletionEvent(NamedTuple):
@@ -82,20 +62,10 @@ class CompletionEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     log_probs: tuple[tuple[LogProb, ...], ...] | None = None
-    usage: UsageCounts | None = None
+    usage: Usage | None = None
 
 
 _events = msgspec.json.Decoder(_Event)
-FINISH_REASONS: Mapping[str, FinishReason] = {
-    "stop": "stop",
-    "eos": "stop",
-    "eos_token": "stop",
-    "stop_sequence": "stop",
-    "repetition": "stop",
-    "tool_calls": "stop",
-    "length": "length",
-    "content_filter": "content_filter",
-}
 
 
 def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEvent:
@@ -106,12 +76,13 @@ def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEve
     try:
         read = _events.decode(event)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
+        _raise_error(event)
         raise ServerFailed(f"the server sent an event that is not a completion: {e}") from e
-    if read.error is not None:
-        error = read.error if isinstance(read.error, _EventError) else _EventError(read.error)
-        raise error_for_status(error.code if isinstance(error.code, int) else 500, error.message)
+    usage = parse_usage(read.usage)
+    if read.error or not read.choices or read.choices[0].error:
+        _raise_error(event)
     if not read.choices:
-        return CompletionEvent(usage=read.usage)
+        return CompletionEvent(usage=usage)
     choice = read.choices[0]
     log_probs = _log_probs(choice.logprobs)
     ids = choice.token_ids
@@ -119,14 +90,25 @@ def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEve
         ids = [ranked[0].token_id for ranked in log_probs]
     if ids is not None and not all(0 <= token < 1 << 32 for token in ids):
         raise ServerFailed(f"the server sent invalid token ids: {ids!r:.200}")
+    reason = parse_finish_reason(choice.finish_reason)
     return CompletionEvent(
         choice.text or "",
         None if ids is None else tuple(ids),
-        parse_finish_reason(choice.finish_reason, FINISH_REASONS),
+        "stop" if reason in ("tool_calls", "function_call") else reason,
         choice.stop_reason,
         log_probs,
-        read.usage,
+        usage,
     )
+
+
+def _raise_error(event: bytes) -> None:
+    """Raise the error of an event that is one."""
+    try:
+        fields = msgspec.json.decode(event, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return
+    if (error := error_of_event(fields)) is not None:
+        raise error
 
 
 def _log_probs(reported: _LogProbs | None) -> tuple[tuple[LogProb, ...], ...] | None:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.engine.attached.answer_stream import DONE
 from app.engine.attached.completion_events import (
     MAX_COMPLETION_EVENT_BYTES,
     CompletionEvent,
     parse_completion_event,
 )
 from app.engine.attached.request_body import ServerDialect, completion_body
-from app.engine.attached.server_client import RequestRejected, ServerClient, ServerFailed
+from app.engine.attached.server_client import ServerClient
+from app.engine.attached.server_errors import DONE, RequestRejected, ServerFailed
 from app.engine.interface import EngineError
 from app.preprocess.text.tokenizer import Tokenizer
 from streams.clock import Clock
@@ -216,12 +216,12 @@ class ServerDiscovery:
                      speech.answer_tokens, e)  # fmt: skip
             return False
         counts = next((piece.usage for piece in pieces if piece.usage is not None), None)
-        counted = None if counts is None else counts.prompt_tokens
+        counted = None if counts is None else counts.prompt_tokens or None
         if speech.prompt_form == "tokens" and counted not in (None, len(prompt)):
             log.warning("%s counts %s tokens in a prompt of %d: it does not read them as tokens",
                         self._server.url, counted, len(prompt))  # fmt: skip
             return False
-        if speech.is_vllm and (counts is None or counts.cached_tokens is None):
+        if speech.is_vllm and (counts is None or "cached_tokens" in counts.unknown):
             log.warning("%s does not report cached prompt tokens: start it with "
                         "--enable-prompt-tokens-details", self._server.url)  # fmt: skip
         return speech.answer_tokens == "text" or any(piece.token_ids for piece in pieces)

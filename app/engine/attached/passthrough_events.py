@@ -8,27 +8,23 @@ stream.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
-from app.engine.attached.answer_stream import AnswerStream, parse_finish_reason
-from app.engine.attached.completion_events import FINISH_REASONS
-from app.engine.attached.server_client import (
-    EventStream,
-    ResponseTooLarge,
-    ServerFailed,
-    error_for_status,
+from app.engine.attached.answer_stream import (
+    AnswerStream,
+    non_empty,
+    parse_finish_reason,
+    parse_usage,
 )
-from app.engine.interface import EngineOutput, GenerateContext, InvalidRequest, token_usage
-from streams.records import FinishReason, PassthroughDelta, Usage
+from app.engine.attached.server_client import EventStream
+from app.engine.attached.server_errors import ResponseTooLarge, ServerFailed, error_of_event
+from app.engine.interface import EngineOutput, GenerateContext, InvalidRequest
+from streams.records import PassthroughDelta, Usage
 
-_REASONS: Mapping[str, FinishReason] = {
-    **FINISH_REASONS, "tool_calls": "tool_calls", "function_call": "function_call",
-}  # fmt: skip
 _OTHERS = frozenset({"id", "object", "created", "model"})
 """Fields of an event that the gateway writes itself."""
 MAX_EVENT_BYTES = 4 * 1024 * 1024
@@ -44,12 +40,9 @@ class PassthroughStream(AnswerStream):
     def __init__(self, *, is_chat: bool) -> None:
         self._is_chat = is_chat
         self._counts: Usage | None = None
-        self._pieces = 0
         self._sent: dict[str, Any] = {}
         """The fields besides choices already sent: most events repeat them."""
         self._begun = False
-        self._tail: list[PassthroughDelta] = []
-        """Fields that came after the end of the answer."""
         self._held_back: dict[str, Any] = {}
         """Fields from before the first output, sent with it: until then another server can give
         the answer."""
@@ -57,44 +50,36 @@ class PassthroughStream(AnswerStream):
     def _events(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
         return _events_of(stream)
 
-    def _on_trailing_event(self, event: bytes) -> None:
-        self._tail.extend(self._output(event).data)
-
-    def _completed(self, output: EngineOutput) -> EngineOutput:
-        behind = (replace(aside, at=len(output.text)) for aside in self._tail)
-        return replace(output, data=(*output.data, *behind), usage=self._usage())
-
-    def _usage(self) -> Usage:
-        return self._counts or token_usage(0, self._pieces)
+    def _usage(self) -> Usage | None:
+        return self._counts
 
     def _output(self, event: bytes) -> EngineOutput:
         fields = _read(event)
-        if counts := _object(fields.pop("usage", None), "usage"):
-            self._counts = parse_usage(counts)
+        self._counts = parse_usage(fields.pop("usage", None)) or self._counts
         choice = _choice(fields.pop("choices", None))
-        delta = _object(choice.pop("delta", None), "delta") if self._is_chat else {}
+        # A server that streams nothing sends a message.
+        delta = choice.pop("delta", None) or choice.pop("message", None) if self._is_chat else {}
+        delta = _object(delta, "delta")
         text = (delta if self._is_chat else choice).pop("content" if self._is_chat else "text", "")
         if not isinstance(text, str | None):
             raise ServerFailed(f"the server sent text of type {type(text).__name__}")
         if delta.get("role") == "assistant":
             del delta["role"]
-        reason = parse_finish_reason(choice.pop("finish_reason", None) or None, _REASONS)
+        reason = parse_finish_reason(choice.pop("finish_reason", None))
         stop_reason = choice.get("stop_reason")
-        more, beside = _non_empty(delta), _non_empty(choice)
-        self._held_back |= self._changed_fields(_non_empty(fields))
+        more, beside = non_empty(delta), non_empty(choice)
+        self._held_back |= self._changed_fields(non_empty(fields))
         self._begun = self._begun or bool(text or more or beside or reason)
         if not self._begun:
             return EngineOutput()
         aside = PassthroughDelta(delta=more, choice=beside, event=self._held_back)
         self._held_back = {}
-        output = EngineOutput(
+        return EngineOutput(
             text=text or "",
             finish_reason=reason,
             stop_reason=stop_reason if isinstance(stop_reason, int | str) else None,
             data=(aside,) if aside != PassthroughDelta() else (),
         )
-        self._pieces += bool(text or aside.delta)
-        return output
 
     def _changed_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of an event that differ from those already sent."""
@@ -137,10 +122,10 @@ class EmbeddingsResponse:
             return
         # Not in a thread: decoding holds the interpreter lock anyway, 30 ms at the limit.
         fields = _read(body)
-        counts = parse_usage(_object(fields.pop("usage", None), "usage"))
+        counts = parse_usage(fields.pop("usage", None))
         if not isinstance(fields.get("data"), list):
             raise ServerFailed("the server sent no list of embeddings in `data`")
-        event = {name: value for name, value in _non_empty(fields).items() if name not in _OTHERS}
+        event = {name: value for name, value in non_empty(fields).items() if name not in _OTHERS}
         yield EngineOutput(
             data=(PassthroughDelta(event=event),), finish_reason="stop", usage=counts
         )
@@ -150,46 +135,15 @@ class EmbeddingsResponse:
         return EngineOutput.cancelled()
 
 
-def parse_usage(fields: Mapping[str, Any]) -> Usage:
-    """Parse the token counts of a server."""
-    details = {name: value for name, value in fields.items() if name not in _COUNTS}
-    of_prompt = dict(_object(fields.get("prompt_tokens_details"), "usage"))
-    cached = of_prompt.pop("cached_tokens", 0)
-    if of_prompt := _non_empty(of_prompt):
-        details["prompt_tokens_details"] = of_prompt
-    counts = token_usage(
-        _number(fields.get("prompt_tokens")),
-        _number(fields.get("completion_tokens")),
-        _number(cached),
-    )
-    return replace(counts, details=_non_empty(details) or None)
-
-
-_COUNTS = frozenset({
-    "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details",
-})  # fmt: skip
-
-
-def _number(value: Any) -> int:
-    return max(value, 0) if isinstance(value, int) else 0
-
-
 def _read(event: bytes) -> dict[str, Any]:
     """Decode an event. Raises ServerFailed or RequestRejected for an error event."""
     try:
         fields = _events.decode(event)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
         raise ServerFailed(f"the server sent an invalid event: {e}") from e
-    if fields.get("object") == "error":  # older servers have no `error` field
-        fields = {"error": fields}
-    match fields.get("error"):
-        case None:
-            return fields
-        case {"message": str(message), **rest}:
-            code = rest.get("code")
-            raise error_for_status(code if isinstance(code, int) else 500, message)
-        case error:
-            raise error_for_status(500, str(error)[:2000])
+    if (error := error_of_event(fields)) is not None:
+        raise error
+    return fields
 
 
 def _choice(choices: Any) -> dict[str, Any]:
@@ -207,8 +161,3 @@ def _object(value: Any, name: str) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     raise ServerFailed(f"the server sent a {name} that is not an object")
-
-
-def _non_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not empty."""
-    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}

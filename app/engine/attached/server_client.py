@@ -1,8 +1,7 @@
 """HTTP client of one server, with a limit on every wait and on the size of every answer.
 
-Owns the connection and translates its failures into EngineErrors; the kind of failure decides here
-whether another worker may succeed. Handles paths, bodies and server-sent events, not their
-contents."""
+Owns the connection and translates its failures into EngineErrors (`server_errors.py`). Handles
+paths, bodies and server-sent events, not their contents."""
 
 from __future__ import annotations
 
@@ -15,7 +14,16 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from app.engine.interface import EngineError, EngineFull, InvalidRequest
+from app.engine.attached.server_errors import (
+    ConnectionBroken,
+    ResponseTooLarge,
+    ServerFailed,
+    error_for_status,
+    error_of_body,
+    error_of_text,
+    is_json,
+)
+from app.engine.interface import InvalidRequest
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Limit on a body that is no stream; the metrics of large servers have half a MiB."""
@@ -23,43 +31,12 @@ MAX_STREAM_BYTES = 64 * 1024 * 1024
 """Default limit on a streamed answer: a million tokens with the JSON around each."""
 MAX_ERROR_BYTES = 64 * 1024
 CONNECT_TIMEOUT_S = 5.0
-RETRYABLE_4XX = frozenset({401, 403, 404, 405, 408, 409, 421, 425, 429})
-"""Statuses about the server or the caller (unknown model, wrong key, rate limit), not about the
-request: a worker with another server may succeed."""
-OVERLOADED_STATUSES = frozenset({429, 503, 529})
-"""Statuses of an overloaded server, or one that is not ready yet."""
 _DATA = b"data:"
-
-
-class ServerFailed(EngineError):
-    """The server did not answer, or not correctly; another one may. `status`: its HTTP status."""
-
-    correction = (
-        "See the server's own log. KVLANE_ATTACH_URL must name an OpenAI-compatible server."
-    )
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message, retryable=True)
-        self.status = status
-
-
-class ResponseTooLarge(ServerFailed):
-    """The server sent more than the limit of one event, or of one answer.
-
-    KVLANE_ATTACH_MAX_RESPONSE_BYTES bounds answers.
-    """
-
-
-class ServerOverloaded(ServerFailed, EngineFull):
-    """The server is overloaded."""
-
-
-class RequestRejected(InvalidRequest):
-    """The server rejects the request itself. `status`: its HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
+_FIELDS = (b":", b"event:", b"id:", b"retry:")
+"""Beginnings of the other lines of a stream of events."""
+_ERROR_EVENT = (b"event: error", b"event:error")
+_ERROR = b"error:"
+"""Beginning of an error in servers that write it as a field of its own."""
 
 
 class ServerClient:
@@ -125,25 +102,25 @@ class ServerClient:
         if status == 200:
             return
         try:
-            error = error_message(await _bounded(response, MAX_ERROR_BYTES))
+            body = await _bounded(response, MAX_ERROR_BYTES)
         except ServerFailed:
-            error = "an answer of more than 64 KiB"
-        raise error_for_status(status, error)
+            raise error_for_status(status, "an answer of more than 64 KiB") from None
+        raise error_of_body(status, body)
 
     @contextmanager
     def translating_errors(self, timeout_s: float) -> Iterator[None]:
-        """Translate errors of aiohttp to ServerFailed."""
+        """Translate errors of aiohttp to ConnectionBroken."""
         try:
             yield
         except TimeoutError as e:  # aiohttp's own are of this kind, too
-            raise ServerFailed(f"{self.url} sent nothing for {timeout_s:g} s") from e
+            raise ConnectionBroken(f"{self.url} sent nothing for {timeout_s:g} s") from e
         except aiohttp.ClientConnectorError as e:
-            raise ServerFailed(f"{self.url} cannot be reached: {e.os_error}") from e
+            raise ConnectionBroken(f"{self.url} cannot be reached: {e.os_error}") from e
         except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as e:
             # aiohttp raises ValueError for some invalid HTTP, and RuntimeError for a connection
             # that
             # this side has closed meanwhile.
-            raise ServerFailed(f"{self.url}: the connection broke: {e!r:.500}") from e
+            raise ConnectionBroken(f"{self.url}: the connection broke: {e!r:.500}") from e
 
 
 class EventStream:
@@ -196,24 +173,36 @@ class EventStream:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the data of each event up to the end of the answer; `[DONE]` is one of them.
 
-        Raises ServerFailed if the next one is late or too long, or if the connection breaks.
+        A response that is JSON and no stream is one event. Raises ServerFailed if the next one is
+        late or too long, or if the connection breaks, and the error of any other response.
         """
-        buffer, data = bytearray(), bytearray()
+        buffer, data, other = bytearray(), bytearray(), bytearray()
+        has_events, is_error, is_over = False, False, False
         loop, silence_s = asyncio.get_running_loop(), self._server.read_timeout_s
         until = loop.time() + silence_s  # lines without an event do not extend it
-        while True:
+        while not is_over:
             end = buffer.find(b"\n")
             if end < 0 and (end := await self._read_line(buffer, until)) < 0:
-                return
+                end, is_over = len(buffer), True  # the last line may lack its end
             line = bytes(buffer[:end]).rstrip(b"\r")
             del buffer[: end + 1]
             if line.startswith(_DATA):
                 data += line[len(_DATA) :].strip()
                 self._check_size(len(data))
-            elif not line and data:
-                event, data = bytes(data), bytearray()
+            elif line.startswith(_ERROR):
+                raise error_of_text(line[len(_ERROR) :])
+            elif line and not has_events and not line.startswith(_FIELDS):
+                other += line + b"\n"
+                self._check_size(len(other))
+            if data and not line:
+                event, data, has_events = bytes(data), bytearray(), True
+                if is_error:
+                    raise error_of_text(event)
                 yield event
                 until = loop.time() + silence_s
+            is_error = line.startswith(_ERROR_EVENT) or (is_error and bool(line))
+        if (last := _last_event(data, bytearray() if has_events else other)) is not None:
+            yield last
 
     async def read_all(self, max_bytes: int) -> bytes:
         """Read an answer that is no stream. Raises ServerFailed as `events` does."""
@@ -247,7 +236,7 @@ class EventStream:
     async def _timeout(self, until: float) -> AsyncGenerator[None, None]:
         """Limit a wait for the server, up to a time of the event loop."""
         if self._closed:
-            raise ServerFailed("the stream was aborted")
+            raise ConnectionBroken("the stream was aborted")
         server = self._server
         with server.translating_errors(server.read_timeout_s):
             try:
@@ -263,38 +252,14 @@ class EventStream:
             )
 
 
-def error_for_status(status: int, error: str) -> ServerFailed | RequestRejected:
-    """The error for an HTTP status, or for the code of an error event."""
-    if 400 <= status < 500 and status not in RETRYABLE_4XX:
-        return RequestRejected(error or f"the server answered {status}", status)
-    kind = ServerOverloaded if status in OVERLOADED_STATUSES else ServerFailed
-    return kind(f"the server answered {status}: {error}" if error else f"{status}", status)
-
-
-class _MessageBody(msgspec.Struct):
-    message: str = ""
-
-
-class _ErrorBody(msgspec.Struct):
-    """The error formats of OpenAI, of older servers, and of FastAPI."""
-
-    error: _MessageBody | str | None = None
-    message: str = ""
-    detail: Any = None
-
-
-_problems = msgspec.json.Decoder(_ErrorBody)
-
-
-def error_message(body: bytes) -> str:
-    """The message in an error body; the beginning of a body in an unknown format."""
-    try:
-        problem = _problems.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return body[:500].decode(errors="replace")
-    error = problem.error
-    message = error.message if isinstance(error, _MessageBody) else error
-    return (message or problem.message or str(problem.detail or ""))[:2000]
+def _last_event(data: bytearray, other: bytearray) -> bytes | None:
+    """The event whose end is that of the response. `data`: of an event; `other`: the text of a
+    response without any. Raises the error of such a text."""
+    if data:
+        return bytes(data) if is_json(data) else None
+    if other and not is_json(other):
+        raise error_of_text(other)
+    return bytes(other) or None
 
 
 _TYPE = {"Content-Type": "application/json"}

@@ -6,20 +6,16 @@ A prefill is answered by a single response, with the transfer parameters for ano
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
-from app.engine.attached.answer_stream import AnswerStream
-from app.engine.attached.completion_events import (
-    CompletionEvent,
-    UsageCounts,
-    parse_completion_event,
-)
+from app.engine.attached.answer_stream import AnswerStream, parse_usage
+from app.engine.attached.completion_events import CompletionEvent, parse_completion_event
 from app.engine.attached.request_body import KV_TRANSFER_FIELD, ServerDialect
-from app.engine.attached.retokenize import Retokenizer
-from app.engine.attached.server_client import EventStream, ServerFailed
+from app.engine.attached.server_client import EventStream
+from app.engine.attached.server_errors import ServerFailed, error_of_event
 from app.engine.interface import EngineOutput, GenerateContext, token_usage
 from app.preprocess.text.tokenizer import Tokenizer
 from streams.codecs import token_count
@@ -44,10 +40,7 @@ class TokenCompletion(AnswerStream):
         self._retokenised = Retokenizer(tokenizer) if speech.answer_tokens == "text" else None
         self._wants_log_probs = request.output.logprobs is not None
         self._counted = 0
-        self._counts: UsageCounts | None = None
-
-    def _on_trailing_event(self, event: bytes) -> None:
-        self._parsed(event)
+        self._counts: Usage | None = None
 
     def _parsed(self, event: bytes) -> CompletionEvent:
         piece = parse_completion_event(event, self._speech)
@@ -58,8 +51,6 @@ class TokenCompletion(AnswerStream):
         piece = self._parsed(event)
         if self._retokenised is not None:
             tokens = self._retokenised.push(piece.text)
-            if piece.finish_reason is not None:
-                tokens += self._retokenised.flush()
         elif piece.token_ids is not None:
             tokens = piece.token_ids
             self.generated_ids.extend(tokens)
@@ -83,15 +74,29 @@ class TokenCompletion(AnswerStream):
         is_first = bool(tokens) and self._counted == len(tokens)
         return output.with_usage(self._usage()) if is_first else output
 
+    def _completed(self, output: EngineOutput) -> EngineOutput:
+        if self._retokenised is not None:
+            rest = self._retokenised.flush()
+            self._counted += len(rest)
+            output = output.with_tokens(output.token_ids + rest)
+        return super()._completed(output)
+
     def _usage(self) -> Usage:
-        reported = self._counts.cached_tokens if self._counts is not None else None
-        cached = self._cached if reported is None else max(reported, 0)
+        cached = _cached_tokens(self._counts, self._cached)
         return token_usage(self._prompt_tokens, self._counted, cached)
+
+
+def _cached_tokens(counts: Usage | None, estimate: int) -> int:
+    """The cached tokens that a server reports, or else their estimate."""
+    if counts is None or "cached_tokens" in counts.unknown:
+        return estimate
+    return counts.cached_tokens
 
 
 class _PrefillBody(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
-    usage: UsageCounts | None = None
+    usage: Any = None
+    error: Any = None
 
 
 class PrefillResponse:
@@ -111,8 +116,9 @@ class PrefillResponse:
             body = msgspec.json.decode(response, type=_PrefillBody)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
             raise ServerFailed(f"the server sent an invalid response to a prefill: {e}") from e
-        reported = body.usage.cached_tokens if body.usage is not None else None
-        cached = self._cached if reported is None else max(reported, 0)
+        if body.error and (error := error_of_event({"error": body.error})) is not None:
+            raise error
+        cached = _cached_tokens(parse_usage(body.usage), self._cached)
         if context.is_stopped:
             yield self.cancelled_output()
             return
@@ -125,3 +131,47 @@ class PrefillResponse:
     def cancelled_output(self) -> EngineOutput:
         """The final output of a cancelled prefill."""
         return EngineOutput.cancelled()
+
+
+class Retokenizer:
+    """Tokeniser of the text of a server that returns no token ids.
+
+    The text of the tokens is exactly the server's; their boundaries are an estimate. So they serve
+    to count tokens and to find the end of an answer, not to resume it on another worker. Words are
+    held back until they are complete, since tokens end there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._held = ""
+        self._last: list[int] = []
+
+    def push(self, text: str) -> tuple[int, ...]:
+        """Add text; returns the tokens of all words that are now complete."""
+        self._held += text
+        end = max(self._held.rfind(" "), self._held.rfind("\n"))
+        words, self._held = self._held[: max(end, 0)], self._held[max(end, 0) :]
+        return self._tokens(words)
+
+    def flush(self) -> tuple[int, ...]:
+        """The tokens of the remaining text."""
+        rest, self._held = self._held, ""
+        return self._tokens(rest)
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        tokens = self._tokenizer.encode_now(text)
+        if text[0] == " " and self._text(tokens) != text:
+            # Some tokenizers prepend a space to any text.
+            without = self._tokenizer.encode_now(text[1:])
+            if self._text(without) == text:
+                tokens = without
+        self._last = list(tokens[-1:])
+        return tuple(tokens)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that follow the last one."""
+        decode = self._tokenizer.decode
+        before = decode(self._last, skip_special=False)
+        return decode([*self._last, *tokens], skip_special=False)[len(before) :]

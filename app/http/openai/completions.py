@@ -136,8 +136,9 @@ class Completions:
             tokens = request.prompt_tokens
             self._parts.metrics.prompt_tokens.observe(tokens)
             before = text if parsed.echo and text is not None else ""
+            counted = None if request.body is not None else tokens
             choices += [
-                Choice(tokens, before=before, keep=not parsed.stream, spelling=spelling)
+                Choice(counted, before=before, keep=not parsed.stream, spelling=spelling)
                 for _ in range(parsed.n)
             ]
         return choices

@@ -107,6 +107,8 @@ class EventEncoder:
         if not options.include_usage:
             return sse.DONE
         total = openai_responses.usage_chunk(self.header, self.choices, options.n)
+        if total is None:
+            return sse.DONE
         return sse.encode_event(msgspec.json.encode(total)) + sse.DONE
 
     def _set_header(self, header: ResponseHeader) -> None:

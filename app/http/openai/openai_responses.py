@@ -24,6 +24,8 @@ _OBJECTS: dict[EndpointKind, str] = {
 }  # fmt: skip
 _CHUNK_OBJECTS = _OBJECTS | {"chat": "chat.completion.chunk"}
 _encode = msgspec.json.Encoder().encode
+_CHARS_PER_TOKEN = 4
+"""Of usual text; other languages and code have fewer."""
 _OF_PROMPT = "prompt_tokens_details"
 _TEXT = "\x00"
 """Placeholder for the text of a sample chunk; it cannot occur after the text."""
@@ -48,14 +50,15 @@ class Choice:
 
     def __init__(
         self,
-        prompt_tokens: int = 0,
+        prompt_tokens: int | None = 0,
         *,
         before: str = "",
         keep: bool = True,
         spelling: TokenText | None = None,
     ) -> None:
-        """`prompt_tokens` is used until the answer reports its own count; `echoed_text` is sent
-        before the text. `spelling`: text of tokens, if log probabilities are requested."""
+        """`prompt_tokens` is used until the answer reports its own count, None for one that only
+        its server can count; `before` is sent before the text. `spelling`: text of tokens, if log
+        probabilities are requested."""
         self.echoed_text = before
         self.shown_tokens = 0
         """Number of tokens shown so far."""
@@ -91,11 +94,21 @@ class Choice:
         return self._passthrough[0] if self._passthrough else None
 
     @property
-    def usage(self) -> Usage:
-        """Token counts, as reported with the last piece if they were."""
-        return self._usage or Usage(
-            prompt_tokens=self._prompt_tokens, completion_tokens=self.shown_tokens
-        )
+    def usage(self) -> Usage | None:
+        """Token counts, as reported with the last piece if they were; None if they are unknown."""
+        if self._usage is not None or self._prompt_tokens is None:
+            return self._usage
+        return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self.shown_tokens)
+
+    @property
+    def known_tokens(self) -> int | None:
+        """Number of tokens so far; of an answer without token ids the reported count, if any."""
+        if self.shown_tokens:
+            return self.shown_tokens
+        usage = self.usage
+        if usage is None or "completion_tokens" in usage.unknown:
+            return None
+        return usage.completion_tokens
 
     @property
     def timed_tokens(self) -> int:
@@ -104,8 +117,9 @@ class Choice:
 
     @property
     def counted_tokens(self) -> int:
-        """Number of tokens so far; the reported count for an answer without token ids."""
-        return self.shown_tokens or self.usage.completion_tokens
+        """Number of tokens so far that count towards limits, estimated where it is unknown."""
+        known = self.known_tokens
+        return -(-self.position // _CHARS_PER_TOKEN) if known is None else known
 
     def add(self, piece: Chunk | End) -> None:
         """Add the next piece, in order."""
@@ -218,9 +232,12 @@ class ChunkEncoder:
         return None if fields is None else _encode(fields)
 
 
-def usage_chunk(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject:
-    """Token counts, sent at the end of a stream with `include_usage`."""
-    return _object(heading, _CHUNK_OBJECTS, [], {"usage": usage(choices, n)})
+def usage_chunk(
+    heading: ResponseHeader, choices: Sequence[Choice], n: int = 1
+) -> JsonObject | None:
+    """Token counts, sent at the end of a stream with `include_usage`; None if none are known."""
+    counts = usage(choices, n)
+    return _object(heading, _CHUNK_OBJECTS, [], {"usage": counts}) if counts else None
 
 
 def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject:
@@ -231,37 +248,51 @@ def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1
     more: JsonObject = {}
     for choice in choices:
         more |= choice.passthrough.event if choice.passthrough else {}
-    more |= {"usage": usage(choices, n)} | _dry_run_fields(choices)
+    if counts := usage(choices, n):
+        more["usage"] = counts
+    more |= _dry_run_fields(choices)
     return _object(heading, _OBJECTS, fields, more)
 
 
 def _embedded(heading: ResponseHeader, choice: Choice) -> JsonObject:
     """Response to a request for embeddings, whose content is passthrough fields only."""
     passthrough, counts = choice.passthrough or PassthroughDelta(), usage([choice])
-    fields = {name: counts[name] for name in ("prompt_tokens", "total_tokens")}
-    more = {"model": heading.model, "usage": fields} | _dry_run_fields([choice])
+    more: JsonObject = {"model": heading.model}
+    names = ("prompt_tokens", "total_tokens")
+    if fields := {name: counts[name] for name in names if name in counts}:
+        more["usage"] = fields
+    more |= _dry_run_fields([choice])
     return {"object": "list", "data": []} | passthrough.event | more
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> JsonObject:
-    """Token counts summed over choices; `n` successive choices share a prompt."""
-    answers = [choice.usage for choice in choices]
+    """Token counts summed over choices; `n` successive choices share a prompt.
+
+    A count that is unknown for one of them is left out, and so is a total with it.
+    """
+    found = [choice.usage for choice in choices]
+    answers = [counts for counts in found if counts is not None]
+    if len(answers) < len(found):
+        return {}
     prompts = answers[::n]
+    unknown = {name for counts in answers for name in counts.unknown}
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     completion_tokens = sum(u.completion_tokens for u in answers)
-    fields: JsonObject = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
-    }
+    fields: JsonObject = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    if unknown.isdisjoint(fields):
+        fields["total_tokens"] = prompt_tokens + completion_tokens
+    fields[_OF_PROMPT] = {"cached_tokens": sum(u.cached_tokens for u in prompts)}
+    fields = {name: value for name, value in fields.items() if name not in unknown}
+    if "cached_tokens" in unknown:
+        del fields[_OF_PROMPT]
     of_prompts = [{_OF_PROMPT: (u.details or {}).get(_OF_PROMPT, {})} for u in prompts]
     of_answers = [{n: d for n, d in (u.details or {}).items() if n != _OF_PROMPT} for u in answers]
-    return passthrough_fields.merge_fields(
+    counts = passthrough_fields.merge_fields(
         fields,
         passthrough_fields.sum_counts(*of_prompts),
         passthrough_fields.sum_counts(*of_answers),
     )
+    return {name: value for name, value in counts.items() if value != {}}
 
 
 def _dry_run_fields(choices: Sequence[Choice]) -> JsonObject:

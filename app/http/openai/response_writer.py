@@ -117,11 +117,11 @@ class CompletionResponse(Response):
             finally:
                 answers = zip(self._choices, joined.replies, self._paces, strict=True)
                 for choice, reply, pace in answers:
-                    tokens = choice.counted_tokens
+                    tokens = choice.known_tokens
                     reason = choice.finish_reason or outcome
                     self._metrics.observe_response(reason, tokens, reply.gaps, reply.skipped_chunks)
                     if not self._options.is_resumed:
-                        pace.report(self._metrics, choice.timed_tokens, tokens)
+                        pace.report(self._metrics, choice.timed_tokens, tokens or 0)
 
     async def _send_whole(self, joined: MergedReplies, send: Send) -> None:
         while joined.has_more:

@@ -166,6 +166,7 @@ class _RequestRow(msgspec.Struct):
     fulls: int
     failed_workers: list[str]
     last_ms: int
+    failure_reason: str = ""
 
 
 class _LaneSnapshot(msgspec.Struct):
@@ -248,7 +249,7 @@ class LedgerState:
         for t in sorted(snapshot.requests, key=lambda t: t.last_ms):
             state = RequestState(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
-                t.failures, t.fulls, frozenset(t.failed_workers), t.last_ms,
+                t.failures, t.fulls, frozenset(t.failed_workers), t.failure_reason, t.last_ms,
             )  # fmt: skip
             for run_row in t.runs:
                 _, _, worker, epoch, run_state, since_ms, tokens, rank = run_row[:8]
@@ -292,4 +293,5 @@ def _to_rows(lane: LaneState) -> Iterator[_RequestRow]:
         yield _RequestRow(
             request_id, s.attempt, runs, s.ended, s.origin, s.responses_from, s.deadline_ms,
             s.failures, s.full_rejections, sorted(s.failed_workers), s.last_ms,
+            s.failure_reason,
         )  # fmt: skip

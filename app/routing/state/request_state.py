@@ -64,7 +64,10 @@ class RunStatus(msgspec.Struct):
 
 
 class RequestState(msgspec.Struct):
-    """The state of one request by the ledger. `ended`: the code of its end, "" before."""
+    """The state of one request by the ledger. `ended`: the code of its end, "" before.
+
+    `failure_reason`: of the last failed run whose engine gave one for clients.
+    """
 
     attempt: int = 0
     runs: dict[RunId, RunStatus] = {}
@@ -75,6 +78,7 @@ class RequestState(msgspec.Struct):
     failures: int = 0
     full_rejections: int = 0
     failed_workers: frozenset[str] = frozenset()
+    failure_reason: str = ""
     last_ms: int = 0
     indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
     """Its open runs, as `LaneState.open_runs` has them."""

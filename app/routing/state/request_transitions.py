@@ -127,6 +127,8 @@ def _apply_run(
     else:
         before = run.load
     run_state = _next_state(run.state, record)
+    if type(record) is Finished and record.reason:
+        state.failure_reason = record.reason
     if run_state != run.state:
         run.state, run.since_ms = run_state, at_ms
     loads.update(record.id, run_id, run, before)
