@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from app.preprocess.prompt_errors import BadModel, InvalidPrompt
-from app.preprocess.text import chat_template
+from app.preprocess.text import template_sandbox
 from app.preprocess.text.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
@@ -184,6 +185,127 @@ def test_sandbox_allows_no_escape(source: str) -> None:
         render(source)
 
 
+DOUBLED = "{% set ns = namespace(x='aaaa', l=[1]) %}{% for i in range(60) %}"
+"""Begins a template that doubles something sixty times."""
+KEPT = "{% set x = 'a' * 30000000 %}{% set l = namespace(l=[]) %}"
+NESTED = DOUBLED + "{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '%900000000d' % 1 }}",
+        "{{ '%*d' % (900000000, 1) }}",
+        "{{ '%.900000000f' | format(1) }}",
+        "{{ '{:>900000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 900000000) }}",
+        "{{ '{a:>900000000}'.format_map({'a': 1}) }}",
+        "{{ '{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}'.format('a' * 30000000) }}",
+        "{{ 'a'.ljust(900000000) }}",
+        "{{ 'a'.zfill(900000000) }}",
+        "{{ '\t'.expandtabs(900000000) }}",
+        "{{ 'a' | center(900000000) }}",
+        "{{ 'a' | center(width=900000000) }}",
+        "{% filter center(900000000) %}a{% endfilter %}",
+        "{{ ('a\n' * 100000) | indent(9000) }}",
+        "{{ ('a' * 30000) | replace('a', 'b' * 30000) }}",
+        "{{ ('a' * 30000).replace('', 'b' * 30000) }}",
+        "{{ ('a' * 30000).translate({97: 'b' * 30000}) }}",
+        "{{ range(90000) | list | join('x' * 9000) }}",
+        "{{ ('x' * 900000).join(range(900) | map('string')) }}",
+        "{{ {'a': 'x' * 9000000}.values() | join('y') | replace('x', 'y' * 9) }}",
+        "{{ [1] | slice(90000000) | list }}",
+        "{{ [1] | batch(90000000, 'x') | list }}",
+        "{{ [0] * 30000000 }}",
+        "{{ ('a' * 60000000) | list }}",
+        "{{ ('a ' * 30000000).split() }}",
+        "{{ (range(99999) | list) | tojson(indent=1000) }}",
+        "{{ (5).to_bytes(900000000, 'big') }}",
+        "{{ 1.5 | round(99999999) }}",
+        "{{ strftime_now('%900000000Y') }}",
+        "{{ lipsum(n=20000) }}",
+        "{% for c in 'x' * 30000000 %}{{ loop.length }}{% endfor %}",
+        "{% for a in [1] recursive %}{{ loop('x' * 30000000) }}{% endfor %}",
+        KEPT + "{% for i in range(99) %}{% set l.l = l.l + [x[1:]] %}{% endfor %}",
+        KEPT + "{% for i in range(99) %}{% set l.l = l.l + [x.partition('a')] %}{% endfor %}",
+        DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        DOUBLED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        DOUBLED + "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}",
+        DOUBLED + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+        "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}"
+        + DOUBLED
+        + "{% set ns.x = m(ns.x) %}{% endfor %}",
+        DOUBLED + "{% set ns.n = (ns.n or 9) * (ns.n or 9) %}{% endfor %}",
+    ],
+)
+def test_rendering_has_a_bound_on_its_memory(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises((InvalidPrompt, BadModel)):
+            render(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * template_sandbox.MAX_MADE_BYTES
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        NESTED + "{{ ns.l }}",
+        NESTED + "{{ ns.l == [ns.l] }}",
+        DOUBLED + "{% set ns.l = {'a': ns.l, 'b': ns.l} %}{% endfor %}{{ ns.l | tojson }}",
+        DOUBLED + "{% set ns.l = (ns.l * 2) | batch(2) | list %}{% endfor %}{{ ns.l ~ '' }}",
+    ],
+)
+def test_items_of_nested_lists_are_counted_as_often_as_they_are_written(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_ITEMS", 10_000)
+    with pytest.raises(InvalidPrompt, match="10000 items"):
+        render(source)
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 9000, "{{ a" + "+a" * 9000 + " }}"])
+def test_source_nested_too_deep_is_a_bad_model(source: str) -> None:
+    with pytest.raises(BadModel):
+        ChatTemplate(source, TickingClock())
+
+
+def test_template_without_loops_has_a_bound_on_its_time() -> None:
+    slow = ChatTemplate("{{ messages | tojson }}" * 500, TickingClock(0.01), timeout_s=1.0)
+    with pytest.raises(InvalidPrompt, match="longer than 1 s"):
+        slow.render([USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a' * 3 ~ 1 ~ none }}", "aaa1None"),
+        ("{{ '%5d|%s' % (7, 'x') }}", "    7|x"),
+        ("{{ '{:>5}|{}'.format(7, 1700000000) }}", "    7|1700000000"),
+        ("{{ 'a b  c'.split() | join('-') }}", "a-b-c"),
+        ("{{ 'a,b'.split(',')[-1] }}", "b"),
+        ("{{ ', '.join(['a', 'b']) }}", "a, b"),
+        ("{{ [1, 2, 3][1:] + [4] }}", "[2, 3, 4]"),
+        ("{{ ['b', 'a'] | sort | map('upper') | join }}", "AB"),
+        ("{{ {'a': 1} | tojson(indent=2) }}", '{\n  "a": 1\n}'),
+        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
+        ("{{ [1, 2, 3] | batch(2) | list }}", "[[1, 2], [3]]"),
+        ("{{ 1700000000 | string ~ 1700000000 | int }}", "17000000001700000000"),
+        ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}", "x1"),
+        ("{% for i in range(3) %}{{ loop.cycle('a', 'b') }}{% endfor %}", "aba"),
+        (
+            "{% macro m(x) %}[{{ x }}]{{ caller() }}{% endmacro %}{% call m(1) %}c{% endcall %}",
+            "[1]c",
+        ),
+        ("{{ messages | map(attribute='content') | select('string') | list | length }}", "1"),
+    ],
+)
+def test_usual_operations_are_available(source: str, text: str) -> None:
+    assert render(source) == text
+
+
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 
 
@@ -194,13 +316,13 @@ def test_slow_rendering_is_aborted() -> None:
 
 
 def test_rendering_with_too_many_rounds_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_LOOP_ROUNDS", 1000)
     with pytest.raises(InvalidPrompt, match="1000 rounds"):
         render(ENDLESS)
 
 
 def test_rounds_are_counted_separately_for_each_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 10)
+    monkeypatch.setattr(template_sandbox, "MAX_LOOP_ROUNDS", 10)
     made = ChatTemplate(LOOP, TickingClock())
     for _ in range(5):
         assert made.render([USER] * 3)
@@ -212,13 +334,13 @@ def test_recursive_macro_is_aborted() -> None:
 
 
 def test_rounds_of_macros_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_LOOP_ROUNDS", 3)
+    monkeypatch.setattr(template_sandbox, "MAX_LOOP_ROUNDS", 3)
     with pytest.raises(InvalidPrompt, match="3 rounds"):
         render("{% macro f() %}{% endmacro %}{{ f() }}{{ f() }}{{ f() }}{{ f() }}")
 
 
 def test_rendering_that_grows_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100)
+    monkeypatch.setattr(template_sandbox, "MAX_RENDERED_CHARS", 100)
     with pytest.raises(InvalidPrompt, match="100 characters"):
         render(LOOP, {"role": "user", "content": "x" * 101})
 
@@ -247,7 +369,7 @@ def test_demo_model_takes_the_newer_name_of_the_system() -> None:
 def test_demo_template_renders_tools_in_the_system_turn() -> None:
     got = demo(SYSTEM, USER, tools=[TOOL])
     assert got.startswith("<|system|>be brief\n")
-    assert got.count('{"type": "function", "function": {"name": "f"}}') == 1
+    assert got.count('{"type": "function", "function": {"name": "f", ') == 1
 
 
 def test_demo_template_renders_tools_without_a_system_turn() -> None:

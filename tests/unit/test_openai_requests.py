@@ -60,7 +60,8 @@ def test_chat_is_rendered() -> None:
 
 
 def test_chat_is_rendered_with_its_options() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    tool = {"type": "function", "function": function}
     sent = chat(
         tools=[tool],
         documents=[{"a": 1}],

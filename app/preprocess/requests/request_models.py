@@ -218,12 +218,26 @@ class GenerationBody(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message's content."""
+    """A part of a message's content. The longer names of the type are those of other endpoints."""
 
     model_config = STRICT_MODEL
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class RefusalPart(BaseModel):
+    """A part of an earlier answer that refused."""
+
+    model_config = STRICT_MODEL
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
+def _part(value: Any, _: ValidatorFunctionWrapHandler) -> TextPart | RefusalPart:
+    is_refusal = isinstance(value, dict) and value.get("type") == "refusal"
+    return (RefusalPart if is_refusal else TextPart).model_validate(value)
 
 
 class CalledFunction(BaseModel):
@@ -243,7 +257,8 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
-ContentParts = Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+Part = Annotated[TextPart | RefusalPart, WrapValidator(_part)]
+ContentParts = Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
 _parts = TypeAdapter(ContentParts)
 
 
@@ -266,6 +281,7 @@ class Message(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str | ContentParts, WrapValidator(_content)] = []
     tool_calls: Annotated[list[ToolCall], SHORT_LIST] | None = None
+    function_call: CalledFunction | None = None
 
     def text(self) -> str:
         if isinstance(self.content, str):

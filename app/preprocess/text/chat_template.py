@@ -5,38 +5,38 @@ Jinja in its sandbox, with the conventions of Hugging Face: `messages`, `tools`,
 the injected clock), `tojson` that leaves HTML alone, `{% break %}` and `{% generation %}`.
 
 The template is the model's and trusted as far as its maker; the messages are not. A rendering that
-takes too long is aborted: loops and macros count their rounds. Rendering errors are reported to the
-client, since its messages determine the path through the template.
+takes too long or too much memory is aborted (`template_sandbox.py`). Rendering errors are reported
+to the client, since its messages determine the path through the template.
+
+Messages are normalised first, as vLLM does it (`_worded`): templates differ in the shapes that they
+take, and clients in those that they send.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.preprocess.prompt_errors import BadModel, InvalidPrompt
+from app.preprocess.text.template_sandbox import (
+    RENDER_TIMEOUT_S,
+    RenderBudget,
+    TemplateSandbox,
+    limited_by,
+)
 from streams.clock import Clock
 
-RENDER_TIMEOUT_S = 2.0
-MAX_LOOP_ROUNDS = 1_000_000
-"""Bounds of one rendering. A chat of 1000 messages takes some 10 000 rounds and 20 ms."""
-MAX_RENDERED_CHARS = 32 * 1024 * 1024
-"""Characters that a rendering may make; the prompt of a request is shorter by far."""
-
+MAX_SOURCE_CHARS = 1024 * 1024
+"""Characters of a template. The longest published ones have 20 000."""
+MAX_DATE_FORMAT_CHARS = 200
 MAX_ARGUMENTS_CHARS = 1024 * 1024
 """Characters of the arguments of a call; longer ones stay text: parsing would block the loop."""
-
-_BUDGET = "kvlane budget"  # no template can have a variable of this name
-_CLOCK_ROUNDS = 64  # looks at the clock once in so many rounds
 
 Message = Mapping[str, Any]
 
@@ -55,13 +55,17 @@ class ChatTemplate:
         """`special_tokens`: by the names that templates use: bos_token, eos_token and so on."""
         self._clock = clock
         self._timeout_s = timeout_s
-        environment = _Environment(clock)
+        environment = _environment(clock)
         try:
-            syntax = environment.parse(source)
-            self._takes_parts = _takes_parts(syntax)
-            _count_rounds(syntax, environment)
-            self._template = environment.from_string(syntax, globals=dict(special_tokens or {}))
-        except TemplateError as e:
+            if len(source) > MAX_SOURCE_CHARS:
+                raise BadModel(f"chat template: it has more than {MAX_SOURCE_CHARS} characters")
+            with limited_by(RenderBudget(clock, timeout_s)):
+                syntax = environment.parse(source)
+                self._shape = _shape_of(syntax)
+                self._template = environment.from_string(
+                    environment.compiled(syntax), globals=dict(special_tokens or {})
+                )
+        except (TemplateError, SyntaxError, RecursionError, MemoryError, InvalidPrompt) as e:
             raise BadModel(f"chat template: {e}") from e
 
     def render(
@@ -77,16 +81,16 @@ class ChatTemplate:
 
         Raises InvalidPrompt.
         """
-        budget = _Budget(self._clock, self._timeout_s)
-        values = dict(variables or {}) | {
-            "messages": [_worded(m, takes_parts=self._takes_parts) for m in messages],
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-            _BUDGET: budget,
-        }
+        budget = RenderBudget(self._clock, self._timeout_s)
         try:
-            return "".join(budget.bounded(self._template.generate(values)))
+            values = dict(variables or {}) | {
+                "messages": _worded(messages, self._shape),
+                "tools": None if tools is None else list(map(_described, tools)),
+                "documents": documents,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            with limited_by(budget):
+                return "".join(budget.bounded(self._template.generate(values)))
         except InvalidPrompt:
             raise
         except RecursionError:
@@ -97,67 +101,21 @@ class ChatTemplate:
             raise InvalidPrompt("messages", f"the chat template cannot take them: {e}") from e
 
 
-class _Budget:
-    """The remaining budget of one rendering."""
-
-    def __init__(self, clock: Clock, timeout_s: float) -> None:
-        self._clock = clock
-        self._timeout_s = timeout_s
-        self._deadline = clock.now() + timeout_s
-        self._rounds = 0
-
-    def spend(self) -> None:
-        """One round more. Raises InvalidPrompt when it is one too many."""
-        self._rounds += 1
-        if self._rounds > MAX_LOOP_ROUNDS:
-            raise InvalidPrompt(
-                "messages", f"the chat template takes over {MAX_LOOP_ROUNDS} rounds"
-            )
-        if self._rounds % _CLOCK_ROUNDS == 0 and self._clock.now() > self._deadline:
-            raise InvalidPrompt(
-                "messages", f"the chat template takes longer than {self._timeout_s:g} s"
-            )
-
-    def bounded(self, pieces: Iterator[str]) -> Iterator[str]:
-        """The pieces of a rendering, as long as they are short enough together."""
-        length = 0
-        for piece in pieces:
-            length += len(piece)
-            if length > MAX_RENDERED_CHARS:
-                raise InvalidPrompt(
-                    "messages", f"they give more than {MAX_RENDERED_CHARS} characters"
-                )
-            yield piece
-
-
-class _Environment(ImmutableSandboxedEnvironment):
+def _environment(clock: Clock) -> TemplateSandbox:
     """The sandbox with the functions that templates of Hugging Face expect."""
+    environment = TemplateSandbox([_GenerationTag, loopcontrols])
+    environment.add_filter("tojson", _tojson)
+    environment.globals["raise_exception"] = _raise_exception
 
-    intercepted_binops = frozenset({"*", "**"})
+    def strftime_now(form: str) -> str:
+        if len(form) > MAX_DATE_FORMAT_CHARS or any(map(str.isdigit, form)):
+            raise ValueError(
+                f"strftime_now takes {MAX_DATE_FORMAT_CHARS} characters, and no widths"
+            )
+        return datetime.fromtimestamp(clock.wall_ms() / 1000, UTC).strftime(form)
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        self.filters["tojson"] = _tojson
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda form: _utc(clock).strftime(form)
-
-    def spend(self, context: Context) -> str:
-        """Called by every round of a loop or macro; writes nothing."""
-        context.resolve(_BUDGET).spend()
-        return ""
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse to make endless text or numbers with one operator."""
-        if operator == "**" or any(
-            isinstance(one, str | list | tuple)
-            and isinstance(many, int)
-            and many > MAX_RENDERED_CHARS
-            for one, many in ((left, right), (right, left))
-        ):
-            raise SecurityError(f"the operator {operator} is not available for these")
-        return super().call_binop(context, operator, left, right)
+    environment.globals["strftime_now"] = strftime_now
+    return environment
 
 
 class _GenerationTag(Extension):
@@ -171,23 +129,28 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _count_rounds(syntax: nodes.Template, environment: _Environment) -> None:
-    """Put a call of `spend` at the beginning of every loop and macro."""
-    blocks: list[nodes.For | nodes.Macro] = [*syntax.find_all(nodes.For)]
-    blocks += syntax.find_all(nodes.Macro)
-    for block in blocks:
-        call = nodes.Call(
-            nodes.EnvironmentAttribute("spend"), [nodes.ContextReference()], [], None, None
-        )
-        statement = nodes.Output([call])
-        statement.set_lineno(block.lineno)
-        statement.set_environment(environment)
-        block.body.insert(0, statement)
+class _Shape(NamedTuple):
+    """What a template takes, as far as it can be seen in its syntax."""
+
+    parts: bool
+    """It goes through the parts of a content …"""
+    texts: bool
+    """… and tells a text from them, or takes texts only."""
+    developer: bool
+    """It has a role developer."""
 
 
-def _takes_parts(syntax: nodes.Template) -> bool:
-    """Whether the template goes through the parts of a message's content by itself."""
-    return any(_is_content(loop.iter) for loop in syntax.find_all(nodes.For))
+def _shape_of(syntax: nodes.Template) -> _Shape:
+    parts = any(_is_content(loop.iter) for loop in syntax.find_all(nodes.For))
+    tests = (test for test in syntax.find_all(nodes.Test) if _is_content(test.node))
+    return _Shape(
+        parts=parts,
+        texts=not parts or any(test.name in _TESTS_OF_TEXT for test in tests),
+        developer=any(const.value == "developer" for const in syntax.find_all(nodes.Const)),
+    )
+
+
+_TESTS_OF_TEXT = ("string", "iterable", "sequence", "mapping")
 
 
 def _is_content(node: nodes.Node) -> bool:
@@ -201,27 +164,88 @@ def _is_content(node: nodes.Node) -> bool:
     return False
 
 
-def _worded(message: Message, *, takes_parts: bool) -> dict[str, Any]:
-    """A message as templates expect it: content as one text if they have no parts, the arguments
-    of tool calls as objects."""
-    worded = dict(message)
-    content = message.get("content")
-    if isinstance(content, list) and not takes_parts:
-        worded["content"] = "\n".join(str(part.get("text", "")) for part in content)
-    if calls := message.get("tool_calls"):
-        worded["tool_calls"] = [_called(call) for call in calls]
+def _worded(messages: Sequence[Message], shape: _Shape) -> list[dict[str, Any]]:
+    """Messages as templates expect them, whatever clients leave out or write as null.
+
+    - Content is always there: a text where the template takes texts, otherwise parts.
+    - Fields that are null or empty are left out.
+    - The arguments of tool calls are objects.
+    - The older calls of functions are tool calls; their results are those of tools.
+    - The role developer is system, for templates without it.
+    """
+    return [_message(message, number, shape) for number, message in enumerate(messages)]
+
+
+def _message(message: Message, number: int, shape: _Shape) -> dict[str, Any]:
+    worded = {
+        name: value
+        for name, value in message.items()
+        if name in ("role", "content") or not (value is None or value in ([], {}))
+    }
+    worded["content"] = _content(message.get("content"), shape)
+    match worded["role"]:
+        case "developer" if not shape.developer:
+            worded["role"] = "system"
+        case "function":
+            worded["role"] = "tool"
+            worded.setdefault("tool_call_id", _call_id(number - 1))
+    if isinstance(call := worded.pop("function_call", None), Mapping):
+        called = {"id": _call_id(number), "type": "function", "function": call}
+        worded.setdefault("tool_calls", [called])
+    if isinstance(calls := worded.get("tool_calls"), list):
+        worded["tool_calls"] = list(map(_called, calls))
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if name in worded:  # both names are in use
+            worded.setdefault(other, worded[name])
     return worded
+
+
+def _content(content: Any, shape: _Shape) -> Any:
+    """A text or parts, whichever the template takes."""
+    if isinstance(content, list) and shape.parts:
+        return [_text_part(part) for part in content]
+    if isinstance(content, list):
+        return "\n".join(_text_part(part)["text"] for part in content)
+    if shape.texts:
+        return "" if content is None else content
+    return [] if content is None else [{"type": "text", "text": content}]
+
+
+def _text_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part in the form that all templates know; a refusal is the text of an answer."""
+    if part.get("type") == "text":
+        return part
+    return {"type": "text", "text": part.get("text", part.get("refusal", ""))}
+
+
+def _call_id(number: int) -> str:
+    """Id of a call that came without one, of the message at this place. Some models demand nine
+    letters and digits."""
+    return f"call{number:05d}"
 
 
 def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
-    if isinstance(arguments, str) and len(arguments) <= MAX_ARGUMENTS_CHARS:
+    if arguments is None or arguments == "":
+        function["arguments"] = {}
+    elif isinstance(arguments, str) and len(arguments) <= MAX_ARGUMENTS_CHARS:
         try:
-            function["arguments"] = json.loads(arguments or "{}")
+            function["arguments"] = json.loads(arguments)
         except ValueError:  # the model wrote it: the template has to take it as it is
             function["arguments"] = arguments
     return {**call, "function": function}
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose function has parameters, which OpenAI's API lets clients leave out."""
+    function = {k: value for k, value in (tool.get("function") or {}).items() if value is not None}
+    parameters = dict(function.get("parameters") or {"type": "object"})
+    if parameters.get("type") == "object":
+        parameters.setdefault("properties", {})
+    return {k: value for k, value in tool.items() if value is not None} | {
+        "function": function | {"parameters": parameters}
+    }
 
 
 def _tojson(
@@ -238,7 +262,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise InvalidPrompt("messages", str(message))
-
-
-def _utc(clock: Clock) -> datetime:
-    return datetime.fromtimestamp(clock.wall_ms() / 1000, UTC)
