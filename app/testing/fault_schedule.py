@@ -27,6 +27,7 @@ from streams.records import Lost
 from streams.request import Request
 from streams.topics import (
     ASSIGNMENTS,
+    BATCH,
     KV_EVENTS,
     LEDGER,
     PROMPTS,
@@ -39,6 +40,7 @@ from streams.topics import (
 EDGE_KINDS: tuple[ProcessKind, ...] = ("preprocessor", "gateway")
 RESPONSE_FAULT_SHARE = 0.1
 """Probability of a fault in a gateway right after it has sent an event to its client."""
+MAX_PREPROCESSORS = 3
 WEIGHT_FACTORS = (0.0, 0.3, 1.0, 1.0, 5.0)
 
 
@@ -73,6 +75,13 @@ class SimulationFaults:
                 (2.0, self._kill_collector), (1.0, self._pause_collector),
                 (1.0, self._evict_collector),
             ]  # fmt: skip
+        if world.parameters.peak_s is not None:
+            faults += [
+                (3.0, self._kill_preprocessor),
+                (3.0, self._stop_preprocessor),
+                (2.0, self._add_preprocessor),
+                (1.0, self._evict_preprocessor),
+            ]
         # Each seed weights the faults in its own way: some are left out, some come in swarms, so
         # that rare ones meet. With equal weights all seeds would be alike.
         self._faults = [(weight * rng.choice(WEIGHT_FACTORS), fault) for weight, fault in faults]
@@ -158,6 +167,23 @@ class SimulationFaults:
     def _evict_collector(self) -> None:
         self._evict_of(self._victim("collector"))
 
+    def _kill_preprocessor(self) -> None:
+        self._kill(self._victim("preprocessor"))
+
+    def _evict_preprocessor(self) -> None:
+        self._evict_of(self._victim("preprocessor"))
+
+    def _stop_preprocessor(self) -> None:
+        """Stop one in order, as an upgrade does; it starts again."""
+        if (node := self._victim("preprocessor")) is not None:
+            self._world.terminate(node)
+
+    def _add_preprocessor(self) -> None:
+        """One more, as a scale-up does."""
+        names = [name for name in self._world.current if name.startswith("preprocessor-")]
+        if len(names) < MAX_PREPROCESSORS:
+            self._world.start_process("preprocessor", f"preprocessor-{len(names)}")
+
     def _depose(self) -> None:
         self._world.move_leadership(self._rng.randrange(BROKER_COUNT))
 
@@ -198,6 +224,7 @@ class SimulationFaults:
         for group in (
             self._world.broker.group(REQUESTS, "router"),
             self._world.broker.group(PROMPTS, "preprocessor"),
+            self._world.broker.group(BATCH, "preprocessor-batch"),
             self._world.broker.group(REQUESTS, "collector"),
         ):
             for member in [m for m in group.members if node and m.startswith(f"{node.label}-")]:

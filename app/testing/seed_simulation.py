@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from app.testing.checks.invariants import has_open_work, violations
+from app.testing.clients.all_clients import Clients
 from app.testing.event_history import EventHistory
 from app.testing.fault_schedule import SimulationFaults
-from app.testing.http_clients import HttpClients
-from app.testing.kafka_clients import KafkaClients
 from app.testing.simulated_world import SimulatedWorld
 from app.testing.virtual_time import Deadlock, StepLimitExceeded, VirtualLoop, run_virtual
-from app.testing.world_parameters import WorldParameters
+from app.testing.world_parameters import PENDING_PIECES, Scenario, WorldParameters
+from streams.responses import reply_stream
 
 DRAIN_S = 120.0
 """Enough for a session time-out, a worker failure, and several attempts with their back-offs."""
@@ -56,14 +56,13 @@ class SimulationResult:
         )
 
 
-def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
-    """Run one seed; with `take_overs`, lanes change owners all the time."""
+def simulate_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> SimulationResult:
+    """Run one seed, with these scenarios instead of those that it draws."""
     shape = WorldParameters.draw(random.Random(f"{seed} shape"))
     shape = shape.with_caches(random.Random(f"{seed} caches"))
     shape = shape.with_batch(random.Random(f"{seed} batch"))
     shape = shape.with_roles(random.Random(f"{seed} roles"))
-    if take_overs:
-        shape = shape.with_take_overs()
+    shape = shape.with_scenarios(random.Random(f"{seed} scenarios"), scenarios)
     worlds: list[SimulatedWorld] = []
 
     async def main(loop: VirtualLoop) -> SimulationResult:
@@ -74,7 +73,7 @@ def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
         world.history.is_closed = True
         return SimulationResult(seed, found, world.history, shape, loop.time(), loop.steps)
 
-    with _silence():
+    with _silence(), _pending_pieces(shape):
         try:
             most = MAX_STEPS * (CACHE_STEPS_FACTOR if shape.has_caches else 1)
             return run_virtual(main, random.Random(f"{seed} scheduler"), most)
@@ -83,20 +82,31 @@ def simulate_seed(seed: int, *, take_overs: bool = False) -> SimulationResult:
 
 
 async def _play(world: SimulatedWorld) -> list[str]:
-    kafka_clients, http_clients = KafkaClients(world), HttpClients(world)
+    clients = Clients(world)
     chaos = SimulationFaults(world)
     world.start_all()
-    publishing = kafka_clients.start()
-    http_clients.start()
+    publishing = clients.start()
     await chaos.run()
     chaos.stop()
     await publishing
     until = world.loop.time() + DRAIN_S
     while world.loop.time() < until:
         await world.clock.sleep(1.0)
-        if not has_open_work(world) and not violations(world, kafka_clients, http_clients):
+        if not has_open_work(world) and not violations(world, clients):
             return []
-    return violations(world, kafka_clients, http_clients)
+    return violations(world, clients)
+
+
+@contextmanager
+def _pending_pieces(shape: WorldParameters) -> Iterator[None]:
+    """Let replies merge their pieces early where answers are long."""
+    before = reply_stream.MAX_PENDING_PIECES
+    if "long answers" in shape.scenarios:
+        reply_stream.MAX_PENDING_PIECES = PENDING_PIECES
+    try:
+        yield
+    finally:
+        reply_stream.MAX_PENDING_PIECES = before
 
 
 @contextmanager

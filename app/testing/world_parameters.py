@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from app.settings import Settings
 from app.testing.network_faults import FaultProfile
@@ -37,6 +38,28 @@ TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
     update={"max_queued_requests": 1, "max_queued_batch_requests": 1, "worker_max_waiting": 0}
 )
 
+Scenario = Literal["take-overs", "long answers", "choices", "backlog", "batch jobs"]
+"""Scenarios that a seed adds to its world, several at a time:
+
+    take-overs    lanes change owners all the time, and readers lag
+    long answers  answers of more pieces than a reply buffers, resumed at any position received
+    choices       HTTP requests for several answers
+    backlog       batch prompts that wait through a peak of interactive requests, for longer than
+                  ended ids are kept, while preprocessors restart and are added
+    batch jobs    files are uploaded, and jobs run over them
+"""
+SCENARIO_SHARES: Mapping[Scenario, float] = {
+    "long answers": 0.1,
+    "choices": 0.1,
+    "backlog": 0.0,
+    "batch jobs": 0.0,
+}
+"""Shares of the seeds; `take-overs` is drawn with the other parameters."""
+PENDING_PIECES = 2
+"""The limit of a reply's buffer where answers are long."""
+SHORT_WINDOW_S = 15.0
+"""Time for which the ids of ended requests are kept, and longest time limit of interactive ones,
+in a world with a backlog."""
 BATCH_SHARE = 0.2
 ROLE_SHARE = 0.2
 BOOTSTRAP_SHARE = 0.5
@@ -63,7 +86,8 @@ class WorldParameters(NamedTuple):
     `batch_requests`: prompts of class batch, besides the requests. `skew_ms`: largest difference
     between the clocks of two brokers. `has_caches`: whether engines cache and publish cache events.
     `prefill_workers`: of the workers; with them the others have the role decode. `has_bootstrap`:
-    whether their prefill and decode meet in rooms.
+    whether their prefill and decode meet in rooms. `peak_s`: beginning and end of a peak of
+    interactive requests.
     """
 
     routers: int
@@ -89,6 +113,8 @@ class WorldParameters(NamedTuple):
     collectors: int = 0
     prefill_workers: int = 0
     has_bootstrap: bool = False
+    scenarios: frozenset[Scenario] = frozenset()
+    peak_s: tuple[float, float] | None = None
 
     def role_of(self, worker: str) -> Role:
         """The role of a worker of this name."""
@@ -99,7 +125,12 @@ class WorldParameters(NamedTuple):
     @property
     def settings(self) -> Settings:
         """Settings of all processes."""
-        return TIGHT_SETTINGS if self.is_tight else DEFAULT_SETTINGS
+        settings = TIGHT_SETTINGS if self.is_tight else DEFAULT_SETTINGS
+        changes: dict[str, Any] = {}
+        if "backlog" in self.scenarios:
+            limits = ("dedup_window_s", "max_lifetime_s", "deadline_s")
+            changes |= {**dict.fromkeys(limits, SHORT_WINDOW_S), "max_queued_batch_requests": 2}
+        return settings.model_copy(update=changes) if changes else settings
 
     @property
     def process_counts(self) -> dict[ProcessKind, int]:
@@ -160,6 +191,38 @@ class WorldParameters(NamedTuple):
         if not self.preprocessors or rng.random() >= BATCH_SHARE:
             return self
         return self._replace(batch_requests=rng.randint(2, 6), collectors=rng.choice((0, 1, 2)))
+
+    def with_scenarios(
+        self, rng: random.Random, wanted: Collection[Scenario] | None
+    ) -> WorldParameters:
+        """The same with these scenarios; None draws them."""
+        if wanted is None:
+            wanted = [name for name, share in SCENARIO_SHARES.items() if rng.random() < share]
+        scenarios = frozenset(wanted)
+        shape = self.with_take_overs() if "take-overs" in scenarios else self
+        has_http = scenarios & {"long answers", "choices", "batch jobs"}
+        has_jobs = "batch jobs" in scenarios
+        shape = shape._replace(
+            scenarios=scenarios,
+            gateways=max(shape.gateways, 1 if has_http else 0),
+            preprocessors=max(shape.preprocessors, int(has_jobs)),
+            collectors=max(shape.collectors, int(has_jobs)),
+        )
+        return shape.with_backlog(rng) if "backlog" in scenarios else shape
+
+    def with_backlog(self, rng: random.Random) -> WorldParameters:
+        """The same with batch prompts that wait through a peak."""
+        begins_s = rng.uniform(4.0, 8.0)
+        ends_s = begins_s + SHORT_WINDOW_S + rng.uniform(1.0, 8.0)
+        return self._replace(
+            preprocessors=max(self.preprocessors, 1),
+            collectors=max(self.collectors, 1),
+            batch_requests=rng.randint(8, 20),
+            workers=min(self.workers, 2),
+            prefill_workers=0,
+            peak_s=(begins_s, ends_s),
+            faults_s=ends_s + rng.uniform(2.0, 6.0),
+        )
 
     def with_take_overs(self) -> WorldParameters:
         """The same, with frequent lane take-overs between routers, and lagging readers."""

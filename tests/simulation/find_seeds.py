@@ -18,7 +18,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from app.testing.seed_simulation import simulate_seed
-from tests.simulation.mutations import MUTATIONS, needs_take_overs
+from tests.simulation.mutations import MUTATIONS, scenarios_of
 from tests.simulation.test_mutations import FOUND_BY, SEARCH, notices
 
 
@@ -33,7 +33,7 @@ def good_seeds(mutation: str, seeds: Iterable[int]) -> Iterator[int]:
     """Those of the seeds that notice the mutation and are clean without it."""
     for seed in seeds:
         if notices(seed, mutation):
-            clean = simulate_seed(seed, take_overs=needs_take_overs(mutation))
+            clean = simulate_seed(seed, scenarios_of(mutation))
             if not clean.violations:
                 yield seed
 

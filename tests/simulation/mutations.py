@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from app.testing.seed_simulation import simulate_seed
+from app.testing.world_parameters import Scenario
 from tests.simulation.replacements import Replacement, edge, router, worker
 
 
@@ -32,7 +33,7 @@ class Mutation(NamedTuple):
 
     `expected_kinds`: kinds of problems that follow from the loss of this rule, as a verdict names
     them, separated by spaces. Others do not count: a faulty mutation causes them, too.
-    `take_overs`: only a world with frequent lane take-overs shows it often enough.
+    `scenario`: only worlds with it show the harm often enough.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Mutation(NamedTuple):
     rule: str
     replacements: Callable[[], Iterable[Replacement]]
     covered: MaskingRule | None = None
-    take_overs: bool = False
+    scenario: Scenario | None = None
 
     @property
     def to_detect(self) -> str:
@@ -48,9 +49,10 @@ class Mutation(NamedTuple):
         return f"{self.name}+{self.covered.by}" if self.covered else self.name
 
 
-def needs_take_overs(names: str) -> bool:
-    """Whether these mutations need worlds with frequent take-overs (see `simulate_seed`)."""
-    return any(MUTATIONS[name].take_overs for name in filter(None, names.split("+")))
+def scenarios_of(names: str) -> tuple[Scenario, ...]:
+    """The scenarios that these mutations need (see `simulate_seed`)."""
+    needed = (MUTATIONS[name].scenario for name in filter(None, names.split("+")))
+    return tuple(dict.fromkeys(scenario for scenario in needed if scenario))
 
 
 @contextmanager
@@ -91,7 +93,7 @@ MUTATIONS: dict[str, Mutation] = {
                 "an attempt has two runs only where two routers decided it, and a "
                 "router that reads the ledger before it serves knows the first decision",
             ),
-            take_overs=True,
+            scenario="take-overs",
         ),
         Mutation(
             "no-verify",
@@ -117,14 +119,14 @@ MUTATIONS: dict[str, Mutation] = {
             "hanging",
             "Started before the first Chunk",
             router.no_started,
-            take_overs=True,
+            scenario="take-overs",
         ),
         Mutation(
             "started-unknown",
             "hanging",
             "a Started alone makes its id known",
             router.started_is_not_knowledge,
-            take_overs=True,
+            scenario="take-overs",
         ),
         Mutation(
             "finished-once",
@@ -144,7 +146,7 @@ MUTATIONS: dict[str, Mutation] = {
             MaskingRule(
                 "newest-run", "a request decided twice has twin runs, and each is reconciled"
             ),
-            take_overs=True,
+            scenario="take-overs",
         ),
         Mutation("commit-early", "hanging", "low-water commits", router.commit_early),
         Mutation(
@@ -153,7 +155,7 @@ MUTATIONS: dict[str, Mutation] = {
             "the lowest responses_from",
             router.highest_responses_from,
             MaskingRule("no-barrier", "as for newest-run: one decision has one responses_from"),
-            take_overs=True,
+            scenario="take-overs",
         ),
         Mutation(
             "old-attempts",
@@ -341,6 +343,5 @@ MUTATIONS: dict[str, Mutation] = {
 if __name__ == "__main__":
     _, without, seed = sys.argv
     with apply_mutations(without):
-        sys.stdout.write(
-            simulate_seed(int(seed), take_overs=needs_take_overs(without)).report() + "\n"
-        )
+        report = simulate_seed(int(seed), scenarios_of(without)).report()
+        sys.stdout.write(report + "\n")

@@ -8,7 +8,7 @@ from app.routing import reconcile
 from app.routing.state import ledger, request_state, request_transitions
 from app.testing.seed_simulation import simulate_seed
 from streams.reading.group_consumer import PartitionClaim
-from tests.simulation.mutations import MUTATIONS, apply_mutations, needs_take_overs
+from tests.simulation.mutations import MUTATIONS, apply_mutations, scenarios_of
 
 # Seeds that find it quickly. Any change of the product may make others of them; when none of
 # these does any more, the search finds new ones, and they belong here.
@@ -73,7 +73,7 @@ def notices(seed: int, mutation: str) -> bool:
         kind for name in mutation.split("+") for kind in MUTATIONS[name].expected_kinds.split()
     }
     with apply_mutations(mutation):
-        return bool(simulate_seed(seed, take_overs=needs_take_overs(mutation)).kinds & shows)
+        return bool(simulate_seed(seed, scenarios_of(mutation)).kinds & shows)
 
 
 @pytest.mark.timeout(300)  # the search is long, but most often unnecessary
@@ -83,7 +83,7 @@ def test_missing_rule_is_detected(name: str) -> None:
     known = FOUND_BY[mutation]
     found = next((s for s in (*known, *range(SEARCH)) if notices(s, mutation)), None)
     assert found is not None, f"{SEARCH} seeds do not miss: {MUTATIONS[name].rule}"
-    clean = simulate_seed(found, take_overs=needs_take_overs(mutation))
+    clean = simulate_seed(found, scenarios_of(mutation))
     assert not clean.violations, "the seed fails with the rule in place, too"
 
 

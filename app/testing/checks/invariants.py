@@ -2,6 +2,7 @@
 
     readers      see the streams that `stream_checks.py` expects
     routers      hold the same Load at the same positions; no open request, no load left
+    jobs         one line of output for each line of input (`job_checks.py`)
     results      one for each request that asks for one, equal to its stream (`result_checks.py`)
     groups       have committed everything
     credit       of a report is used once (`credit_recount.py`), and shared without overlap
@@ -24,10 +25,10 @@ from app.preprocessor import Preprocessor
 from app.router import Router
 from app.routing.state.ledger import LedgerState
 from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
+from app.testing.checks.job_checks import job_violations
 from app.testing.checks.result_checks import result_violations
 from app.testing.checks.stream_checks import decode_or_none, stream_violations
-from app.testing.http_clients import HttpClients
-from app.testing.kafka_clients import KafkaClients
+from app.testing.clients.all_clients import Clients
 from app.testing.simulated_world import SimulatedWorld
 from app.worker import WorkerIdTaken
 from streams.errors import BrokerUnavailable
@@ -68,14 +69,13 @@ OPTIONAL_TASKS = {"probe", "judgement", "cache events", *(f"results of lane {n}"
 those of the lanes that a collector owns."""
 
 
-def violations(
-    world: SimulatedWorld, kafka_clients: KafkaClients, http_clients: HttpClients
-) -> list[str]:
+def violations(world: SimulatedWorld, clients: Clients) -> list[str]:
     """All violated invariants; [] when there are none."""
     return [
         *_uncommitted(world),
-        *stream_violations(world, kafka_clients, http_clients),
-        *result_violations(world, kafka_clients),
+        *stream_violations(world, clients),
+        *result_violations(world, clients),
+        *job_violations(world, clients),
         *_unfinished(world),
         *_handovers(world),
         *_credit(world),

@@ -10,15 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from app.testing.checks.stream_checks import decode_or_none, shown_streams
-from app.testing.kafka_clients import KafkaClients
+from app.testing.clients.all_clients import Clients
 from app.testing.simulated_world import SimulatedWorld
 from streams.ports import Partition
 from streams.records import Result
+from streams.request import Request
 from streams.responses.transcript import Transcript
 from streams.topics import REQUESTS, RESPONSES, RESULTS, lane_of
 
 
-def result_violations(world: SimulatedWorld, kafka_clients: KafkaClients) -> Iterator[str]:
+def result_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
     """Violations, as texts."""
     if not world.parameters.collectors:
         return
@@ -28,17 +29,29 @@ def result_violations(world: SimulatedWorld, kafka_clients: KafkaClients) -> Ite
             if isinstance(record := decode_or_none(raw), Result):
                 written[record.id].append(record)
     shown = shown_streams(world)
-    for request_id, question in kafka_clients.requests.items():
-        found = written.pop(request_id, [])
-        if len(found) != question.wants_result:
-            yield f"results: {request_id} has {len(found)}, not {int(question.wants_result)}"
+    wants = dict.fromkeys(_requests_of_jobs(world), True)
+    wants |= {request_id: q.wants_result for request_id, q in clients.requests.items()}
+    for request_id in sorted(wants.keys() | written.keys()):
+        found, wanted = written[request_id], int(wants.get(request_id, False))
+        if len(found) != wanted:
+            yield f"results: {request_id} has {len(found)}, not {wanted}"
         lane = lane_of(request_id, world.parameters.lanes)
         is_cut = any(Partition(topic, lane) in world.truncated for topic in (REQUESTS, RESPONSES))
         for result in found:
             if not is_cut and (difference := _difference(result, shown[request_id])):
                 yield f"result: {request_id} {difference}"
-    for request_id in written:
-        yield f"results: {request_id} has a result, expected none"
+
+
+def _requests_of_jobs(world: SimulatedWorld) -> set[str]:
+    """The ids of the requests of batch jobs."""
+    return {
+        record.id
+        for lane in range(world.parameters.lanes)
+        for raw in world.all_records(REQUESTS, lane)
+        if isinstance(record := decode_or_none(raw), Request)
+        and record.result is not None
+        and record.result.batch_id
+    }
 
 
 def _difference(result: Result, seen: Transcript) -> str:

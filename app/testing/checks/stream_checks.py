@@ -2,7 +2,8 @@
 
 Kafka   every request ends exactly once, with the engine's tokens and text: all of them, or a
         prefix where its end has a cause; no gap in any stream
-HTTP    the same stream as on Kafka, once, however often the client reconnected
+HTTP    the same stream as on Kafka, once, however often and at which position the client resumed;
+        the same for readers with the client library
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from collections.abc import Iterator
 from app.engine.echo import echo_answer
 from app.preprocess.text.byte_level import ByteDetokenizer
 from app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
-from app.testing.http_clients import HttpClient, HttpClients
-from app.testing.kafka_clients import ExpectedRequest, KafkaClients
+from app.testing.clients.all_clients import Clients
+from app.testing.clients.kafka_clients import ExpectedRequest
+from app.testing.clients.received_answer import AnswerReader, ReceivedAnswer
 from app.testing.simulated_world import SimulatedWorld
 from streams.codecs import AnyRecord, decode, unpack_tokens
 from streams.errors import RecordError
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Partition
-from streams.records import Assigned, Cancel, Chunk, End, Fence, Fencing
+from streams.records import Assigned, Cancel, Chunk, End, Ended, Fence, Fencing, Finished
 from streams.request import Request
 from streams.responses.transcript import Transcript
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
 
 COMPLETE = ("stop", "length")
+MAX_LATE_S = 10.0
+"""Longest time for which a record of a router that is no longer the owner is under way."""
 
 
-def stream_violations(
-    world: SimulatedWorld, kafka_clients: KafkaClients, http_clients: HttpClients
-) -> Iterator[str]:
+def stream_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
     """Violations, as texts."""
     shown = shown_streams(world)
     causes = _Causes(world)
@@ -38,12 +40,13 @@ def stream_violations(
     for key, source in world.malformed.items():
         if source.topic == REQUESTS and key not in dead_letters:
             yield f"poison: {key!r} of {source} did not go to the dead letters"
-    questions = kafka_clients.requests | _called(world, kafka_clients)
+    questions = {**clients.requests, **_called(world, clients)}
     for request_id, question in questions.items():
         yield from _misread(question, shown[request_id], causes)
-    for call in http_clients.clients:
-        yield from _misheard(call, shown[call.id], causes)
+    for reader in clients.readers:
+        yield from _misheard(reader, shown, causes)
     yield from _misrouted(world, questions)
+    yield from _run_again(world)
 
 
 def shown_streams(world: SimulatedWorld) -> dict[str, Transcript]:
@@ -64,7 +67,7 @@ def decode_or_none(raw: MemoryRecord) -> AnyRecord | None:
         return None
 
 
-def _called(world: SimulatedWorld, kafka_clients: KafkaClients) -> dict[str, ExpectedRequest]:
+def _called(world: SimulatedWorld, clients: Clients) -> dict[str, ExpectedRequest]:
     """The requests that gateways published, under ids of their own."""
     requests: dict[str, Request] = {}
     cancelled = set()
@@ -73,7 +76,7 @@ def _called(world: SimulatedWorld, kafka_clients: KafkaClients) -> dict[str, Exp
             record = decode_or_none(raw)
             if raw.key in world.malformed:
                 continue
-            if isinstance(record, Request) and record.id not in kafka_clients.requests:
+            if isinstance(record, Request) and record.id not in clients.requests:
                 requests[record.id] = record
             elif isinstance(record, Cancel):
                 cancelled.add(record.id)
@@ -92,7 +95,7 @@ def _misread(question: ExpectedRequest, seen: Transcript, causes: _Causes) -> It
         return
     if seen.gaps:
         yield f"hole: {request_id} has {seen.gaps} gaps"
-    code = _code(seen)
+    code = end_code(seen)
     whole = code in COMPLETE
     if not (question.is_served and not question.is_refused) and (seen.shown_tokens or whole):
         yield f"refused: {request_id} should have been rejected and has an answer"
@@ -108,33 +111,35 @@ def _misread(question: ExpectedRequest, seen: Transcript, causes: _Causes) -> It
         yield f"causeless: {request_id} ends as {code}"
 
 
-def _misheard(call: HttpClient, seen: Transcript, causes: _Causes) -> Iterator[str]:
-    if not call.outcome:
-        yield f"waiting: {call.name} got no end of {call.id or 'any request'}"
-    if call.unexpected_errors:
-        yield f"surprise: {call.name} got {call.unexpected_errors}"
-    if not call.outcome or not call.id:
-        return
-    if call.outcome == "left":
-        if not seen.text.startswith(call.text):
-            yield f"received: {call.name} {call.text!r}, {call.id} shows {seen.text!r}"
-    elif call.outcome in ("stream_not_found", "lost") and causes.are_cut(call.id):
-        pass  # a late reader cannot read records that were deleted
-    elif call.outcome != _code(seen) or not _has_expected_text(call, seen):
-        yield (
-            f"received: {call.name} {call.text!r} and {call.outcome}, "
-            f"{call.id} shows {seen.text!r} and {_code(seen)}"
-        )
+def _misheard(reader: AnswerReader, shown: dict[str, Transcript], causes: _Causes) -> Iterator[str]:
+    if not reader.is_over:
+        open_ids = [answer.id for answer in reader.answers if not answer.outcome]
+        yield f"waiting: {reader.name} got no end of {open_ids}"
+    if reader.unexpected_errors:
+        yield f"surprise: {reader.name} got {reader.unexpected_errors}"
+    for answer in reader.answers:
+        if answer.outcome and answer.id and (why := _mistake(answer, shown[answer.id], causes)):
+            yield f"received: {reader.name} {why}"
 
 
-def _has_expected_text(call: HttpClient, seen: Transcript) -> bool:
-    """Whether the client has the right text; a failure may hide text that came with it."""
-    if call.outcome in COMPLETE:
-        return call.text == seen.text
-    return seen.text.startswith(call.text)
+def _mistake(answer: ReceivedAnswer, seen: Transcript, causes: _Causes) -> str:
+    """The difference between an answer as a client got it and its stream; "" for none."""
+    if answer.outcome == "left":
+        is_right = seen.text.startswith(answer.text)
+    elif answer.outcome in ("stream_not_found", "lost") and causes.are_cut(answer.id):
+        is_right = True  # a late reader cannot read records that were deleted
+    elif answer.outcome in COMPLETE:
+        is_right = answer.outcome == end_code(seen) and answer.text == seen.text
+    else:  # a failure may hide text that came with it
+        is_right = answer.outcome == end_code(seen) and seen.text.startswith(answer.text)
+    if is_right:
+        return ""
+    shown = f"{answer.id} shows {seen.text!r} and {end_code(seen)}"
+    return f"{answer.text!r} and {answer.outcome}, {shown}"
 
 
-def _code(seen: Transcript) -> str:
+def end_code(seen: Transcript) -> str:
+    """The code or finish reason with which a stream ended."""
     return str(seen.end.code if seen.end is not None else seen.finish_reason)
 
 
@@ -155,6 +160,20 @@ def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> 
                 model = question.request.model
                 if model and world.model_of(record.worker) != model:
                     yield f"misrouted: {record.id}, for {model!r}, goes to {record.worker}"
+
+
+def _run_again(world: SimulatedWorld) -> Iterator[str]:
+    """Requests that begin anew, long after their end: their ids were forgotten."""
+    for lane in range(world.parameters.lanes):
+        ended_ms: dict[str, int] = {}
+        for raw in world.all_records(LEDGER, lane):
+            record = decode_or_none(raw)
+            if isinstance(record, Ended | Finished):
+                ended_ms.setdefault(record.id, raw.timestamp)
+            elif isinstance(record, Assigned) and record.attempt == 0 and record.id in ended_ms:
+                late_s = (raw.timestamp - ended_ms[record.id]) / 1000
+                if late_s > MAX_LATE_S:
+                    yield f"again: {record.id} is assigned {late_s:.0f} s after its end"
 
 
 class _Causes:

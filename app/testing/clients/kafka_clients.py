@@ -33,9 +33,12 @@ from streams.topics import BATCH, PROMPTS, REQUESTS
 ENDLESS_PROMPT_DEADLINE_S = 20.0
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
 NO_DEADLINE_S = 600.0
+LONG_ANSWERS = (5, 15, 40)
 ENDLESS_TOKENS = 2000
 """Length of an answer that outlasts the simulation: only its Cancel can end it."""
 BURST_S = 1.5
+PEAK_OVERLAP = 0.8
+"""Part of the longest time limit after which a peak sends its requests again."""
 UNSERVED_MODEL = "nobody's"
 """A model that no worker serves."""
 
@@ -83,8 +86,11 @@ class KafkaClients:
         for number in range(world.parameters.requests):
             self._draw(f"r{number}", rng.random() * within_s)
         batch_rng = random.Random(f"{world.seed} asking batch")
+        batch_within_s = BURST_S if world.parameters.peak_s else within_s / 2
         for number in range(world.parameters.batch_requests):
-            self._draw_batch(batch_rng, f"b{number}", batch_rng.random() * within_s / 2)
+            self._draw_batch(batch_rng, f"b{number}", batch_rng.random() * batch_within_s)
+        if world.parameters.peak_s is not None:
+            self._draw_peak(random.Random(f"{world.seed} peak"), *world.parameters.peak_s)
         self._publications.sort(key=lambda p: p.at_s)
 
     def _draw(self, request_id: str, at: float) -> None:
@@ -93,12 +99,14 @@ class KafkaClients:
         prompt = [*encode_bytes(text), ASSISTANT]
         cancelled = rng.random() < shape.cancel_share
         endless = cancelled and rng.random() < 0.5
-        max_tokens = ENDLESS_TOKENS if endless else rng.choice((None, 1, 3, 7, 12))
+        lengths = LONG_ANSWERS if "long answers" in shape.scenarios else (None, 1, 3, 7, 12)
+        max_tokens = ENDLESS_TOKENS if endless else rng.choice(lengths)
         prompted = bool(shape.preprocessors) and rng.random() < 0.5
         # A prompt without a model is for the only model there is.
         unnamed = () if prompted and shape.models > 1 else ("",)
         model = rng.choice((*unnamed, *MODELS[: shape.models]))
         deadline_s = rng.uniform(1.0, 20.0) if rng.random() < 0.12 else NO_DEADLINE_S
+        deadline_s = min(deadline_s, shape.settings.max_lifetime_s)
         if endless and prompted and shape.is_tight:
             # Its cancel waits behind earlier prompts of the partition, which may wait for its end.
             deadline_s = min(deadline_s, ENDLESS_PROMPT_DEADLINE_S)
@@ -164,6 +172,29 @@ class KafkaClients:
         if cancelled:
             cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
             self._publish_at(at + rng.expovariate(0.3), request_id, BATCH, cancel)
+
+    def _draw_peak(self, rng: random.Random, begins_s: float, ends_s: float) -> None:
+        """Interactive requests that take all places of all workers, until they are cancelled."""
+        shape = self._world.parameters
+        wave_s = shape.settings.max_lifetime_s * PEAK_OVERLAP
+        for wave in range(math.ceil((ends_s - begins_s) / wave_s)):
+            for place in range(shape.workers * shape.sequences):
+                request_id, at_s = f"peak{wave}-{place}", begins_s + wave * wave_s
+                prompt = [*encode_bytes(rng.choice(TEXTS)), ASSISTANT]
+                request = Request(
+                    id=request_id,
+                    model=MODELS[place % shape.models],
+                    token_ids=pack_tokens(prompt),
+                    deadline_s=shape.settings.max_lifetime_s,
+                    stop=StopConditions(max_tokens=ENDLESS_TOKENS),
+                )
+                self.requests[request_id] = ExpectedRequest(
+                    request, echo_answer(prompt, ENDLESS_TOKENS), is_cancelled=True
+                )
+                self._publish_at(at_s, request_id, REQUESTS, entry_of(request, request_id))
+                over_s = min(ends_s, at_s + shape.settings.max_lifetime_s)
+                cancel = Cancel(id=request_id, reason="the peak is over")
+                self._publish_at(over_s, request_id, REQUESTS, entry_of(cancel, request_id))
 
     def _publish_at(self, at: float, request_id: str, topic: str, entry: Entry) -> None:
         self._publications.append(Publication(at, request_id, topic, entry))

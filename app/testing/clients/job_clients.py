@@ -1,0 +1,150 @@
+"""Clients of batch jobs in a simulation: upload, create, wait or cancel, download the output.
+
+A client goes on at any gateway when its own is gone. A call without an answer is sent again: a file
+may then be there twice, and a job too, of which the client follows the later one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from app.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
+from app.testing.clients.kafka_clients import TEXTS
+from app.testing.simulated_world import SimulatedWorld
+from app.testing.virtual_time import process_context
+from app.testing.world_parameters import MODELS
+
+MAX_JOBS, MAX_LINES = 2, 6
+CANCEL_SHARE = 0.25
+CHECK_S = 2.0
+READ_TIMEOUT_S = 15.0
+ENDED = ("completed", "failed", "expired", "cancelled")
+ENDPOINT = "/v1/completions"
+_BOUNDARY = "a-boundary"
+_FORM = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+
+
+class JobClient:
+    """One job: `names` are the custom ids of its lines."""
+
+    def __init__(self, world: SimulatedWorld, number: int, rng: random.Random) -> None:
+        self.name = f"job-client-{number}"
+        self.names = [f"line-{n}" for n in range(rng.randint(1, MAX_LINES))]
+        self.job: dict[str, Any] = {}
+        """The job as its client got it last."""
+        self.lines: list[dict[str, Any]] = []
+        """The lines of its output and its error file."""
+        self.is_over = False
+        self.unexpected_errors: list[str] = []
+        self._world = world
+        self._rng = rng
+        self._begins_s = rng.random() * world.parameters.faults_s * 0.7
+        self._cancels_after_s = 10 * rng.random() if rng.random() < CANCEL_SHARE else None
+        self._input = b"".join(self._line(name) for name in self.names)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it cancels its job."""
+        return self._cancels_after_s is not None
+
+    async def run(self) -> None:
+        """Bring a job from its input to the lines of its output."""
+        clock = self._world.clock
+        await clock.sleep(self._begins_s)
+        file = await self._json("POST", "/v1/files", _form(self._input), _FORM)
+        wanted = {"input_file_id": file["id"], "endpoint": ENDPOINT}
+        self.job = await self._json("POST", "/v1/batches", msgspec.json.encode(wanted))
+        path = f"/v1/batches/{self.job['id']}"
+        if self._cancels_after_s is not None:
+            await clock.sleep(self._cancels_after_s)
+            self.job = await self._json("POST", f"{path}/cancel")
+        while self.job["status"] not in ENDED:
+            await clock.sleep(CHECK_S)
+            self.job = await self._json("GET", path)
+        for field in ("output_file_id", "error_file_id"):
+            if file_id := self.job[field]:
+                content = await self._call("GET", f"/v1/files/{file_id}/content")
+                self.lines += [json.loads(line) for line in content.splitlines()]
+        self.is_over = True
+
+    def _line(self, name: str) -> bytes:
+        body = {
+            "model": self._rng.choice(MODELS[: self._world.parameters.models]),
+            "prompt": self._rng.choice(TEXTS),
+            "max_tokens": self._rng.choice((3, 7, 20)),
+        }
+        line = {"custom_id": name, "method": "POST", "url": ENDPOINT, "body": body}
+        return msgspec.json.encode(line) + b"\n"
+
+    async def _json(self, *call: Any) -> Any:
+        return msgspec.json.decode(await self._call(*call))
+
+    async def _call(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> bytes:
+        """The body of the answer; repeated at any gateway while there is none."""
+        while True:
+            up = [n for n in self._world.running("gateway") if n.state == "up"]
+            if up:
+                gateway = self._rng.choice(up)
+                self._world.history.add_event(f"{self.name} {method} {path} at {gateway.label}")
+                call = HttpCall(method, path, body, headers or {})
+                try:
+                    status, content = await _answer_of(gateway, call)
+                except Disconnected:
+                    self._world.history.add_event(f"{self.name} lost its connection")
+                else:
+                    if status == HTTPStatus.OK:
+                        return content
+                    self._world.history.add_event(f"{self.name} gets {status} {content!r}")
+                    if status == HTTPStatus.CONFLICT and path.endswith("/cancel"):
+                        return await self._call("GET", path.removesuffix("/cancel"))
+                    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                        self.unexpected_errors.append(f"{status} {content!r}")
+            await self._world.clock.sleep(CHECK_S * self._rng.random())
+
+
+class JobClients:
+    """The batch jobs of a seed; none without gateways and collectors."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        rng = random.Random(f"{world.seed} jobs")
+        has_jobs = "batch jobs" in world.parameters.scenarios
+        self.clients = [
+            JobClient(world, n, random.Random(f"{world.seed} job {n}"))
+            for n in range(rng.randint(1, MAX_JOBS) if has_jobs else 0)
+        ]
+        self._loop = world.loop
+
+    def start(self) -> None:
+        """Start all."""
+        self._running = [
+            self._loop.create_task(client.run(), name=client.name, context=process_context("jobs"))
+            for client in self.clients
+        ]
+
+
+async def _answer_of(gateway: Any, call: HttpCall) -> tuple[int, bytes]:
+    """Status and body. Raises Disconnected."""
+    async with aclosing(http_exchange(gateway, call, READ_TIMEOUT_S)) as parts:
+        status: int = (await anext(parts))["status"]
+        return status, b"".join([part.get("body", b"") async for part in parts])
+
+
+def _form(content: bytes) -> bytes:
+    """The multipart body of an upload."""
+    head = b"--a-boundary\r\ncontent-disposition: form-data; name="
+    purpose = head + b'"purpose"\r\n\r\nbatch\r\n'
+    return (
+        purpose
+        + head
+        + b'"file"; filename="in.jsonl"\r\n\r\n'
+        + content
+        + b"\r\n--a-boundary--\r\n"
+    )
