@@ -33,7 +33,9 @@ from app.settings import Settings
 from streams.clock import BrokerClock
 from streams.errors import StreamError
 from streams.ports import Log
+from streams.reading.dead_letter_format import DeadLetterWriter
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from streams.record_publisher import RecordPublisher
 from streams.records import LogRecord
 from streams.topics import REGISTRY, REQUESTS
 from streams.views.follower import Follower
@@ -86,6 +88,7 @@ class Collector(ObservedProcess):
             remembered_ms=int(settings.dedup_window_s * 1000),
             resume=self._requests.resume,
             find_model=self._find_model,
+            dead_letters=DeadLetterWriter(RecordPublisher(log, ctx.clock, broker_clock)),
         )
         self._reader = LaneReader(self._context, self._lanes)
         probes = Probes(self._checks, metrics.page, lambda: ctx.error is None)

@@ -194,7 +194,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         DEAD_LETTERS, "as it was", 4, 7 * 24 * _HOUR_MS, "bytes",
         (),
-        ("preprocessor", "router"), ("operator",),
+        ("preprocessor", "router", "collector"), ("operator",),
     ),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ from streams.ports import Log, Partition, Record
 from streams.records import Chunk, End, Fence, RequestOffset
 from streams.request import Request
 from streams.responses.transcript import Transcript
+from streams.responses.unreadable import describe, place_of
 from streams.retry import retry_while_unavailable
 from streams.topics import REQUESTS, RESPONSES
 
@@ -68,7 +69,10 @@ class SharedScanner:
         def feed(record: Record) -> None:
             try:
                 shown = codecs.decode(record)
-            except RecordError:  # readers skip records that they cannot decode
+            except Malformed as e:
+                transcript.apply_unreadable(place_of(record, request_id), describe(record, e))
+                return
+            except RecordError:  # readers stop at it
                 return
             if isinstance(shown, Chunk | Fence | End):
                 transcript.apply(shown)

@@ -36,6 +36,10 @@ class CollectorMetrics(MetricSet):
             "Replies that were left out, by reason",
             "reason",
         )
+        self._unreadable = self.counter(
+            "kvlane_collector_unreadable_records",
+            "Records that ended a reply, as they cannot be decoded; must stay 0",
+        )
         self.gauge(
             "kvlane_collector_open_requests", "Requests that get a result and are not over"
         ).set_function(open_requests)
@@ -60,6 +64,10 @@ class CollectorMetrics(MetricSet):
     def count_transaction(self, outcome: str) -> None:
         """A transaction has ended, or its end is unknown (failed)."""
         self._transactions.labels(outcome).inc()
+
+    def count_unreadable(self) -> None:
+        """A record that cannot be decoded has ended a reply."""
+        self._unreadable.inc()
 
     def count_reply(self, reason: str) -> None:
         """A reply was left out."""

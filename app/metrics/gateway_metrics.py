@@ -10,7 +10,7 @@ _STATUSES = (200, 400, 404, 408, 413, 499, 500, 503, 529)
 RESPONSE_OUTCOMES = (
     "stop", "length", "content_filter", "tool_calls", "function_call", "left", "cancelled",
     "deadline", "no_workers", "none_eligible", "all_busy", "pinned_gone", "pinned_busy",
-    "queue_full", "error",
+    "queue_full", "unreadable", "error",
 )  # fmt: skip
 
 BLOCK_TOKENS = 16

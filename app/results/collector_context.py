@@ -10,6 +10,7 @@ from app.preprocess.models.byte_model import Model
 from app.runtime.process import ProcessContext
 from streams.clock import BrokerClock
 from streams.ports import Log
+from streams.reading.dead_letter_format import DeadLetterWriter
 from streams.reading.group_consumer import PartitionClaim
 
 
@@ -24,3 +25,4 @@ class CollectorContext(NamedTuple):
     remembered_ms: int
     resume: Callable[[PartitionClaim], None]
     find_model: Callable[[str], Awaitable[Model | None]]
+    dead_letters: DeadLetterWriter

@@ -31,7 +31,7 @@ from app.results.pending_result import PendingResult
 from app.results.result_writer import ResultWriter
 from app.results.unanswered_requests import search_ledger
 from streams.clock import CLOCK_SKEW_MS
-from streams.errors import RecordError
+from streams.errors import RecordError, StreamError
 from streams.ports import Partition, Record
 from streams.reading.group_consumer import PartitionClaim
 from streams.reading.range_reader import read_range
@@ -66,7 +66,7 @@ class LaneCollector:
         """The next offset of `responses` to apply; None before the lane is taken over."""
         self._context = context
         self._lane_count = 0  # until the lane is taken over
-        self._results = LaneResults(context.remembered_ms)
+        self._results = LaneResults(context.remembered_ms, self._on_unreadable)
         self._writer = ResultWriter(context, self.lane, self._results, claim.mark_done)
         self.take_over = context.ctx.spawn(f"take over lane {self.lane}", self._begin())
         self._tasks = [self.take_over]
@@ -106,6 +106,18 @@ class LaneCollector:
         self._results.apply(records)
         self.position = records[-1].offset + 1
         self._writer.notify()
+
+    def _on_unreadable(self, record: Record, reason: str) -> None:
+        """A record has ended a reply, since it cannot be read: one request each, so few."""
+        self._context.metrics.count_unreadable()
+        name = f"dead letter of responses[{self.lane}]@{record.offset}"
+        self._context.ctx.spawn(name, self._write_dead_letter(record, reason))
+
+    async def _write_dead_letter(self, record: Record, reason: str) -> None:
+        try:
+            await self._context.dead_letters.write(RESPONSES, record, reason)
+        except StreamError as e:
+            log.warning("responses[%d]@%d: no dead letter: %s", self.lane, record.offset, e)
 
     def skip_to(self, start: int) -> None:
         """Records of `responses` below this offset were deleted, unread."""

@@ -8,25 +8,32 @@ results that are in the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from app.results.pending_result import PendingResult
 from streams.codecs import decode
 from streams.errors import Malformed
-from streams.ports import Record
+from streams.ports import Record, Unreadable
 from streams.records import Chunk, End, Fence, LogRecord, Refused
 from streams.request import Request
+from streams.responses.unreadable import UnknownPlace, describe, place_of
 
 log = logging.getLogger(__name__)
 
 _VISIBLE = (Chunk, Fence, End)
 
+OnUnreadable = Callable[[Record, str], None]
+
 
 class LaneResults:
     """Requests of a lane whose results are not written, and ids of those whose results are."""
 
-    def __init__(self, kept_ms: int) -> None:
-        """`kept_ms`: for how long the id of a finished request is remembered, in broker time."""
+    def __init__(self, kept_ms: int, on_unreadable: OnUnreadable) -> None:
+        """`kept_ms`: for how long the id of a finished request is remembered, in broker time.
+
+        `on_unreadable`: called with a record that has ended a reply, as it cannot be read.
+        """
+        self._on_unreadable = on_unreadable
         self.ready: dict[PendingResult, None] = {}
         """Requests that are over, in the order of their ends."""
         self.cut_below = 0
@@ -71,11 +78,14 @@ class LaneResults:
         by_key = self._by_key
         for record in records:
             if record.key is None or (pending := by_key.get(record.key)) is None:
+                if record.key is None and isinstance(record.value, Unreadable):
+                    self._suspect(record)
                 continue
             try:
                 decoded = decode(record)
-            except Malformed:
-                continue  # as every reader of a reply skips it
+            except Malformed as e:
+                self._apply_unreadable(record, pending, e)
+                continue
             if not isinstance(decoded, _VISIBLE):
                 continue
             try:
@@ -87,6 +97,19 @@ class LaneResults:
                 is_over = True
             if is_over:
                 self._end(pending)
+
+    def _apply_unreadable(self, record: Record, pending: PendingResult, error: Malformed) -> None:
+        reason = describe(record, error)
+        if pending.apply_unreadable(place_of(record, pending.id), reason, record.timestamp):
+            log.error("%s: its reply ends: %s", pending.id, reason)
+            self._on_unreadable(record, reason)
+            self._end(pending)
+
+    def _suspect(self, record: Record) -> None:
+        """Records that may be of any reply cannot be read."""
+        reason = describe(record)
+        for pending in self._by_key.values():
+            pending.apply_unreadable(UnknownPlace(), reason, record.timestamp)
 
     def truncate(self) -> None:
         """Records of the lane were deleted before they were read."""

@@ -31,6 +31,7 @@ from streams.records import (
 )
 from streams.request import ReplyAddress, Request, ResultOptions
 from streams.responses.transcript import Transcript
+from streams.responses.unreadable import RecordPlace
 
 ResultStatus = Literal["completed", "failed", "cancelled"]
 
@@ -120,6 +121,14 @@ class PendingResult:
             self._add(piece, at_ms)
         elif self.may_be_cut and not self._has_begun and _ends(record):
             self.lose(at_ms)
+        return self.is_over
+
+    def apply_unreadable(self, place: RecordPlace, reason: str, at_ms: int) -> bool:
+        """Apply a record that cannot be decoded; whether it ended the reply."""
+        if not self.is_over and not self._is_cut:
+            end = self._transcript.apply_unreadable(place, reason)
+            if end is not None:
+                self._add(end, at_ms)
         return self.is_over
 
     def cut(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from streams.clock import BrokerClock, Clock
 from streams.errors import PositionLost
-from streams.ports import Partition, Reader, Record
+from streams.ports import Partition, Reader, Record, Unreadable
 from streams.responses.reply_stream import NO_OFFSET, Reply
 from streams.topics import RESPONSES
 
@@ -56,6 +56,9 @@ class PartitionTail:
                 for reply in awaiting:
                     if reply.apply(record):
                         unsettled[reply] = None
+            elif record.key is None and isinstance(record.value, Unreadable):
+                for reply in self.all_replies():
+                    reply.suspect(record)
         self.position = records[-1].offset + 1
         return list(unsettled)
 

@@ -9,6 +9,7 @@ reads the log (`streams/responses/reply_reader.py` feeds it) and never blocks it
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import sys
 from collections import deque
@@ -23,6 +24,9 @@ from streams.ports import Record
 from streams.records import Chunk, End, Fence, LogProb
 from streams.responses.positions import Position
 from streams.responses.transcript import Transcript
+from streams.responses.unreadable import ChunkPlace, UnknownPlace, describe, place_of
+
+log = logging.getLogger(__name__)
 
 MAX_PENDING_PIECES = 256
 """Buffered pieces before they are merged. So a slow consumer gets fewer and larger pieces; it
@@ -171,9 +175,8 @@ class Reply:
         self._next = record.offset + 1
         try:
             decoded = decode(record)
-        except Malformed:
-            self.malformed += 1
-            return False
+        except Malformed as e:
+            return self._apply_unreadable(record, e)
         except NewerRecord as e:
             self.fail(e)
             return True
@@ -181,14 +184,34 @@ class Reply:
             self.malformed += 1
             return False
         if (piece := transcript.apply(decoded)) is not None:
-            if self._doubts and not self.has_begun and isinstance(piece, End):
-                self.unconfirmed_end = UnconfirmedEnd(record.timestamp, piece)
-            else:
-                self._put(piece)
-            return self.is_over or self.unconfirmed_end is not None
+            return self._show(piece, record)
         if type(decoded) is Chunk and decoded.attempt > transcript.attempt:
             self._unfenced = True
         return True
+
+    def suspect(self, record: Record) -> None:
+        """Note a record that may be of any reply of its lane, and cannot be read."""
+        if record.offset >= self._next:
+            self._transcript.apply_unreadable(UnknownPlace(), describe(record))
+
+    def _apply_unreadable(self, record: Record, error: Malformed) -> bool:
+        """Apply a record that cannot be decoded. Returns as `apply`."""
+        self.malformed += 1
+        place = place_of(record, self.request_id)
+        end = self._transcript.apply_unreadable(place, describe(record, error))
+        if end is not None:
+            log.error("%s: its reply ends: %s", self.request_id, end.message)
+            return self._show(end, record)
+        if isinstance(place, ChunkPlace) and place.attempt > self._transcript.attempt:
+            self._unfenced = True
+        return True
+
+    def _show(self, piece: Chunk | End, record: Record) -> bool:
+        if self._doubts and not self.has_begun and isinstance(piece, End):
+            self.unconfirmed_end = UnconfirmedEnd(record.timestamp, piece)
+        else:
+            self._put(piece)
+        return self.is_over or self.unconfirmed_end is not None
 
     def fail(self, error: Exception) -> None:
         """Fail the reply: `next_piece` raises the error after the buffered pieces."""

@@ -11,6 +11,7 @@ writes) are shown once, and all readers show the same.
    `seq` is a producer's retry and skipped. Anything else is a gap: this and every later Chunk of
    the run is skipped, even one with a finish reason, since the text before it is incomplete.
 4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored.
+5. A Chunk that would be shown, but cannot be decoded, ends the request (`apply_unreadable`).
 
 `streams/vectors` has the rule as test vectors for other languages. This module never reads the log,
 never waits, and relies only on the order of the records.
@@ -19,6 +20,13 @@ never waits, and relies only on the order of the records.
 from __future__ import annotations
 
 from streams.records import Chunk, End, Fence, Usage
+from streams.responses.unreadable import (
+    UNREADABLE,
+    ChunkPlace,
+    RecordPlace,
+    UnknownPlace,
+    UnreadableEnd,
+)
 
 
 class Transcript:
@@ -36,6 +44,7 @@ class Transcript:
         "_next",
         "_parts",
         "_run",
+        "_suspicion",
         "_until",
         "attempt",
         "chars",
@@ -80,6 +89,8 @@ class Transcript:
         self._run: str | None = None
         self._next: int | None = 0
         """The next `seq` to be shown; None if no further Chunk of this attempt can be."""
+        self._suspicion = ""
+        """Why a record that may be of the run cannot be read; empty if there is none."""
 
     @property
     def text(self) -> str:
@@ -92,20 +103,9 @@ class Transcript:
         """Apply the next record; returns the piece that becomes visible, if any."""
         if type(record) is not Chunk:
             return self._turn(record)
-        if record.attempt != self.attempt or self._next is None:
-            self.skipped_chunks += 1
-            return None
-        if record.run != self._run:
-            if self._run is not None:
-                self.skipped_chunks += 1
-                return None
-            self._run = record.run
-        if record.seq != self._next or record.index != self.shown_tokens:
-            self.skipped_chunks += 1
-            if record.seq >= self._next:
-                self._next = None
-                self.gaps += 1
-            return None
+        if not self._is_next(record):
+            return self._end_suspicion(record) if self._suspicion else None
+        assert self._next is not None, "the next Chunk has a number"
         self._next += 1
         self.shown_tokens += len(record.token_ids)
         self.chars += len(record.text)
@@ -120,6 +120,46 @@ class Transcript:
             self._finish()
         return record
 
+    def apply_unreadable(self, place: RecordPlace, reason: str) -> End | None:
+        """Apply a record that cannot be decoded; returns the End that becomes visible, if any.
+
+        `reason` names the record. One of an unknown place matters only if a Chunk is missing later.
+        """
+        if self.is_over or self.is_closed:
+            return None
+        if isinstance(place, Fence):
+            return self._turn(place)
+        if isinstance(place, UnknownPlace):
+            self._suspicion = self._suspicion or reason
+            return None
+        if isinstance(place, UnreadableEnd) or self._is_next(place):
+            return self._turn(End(id=self.request_id, code=UNREADABLE, message=reason))
+        return None
+
+    def _is_next(self, chunk: Chunk | ChunkPlace) -> bool:
+        """Whether a Chunk is the next of the run that is shown; counts the others."""
+        if chunk.attempt != self.attempt or self._next is None:
+            self.skipped_chunks += 1
+            return False
+        if chunk.run != self._run:
+            if self._run is not None:
+                self.skipped_chunks += 1
+                return False
+            self._run = chunk.run
+        if chunk.seq == self._next and chunk.index == self.shown_tokens:
+            return True
+        self.skipped_chunks += 1
+        if chunk.seq >= self._next:
+            self._next = None
+            self.gaps += 1
+        return False
+
+    def _end_suspicion(self, chunk: Chunk) -> End | None:
+        """End the request if the run lacks a Chunk, which is the one that could not be read."""
+        if self.is_over or self._next is not None or chunk.run != self._run:
+            return None
+        return self._turn(End(id=self.request_id, code=UNREADABLE, message=self._suspicion))
+
     def _turn(self, record: Chunk | Fence | End) -> End | None:
         if self.is_over or self.is_closed:
             return None
@@ -128,6 +168,7 @@ class Transcript:
                 self.is_closed, self._next = True, None
             elif record.attempt > self.attempt:
                 self.attempt, self._run, self._next = record.attempt, None, 0
+                self._suspicion = ""
         elif type(record) is End:
             self.end = record
             if record.usage is not None:

@@ -235,5 +235,7 @@ def test_collector_may_write_in_transactions_and_to_topics_of_replies() -> None:
 
 def test_readers_of_transactional_topics_read_committed_records() -> None:
     written = {t.name for t in TOPICS if set(t.writers) & set(topics.TRANSACTIONAL_IDS)}
-    by_other_producers = {topics.BATCH, topics.BATCH_JOBS, topics.FILE_PARTS}
+    by_other_producers = {
+        topics.BATCH, topics.BATCH_JOBS, topics.FILE_PARTS, topics.DEAD_LETTERS,
+    }  # fmt: skip
     assert written - by_other_producers == topics.TRANSACTIONAL

@@ -85,6 +85,8 @@ class CompletionResponse(Response):
         self._paces = [TokenTimes(clock, began_at) for _ in choices]
         self._events = EventEncoder(options, choices, self._paces)
         self._writer: BodyWriter | None = None
+        self._outcome = "left"
+        """The outcome of an answer without a finish reason."""
         self._sent_at = clock.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +105,6 @@ class CompletionResponse(Response):
             self._span.end()
 
     async def _respond(self, send: Send) -> None:
-        outcome = "left"
         async with self._joining as joined:
             try:
                 if self._options.stream:
@@ -111,14 +112,14 @@ class CompletionResponse(Response):
                 else:
                     await self._send_whole(joined, send)
             except ApiError as e:
-                outcome = e.code
+                self._outcome = e.code
                 set_error(self._span, e.code, is_server_error=e.status >= 500)
                 raise
             finally:
                 answers = zip(self._choices, joined.replies, self._paces, strict=True)
                 for choice, reply, pace in answers:
                     tokens = choice.known_tokens
-                    reason = choice.finish_reason or outcome
+                    reason = choice.finish_reason or self._outcome
                     self._metrics.observe_response(reason, tokens, reply.gaps, reply.skipped_chunks)
                     if not self._options.is_resumed:
                         pace.report(self._metrics, choice.timed_tokens, tokens or 0)
@@ -157,6 +158,7 @@ class CompletionResponse(Response):
             events = self._events.encode_held() + self._events.encode_ending()
         elif begun:
             error = sse.encode_error(failure.body())
+            self._outcome = failure.code
             set_error(self._span, failure.code, is_server_error=failure.status >= 500)
             events = self._events.encode_held() + error + sse.DONE
         else:
