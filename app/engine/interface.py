@@ -215,6 +215,8 @@ class GenerateContext:
         self.phase = phase
         self.traceparent = ""
         """The W3C Trace Context for the engine's own spans; empty if the request is not sampled."""
+        self.taken_tokens = 0
+        """Tokens at the end of the prompt that are of the answer: earlier runs generated them."""
         self._stopped = False
         self._on_first_token = on_first_token
 
@@ -302,8 +304,9 @@ class Engine(ABC):
         """Yield the answer as it is generated.
 
         An engine reads the tokens, stop conditions and sampling of `request`. Its tokens may end
-        with tokens that an earlier attempt generated: the answer continues from there. Of a request
-        with a body it reads the body, the seed and the adapter.
+        with tokens that an earlier attempt generated (`context.taken_tokens`): the answer continues
+        from there, and all limits are those of the rest. Of a request with a body it reads the
+        body, the seed and the adapter.
         """
 
     async def abort(self, context: GenerateContext) -> None:  # noqa: B027 - optional by contract
@@ -316,6 +319,16 @@ class Engine(ABC):
     @abstractmethod
     async def cleanup(self) -> None:
         """Release everything; see rule 5."""
+
+
+def with_whole_thinking_budget(request: Request, context: GenerateContext) -> Request:
+    """The request for an engine that counts thinking tokens in the prompt too, as vLLM does: with
+    the budget of the whole answer, not of the rest."""
+    budget, taken = request.stop.max_thinking_tokens, context.taken_tokens
+    if budget is None or not taken:
+        return request
+    stop = msgspec.structs.replace(request.stop, max_thinking_tokens=budget + taken)
+    return msgspec.structs.replace(request, stop=stop)
 
 
 def refuse_unknown_options(request: Request, beam_search: str) -> None:

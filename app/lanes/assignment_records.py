@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from app.lanes.continuation import continuation_blocker
 from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.routing.selection.decision import Placement
 from app.routing.selection.handover_rules import prefill_request
@@ -34,7 +35,7 @@ def decision_record(
         held_ms=choice.forecast.waited_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
         session=_session_use(request, choice), lora_name=request.hints.lora_name or "",
         known_ms=known_ms,
-        service_class=request.service_class, is_preemptible=is_resumable(request),
+        service_class=request.service_class, is_preemptible=not continuation_blocker(request),
         choice=choice.choice, candidate_rows=choice.record,
     )  # fmt: skip
 
@@ -52,11 +53,6 @@ def assignment_record(
         taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
         handoff_until_ms=handover_until_ms,
     )  # fmt: skip
-
-
-def is_resumable(request: Request) -> bool:
-    """Whether another run can go on in the middle of the answer, if its engine gives tokens."""
-    return request.body is None and request.sampling.guided_decoding is None
 
 
 def _request_of(rest: RemainingWork, choice: Placement, bootstrap: BootstrapInfo | None) -> Request:

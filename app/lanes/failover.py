@@ -16,8 +16,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.lanes.assignment_records import is_resumable
 from app.lanes.context import RouterContext
+from app.lanes.continuation import continuation_blocker
 from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
 from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestTermination
@@ -205,6 +205,4 @@ def migration_blocker(request: Request, emitted: Transcript) -> str:
     """Why no engine can continue this answer; "" when one can."""
     if (emitted.chars or emitted.passthrough_count) and not emitted.tokens:
         return "its engine gives no token ids to continue from"
-    if emitted.tokens and not is_resumable(request):
-        return "guided decoding cannot be resumed in the middle of an answer"
-    return ""
+    return continuation_blocker(request) if emitted.tokens else ""

@@ -162,16 +162,21 @@ class Run:
 
 def resumed_request(request: Request, emitted: bytes) -> Request:
     """The request for the rest of an answer whose tokens `emitted` (u32 ids) have been sent
-    already: a longer prompt and lower limits.
+    already: a longer prompt and lower limits. `app/lanes/continuation.py` has all options.
 
-    A seed is mixed with the tokens; unchanged, it would repeat the same random draws.
+    The tokens so far count as thinking: after its end the budget has no effect. A seed is mixed
+    with the tokens; unchanged, it would repeat the same random draws.
     """
     if not emitted:
         return request
     count = token_count(emitted)
     stop, sampling = request.stop, request.sampling
     left = None if stop.max_tokens is None else max(stop.max_tokens - count, 0)
-    stop = replace(stop, max_tokens=left, min_tokens=max(stop.min_tokens - count, 0))
+    budget = stop.max_thinking_tokens
+    stop = replace(
+        stop, max_tokens=left, min_tokens=max(stop.min_tokens - count, 0),
+        max_thinking_tokens=None if budget is None else max(budget - count, 0),
+    )  # fmt: skip
     if sampling.seed is not None:
         mixed = blake2b(b"%d" % sampling.seed + emitted, digest_size=4).digest()
         sampling = replace(sampling, seed=int.from_bytes(mixed, "little"))
@@ -414,6 +419,7 @@ class RunExecutor:
     def _request(self, run: Run) -> Request:
         """The request for the engine. Raises EngineError if it cannot be resumed."""
         request = resumed_request(run.assignment.request, run.assignment.taken)
+        run.context.taken_tokens = token_count(run.assignment.taken)
         if run.assignment.taken and not self._chunks.with_tokens:
             # The log would not show where this run resumed, and no other could resume it.
             raise EngineError("the engine returns no token ids to resume from", retryable=True)

@@ -33,6 +33,7 @@ from app.engine.interface import (
     GenerateContext,
     KvEventListener,
     token_usage,
+    with_whole_thinking_budget,
 )
 from app.preprocess.text.tokenizer import Tokenizer
 from indexer.cache_events.engine_events import AllCleared, EngineEvent
@@ -175,7 +176,8 @@ class AttachedEngine(ServerEngine):
             return
         wanted = request.stop.max_tokens or (1 if request.is_probe else room)
         limit = min(wanted, room)
-        body = completion_body(request, self._dialect, limit, self._text_of)
+        whole = with_whole_thinking_budget(request, context)  # only vLLM has such a budget
+        body = completion_body(whole, self._dialect, limit, self._text_of)
         answer = TokenCompletion(
             request, limit, self._dialect, self._tokenizer, self._cached(request)
         )

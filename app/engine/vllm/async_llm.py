@@ -32,6 +32,7 @@ from app.engine.interface import (
     InvalidRequest,
     KvEventListener,
     token_usage,
+    with_whole_thinking_budget,
 )
 from app.engine.process_reaper import ProcessReaper
 from app.engine.vllm.event_receiver import KvEventReceiver
@@ -315,7 +316,7 @@ class VllmEngine(Engine):
 
     async def _begin(self, request: Request, context: GenerateContext) -> AsyncGenerator[Any, None]:
         """Pass a request to vLLM. Raises InvalidRequest, and errors of vLLM."""
-        sampling = sampling_params(request, context.phase)
+        sampling = sampling_params(with_whole_thinking_budget(request, context), context.phase)
         adapter = self._adapter(request.hints.lora_name)
         prompt = await vllm_prompt(request, self._llm.model_config)
         name = self._request_ids[context] = f"{context.request_id}-{next(self._id_numbers)}"

@@ -1,0 +1,89 @@
+"""Rule for continuing an answer in its middle: with which options the rest is as without a failure.
+
+A continued answer is a new request whose prompt ends with the tokens so far, with lower limits
+(`resumed_request` in `app/serving/run_executor.py`). `CONTINUATION` classes every option of a
+request on which the tokens depend. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from streams.request import Request
+
+ContinuationClass = Literal["unaffected", "adjusted", "changed", "refused"]
+"""`unaffected`: the option means the same for the rest. `adjusted`: the rest gets the remaining
+part of it. `changed`: engines count only the tokens that they have generated themselves, so the
+rest is another draw; refused if the answer was to be exact. `refused`: the answer cannot go on."""
+
+CONTINUATION: Mapping[str, ContinuationClass] = {
+    "stop.max_tokens": "adjusted",
+    "stop.min_tokens": "adjusted",
+    "stop.max_thinking_tokens": "adjusted",
+    "stop.stop": "unaffected",  # the text is made of all tokens
+    "stop.stop_token_ids": "unaffected",
+    "stop.stop_token_ids_hidden": "unaffected",
+    "stop.ignore_eos": "unaffected",
+    "sampling.temperature": "unaffected",
+    "sampling.top_p": "unaffected",
+    "sampling.top_k": "unaffected",
+    "sampling.min_p": "unaffected",
+    "sampling.seed": "adjusted",  # mixed with the tokens so far, so that no draw is repeated
+    "sampling.n": "unaffected",  # each answer is a request
+    "sampling.best_of": "unaffected",
+    "sampling.use_beam_search": "unaffected",  # refused by every engine, like the next two
+    "sampling.length_penalty": "unaffected",
+    "sampling.detokenize": "unaffected",
+    "sampling.presence_penalty": "changed",
+    "sampling.frequency_penalty": "changed",
+    "sampling.repetition_penalty": "unaffected",  # counts the prompt too
+    "sampling.include_stop_str_in_output": "unaffected",
+    "sampling.guided_decoding": "refused",
+    "sampling.allowed_token_ids": "unaffected",
+    "sampling.bad_words_token_ids": "refused",  # of several tokens: one may begin before the rest
+    "sampling.logit_bias": "unaffected",
+    "output.logprobs": "unaffected",
+    "output.prompt_logprobs": "unaffected",
+    "output.skip_special_tokens": "unaffected",
+    "output.formatted_prompt": "unaffected",
+    "output.return_tokens_as_token_ids": "unaffected",
+    "eos_token_ids": "unaffected",
+    "prompt_embeds": "refused",  # the tokens so far cannot follow them
+    "multi_modal_data": "unaffected",
+    "mm_processor_kwargs": "unaffected",
+    "extra_args": "changed",  # logit processors of the server
+    "body": "refused",
+}
+
+
+def continuation_blocker(request: Request) -> str:
+    """Why no engine can continue an answer to this request in its middle; "" if one can."""
+    sampling = request.sampling
+    if request.body is not None:
+        return "its engine gives no token ids to continue from"
+    if sampling.guided_decoding is not None:
+        return "guided decoding cannot be resumed in the middle of an answer"
+    if any(len(word) > 1 for word in sampling.bad_words_token_ids or ()):
+        return "bad words of several tokens cannot be recognised across the interruption"
+    if request.prompt_embeds is not None:
+        return "the tokens of an answer cannot follow embeddings"
+    if is_exact(request) and (changed := _changed_options(request)):
+        return f"{changed} would not count the tokens before the interruption"
+    return ""
+
+
+def is_exact(request: Request) -> bool:
+    """Whether the client wants one answer and no other: greedy, or drawn with a seed."""
+    return request.sampling.temperature == 0 or request.sampling.seed is not None
+
+
+def _changed_options(request: Request) -> str:
+    """The options in use that make the rest another draw."""
+    sampling = request.sampling
+    used = {
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "extra_args": request.extra_args not in (None, b"", b"{}", b"null"),
+    }
+    return ", ".join(name for name, value in used.items() if value)
