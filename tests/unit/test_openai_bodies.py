@@ -9,6 +9,9 @@ import pytest
 from app.preprocess.prompt_errors import InvalidPrompt
 from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
 from app.preprocess.requests.request_models import MAX_CHOICES, MAX_STOPS
+from app.preprocess.text.chat_template import ChatTemplate
+from streams.clock import SystemClock
+from streams.records import ModelCard
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
@@ -37,6 +40,82 @@ def test_prompt_is_enough(kind: TokenizedKind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_unknown_fields_are_ignored(kind: TokenizedKind) -> None:
     assert read_openai(kind, {**MINIMAL[kind], "store": True, "nvext": {"newer": 1}})
+
+
+ASKING: dict[str, Any] = {
+    "use_beam_search": True, "length_penalty": 2, "truncate_prompt_tokens": 5, "bad_words": ["x"],
+    "chat_template": "{{ 1 }}", "functions": [{"name": "f"}], "function_call": {"name": "f"},
+    "audio": {"voice": "x"}, "modalities": ["text", "audio"], "prediction": {"type": "content"},
+    "web_search_options": {}, "service_tier": "flex", "verbosity": "low", "suffix": "x",
+    "logits_processors": ["x"], "continue_final_message": True, "include_reasoning": False,
+    "spaces_between_special_tokens": False, "return_token_ids": True, "vllm_xargs": {"a": 1},
+    "priority": 1, "repetition_detection": {}, "truncation_side": "left", "detokenize": False,
+}  # fmt: skip
+NEUTRAL: dict[str, Any] = {
+    "use_beam_search": False, "length_penalty": 1.0, "bad_words": [], "functions": [],
+    "function_call": "none", "modalities": ["text"], "service_tier": "auto", "suffix": "",
+    "include_reasoning": True, "spaces_between_special_tokens": True, "priority": 0,
+    "vllm_xargs": {}, "user": "x", "metadata": {"a": "b"}, "safety_identifier": "x",
+    "parallel_tool_calls": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("field", ASKING)
+def test_field_that_is_not_honoured_is_refused(kind: TokenizedKind, field: str) -> None:
+    assert problem(kind, **{field: ASKING[field]}).field == field
+    assert read_openai(kind, MINIMAL[kind] | {field: None})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neutral_values_of_such_fields_and_labels_pass(kind: TokenizedKind) -> None:
+    assert read_openai(kind, MINIMAL[kind] | NEUTRAL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, None),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, None),
+        ({"echo": True}, "echo"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False},
+         "parallel_tool_calls"),
+    ],
+)  # fmt: skip
+def test_option_of_a_chat_that_is_not_honoured_is_refused(
+    fields: dict[str, Any], field: str | None
+) -> None:
+    nested = problem("chat", **fields).field
+    assert nested == field or (field is None and "." in nested)
+
+
+def test_true_is_no_number() -> None:
+    assert problem("chat", length_penalty=True).field == "length_penalty"
+    assert problem("chat", use_beam_search=0).field == "use_beam_search"
+
+
+def test_echo_has_no_log_probabilities() -> None:
+    assert problem("completion", echo=True, logprobs=0).field == "echo"
+    assert read_openai("completion", COMPLETION | {"echo": True, "logprobs": None})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_budget_of_thinking_has_the_name_of_vllm_too(kind: TokenizedKind) -> None:
+    card = ModelCard(name="m")
+    sent = read_openai(kind, MINIMAL[kind] | {"thinking_token_budget": 7})
+    assert sent.requests([[1]], card)[0].stop.max_thinking_tokens == 7
+    both = {"thinking_token_budget": 7, "nvext": {"max_thinking_tokens": 0}}
+    sent = read_openai(kind, MINIMAL[kind] | both)
+    assert sent.requests([[1]], card)[0].stop.max_thinking_tokens == 0
+
+
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
+    sent = read_openai("chat", CHAT | {"reasoning_effort": "low"})
+    assert sent.prompts(ChatTemplate("[{{ reasoning_effort }}]", SystemClock())) == ["[low]"]
+    with pytest.raises(InvalidPrompt, match="no such variable") as raised:
+        sent.prompts(ChatTemplate("{{ messages[0].content }}", SystemClock()))
+    assert raised.value.field == "reasoning_effort"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from app.preprocess.models.model import PreparedPrompts
 from app.preprocess.prompt_errors import InvalidPrompt, context_error
-from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
+from app.preprocess.requests.openai_requests import NO_EFFORT, OpenAIRequest, TextOrTokens
 from app.preprocess.requests.request_models import ChatBody, TokensBody
 from app.preprocess.text import byte_level
 from app.preprocess.text.detokenize import ByteLevelDetokenizer, Vocabulary
@@ -85,6 +85,8 @@ def _tokens(
     body = request.body
     if isinstance(body, ChatBody) and request.ext.token_data is None:
         turns = [(message.role, message.text()) for message in body.messages]
+        if body.reasoning_effort is not None:
+            raise InvalidPrompt("reasoning_effort", NO_EFFORT)
         if not any(text for _, text in turns):
             raise InvalidPrompt("messages", "all of them are empty")
         _check_length("messages", [text for _, text in turns], context)

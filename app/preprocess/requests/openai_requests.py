@@ -37,6 +37,7 @@ from app.preprocess.requests.request_models import (
     PassthroughBody,
     TokensBody,
 )
+from app.preprocess.requests.unsupported_fields import OF_CHATS, refuse_unsupported
 from app.preprocess.text.chat_template import ChatTemplate
 from streams.codecs import pack_tokens
 from streams.records import ModelCard
@@ -64,6 +65,7 @@ SHORT_MESSAGES = 8
 SHORT_CHARS = 2000
 """A chat of this size is rendered in .02 to .16 ms. A thread would contend with the event loop for
 the interpreter lock."""
+NO_EFFORT = "is not supported: the chat template of this model has no such variable"
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options with a default in the model's card."""
 
@@ -170,13 +172,18 @@ class OpenAIRequest(RoutingOptions):
             return ["\n".join(message.text() for message in self.body.messages)]
         if template is None:
             raise InvalidPrompt("messages", "this model has no chat template")
+        variables = dict(self.body.chat_template_kwargs or {})
+        if self.body.reasoning_effort is not None:
+            if not template.has_variable("reasoning_effort"):
+                raise InvalidPrompt("reasoning_effort", NO_EFFORT)
+            variables.setdefault("reasoning_effort", self.body.reasoning_effort)
         return [
             template.render(
                 self.messages,
                 tools=self.tools,
                 documents=self.body.documents,
                 add_generation_prompt=self.body.add_generation_prompt is not False,
-                variables=self.body.chat_template_kwargs,
+                variables=variables,
             )
         ]
 
@@ -249,7 +256,9 @@ class OpenAIRequest(RoutingOptions):
             stop_token_ids=tuple(body.stop_token_ids or ()),
             stop_token_ids_hidden=tuple(hidden or ()),
             ignore_eos=bool(body.ignore_eos),
-            max_thinking_tokens=self.ext.max_thinking_tokens,
+            max_thinking_tokens=body.thinking_token_budget
+            if self.ext.max_thinking_tokens is None
+            else self.ext.max_thinking_tokens,
         )
 
     def _sampling(self, card: ModelCard) -> SamplingOptions:
@@ -288,6 +297,7 @@ def read_openai(
     Raises InvalidPrompt that names the field or the header.
     """
     body = _valid(_BODIES[kind], fields)
+    refuse_unsupported(fields)
     ext = with_headers(body.nvext or NvExt(), headers or {})
     prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
     if prompts * (body.n or 1) > MAX_CHOICES:
@@ -296,8 +306,13 @@ def read_openai(
         raise InvalidPrompt("best_of", "must be n: the best of more answers is not looked for")
     if body.stream_options is not None and not body.stream:
         raise InvalidPrompt("stream_options", "is for streams only")
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        raise InvalidPrompt("echo", "has no log probabilities of the prompt: ask without logprobs")
     if not isinstance(body, ChatBody):
         return OpenAIRequest(body, ext)
+    refuse_unsupported(fields, OF_CHATS)
+    if body.tools and body.parallel_tool_calls is False:
+        raise InvalidPrompt("parallel_tool_calls", "this model answers in text: use true")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidPrompt("top_logprobs", "needs logprobs")
     _check_tool_choice(body)

@@ -3,8 +3,8 @@
 The form groups the options of a request (`stop_conditions`, `sampling_options`, `output_options`,
 `routing`). `flatten` moves them to the fields of `TokensBody` and its `nvext`, so that bounds,
 names and types are checked in one place. Null is the same as absent. Options that no engine here
-honours are refused. `mdc_sum` is ignored: it is the checksum of another deployment's model card.
-Pure.
+honours are refused (`unsupported_fields.py`). `mdc_sum` is ignored: it is the checksum of another
+deployment's model card. Pure.
 """
 
 from __future__ import annotations
@@ -51,14 +51,6 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     )},
 }  # fmt: skip
 """By group, the field of a body that each of its fields becomes."""
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "sampling_options.use_beam_search": (False,),
-    "sampling_options.length_penalty": (1,),
-    "sampling_options.detokenize": (True,),
-    "output_options.formatted_prompt": (False,),
-    "migration_link": (),
-}
-"""Options that are not honoured, with the values that ask for nothing."""
 
 
 class Flattened(NamedTuple):
@@ -78,12 +70,8 @@ class Flattened(NamedTuple):
 def flatten(fields: Mapping[str, Any]) -> Flattened:
     """Move grouped options to the fields of a `TokensBody`.
 
-    Raises InvalidPrompt for a group that is no object, an option that is not supported, and one
-    that is given in both forms.
+    Raises InvalidPrompt for a group that is no object, and an option that is given in both forms.
     """
-    for path, neutral in _UNSUPPORTED.items():
-        if (value := _value(fields, path)) is not None and value not in neutral:
-            raise InvalidPrompt(path, "is not supported")
     flat = {name: value for name, value in fields.items() if value is not None}
     paths: dict[str, str] = {}
     for group, options in _GROUPS.items():

@@ -1,8 +1,9 @@
 """Pydantic models of request bodies: chats, completions, tokens, embeddings, and the few fields
 that are read of forwarded bodies.
 
-Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown fields are ignored,
-wrong types are refused with the field's name. `openai_requests.py` converts them to requests.
+Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown fields are ignored
+(known ones that are not honoured: `unsupported_fields.py`), wrong types are refused with the name
+of the field. `openai_requests.py` converts them to requests.
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ class GenerationBody(BaseModel):
     ) = None
     stop_token_ids: Annotated[list[Token], SHORT_LIST] | None = None
     ignore_eos: bool | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=_I32)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: (
@@ -323,6 +325,7 @@ class ChatBody(GenerationBody):
     )
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Object | None = None
+    reasoning_effort: Text | None = None
 
     def max_tokens_field(self) -> tuple[str, int | None]:
         """The newer name of the limit wins."""
@@ -340,7 +343,6 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    suffix: Literal[""] | None = None
     add_special_tokens: bool | None = None
 
     def top_logprobs_count(self) -> int | None:

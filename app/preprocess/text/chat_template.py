@@ -62,11 +62,16 @@ class ChatTemplate:
             with limited_by(RenderBudget(clock, timeout_s)):
                 syntax = environment.parse(source)
                 self._shape = _shape_of(syntax)
+                self._variables = {node.name for node in syntax.find_all(nodes.Name)}
                 self._template = environment.from_string(
                     environment.compiled(syntax), globals=dict(special_tokens or {})
                 )
         except (TemplateError, SyntaxError, RecursionError, MemoryError, InvalidPrompt) as e:
             raise BadModel(f"chat template: {e}") from e
+
+    def has_variable(self, name: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        return name in self._variables
 
     def render(
         self,
