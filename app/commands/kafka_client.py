@@ -63,7 +63,7 @@ def parse_prompts(lines: Iterable[str], new_id: Callable[[], str]) -> list[Promp
         if not line.strip():
             continue
         try:
-            fields = msgspec.json.decode(line, type=dict[str, Any])
+            fields = msgspec.json.decode(line.removeprefix("\ufeff"), type=dict[str, Any])
             prompts.append(Prompt.model_validate({"id": new_id()} | fields))
         except msgspec.DecodeError as e:
             raise InvalidPromptFile(f"line {number} is not a JSON object: {e}") from e

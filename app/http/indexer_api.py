@@ -26,6 +26,7 @@ from app.http.middleware import BodyLimiter
 from app.http.probes import JSON, Probes, catch_up_checks
 from app.metrics.indexer_metrics import IndexerMetrics
 from app.preprocess.json_errors import json_error
+from app.preprocess.json_limits import without_mark
 from app.routing.selection.eligibility import block_size_of, worker_number
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.fleet import Fleet
@@ -189,7 +190,7 @@ class IndexerApi:
     async def _read(self, request: Request, kind: type[B]) -> B:
         async with self._bodies.read(request) as body:
             try:
-                return msgspec.json.decode(body, type=kind)
+                return msgspec.json.decode(without_mark(body), type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
                 message = json_error(body, e)
                 raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_request") from None

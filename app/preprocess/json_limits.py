@@ -9,6 +9,7 @@ the strings left out.
 
 from __future__ import annotations
 
+import codecs
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,8 +50,15 @@ def parse_json(text: bytes) -> Steps[ParsedJson]:
 
     Raises TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for invalid JSON.
     """
+    text = without_mark(text)
     values = yield from _values(text)
     return ParsedJson(msgspec.json.decode(text), values)
+
+
+def without_mark(text: bytes) -> bytes:
+    """The text with spaces for a byte order mark at its start, which some systems write before
+    UTF-8: positions in errors stay those of the text that was sent."""
+    return b"   " + text[3:] if text.startswith(codecs.BOM_UTF8) else text
 
 
 def check_size(size: int, what: str = "requests") -> None:

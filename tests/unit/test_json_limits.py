@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from app.bench.streaming.body_shapes import BODY_BYTES, SHAPE_NAMES, body_shape
 from app.preprocess import json_limits
 from app.preprocess.cooperative_steps import run_now
+from app.preprocess.json_errors import json_error
 from app.preprocess.json_limits import (
     MAX_PARTS,
     MAX_REQUESTS_BYTES,
@@ -48,6 +49,33 @@ def text_of(value: Any) -> bytes:
 
 def read_at_once(text: bytes) -> ParsedJson:
     return run_now(parse_json(text))
+
+
+# --- byte order mark ------------------------------------------------------------------------------
+
+MARK = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("padding", [0, 70_000])
+def test_byte_order_mark_before_a_text_is_accepted(padding: int) -> None:
+    text = json.dumps({"a": [1, "é" * padding]}).encode()
+    assert read_at_once(MARK + text) == read_at_once(text)
+
+
+@pytest.mark.parametrize("wrong", [b'{"a":nope}', b'{"a":"\xff"}', rb'{"a":"\ud800"}', MARK, b"["])
+def test_position_of_an_error_counts_the_mark(wrong: bytes) -> None:
+    def why(text: bytes) -> str:
+        with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)) as failed:
+            read_at_once(text)
+        return json_error(text, failed.value)
+
+    assert why(MARK + wrong) == why(b"   " + wrong)
+
+
+def test_prompt_on_kafka_may_begin_with_a_byte_order_mark() -> None:
+    prompt = b'{"id": "a", "body": {"messages": [{"role": "user", "content": "hi"}]}}'
+    sent = read_prompt(None, MARK + prompt, 0)
+    assert isinstance(sent, PromptRecord)
 
 
 # --- counting -------------------------------------------------------------------------------------

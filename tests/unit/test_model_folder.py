@@ -18,6 +18,8 @@ from app.preprocess.models.model_folder import (
     read_folder,
 )
 from app.preprocess.prompt_errors import BadModel
+from app.preprocess.text.chat_template import ChatTemplate
+from streams.clock import SystemClock
 from streams.records import Artifact, ModelCard
 from streams.request import SamplingOptions
 
@@ -74,6 +76,52 @@ def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     path = folder(tmp_path, tokenizer_config__json={"chat_template": named})
     assert read_folder(path).template == "d"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"chat_template": "j"},
+        {"chat_template": [{"name": "default", "template": "j"}]},
+        {"chat_template": [{"name": "only", "template": "j"}]},
+        {"chat_template": {"default": "j", "rag": "r"}},
+        {"default": "j", "rag": "r"},
+    ],
+)
+@pytest.mark.parametrize("config", [{}, {"chat_template": "old"}])
+def test_template_may_be_in_a_json_file(
+    tmp_path: Path, content: dict[str, Any], config: dict[str, Any]
+) -> None:
+    if "only" in str(content) and config:
+        content = {"chat_template": "j"}
+    path = folder(tmp_path, chat_template__json=content, tokenizer_config__json=config)
+    assert read_folder(path).template == "j"
+    (path / "chat_template.jinja").write_text("new")
+    assert read_folder(path).template == "new"
+
+
+def test_other_templates_may_be_in_a_folder(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "rag.jinja").write_text("r")
+    assert read_folder(path).template == "r"
+    (path / "chat_template.jinja").write_text("d")
+    assert read_folder(path).template == "d"
+
+
+def test_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "\n{% set a = 1 %}\nplain\n"},
+        {"name": "tool_use", "template": "\n{% set t = tools[0] %}\n{{ t.function.name }}\n"},
+    ]
+    path = folder(tmp_path, tokenizer_config__json={"chat_template": named})
+    source = read_folder(path).template
+    assert source is not None
+    template = ChatTemplate(source, SystemClock())
+    message = {"role": "user", "content": "x"}
+    assert template.render([message]) == "\nplain"
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert template.render([message], tools=[tool]) == "\nf"
 
 
 def test_special_tokens_may_be_objects(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
     tokenizer.json           the tokenizer; without it there is no text
     tokenizer_config.json    special tokens by name, perhaps the chat template
-    chat_template.jinja      the chat template; goes before the one above
+    chat_template.json       the chat template of models of several media; goes before the one above
+    chat_template.jinja      the chat template; goes before both
+    additional_chat_templates/NAME.jinja   other templates by name
     generation_config.json   end tokens and sampling, as defaults of requests
     config.json              length of the context, and ends that the former does not name
 
@@ -151,11 +153,27 @@ def _special_tokens(named: dict[str, Any]) -> dict[str, str]:
 
 
 def _template(folder: Path, named: dict[str, Any]) -> str | None:
-    """The chat template; of several named ones that which is called default."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text()
-    template = named.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    """The chat template. Of several ones by name that which is called default, or the only one;
+    with tools that which is called tool_use, where there is one."""
+    templates: dict[str, str] = {}
+    of_media = _read(folder / "chat_template.json", dict[str, Any])
+    for given in (named.get("chat_template"), of_media.get("chat_template", of_media or None)):
+        if isinstance(given, str):
+            templates["default"] = given
+        elif isinstance(given, list):
+            templates |= {entry["name"]: entry["template"] for entry in given}
+        elif given is not None:
+            templates |= given
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text("utf-8")
+    if (path := folder / "chat_template.jinja").exists():
+        templates["default"] = path.read_text("utf-8")
+    plain = templates.get("default")
+    if plain is None and len(templates) == 1:
+        [plain] = templates.values()
+    of_tools = templates.get("tool_use")
+    if plain is None or of_tools is None or of_tools == plain:
+        return plain
+    return "{% if tools %}\n" + "{% else %}\n".join(
+        source.removesuffix("\n") for source in (of_tools, plain)
+    ) + "{% endif %}"  # fmt: skip
