@@ -1,6 +1,6 @@
 """Collector process: writes one result for each finished request that gets one.
 
-    requests ──group──► GroupConsumer ──► LaneCollector ──► results, and topics of replies
+    requests ──group──► GroupConsumer ──► LaneCollector ──► results ──► ReplySender: their copies
     responses ────────► LaneReader ─────────┘
     registry ─────────► ModelNames   artifacts ──► ModelLoader: text of tokens, for logprobs
     batch-jobs, results, file-parts ◄──► JobRunner ──► batch: the jobs of the Batch API
@@ -27,6 +27,7 @@ from app.preprocess.thread_pool import ThreadPool, WorkPool
 from app.results.collector_context import CollectorContext
 from app.results.lane_collector import LaneCollector
 from app.results.lane_reader import LaneReader
+from app.results.reply_sender import ReplySender
 from app.routing.state.fleet import Fleet
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
@@ -80,11 +81,14 @@ class Collector(ObservedProcess):
             lambda: sum(lane.serving for lane in self._lanes.values()),
             lambda: self._jobs.running_jobs,
         )
+        append_timeout_s = 3 * settings.request_timeout_ms / 1000
+        self._replies = ReplySender(log, ctx, metrics, append_timeout_s)
         self._context = CollectorContext(
             log=log,
             ctx=ctx,
             broker_clock=broker_clock,
             metrics=metrics,
+            replies=self._replies,
             remembered_ms=int(settings.dedup_window_s * 1000),
             resume=self._requests.resume,
             find_model=self._find_model,
@@ -102,6 +106,7 @@ class Collector(ObservedProcess):
         await self._registry.wait_caught_up()
         ctx.spawn("requests", self._requests.run())
         ctx.spawn("replies", self._reader.run())
+        ctx.spawn("replies to clients", self._replies.run())
         ctx.spawn("checks", self._check())
         await self._requests.wait_joined()
         while not self._serves_lanes:

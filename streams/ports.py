@@ -43,16 +43,12 @@ class Entry(NamedTuple):
 
 
 class TopicEntry(NamedTuple):
-    """One record to append in a transaction.
-
-    Without `partition` the key decides. `is_foreign`: `topic` is the whole name of a topic outside
-    of the deployment.
-    """
+    """One record to append in a transaction, to a topic of the deployment only: a partition without
+    a broker holds the transaction, and its writer. Without `partition` the key decides."""
 
     topic: str
     entry: Entry
     partition: int | None = None
-    is_foreign: bool = False
 
 
 class Appended(NamedTuple):
@@ -263,6 +259,13 @@ class Log(Protocol):
         """Partitions of topics outside of the deployment, by their whole names; 0: does not exist.
 
         One query for all of them. Raises BrokerUnavailable.
+        """
+
+    def outside(self) -> Log:
+        """Another connection of this process, whose topics and groups have their whole names.
+
+        For topics of clients, which it holds apart: no failure of an append there fails one here.
+        To be started; closed with this one.
         """
 
     def transactional_writer(self, name: str) -> TransactionalWriter:

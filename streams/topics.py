@@ -233,6 +233,9 @@ class AclRule(NamedTuple):
     is_foreign: bool = False
 
 
+_OF_REPLIES: tuple[Literal["Read", "Write"], ...] = ("Read", "Write")
+
+
 def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
     """The complete ACL rules of a deployment, by role.
 
@@ -254,9 +257,11 @@ def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
             found += [
                 AclRule(role, "Describe", "transactional-id", ids, is_prefix=True),
                 AclRule(role, "Write", "transactional-id", ids, is_prefix=True),
+                # Read: the next owner of a lane looks for the replies that were sent.
                 *(
-                    AclRule(role, "Write", "topic", name, is_prefix=True, is_foreign=True)
+                    AclRule(role, operation, "topic", name, is_prefix=True, is_foreign=True)
                     for name in reply_prefixes
+                    for operation in _OF_REPLIES
                 ),
             ]
     return found

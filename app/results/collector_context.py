@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from app.metrics.collector_metrics import CollectorMetrics
 from app.preprocess.models.byte_model import Model
+from app.results.reply_sender import ReplySender
 from app.runtime.process import ProcessContext
 from streams.clock import BrokerClock
 from streams.ports import Log
@@ -22,6 +23,7 @@ class CollectorContext(NamedTuple):
     ctx: ProcessContext
     broker_clock: BrokerClock
     metrics: CollectorMetrics
+    replies: ReplySender
     remembered_ms: int
     resume: Callable[[PartitionClaim], None]
     find_model: Callable[[str], Awaitable[Model | None]]

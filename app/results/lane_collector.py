@@ -6,10 +6,12 @@ Exactly once, for readers that read committed:
   collector that takes over a lane opens that writer first: no other process writes results of the
   lane from then on, and all earlier transactions have ended.
 - Then it reads the results that are in the log, from before the first request that may have none.
-  Requests with a result get no other one.
-- The committed position of the group is the lowest request without a result. It moves after the
-  transaction of the result. Results that a collector wrote between that and its crash are found
-  above the position by the next one.
+  Requests with a result get no other one. So it does after each opening, since two collectors may
+  take the writer from each other while both believe to own the lane.
+- The committed position of the group is the lowest request without a result, or whose reply is not
+  sent (`app/results/reply_sender.py`). It moves after the transaction of the result. Results that a
+  collector wrote between that and its crash are found above the position by the next one, which
+  sends their replies if they are missing.
 
 Partial replies are in memory only; a new owner reads them again, from before the append of the
 first request without a result. Positions that are found by time have a margin for the clocks of
@@ -67,7 +69,7 @@ class LaneCollector:
         self._context = context
         self._lane_count = 0  # until the lane is taken over
         self._results = LaneResults(context.remembered_ms, self._on_unreadable)
-        self._writer = ResultWriter(context, self.lane, self._results, claim.mark_done)
+        self._writer = ResultWriter(context, claim, self._results)
         self.take_over = context.ctx.spawn(f"take over lane {self.lane}", self._begin())
         self._tasks = [self.take_over]
 
@@ -95,10 +97,15 @@ class LaneCollector:
     def on_request_record(self, fact: LogRecord) -> None:
         """A record of `requests`. Raises RecordError when it belongs in another lane: no router
         runs it here, so it never gets a reply."""
-        assert isinstance(fact.record, Request | Cancel | Refused), "no other types are read"
-        if lane_of(fact.record.id, self._lane_count) != self.lane:
-            raise RecordError(f"{fact.record.id!r} belongs in another lane")
-        if (done := self._results.add_request(fact)) is not None:
+        record = fact.record
+        assert isinstance(record, Request | Cancel | Refused), "no other types are read"
+        if lane_of(record.id, self._lane_count) != self.lane:
+            raise RecordError(f"{record.id!r} belongs in another lane")
+        done = self._results.add_request(fact)
+        if done == fact.offset and not isinstance(record, Cancel) and record.result is not None:
+            reply = record.result.reply
+            self._writer.mark_finished(fact.offset, record.id, fact.timestamp_ms, reply)
+        elif done is not None:
             self.claim.mark_done(done)
 
     def apply(self, records: Sequence[Record]) -> None:
@@ -146,14 +153,10 @@ class LaneCollector:
         if not await self._wait_for_replies():
             return  # it is checked again
         for pending in repetitions:
-            if pending.is_silent:
+            if pending.is_silent and self._results.is_open(pending):
                 self._drop(pending)
         for pending in ended:
-            if not pending.is_lost:
-                continue
-            if self._results.is_finished(pending.id):
-                self._drop(pending)
-            else:
+            if pending.is_lost and self._results.is_open(pending):
                 self._results.lose(pending, now_ms)
         self._writer.notify()
 

@@ -1,19 +1,21 @@
 """The results of one lane: which requests of it get one, and how far each of them is.
 
 Pure state of one claim: records of `requests` and `responses` in, finished results out. Each
-request gets one result, even if it is published or delivered twice; `finished` holds the ids of
-results that are in the log.
+request gets one result, even if it is published or delivered twice, by this collector or another;
+`finished` holds the ids of results that are in the log.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from app.results.pending_result import PendingResult
+from streams.clock import CLOCK_SKEW_MS
 from streams.codecs import decode
 from streams.errors import Malformed
-from streams.ports import Record, Unreadable
+from streams.ports import Partition, Record, Unreadable
 from streams.records import Chunk, End, Fence, LogRecord, Refused
 from streams.request import Request
 from streams.responses.unreadable import UnknownPlace, describe, place_of
@@ -23,6 +25,14 @@ log = logging.getLogger(__name__)
 _VISIBLE = (Chunk, Fence, End)
 
 OnUnreadable = Callable[[Record, str], None]
+
+
+class WrittenResult(NamedTuple):
+    """A result in the log: its append time in broker ms, and its place if it was found there."""
+
+    at_ms: int
+    place: Partition | None = None
+    offset: int = 0
 
 
 class LaneResults:
@@ -43,27 +53,51 @@ class LaneResults:
         """Those in `ready` are among them."""
         self._by_key: dict[bytes, PendingResult] = {}
         """Those that are not over, by the key of their records."""
-        self._finished: dict[str, int] = {}
+        self._finished: dict[str, WrittenResult] = {}
 
     @property
     def open_requests(self) -> int:
         """Number of requests with an open reply."""
         return len(self._by_key)
 
-    def add_finished(self, finished: Mapping[str, int]) -> None:
-        """Results that are in the log: append times in broker ms by request id."""
-        self._finished |= finished
+    def add_finished(self, finished: Mapping[str, WrittenResult]) -> None:
+        """Results that were found in the log, by request id."""
+        self._finished = dict(finished) | self._finished
+
+    def first_ms(self, default_ms: int) -> int:
+        """The append time of the first request without a result, in broker time. Those that are not
+        read yet are younger."""
+        return min((pending.appended_ms for pending in self._pending.values()), default=default_ms)
+
+    def take_finished(self) -> list[PendingResult]:
+        """Drop the requests whose results are in the log, and return them."""
+        done = [p for p in self._pending.values() if self._is_finished(p.id, p.appended_ms)]
+        for pending in done:
+            self.drop(pending)
+        return done
+
+    def take_unreplied(self, request_id: str, appended_ms: int) -> WrittenResult | None:
+        """The result of a request whose reply may be missing; once for each.
+
+        That of another collector, since this one sends the replies to its own; and not that of a
+        request which this one repeats.
+        """
+        written = self._finished.get(request_id)
+        if written is None or written.place is None or written.at_ms < appended_ms - CLOCK_SKEW_MS:
+            return None
+        self._finished[request_id] = WrittenResult(written.at_ms)
+        return written
 
     def add_request(self, fact: LogRecord) -> int | None:
         """Take a record of `requests`; returns the offset of the record that is done with it.
 
-        That is its own if it needs no result, or has one already, and that of the record in whose
-        place it is.
+        That is its own if it needs no result, and that of the record in whose place it is. None for
+        a request that waits for its result, or for the reply to one that is in the log.
         """
         record = fact.record
         if not isinstance(record, Request | Refused) or record.result is None:
             return fact.offset
-        if record.id in self._finished:
+        if self._is_finished(record.id, fact.timestamp_ms):
             return fact.offset
         if (known := self._pending.get(record.id)) is not None:
             is_renewed = isinstance(record, Request) and record.is_renewed and known.is_silent
@@ -135,25 +169,31 @@ class LaneResults:
             if (p.is_silent or p.is_lost) and p.appended_ms < before_ms
         ]
 
+    def is_open(self, pending: PendingResult) -> bool:
+        """Whether the reply of a request has not ended, and it has no result."""
+        return self._by_key.get(pending.id.encode()) is pending
+
     def drop(self, pending: PendingResult) -> None:
-        """Forget a request that gets no result."""
+        """Forget a request that gets no result here."""
         if self._pending.pop(pending.id, None) is not None:
             self._by_key.pop(pending.id.encode(), None)
+            self.ready.pop(pending, None)
 
     def finish(self, written: Iterable[PendingResult], at_ms: int) -> None:
-        """The results of these are in the log since a broker time."""
+        """The results of these are in the log since a broker time, by this collector."""
         for pending in written:
             del self._pending[pending.id], self.ready[pending]
-            self._finished[pending.id] = at_ms
+            self._finished[pending.id] = WrittenResult(at_ms)
         while self._finished:
             oldest = next(iter(self._finished))
-            if self._finished[oldest] >= at_ms - self._kept_ms:
+            if self._finished[oldest].at_ms >= at_ms - self._kept_ms:
                 break
             del self._finished[oldest]
 
-    def is_finished(self, request_id: str) -> bool:
-        """Whether its result is in the log, as far as this process remembers."""
-        return request_id in self._finished
+    def _is_finished(self, request_id: str, appended_ms: int) -> bool:
+        """Whether a request, appended at a broker time, has a result or repeats one that has."""
+        written = self._finished.get(request_id)
+        return written is not None and written.at_ms >= appended_ms - self._kept_ms
 
     def _end(self, pending: PendingResult) -> None:
         del self._by_key[pending.id.encode()]

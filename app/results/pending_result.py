@@ -167,10 +167,6 @@ class PendingResult:
         """Where a copy of the result goes."""
         return self._reply
 
-    def drop_reply(self) -> None:
-        """Leave the copy out: it cannot be delivered."""
-        self._reply = None
-
     def drop_body(self) -> None:
         """Report an error instead of the body: it does not fit into a record."""
         self._is_oversized = True

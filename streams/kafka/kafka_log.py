@@ -68,6 +68,7 @@ class KafkaLog:
         self._producer: Producer | None = None
         self._query_consumer: LazyConsumer | None = None
         self._users: dict[KafkaReader | KafkaMember | KafkaTransactionalWriter, None] = {}
+        self._outside: list[KafkaLog] = []
         self._partitions: dict[str, int] = {}
         self._finding = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._finders = Counter[str]()
@@ -108,7 +109,7 @@ class KafkaLog:
         if self._closed:
             return
         self._closed = True
-        await asyncio.gather(*(user.close() for user in list(self._users)))
+        await asyncio.gather(*(each.close() for each in (*self._users, *self._outside)))
         if self._query_consumer is not None:
             await self._query_consumer.close()
         if self._producer is not None:
@@ -205,6 +206,13 @@ class KafkaLog:
         """Partitions of topics by their whole names, 0 for one that does not exist."""
         known = await self._all_topics()
         return {topic: len(known.partitions_for_topic(topic) or ()) for topic in topics}
+
+    def outside(self) -> KafkaLog:
+        """A connection to topics by their whole names, with a producer of its own."""
+        self._check_open()
+        log = KafkaLog(self.connection, prefix="")
+        self._outside.append(log)
+        return log
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> KafkaReader:
         """A reader with a connection of its own; closed with this one."""

@@ -130,9 +130,7 @@ class KafkaTransactionalWriter:
 
     async def _addressed(self, entry: TopicEntry) -> TopicEntry:
         """An entry with the whole name of its topic, and a partition."""
-        topic, record, partition, is_foreign = entry
-        if is_foreign:
-            return entry
+        topic, record, partition = entry
         if partition is None:
             assert record.key is not None, "an entry without a key needs a partition"
             try:
@@ -165,7 +163,7 @@ async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> N
     sent: list[asyncio.Future[Any]] = []
     try:
         await producer.begin_transaction()
-        for topic, entry, partition, _ in records:
+        for topic, entry, partition in records:
             headers = list(entry.headers)
             sent.append(
                 await producer.send(topic, entry.value, entry.key, partition, headers=headers)

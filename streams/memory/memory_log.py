@@ -172,6 +172,10 @@ class MemoryLog:
         await self._exchange(REGISTRY, (0,))
         return {topic: self.broker.partitions.get(topic, 0) for topic in topics}
 
+    def outside(self) -> MemoryLog:
+        """This connection: there are no prefixes here."""
+        return self
+
     def transactional_writer(self, name: str) -> MemoryTransactionalWriter:
         """A writer; unusable once this connection is closed."""
         self.check_open()

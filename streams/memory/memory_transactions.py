@@ -48,7 +48,7 @@ class MemoryTransactionalWriter:
         self._check_open()
         assert self._epoch is not None, "a writer is opened first, and again after an error"
         assert self._in_transit is None, "one task uses a writer"
-        for topic, one, _, _ in entries:
+        for topic, one, _ in entries:
             if len(one.key or b"") + len(one.value or b"") >= MAX_RECORD_BYTES:
                 self._epoch = None
                 raise RecordTooLarge(f"{topic}: a record of {len(one.value or b'')} bytes")
@@ -88,7 +88,7 @@ class MemoryTransactionalWriter:
         broker = self._connection.broker
         if not broker.is_writer_epoch(self._name, epoch):
             return False
-        for topic, entry, partition, _ in entries:
+        for topic, entry, partition in entries:
             if partition is None:
                 assert entry.key is not None, "an entry without a key needs a partition"
                 partition = partition_of(entry.key, broker.partitions[topic])  # noqa: PLW2901

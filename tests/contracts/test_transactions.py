@@ -113,10 +113,16 @@ async def test_topic_outside_of_the_deployment_is_written_by_its_whole_name(
     name = f"{log.prefix}{topic}" if isinstance(log, KafkaLog) else topic
     found = await log.foreign_partitions({name, "there-is-none"})
     assert found == {name: PARTITIONS, "there-is-none": 0}
-    writer = log.transactional_writer("w")
-    await writer.open()
-    await writer.write([TopicEntry(name, entry("a"), 0, is_foreign=True)])
+    outside = log.outside()
+    await outside.start()
+    await outside.append_batch(name, 0, [entry("a")])
     assert values(await read(reader_of(log, topic), 1)) == [b"a"]
+    reader = outside.reader()
+    reader.assign({Partition(name, 0): 0})
+    assert values(await read(reader, 1)) == [b"a"]
+    await log.close()
+    with pytest.raises(LogClosed):
+        await outside.append_batch(name, 0, [entry("b")])
 
 
 @pytest.mark.kafka

@@ -24,12 +24,14 @@ WAIT_S = 40.0
 
 
 @asynccontextmanager
-async def provisioned(settings: Settings) -> AsyncIterator[KafkaLog]:
+async def provisioned(settings: Settings, replication: int = 1) -> AsyncIterator[KafkaLog]:
     """A log with all topics of these settings, which are deleted at the end."""
     log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
     await log.start()
     try:
-        await provision.create_topics(log, lanes=settings.lanes, replication=1, min_insync=1)
+        await provision.create_topics(
+            log, lanes=settings.lanes, replication=replication, min_insync=1
+        )
         yield log
     finally:
         await log.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,16 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.client import AIOKafkaClient
 
+from app.settings import Settings
 from streams.brokers.broker_factory import JvmBroker
+from streams.codecs import encode
 from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition
-from streams.topics import LEDGER, TOPICS
+from streams.records import Chunk
+from streams.request import ReplyAddress, Request, ResultOptions
+from streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, TOPICS
+from tests.harness.kafka_processes import app_process, provisioned
 from tests.harness.record_traffic import RecordTraffic
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -238,6 +245,68 @@ def cut_link(client_id: str, node: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AIOKafkaClient, "_get_conn", get_others)
         yield
+
+
+async def test_dead_topic_of_replies_holds_neither_results_nor_other_replies(
+    kafka_cluster: JvmBroker,
+    admin: AIOKafkaAdminClient,
+    topic_prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, value in {
+        "KVLANE_CACHE_DIR": str(tmp_path),
+        "KVLANE_BOOTSTRAP_SERVERS": kafka_cluster.bootstrap_servers,
+        "KVLANE_TOPIC_PREFIX": topic_prefix,
+        "KVLANE_LANES": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    victim = kafka_cluster.nodes[-1]
+    dead, alive = f"dead-{topic_prefix}", f"alive-{topic_prefix}"
+    await admin.create_topics(
+        [NewTopic(dead, -1, -1, replica_assignments={0: [victim.number]}), NewTopic(alive, 1, 3)]
+    )
+    async with provisioned(Settings(), replication=3) as log:
+        outside = log.outside()
+        await outside.start()
+        with app_process("collector", tmp_path / "collector.log", os.environ):
+            await answer(log, "before", dead)
+            assert await keys(outside, dead, 1) == [b"before"]
+            await asyncio.to_thread(victim.kill)
+            try:
+                for number in range(3):
+                    await answer(log, f"dead-{number}", dead)
+                    await answer(log, f"alive-{number}", alive)
+                assert await keys(outside, alive, 3) == [b"alive-0", b"alive-1", b"alive-2"]
+                assert len(await keys(log, RESULTS, 7)) == 7
+            finally:
+                await asyncio.to_thread(victim.start)
+            written = await keys(outside, dead, 4)
+            assert written == [b"before", b"dead-0", b"dead-1", b"dead-2"]
+
+
+async def answer(log: KafkaLog, name: str, topic: str) -> None:
+    """A request with a copy of its result, and its answer, as other processes write them."""
+    options = ResultOptions(kind="completion", reply=ReplyAddress(topic=topic))
+    request = Request(id=name, model="demo", token_ids=b"\1\0\0\0", result=options)
+    await log.append(REQUESTS, encode(request, name))
+    chunk = Chunk(
+        id=name, attempt=0, run="1", seq=0, index=0, token_ids=(1,), text="x", chars=1,
+        finish_reason="stop",
+    )  # fmt: skip
+    await log.append(RESPONSES, encode(chunk, name))
+
+
+async def keys(log: KafkaLog, topic: str, count: int) -> list[bytes | None]:
+    """The keys of the first records of a partition."""
+    reader, place = log.reader(), Partition(topic, 0)
+    reader.assign({place: 0})
+    found: list[bytes | None] = []
+    async with asyncio.timeout(60):
+        while len(found) < count:
+            found += [record.key for record in (await reader.poll(1.0)).get(place, ())]
+    await reader.close()
+    return found
 
 
 async def test_leader_whose_disk_is_full_is_abandoned(

@@ -24,7 +24,7 @@ from streams.kafka.kafka_transactions import KafkaTransactionalWriter
 from streams.ports import Entry, TopicEntry
 
 RECORD = Entry(b"k", b"v")
-ENTRIES = [TopicEntry("results", RECORD, 0), TopicEntry("replies", RECORD, 0, is_foreign=True)]
+ENTRIES = [TopicEntry("results", RECORD, 0), TopicEntry("results", RECORD, 1)]
 
 
 class Client:

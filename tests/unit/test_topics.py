@@ -229,6 +229,7 @@ def test_collector_may_write_in_transactions_and_to_topics_of_replies() -> None:
     assert own == [
         AclRule("collector", "Describe", "transactional-id", "collector-", is_prefix=True),
         AclRule("collector", "Write", "transactional-id", "collector-", is_prefix=True),
+        AclRule("collector", "Read", "topic", "replies-", is_prefix=True, is_foreign=True),
         AclRule("collector", "Write", "topic", "replies-", is_prefix=True, is_foreign=True),
     ]
 

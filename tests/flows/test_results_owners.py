@@ -1,0 +1,109 @@
+"""Two collectors that both believe to own a lane, on the log in memory."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+
+import app.collector
+from streams.errors import RecordTooLarge
+from streams.memory.memory_transactions import MemoryTransactionalWriter
+from streams.ports import TopicEntry
+from streams.request import ReplyAddress
+from tests.flows.test_results_replies import HOUR_MS, collector
+from tests.harness.memory_world import MemoryWorld, scenario_test
+
+
+@contextmanager
+def group_of_its_own(name: str) -> Iterator[None]:
+    """A collector that starts meanwhile gets all lanes, and no other one loses any: as where the
+    coordinator has moved the lanes of a process that does not reach it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app.collector, "GROUP", name)
+        yield
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.02])
+@scenario_test
+async def test_two_collectors_that_own_all_lanes_write_each_result_once(
+    world: MemoryWorld, latency_s: float
+) -> None:
+    world.faults.slow["append"], world.faults.slow["poll"] = latency_s, latency_s / 2
+    world.broker.create_topic("replies", 1, HOUR_MS)
+    results = await collector(world)
+    with group_of_its_own("others"):
+        await results.start("c2")
+    rng = random.Random(latency_s)
+
+    async def converse(name: str) -> None:
+        await world.sleep(30 * rng.random())
+        results.ask(name, reply=ReplyAddress(topic="replies"))
+        await world.sleep(3 * rng.random())
+        results.answer(name, "a", "b", ".")
+
+    names = [f"r{number}" for number in range(100)]
+    for talk in [world.spawn(converse(name)) for name in names]:
+        await talk
+    await world.sleep(60)
+    written = Counter(result.id for result in results.results())
+    assert written == Counter(names)
+    assert Counter(r.key for r in world.records("replies", 0)) == Counter(map(str.encode, names))
+
+
+@scenario_test
+async def test_results_written_by_another_owner_of_unread_requests_are_not_written_again(
+    world: MemoryWorld,
+) -> None:
+    """This collector reads requests late: the other one has answered them long before."""
+    results = await collector(world)
+    paused = results.running["c1"][2]._requests
+    for claim in paused._claims.values():
+        paused.pause(claim)
+    with group_of_its_own("others"):
+        await results.start("c2")
+    names = [f"r{number}" for number in range(20)]
+    for name in names:
+        results.ask(name)
+        results.answer(name, "x")
+    await results.wait_results(20)
+    await world.sleep(400)
+    for claim in paused._claims.values():
+        paused.resume(claim)
+    for name in ("s1", "s2", "s3", "s4"):
+        results.ask(name)
+        results.answer(name, "x")
+    await results.wait_results(24)
+
+
+@scenario_test
+async def test_transaction_refused_for_its_size_lets_nothing_be_written_twice(
+    world: MemoryWorld,
+) -> None:
+    """The writer is opened again after it, in the middle of the other one's writing."""
+    write = MemoryTransactionalWriter.write
+    calls = count()
+
+    async def refuse_some(writer: MemoryTransactionalWriter, entries: Sequence[TopicEntry]) -> None:
+        if writer._connection.client_id == "c1" and next(calls) % 2 == 0:
+            await world.sleep(0.5)  # the other one writes the same results
+            writer._epoch = None
+            raise RecordTooLarge("results")
+        await write(writer, entries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryTransactionalWriter, "write", refuse_some)
+        results = await collector(world)
+        with group_of_its_own("others"):
+            await results.start("c2")
+        for number in range(40):
+            results.ask(f"r{number}")
+            results.answer(f"r{number}", "x")
+            if number % 2:
+                await world.sleep(0.7)
+        await world.sleep(30)
+        await results.wait_results(40)
