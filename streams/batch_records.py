@@ -5,8 +5,10 @@ Each key has one kind of writer: gateways write the cards of uploads, new jobs a
 owner of a job everything after its creation. The content of files is on `file-parts`
 (`streams/reading/part_format.py`).
 
-A repeated or late record of a former owner does no harm: of two records of a job, the one with the
-higher `fence` counts.
+A repeated or late record does no harm: of two records of a job, the one with the higher `fence`
+counts, of two with the same the one with the higher `writes`. A removed key is never used again.
+Compaction keeps the last record of a key, so the owner of the partition writes the one that counts
+again where another one is behind it (`app/batches/batch_view.py`).
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
@@ -66,7 +68,9 @@ class BatchJob(InternalRecord, frozen=True):
     of the first such record. `results_from`: offset by partition of `results` before the first
     prompt. `lines`: of the input; `published`: all lines up to it are prompts on `batch` or have an
     output. `ending`: its status at the end, set once prompts are withdrawn. `cache_salt`: that of
-    its tenant. `window_s`: length of the completion window.
+    its tenant. `window_s`: length of the completion window. `writes`: number of the record among
+    those of the job. `attempts`: runs since the last progress. `most_open`: limit of its tenant:
+    the job exists if fewer jobs of the tenant are open before it in its partition; 0: no limit.
     """
 
     id: str
@@ -93,6 +97,9 @@ class BatchJob(InternalRecord, frozen=True):
     in_progress_s: int = 0
     finalizing_s: int = 0
     ended_s: int = 0
+    writes: int = 0
+    attempts: int = 0
+    most_open: int = 0
 
     @property
     def expires_s(self) -> int:

@@ -1,14 +1,20 @@
 """Files and batch jobs of a deployment: the view of `batch-jobs`.
 
+The log decides, and compaction must not change its decision. A removed key stays removed, of two
+records of a job the later one of the later owner counts, and a job beyond the limit of its tenant
+does not exist. Where the last record of a key does not count, it is `overwritten`: the owner of the
+partition has to write the one that counts again, within the compaction lag of a day.
+
 Nothing is kept for ever: an entity whose last record is older than the retention of the topic is
 gone, here as in the log, also in a topic that nothing is appended to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from streams.batch_records import BatchCancel, BatchJob, FileCard
+from streams.codecs import AnyRecord
 from streams.ports import Partition
 from streams.records import LogRecord, Tombstone
 from streams.topics import FILE_RETENTION_MS
@@ -40,7 +46,12 @@ class BatchView:
         self._wall_ms = wall_ms
         self._files: dict[str, FileCard] = {}
         self._jobs: dict[str, BatchJob] = {}
+        self._open: dict[int, dict[str, BatchJob]] = {}
+        """Jobs that have not ended, by partition."""
         self._cancels: dict[str, int] = {}
+        self._removed: set[str] = set()
+        self._overwritten: dict[str, int] = {}
+        """Keys whose last record does not count, and their partitions."""
         self._seen: dict[int, dict[str, int]] = {}
         """By partition: keys and the append times of their last records, the oldest first."""
         self._positions: dict[Partition, int] = {}
@@ -70,8 +81,14 @@ class BatchView:
     def open_jobs(self) -> list[BatchJob]:
         """Jobs that have not ended, the oldest first."""
         self._expire()
-        jobs = [job for job in self._jobs.values() if not job.has_ended]
+        jobs = [job for opened in self._open.values() for job in opened.values()]
         return sorted(jobs, key=lambda job: (job.created_s, job.id))
+
+    def overwritten(self) -> Mapping[str, tuple[int, AnyRecord]]:
+        """By key, partition and record of those that have to be written again."""
+        return {
+            key: (partition, self._counting(key)) for key, partition in self._overwritten.items()
+        }
 
     def cancelled_s(self, job_id: str) -> int | None:
         """When a job was cancelled, in seconds since 1970; None: it was not."""
@@ -86,36 +103,80 @@ class BatchView:
         for fact in facts:
             record = fact.record
             if isinstance(record, Tombstone):
-                self._drop(record.key)
-                seen.pop(record.key, None)
+                key = record.key
+                self._remove(source, key)
+                self._overwritten.pop(key, None)
             elif isinstance(record, FileCard):
-                self._files[record.id] = record
-                _touch(seen, file_key(record.id), fact.timestamp_ms)
+                key = file_key(record.id)
+                if self._counts(source, key):
+                    self._files[record.id] = record
             elif isinstance(record, BatchJob):
-                known = self._jobs.get(record.id)
-                if known is None or record.fence >= known.fence:  # else by a former owner
-                    self._jobs[record.id] = record
-                    _touch(seen, batch_key(record.id), fact.timestamp_ms)
+                key = batch_key(record.id)
+                if self._counts(source, key, self._is_later(source, record)):
+                    self._set_job(source, record)
             elif isinstance(record, BatchCancel):
-                self._cancels.setdefault(record.id, record.at_s)
-                _touch(seen, cancel_key(record.id), fact.timestamp_ms)
+                key = cancel_key(record.id)
+                self._cancels[record.id] = record.at_s
+            else:
+                continue
+            _touch(seen, key, fact.timestamp_ms)
         self._positions[source] = position
+
+    def _counts(self, source: Partition, key: str, is_later: bool = True) -> bool:  # noqa: FBT001, FBT002
+        """Whether the last record of a key counts; notes one that does not."""
+        if is_later and key not in self._removed:
+            self._overwritten.pop(key, None)
+            return True
+        self._overwritten[key] = source.partition
+        return False
+
+    def _is_later(self, source: Partition, job: BatchJob) -> bool:
+        """Whether a record is not behind one that it precedes. A job beyond the limit of its tenant
+        is removed with its first record."""
+        known = self._jobs.get(job.id)
+        if known is not None:
+            return (job.fence, job.writes) >= (known.fence, known.writes)
+        if job.most_open and job.fence < 0:
+            opened = self._open.get(source.partition, {}).values()
+            if sum(other.tenant == job.tenant for other in opened) >= job.most_open:
+                self._remove(source, batch_key(job.id))
+        return True
+
+    def _set_job(self, source: Partition, job: BatchJob) -> None:
+        self._jobs[job.id] = job
+        opened = self._open.setdefault(source.partition, {})
+        if job.has_ended:
+            opened.pop(job.id, None)
+        else:
+            opened[job.id] = job
+
+    def _remove(self, source: Partition, key: str) -> None:
+        """Remove an entity for good: its key is never used again."""
+        self._drop(source.partition, key)
+        self._removed.add(key)
+
+    def _counting(self, key: str) -> AnyRecord:
+        """The record of a key that counts."""
+        return Tombstone(key=key) if key in self._removed else self._jobs[key.partition("/")[2]]
 
     def _expire(self) -> None:
         """Drop expired entries. Before each look-up, since a quiet partition brings no records."""
         before_ms = self._wall_ms() - FILE_RETENTION_MS
-        for seen in self._seen.values():
+        for partition, seen in self._seen.items():
             while seen and next(iter(seen.values())) < before_ms:
                 key = next(iter(seen))
                 del seen[key]
-                self._drop(key)
+                self._drop(partition, key)
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, partition: int, key: str) -> None:
         kind, _, entity_id = key.partition("/")
+        self._removed.discard(key)
+        self._overwritten.pop(key, None)
         if kind == "file":
             self._files.pop(entity_id, None)
         elif kind == "batch":
             self._jobs.pop(entity_id, None)
+            self._open.get(partition, {}).pop(entity_id, None)
         elif kind == "cancel":
             self._cancels.pop(entity_id, None)
 
@@ -126,7 +187,7 @@ class BatchView:
     def forget(self, source: Partition) -> None:
         """Drop the state and the position of this partition."""
         for key in self._seen.pop(source.partition, {}):
-            self._drop(key)
+            self._drop(source.partition, key)
         self._positions.pop(source, None)
 
     def snapshot(self, source: Partition) -> bytes:  # noqa: ARG002

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.batches.batch_view import BatchView, file_key
-from streams.batch_records import BatchCancel, FileCard
+import pytest
+
+from app.batches.batch_view import BatchView, batch_key, file_key
+from streams.batch_records import BatchCancel, BatchJob, FileCard
 from streams.ports import Partition
 from streams.records import LogRecord, Tombstone
 from streams.topics import BATCH_JOBS, FILE_RETENTION_MS
@@ -20,6 +22,23 @@ def card(name: str, tenant: str = "acme", **over: Any) -> FileCard:
         "sha256": "00", "created_s": 1, "tenant": tenant,
     }  # fmt: skip
     return FileCard(**(fields | over))
+
+
+def job(**over: Any) -> BatchJob:
+    fields: dict[str, Any] = {
+        "id": "batch_a", "endpoint": "/v1/embeddings", "input_file_id": "f", "created_s": 0,
+        "window_s": 60, "tenant": "acme",
+    }  # fmt: skip
+    return BatchJob(**(fields | over))
+
+
+def compacted(*records: tuple[int, Any]) -> list[tuple[int, Any]]:
+    """What compaction leaves of records of files and jobs: the last of each key."""
+    last: dict[str, tuple[int, Any]] = {}
+    for at_ms, record in records:
+        key = record.key if isinstance(record, Tombstone) else record.id
+        last[key.rpartition("/")[2]] = at_ms, record
+    return list(last.values())
 
 
 def applied(*records: tuple[int, Any], now_ms: int = 0, view: BatchView | None = None) -> BatchView:
@@ -64,3 +83,68 @@ def test_forgotten_partition_leaves_the_others() -> None:
     assert view.position(SOURCE) is None
     assert view.position(OTHER) == 1
     assert [f.id for f in view.files("acme")] == ["b"]
+
+
+# --- records that do not count --------------------------------------------------------------------
+
+OWNED = job(fence=50, writes=7, status="completed")
+LATE = {
+    "former owner": job(fence=10, writes=9, status="in_progress", completed=3),
+    "repeated earlier record": job(fence=50, writes=6, status="finalizing"),
+    "repeated creation": job(),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_late_record_of_a_job_counts_neither_now_nor_after_compaction(late: str) -> None:
+    log = [(1, job()), (2, job(fence=50, writes=6)), (3, OWNED), (4, LATE[late])]
+    view = applied(*log)
+    assert view.job("batch_a", "acme") == OWNED
+    assert view.open_jobs() == []
+    assert view.overwritten() == {batch_key("batch_a"): (0, OWNED)}
+    log.append((5, OWNED))  # as the owner of the partition writes it
+    applied(log[-1], view=view)
+    assert view.overwritten() == {}
+    for kept in (log, compacted(*log)):
+        assert applied(*kept).job("batch_a", "acme") == OWNED
+
+
+def test_late_card_of_a_deleted_file_brings_nothing_back() -> None:
+    key = file_key("a")
+    log = [(1, card("a")), (2, Tombstone(key=key)), (3, card("a"))]
+    view = applied(*log)
+    assert view.file("a", "acme") is None
+    assert view.overwritten() == {key: (0, Tombstone(key=key))}
+    log.append((4, Tombstone(key=key)))
+    applied(log[-1], view=view)
+    assert view.overwritten() == {}
+    for kept in (log, compacted(*log)):
+        assert applied(*kept).file("a", "acme") is None
+
+
+def test_of_two_cancels_the_last_one_counts_before_and_after_compaction() -> None:
+    log = [(1, BatchCancel(id="batch_a", at_s=5)), (2, BatchCancel(id="batch_a", at_s=6))]
+    assert applied(*log).cancelled_s("batch_a") == 6
+    assert applied(*compacted(*log)).cancelled_s("batch_a") == 6
+
+
+def test_job_beyond_the_limit_of_its_tenant_does_not_exist() -> None:
+    """Those before it in the partition count, whichever gateway wrote them."""
+    limited = [job(id=f"batch_{n}", most_open=2, tenant=t) for n, t in enumerate("aabaa")]
+    view = applied(*((1, each) for each in limited))
+    assert [each.id for each in view.open_jobs()] == ["batch_0", "batch_1", "batch_2"]
+    assert view.overwritten() == {
+        batch_key(each.id): (0, Tombstone(key=batch_key(each.id))) for each in limited[3:]
+    }
+    applied((2, job(id="batch_0", tenant="a", fence=1, writes=1, status="completed")), view=view)
+    applied((3, job(id="batch_5", tenant="a", most_open=2)), view=view)
+    assert [each.id for each in view.open_jobs()] == ["batch_1", "batch_2", "batch_5"]
+
+
+def test_what_does_not_count_is_forgotten_with_its_partition() -> None:
+    view = applied((1, job(id="a", most_open=1)), (1, job(id="b", most_open=1)))
+    view.forget(SOURCE)
+    assert view.overwritten() == {}
+    assert view.open_jobs() == []
+    applied((1, job(id="b", most_open=1)), view=view)
+    assert [each.id for each in view.open_jobs()] == ["b"]
