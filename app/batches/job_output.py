@@ -12,7 +12,7 @@ In memory are a byte for each request and the lines of the next part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -93,6 +93,13 @@ class JobOutput:
         """Whether the line of a request is written."""
         return bool(self._is_done[index])
 
+    def undone(self, most: int) -> Iterator[int]:
+        """The requests without a line, up to one."""
+        index = self._is_done.find(0, 1)
+        while 0 < index <= most:
+            yield index
+            index = self._is_done.find(0, index + 1)
+
     async def restore(self, end: int) -> None:
         """Read the log up to an offset: the one after the fence of this run."""
         ids = [file.file_id for file in self._files]
@@ -127,6 +134,7 @@ class JobOutput:
             is_last = not any(file.unwritten for file in self._files)
             await self._append(number, lines, positions if is_last else None)
         self.unwritten_bytes = 0
+        self.positions = dict(positions or self.positions)  # also without a line between the two
 
     async def _append(
         self, number: int, lines: list[OutputLine], positions: Mapping[int, int] | None
@@ -144,8 +152,6 @@ class JobOutput:
             await self._append_too_large(number, line, positions)
             return
         self._parts[number] += 1
-        if positions is not None:
-            self.positions = dict(positions)
 
     async def _append_too_large(
         self, number: int, line: OutputLine, positions: Mapping[int, int] | None

@@ -7,6 +7,11 @@ that ends in the middle leaves nothing behind. The next one fences its predecess
 written lines, reads the results since, and publishes the other prompts. Ids of prompts follow from
 job and line, so a prompt that is published twice is a duplicate, which routers ignore.
 
+A process works on a bounded number of jobs at a time (`app/batches/fair_turns.py`). A run that only
+waits for results, or has worked for some seconds, gives its turn to others that want one. Between
+two turns it has no reader and no part of a file in memory. A job that was cancelled, or whose
+window is over, takes its turns apart from the others, so that no other job delays its end.
+
 Memory does not depend on the size of the batch, but for some bytes a line: at most `WINDOW` prompts
 are under way, and lines are written when a megabyte of them has come, or after a second.
 """
@@ -14,13 +19,14 @@ are under way, and lines are written when a megabyte of them has come, or after 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
+import math
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 from pydantic import ValidationError
 
@@ -33,16 +39,18 @@ from app.batches.batch_requests import (
     prompt_of,
     request_id,
     request_index,
-    requests_of,
 )
+from app.batches.fair_turns import FairTurns
 from app.batches.file_store import FileDamaged, FileStore, WrittenFile
-from app.batches.job_output import JobOutput
+from app.batches.job_input import JobInput
+from app.batches.job_output import JobOutput, OutputSuperseded
 from app.batches.output_lines import failure_line, result_line
+from app.preprocess.json_limits import UNCHECKED_BYTES
 from streams.batch_records import BatchEnding, BatchError, BatchJob, FileCard
 from streams.clock import Clock
 from streams.codecs import decode
 from streams.errors import PositionLost, RecordError, RecordTooLarge
-from streams.ports import Log, Partition, Reader, Record
+from streams.ports import Entry, Log, Partition, Reader, Record
 from streams.prompt import Prompt, encode_prompt
 from streams.reading.part_format import PART_BYTES
 from streams.record_publisher import RecordPublisher
@@ -55,12 +63,13 @@ WINDOW = 1000
 """Prompts of a job under way: as many as keep a fleet busy between two looks at the results."""
 PROMPTS_PER_APPEND = 100
 POLL_S = 0.5
+TURN_S = 5.0
+"""Time after which a run gives its turn to others, though it has more to do."""
 FLUSH_S = 1.0
 """Longest delay of a line, and shortest time between two records of a job's state."""
 GRACE_S = 30.0
-"""Time for prompts under way to end after a cancel or the end of the window."""
-MAX_ERRORS = 100
-"""Errors of an input that are listed."""
+"""Time for prompts under way to end after a cancel or the end of the window, and for the rest of
+the input to be validated after the latter."""
 _ENDINGS: Mapping[BatchEnding, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was run."),
     "expired": (
@@ -70,8 +79,27 @@ _ENDINGS: Mapping[BatchEnding, tuple[str, str]] = {
 }
 
 
+class _EndsEarly(Exception):
+    """The job ends before its input is validated."""
+
+    def __init__(self, ending: BatchEnding) -> None:
+        super().__init__(ending)
+        self.ending = ending
+
+
+class _Prompt(msgspec.Struct, frozen=True, gc=False):
+    """An encoded prompt. `index`: of its request."""
+
+    index: int
+    custom_id: str
+    entry: Entry
+
+
 class JobContext(NamedTuple):
-    """The parts of a runner that all its jobs share. `max_lines`: of an input."""
+    """The parts of a runner that all its jobs share. `max_lines`: of an input.
+
+    `turns`, `ending_turns`: of jobs that work, and of those that were cancelled or have expired.
+    """
 
     log: Log
     clock: Clock
@@ -79,6 +107,8 @@ class JobContext(NamedTuple):
     batches: BatchLog
     store: FileStore
     max_lines: int
+    turns: FairTurns
+    ending_turns: FairTurns
 
 
 class JobRun:
@@ -88,9 +118,20 @@ class JobRun:
         self._context = context
         self._job = job
         self._publisher = RecordPublisher(context.log, context.clock)
+        self._run = ""
+        self._partition = -1
+        self._is_continued = job.outputs_from >= 0
+        self._started: tuple[JobInput, JobOutput] | None = None
         self._under_way: set[int] = set()
         self._has_room = asyncio.Event()
+        self._is_full = False
+        """Whether the publication of prompts waits for room."""
+        self._pauses = False
+        self._is_published = False
+        self._is_withdrawn = False
         self._flushed_at = context.clock.now()
+        self._late_at = math.inf
+        """Time at which nothing is waited for any more, once the job is to end."""
 
     async def run(self) -> None:
         """Bring the job to its end.
@@ -98,113 +139,163 @@ class JobRun:
         Raises OutputSuperseded when another owner has begun; StreamError. The next run
         continues after any of them.
         """
-        context, job = self._context, self._job
-        run = f"{context.rng.getrandbits(64):016x}"
-        partition = await context.store.partition_of(job.id)
-        files = (output_file_id(job.id), error_file_id(job.id))
-        fence = await context.store.fence(partition, run, files)
-        first = fence if job.outputs_from < 0 else job.outputs_from
-        await self._put(fence=fence, outputs_from=first)
         try:
-            card = await self._input()
-            if self._job.status == "validating" and not await self._validate(card):
-                return
-            output = JobOutput(context.store, self._job, partition, run)
-            await output.restore(fence + len(files))
-            await self._execute(card, output)
-            await self._finish(card, output)
+            self._check_early_end()
+            while not self._job.has_ended:
+                async with self._turn() as turns:
+                    await self._advance(turns)
         except FileDamaged as e:
             await self.fail("file_damaged", str(e))
+        except _EndsEarly as e:
+            await self._put(status=e.ending, ended_s=self._now_s())
+
+    async def _advance(self, turns: FairTurns) -> None:
+        """Work on the job for one turn. Raises _EndsEarly, FileDamaged."""
+        if self._started is None:
+            given = await self._begin()
+            if given is None:
+                return
+            self._started = given, await self._restored()
+        given, output = self._started
+        if output.left and not self._is_over():
+            await self._execute(given, output, turns)
+        if not output.left or self._is_over():
+            await self._finish(given, output)
 
     async def fail(self, code: str, message: str, *errors: BatchError) -> None:
         """End the job with errors."""
         found = errors or (BatchError(code=code, message=message),)
         await self._put(status="failed", errors=found, ended_s=self._now_s())
 
+    # --- turns and ends ---
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[FairTurns, None]:
+        """A turn at work. Raises _EndsEarly."""
+        tenant = self._job.tenant
+        turns = self._turns()
+        place = turns.enter(tenant)
+        try:
+            while not place.done():
+                await asyncio.wait({place}, timeout=POLL_S)
+                self._check_early_end()
+                if not place.done() and turns is not self._turns():
+                    turns.leave(tenant, place)
+                    turns = self._turns()
+                    place = turns.enter(tenant)
+            yield turns
+        finally:
+            turns.leave(tenant, place)
+
+    def _turns(self) -> FairTurns:
+        return self._context.ending_turns if self._ending() else self._context.turns
+
+    def _ending(self) -> BatchEnding | None:
+        """The end of the job before all its requests are run, if that is to come."""
+        ending = self._job.ending
+        if ending is None and self._context.batches.view.cancelled_s(self._job.id) is not None:
+            ending = "cancelled"
+        elif ending is None and self._now_s() >= self._job.expires_s:
+            ending = "expired"
+        if ending and self._late_at == math.inf:
+            self._late_at = self._context.clock.now() + GRACE_S
+        return ending
+
+    def _is_late(self) -> bool:
+        """Whether the job is to end, and the time for what is under way is over."""
+        return self._ending() is not None and self._context.clock.now() > self._late_at
+
+    def _is_over(self) -> bool:
+        """Whether nothing is waited for in a job that is to end."""
+        return self._job.ending is not None and (not self._under_way or self._is_late())
+
+    def _check_early_end(self) -> None:
+        """Raises _EndsEarly for a job that is to end and whose input is not validated in time."""
+        if self._job.status != "validating" or (ending := self._ending()) is None:
+            return
+        if ending == "cancelled" or self._is_late():
+            raise _EndsEarly(ending)
+
     # --- the input ---
 
-    async def _input(self) -> FileCard:
-        """Raises FileDamaged if it no longer exists."""
+    async def _begin(self) -> JobInput | None:
+        """Fence former owners and validate the input; None if the job has failed.
+
+        Raises _EndsEarly, FileDamaged.
+        """
+        context, job = self._context, self._job
+        self._run = f"{context.rng.getrandbits(64):016x}"
+        self._partition = await context.store.partition_of(job.id)
+        fence = await context.store.fence(self._partition, self._run, _files(job))
+        first = fence if job.outputs_from < 0 else job.outputs_from
+        await self._put(fence=fence, outputs_from=first, attempts=job.attempts + 1)
+        given = await self._input()
+        if job.status == "validating" and not await self._validate(given):
+            return None
+        return given
+
+    async def _restored(self) -> JobOutput:
+        """The files of the job as former owners left them."""
         job = self._job
-        card = await self._context.batches.file(job.input_file_id, job.tenant)
+        output = JobOutput(self._context.store, job, self._partition, self._run)
+        await output.restore(job.fence + len(_files(job)))
+        self._under_way = set(output.undone(job.published))
+        return output
+
+    async def _input(self) -> JobInput:
+        """Raises FileDamaged if it no longer exists."""
+        context, job = self._context, self._job
+        card = await context.batches.file(job.input_file_id, job.tenant)
         if card is None:
             raise FileDamaged(f"{job.input_file_id}: it was deleted")
-        return card
+        return JobInput(context.store, card, job.endpoint, context.max_lines)
 
-    async def _requests(self, card: FileCard) -> AsyncGenerator[JobRequest | BatchError, None]:
-        async with (
-            aclosing(self._context.store.read(card)) as pieces,
-            aclosing(requests_of(pieces, self._job.endpoint)) as requests,
-        ):
-            async for request in requests:
-                yield request
-
-    async def _validate(self, card: FileCard) -> bool:
-        """Check each line; false if the job has failed."""
-        errors: list[BatchError] = []
-        known: set[bytes] = set()
-        lines = 0
-        async with aclosing(self._requests(card)) as requests:
-            async for request in requests:
-                lines += 1
-                if lines > self._context.max_lines:
-                    message = f"a batch may have {self._context.max_lines} requests"
-                    errors.append(BatchError(code="too_many_requests", message=message))
-                elif isinstance(request, BatchError):
-                    errors.append(request)
-                elif not _add(known, request.custom_id):
-                    message = "custom_id: another line has the same one"
-                    errors.append(
-                        BatchError(
-                            code="duplicate_custom_id", message=message, line=request.line,
-                            param="custom_id",
-                        )
-                    )  # fmt: skip
-                if len(errors) >= MAX_ERRORS or lines > self._context.max_lines:
-                    break
-                if lines % PROMPTS_PER_APPEND == 0:
-                    await self._context.clock.sleep(0)
-        if not lines:
-            errors.append(BatchError(code="empty_file", message="the input file has no lines"))
-        if errors:
-            await self.fail("", "", *errors)
+    async def _validate(self, given: JobInput) -> bool:
+        """Check each line; false if the job has failed. Raises _EndsEarly."""
+        checked = await given.check(self._check_early_end)
+        if checked.errors:
+            await self.fail("", "", *checked.errors)
             return False
         ends = await self._result_ends()
         await self._put(
-            status="in_progress", lines=lines, results_from=ends, in_progress_s=self._now_s()
-        )
+            status="in_progress", lines=checked.lines, results_from=ends,
+            in_progress_s=self._now_s(), attempts=0,
+        )  # fmt: skip
         return True
 
     # --- execution ---
 
-    async def _execute(self, card: FileCard, output: JobOutput) -> None:
-        """Publish prompts and take in results, until all have come or the job ends before."""
+    async def _execute(self, given: JobInput, output: JobOutput, turns: FairTurns) -> None:
+        """Publish prompts and take in results for one turn: until all have come, the job is to end
+        and nothing is waited for, or others want the turn."""
         self._count(output)
         clock = self._context.clock
+        until = clock.now() + TURN_S
         reader = self._context.log.reader()
         working: asyncio.Task[None] | None = None
         try:
             await self._catch_up(reader, output)
-            published = range(1, self._job.published + 1)
-            self._under_way = {index for index in published if not output.is_done(index)}
-            ending = self._job.ending
-            working = asyncio.create_task(
-                self._withdraw(ending) if ending else self._publish_all(card, output)
-            )
-            until = clock.now() + GRACE_S
             while output.left:
-                if not ending and (ending := self._ending()):
-                    await _stop(working)
-                    await self._put(ending=ending)  # full files do not show it to the next run
-                    working = asyncio.create_task(self._withdraw(ending))
-                    until = clock.now() + GRACE_S
-                    log.info("%s: %s, %d under way", self._job.id, ending, len(self._under_way))
-                if ending and (not self._under_way or clock.now() > until):
+                if not self._job.ending and self._ending():
+                    await self._begin_ending(working)
+                    working = None
+                if working is None and (work := self._next_work(given, output)) is not None:
+                    working = asyncio.create_task(work)
+                if self._is_over():
                     break
-                await self._take_results(reader, output)
-                if working.done():
+                taken = await self._take_results(reader, output)
+                if working is not None and working.done():
                     working.result()
+                    working = None
+                is_idle = not taken and (working is None or self._is_full)
+                if taken or is_idle:
+                    self._job = replace(self._job, attempts=0)
+                if turns.is_wanted and (is_idle or clock.now() >= until):
+                    break
+            if working is not None:
+                await self._pause(working)
             await output.flush(_positions(reader, output))
+            await self._put_progress(output)
         finally:
             try:
                 if working is not None:
@@ -212,30 +303,66 @@ class JobRun:
             finally:
                 await reader.close()
 
+    async def _begin_ending(self, working: asyncio.Task[None] | None) -> None:
+        if working is not None:
+            await _stop(working)
+        await self._put(ending=self._ending())  # full files do not show it to the next run
+        log.info("%s: %s, %d under way", self._job.id, self._job.ending, len(self._under_way))
+
     async def _catch_up(self, reader: Reader, output: JobOutput) -> None:
-        """Take in the results that came before this run: their prompts need not be repeated."""
+        """Take in the results that came before: their prompts need not be repeated."""
         reader.assign(_sources(output.positions), RequestKeys(self._job.id))
         ends = await self._result_ends()
-        while any(reader.position(Partition(RESULTS, p)) < end for p, end in ends.items()):
+        while (
+            any(reader.position(Partition(RESULTS, p)) < end for p, end in ends.items())
+            and not self._is_late()
+        ):
             await self._take_results(reader, output)
 
-    async def _take_results(self, reader: Reader, output: JobOutput) -> None:
+    def _next_work(self, given: JobInput, output: JobOutput) -> Coroutine[Any, Any, None] | None:
+        """The prompts to withdraw or to publish; None for none now.
+
+        Publication begins with half a window of room, since it reads the input from its beginning.
+        """
+        if self._job.ending:
+            return None if self._is_withdrawn else self._withdraw(output)
+        has_room = len(self._under_way) <= WINDOW // 2
+        return self._publish_all(given, output) if has_room and not self._is_published else None
+
+    async def _pause(self, working: asyncio.Task[None]) -> None:
+        """End a work after the prompts that it appends now."""
+        self._pauses = True
+        self._has_room.set()
+        try:
+            await working
+        finally:
+            self._pauses = False
+
+    async def _take_results(self, reader: Reader, output: JobOutput) -> bool:
+        """Take in the next results; whether there were any of this job."""
+        left = output.left
         try:
             batches = await reader.poll(POLL_S, PROMPTS_PER_APPEND)
         except PositionLost as e:
             log.warning("%s: results were deleted before they were read: %s", self._job.id, e)
             output.positions[e.partition] = e.start
             reader.assign(_sources(output.positions), RequestKeys(self._job.id))
-            return
+            return False
+        size = 0
         for records in batches.values():
             for record in records:
                 self._take(record, output)
+                size += len(record.value or b"")
+                if size >= UNCHECKED_BYTES:
+                    size = 0
+                    await asyncio.sleep(0)
         now = self._context.clock.now()
         if output.unwritten_bytes >= PART_BYTES or now - self._flushed_at >= FLUSH_S:
             self._flushed_at = now
             if output.unwritten_bytes:
                 await output.flush(_positions(reader, output))
             await self._put_progress(output)
+        return output.left < left
 
     def _take(self, record: Record, output: JobOutput) -> None:
         try:
@@ -255,59 +382,63 @@ class JobRun:
         if len(self._under_way) < WINDOW:
             self._has_room.set()
 
-    def _ending(self) -> BatchEnding | None:
-        if self._context.batches.view.cancelled_s(self._job.id) is not None:
-            return "cancelled"
-        return "expired" if self._now_s() >= self._job.expires_s else None
-
     # --- prompts ---
 
-    async def _publish_all(self, card: FileCard, output: JobOutput) -> None:
+    async def _publish_all(self, given: JobInput, output: JobOutput) -> None:
         """Publish the prompt of each request without a line, within the window."""
-        prompts: list[Prompt] = []
+        prompts: list[_Prompt] = []
+        size = 0
         published = self._job.published
-        async with aclosing(self._requests(card)) as requests:
+        async with aclosing(given.requests(lambda i: not output.is_done(i))) as requests:
             async for request in requests:
                 assert isinstance(request, JobRequest), "the input was validated"
-                index = request.index
-                if output.is_done(index):
-                    continue
                 prompt = self._prompt(request, output)
-                if prompt is None or index <= published:
+                if prompt is None or request.index <= published:
                     continue
                 prompts.append(prompt)
-                if len(prompts) >= PROMPTS_PER_APPEND:
-                    await self._publish(prompts, output)
+                size += len(prompt.entry.value or b"")
+                if len(prompts) >= PROMPTS_PER_APPEND or size >= PART_BYTES:
+                    if not await self._publish(prompts, output):
+                        return
                     prompts.clear()
-        await self._publish(prompts, output)
+                    size = 0
+        self._is_published = await self._publish(prompts, output)
 
-    def _prompt(self, request: JobRequest, output: JobOutput) -> Prompt | None:
+    def _prompt(self, request: JobRequest, output: JobOutput) -> _Prompt | None:
         """The prompt of a request; None for one that is none, which gets its line."""
         deadline_s = max(1.0, self._job.expires_s - self._now_s())
+        index, custom_id = request.index, request.custom_id
         try:
-            return prompt_of(self._job, request, deadline_s)
+            return _Prompt(
+                index, custom_id, encode_prompt(prompt_of(self._job, request, deadline_s))
+            )
         except ValidationError as e:
             message = "; ".join(problem["msg"] for problem in e.errors(include_url=False))
-            self._fail_request(request.index, request.custom_id, "invalid_request", message, output)
+            self._fail_request(index, custom_id, "invalid_request", message, output)
             return None
 
-    async def _publish(self, prompts: Sequence[Prompt], output: JobOutput) -> None:
-        if not prompts:
-            return
-        while len(self._under_way) >= WINDOW:
+    async def _publish(self, prompts: Sequence[_Prompt], output: JobOutput) -> bool:
+        """Append prompts once there is room; false, without them, if the turn is over before."""
+        while len(self._under_way) >= WINDOW and not self._pauses:
+            self._is_full = True
             self._has_room.clear()
-            await self._has_room.wait()
-        indices = [request_index(self._job.id, prompt.id) or 0 for prompt in prompts]
+            try:
+                await self._has_room.wait()
+            finally:
+                self._is_full = False
+        if self._pauses:
+            return False
+        indices = [prompt.index for prompt in prompts]
         self._under_way.update(indices)
         await asyncio.gather(*(self._append(prompt, output) for prompt in prompts))
-        self._job = replace(self._job, published=max(indices))
+        self._job = replace(self._job, published=max(indices, default=self._job.published))
+        return True
 
-    async def _append(self, prompt: Prompt, output: JobOutput) -> None:
+    async def _append(self, prompt: _Prompt, output: JobOutput) -> None:
         try:
-            await self._publisher.publish_entry(BATCH, encode_prompt(prompt))
+            await self._publisher.publish_entry(BATCH, prompt.entry)
         except RecordTooLarge as e:
-            index = request_index(self._job.id, prompt.id) or 0
-            self._fail_request(index, prompt.custom_id, "too_large", str(e), output)
+            self._fail_request(prompt.index, prompt.custom_id, "too_large", str(e), output)
 
     def _fail_request(
         self, index: int, custom_id: str, code: str, message: str, output: JobOutput
@@ -315,30 +446,40 @@ class JobRun:
         output.add(failure_line(self._job.id, index, custom_id, code, message))
         self._end(index)
 
-    async def _withdraw(self, ending: BatchEnding) -> None:
-        """Cancel the prompts under way; those of an expired job end by their deadline."""
-        if ending != "cancelled":
-            return
-        for index in sorted(self._under_way):
-            name = request_id(self._job.id, index)
-            await self._publisher.publish_entry(
-                BATCH, encode_prompt(Prompt(id=name, kind="cancel"))
-            )
+    async def _withdraw(self, output: JobOutput) -> None:
+        """Cancel the prompts under way; those of an expired job end by their deadline.
+
+        A former owner may have published a window more than it could record.
+        """
+        if self._job.ending == "cancelled":
+            most = self._job.published
+            if self._is_continued:
+                most += WINDOW + PROMPTS_PER_APPEND
+            indices = sorted(self._under_way.union(output.undone(most)))
+            for start in range(0, len(indices), PROMPTS_PER_APPEND):
+                names = [
+                    request_id(self._job.id, index)
+                    for index in indices[start : start + PROMPTS_PER_APPEND]
+                ]
+                cancels = [encode_prompt(Prompt(id=name, kind="cancel")) for name in names]
+                await asyncio.gather(
+                    *(self._publisher.publish_entry(BATCH, cancel) for cancel in cancels)
+                )
+        self._is_withdrawn = True
 
     # --- the end ---
 
-    async def _finish(self, card: FileCard, output: JobOutput) -> None:
+    async def _finish(self, given: JobInput, output: JobOutput) -> None:
         self._count(output)
         await self._put(status="finalizing", finalizing_s=self._now_s())
         if output.left:
             assert self._job.ending, "else each request has its line"
             code, message = _ENDINGS[self._job.ending]
-            async with aclosing(self._requests(card)) as requests:
+            async with aclosing(given.requests(lambda i: not output.is_done(i))) as requests:
                 async for request in requests:
                     assert isinstance(request, JobRequest), "the input was validated"
-                    if not output.is_done(request.index):
-                        args = (request.index, request.custom_id, code, message)
-                        output.add(failure_line(self._job.id, *args))
+                    args = (request.index, request.custom_id, code, message)
+                    output.add(failure_line(self._job.id, *args))
                     if output.unwritten_bytes >= PART_BYTES:
                         await output.flush()
         await output.flush()
@@ -386,7 +527,11 @@ class JobRun:
             await self._put()
 
     async def _put(self, **changes: Any) -> None:
-        self._job = replace(self._job, **changes)
+        """Write the state. Raises OutputSuperseded."""
+        self._job = replace(self._job, writes=self._job.writes + 1, **changes)
+        known = self._context.batches.view.job(self._job.id, self._job.tenant)
+        if known is not None and known.fence > self._job.fence:
+            raise OutputSuperseded(f"{self._job.id}: another owner writes it")
         await self._context.batches.put_job(self._job)
 
     async def _result_ends(self) -> dict[int, int]:
@@ -406,6 +551,11 @@ async def _stop(task: asyncio.Task[None]) -> None:
         task.result()
 
 
+def _files(job: BatchJob) -> tuple[str, str]:
+    """The ids of its output file and its error file."""
+    return output_file_id(job.id), error_file_id(job.id)
+
+
 def _positions(reader: Reader, output: JobOutput) -> dict[int, int]:
     """The offsets of `results` up to which a reader has read."""
     return {p: reader.position(Partition(RESULTS, p)) for p in output.positions}
@@ -413,12 +563,3 @@ def _positions(reader: Reader, output: JobOutput) -> dict[int, int]:
 
 def _sources(positions: Mapping[int, int]) -> dict[Partition, int]:
     return {Partition(RESULTS, p): offset for p, offset in positions.items()}
-
-
-def _add(known: set[bytes], custom_id: str) -> bool:
-    """Add an id, by a digest of 8 bytes; false if it is known."""
-    digest = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=8).digest()
-    if digest in known:
-        return False
-    known.add(digest)
-    return True

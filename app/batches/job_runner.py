@@ -7,15 +7,19 @@ that still runs is fenced in the job's files (`app/batches/file_store.py`).
 
 It is a part of the collector, no process of its own: both follow results in the background, and one
 more process would be one more thing to start, watch and give rights to.
+
+The owner of a partition also keeps compaction from changing what counts there (`_write_again`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 
 from app.batches.batch_log import BatchLog
+from app.batches.fair_turns import FairTurns
 from app.batches.file_store import FileStore
 from app.batches.job_output import OutputSuperseded
 from app.batches.job_run import JobContext, JobRun
@@ -34,10 +38,19 @@ GROUP = "collector-jobs"
 
 CHECK_S = 1.0
 """Period of checks for jobs to start; also the delay before a run is repeated."""
+PAUSE_S = 0.05
+"""Pause between two checks, since each record of a job causes one."""
 MAX_RUNNING = 8
-"""Jobs at a time, the oldest first: each takes some megabytes and a consumer of `results`."""
+"""Jobs that are worked on at a time: each takes some megabytes and a consumer of `results`. As many
+more that were cancelled or have expired."""
+MAX_OPEN = 256
+"""Jobs that have a run at a time, which takes some bytes a line; by tenant in rotation, the oldest
+first. Cancelled and expired ones are no part of it."""
 MAX_ATTEMPTS = 3
 """Runs that end with an error of this program, after which the job fails."""
+MAX_RUNS = 10
+"""Runs without progress after which the job fails, whatever ended them: the death of a process, an
+error, a take-over. A rolling upgrade of the collectors takes a job over a few times."""
 
 
 class JobRunner:
@@ -48,7 +61,7 @@ class JobRunner:
         self._batches = BatchLog(log, ctx.clock, self._applied)
         self._context = JobContext(
             log, ctx.clock, ctx.rng, self._batches, FileStore(log, ctx.clock),
-            settings.batch_max_lines,
+            settings.batch_max_lines, FairTurns(MAX_RUNNING), FairTurns(MAX_RUNNING),
         )  # fmt: skip
         self._membership = GroupMembership(log, BATCH_JOBS, GROUP, self)
         self._owned: dict[int, object] = {}
@@ -62,7 +75,7 @@ class JobRunner:
 
     @property
     def running_jobs(self) -> int:
-        """Jobs that this runner works on now."""
+        """Jobs that have a run here, whether it has a turn or waits for one."""
         return len(self._running)
 
     @property
@@ -118,8 +131,15 @@ class JobRunner:
 
     async def _run(self) -> None:
         while True:
-            await self._check()
             self._changed.clear()
+            try:
+                await self._check()
+                await self._write_again()
+            except (AccessDenied, LogClosed):
+                raise
+            except StreamError as e:
+                log.warning("jobs are looked at again later: %s", e)
+            await self._ctx.clock.sleep(PAUSE_S)
             try:
                 async with asyncio.timeout(CHECK_S):
                     await self._changed.wait()
@@ -135,23 +155,49 @@ class JobRunner:
                 continue  # a second cancel would interrupt its clean-up
             elif await self._batches.partition_of(name) not in self._owned:
                 task.cancel()
-        for job in self._batches.view.open_jobs():
-            if len(self._running) >= MAX_RUNNING:
-                return
-            if job.id in self._running:
-                continue
-            if await self._batches.partition_of(job.id) in self._read:
-                self._running[job.id] = self._ctx.spawn(f"job {job.id}", self._work(job))
+        opened = {job.id: job for job in self._batches.view.open_jobs()}
+        chosen = {job.id: job for job in self._chosen(opened.values())}
+        for name, task in self._running.items():
+            if name in opened and name not in chosen and not task.cancelling():
+                task.cancel()
+        for name, job in chosen.items():
+            if name not in self._running and await self._batches.partition_of(name) in self._read:
+                self._running[name] = self._ctx.spawn(f"job {name}", self._work(job))
+
+    def _chosen(self, jobs: Iterable[BatchJob]) -> Iterator[BatchJob]:
+        """Of open jobs, the oldest first, those that may have a run."""
+        now_s, waiting = self._ctx.clock.wall_ms() // 1000, dict[str, list[BatchJob]]()
+        for job in jobs:
+            is_cancelled = self._batches.view.cancelled_s(job.id) is not None
+            if is_cancelled or job.ending or now_s >= job.expires_s:
+                yield job
+            else:
+                waiting.setdefault(job.tenant, []).append(job)
+        rows = zip_longest(*waiting.values())
+        in_rotation = (job for row in rows for job in row if job is not None)
+        yield from islice(in_rotation, MAX_OPEN)
+
+    async def _write_again(self) -> None:
+        """Write the records that count again, where others are behind them.
+
+        Compaction would keep the last record of a key.
+        """
+        for key, (partition, record) in self._batches.view.overwritten().items():
+            if partition in self._read:
+                await self._batches.put(key.partition("/")[2], key, record)
 
     async def _work(self, job: BatchJob) -> None:
         run = JobRun(self._context, job)
         errors = self._errors.get(job.id, [])
         try:
-            if len(errors) < MAX_ATTEMPTS:
-                await run.run()
-            else:
+            if len(errors) >= MAX_ATTEMPTS:
                 message = f"the job failed {len(errors)} times: {errors[-1]}"
                 await run.fail("internal_error", message)
+            elif job.attempts >= MAX_RUNS:
+                message = f"{job.attempts} runs of the job ended without progress"
+                await run.fail("interrupted", message)
+            else:
+                await run.run()
             self._errors.pop(job.id, None)
         except (AccessDenied, LogClosed):
             raise

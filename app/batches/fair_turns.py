@@ -1,0 +1,53 @@
+"""Turns at work of which a process does a bounded amount at a time: tenants go round.
+
+A turn is held until it is given back. A holder that sees that others wait gives it back as soon as
+it has done a piece of work, and queues again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+QueuePlace = asyncio.Future[None]
+"""A place in the queue; done once the turn has come."""
+
+
+class FairTurns:
+    """At most `most` turns at a time. The next one goes to the tenant that has waited longest since
+    its last turn, within a tenant to the first that came."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._waiting: dict[str, deque[QueuePlace]] = {}
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others wait for a turn."""
+        return bool(self._waiting)
+
+    def enter(self, tenant: str) -> QueuePlace:
+        """Queue for a turn; `leave` ends it, or the wait for it."""
+        place: QueuePlace = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(place)
+        self._grant()
+        return place
+
+    def leave(self, tenant: str, place: QueuePlace) -> None:
+        """Give a turn back, or leave the queue."""
+        if place.done():
+            self._free += 1
+        else:
+            self._waiting[tenant].remove(place)
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._free and self._waiting:
+            tenant, places = next(iter(self._waiting.items()))
+            del self._waiting[tenant]
+            places.popleft().set_result(None)
+            if places:
+                self._waiting[tenant] = places  # behind the others
+            self._free -= 1
