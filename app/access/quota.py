@@ -9,7 +9,7 @@ no more than the tokens in flight.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from app.access.key_file import Tenant
 
@@ -19,6 +19,12 @@ QUOTA_RETRY_S = 1.0
 
 
 LimitKind = Literal["requests", "tokens"]
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}"
+    for kind in get_args(LimitKind)
+    for what in ("limit", "remaining", "reset")
+)
+"""OpenAI's names of the headers about rates."""
 
 
 class QuotaRefusal(NamedTuple):

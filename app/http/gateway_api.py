@@ -65,6 +65,8 @@ def build_app(parts: GatewayDeps) -> FastAPI:
             path, handler, methods=[method], summary=meaning, description=meaning,
             route_class_override=route_class,
         )  # fmt: skip
+        if method == "GET":
+            api.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
     answer_errors(api)
     for kind in (InvalidPrompt, PreprocessorOverloaded, BadModel):
         api.add_exception_handler(kind, _preprocess_error)
@@ -141,7 +143,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.NOT_FOUND:
         return unknown_url(request.url.path).response(error.headers)
-    headers = dict(error.headers or {})
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         headers["allow"] = ", ".join(_methods(request))
     return ApiError(error.status_code, error.detail, code="invalid_request").response(headers)

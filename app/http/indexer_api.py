@@ -105,7 +105,8 @@ class IndexerApi:
             ("GET", "/workers", self.workers),
             ("GET", "/dump", self.dump),
         ):
-            api.add_api_route(path, handler, methods=[method])
+            methods = [method, "HEAD"] if method == "GET" else [method]
+            api.add_api_route(path, handler, methods=methods)
         self._probes.add_to(api)
         answer_errors(api)
         api.add_middleware(Authentication, access=self._access, needs="operator")

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.access.quota import RATE_LIMIT_HEADERS
 from app.http.api_errors import ApiError
 
 ANY_ORIGIN = "*"
@@ -99,7 +100,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=[origin.lower() for origin in origins],
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "x-kvlane-id"],
+        expose_headers=["x-request-id", "x-kvlane-id", "retry-after", *RATE_LIMIT_HEADERS],
     )
 
 
