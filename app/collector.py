@@ -96,7 +96,7 @@ class Collector(ObservedProcess):
         )
         self._reader = LaneReader(self._context, self._lanes)
         probes = Probes(self._checks, metrics.page, lambda: ctx.error is None)
-        self._status = StatusServer(settings, ctx, probes, metrics.loop_delay)
+        self._status = StatusServer(settings, ctx, probes, metrics)
 
     async def start(self) -> None:
         """Join the group; returns when the lanes that it got are taken over."""

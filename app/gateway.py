@@ -23,7 +23,7 @@ from app.batches.file_store import FileStore
 from app.http import gateway_api
 from app.http.authentication import AccessControl
 from app.http.gateway_health import GatewayHealth
-from app.http.http_server import TlsFiles, UvicornServer
+from app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer, fitting_streams
 from app.http.openai.active_streams import ActiveStreams
 from app.http.openai.gateway_deps import GatewayDeps
 from app.http.openai.served_models import ModelCatalog, ServedModels
@@ -33,6 +33,7 @@ from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model_loader import ModelLoader
 from app.preprocess.thread_pool import ThreadPool, WorkPool
 from app.routing.state.fleet import Fleet
+from app.runtime.open_files import raise_file_limit
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
 from streams.clock import BrokerClock
@@ -65,7 +66,7 @@ class Gateway:
         """Without `rng`, ids are drawn so that they cannot be guessed. `pool`: for tokenising."""
         self._log = log
         self._ctx = ctx
-        self._settings = settings
+        self._settings = settings = fitting_streams(settings)
         self._access = AccessControl(settings, ctx)
         fleet = Fleet()
         self._served = served = ServedModels(fleet, needs_prefill=settings.enforce_disaggregation)
@@ -106,8 +107,11 @@ class Gateway:
         await self.open()
         settings = self._settings
         self._server = UvicornServer(
-            self.http, settings.http_host, settings.http_port, self._ctx, tls=TlsFiles.of(settings)
-        )
+            self.http, settings.http_host, settings.http_port, self._ctx,
+            tls=TlsFiles.of(settings), metrics=self._metrics,
+            limits=ConnectionLimits.of(raise_file_limit(), settings.http_max_streams),
+            keep_alive_s=settings.http_keep_alive_s,
+        )  # fmt: skip
         await self._server.start()
 
     async def open(self) -> None:

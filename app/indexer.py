@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from app.http.authentication import AccessControl
-from app.http.http_server import TlsFiles, UvicornServer
+from app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer
 from app.http.indexer_api import IndexerApi
 from app.http.origin_guard import OriginGuard
 from app.metrics.indexer_metrics import IndexerMetrics
 from app.preprocess.thread_pool import ThreadPool, WorkPool
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
+from app.runtime.open_files import raise_file_limit
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
 from indexer.precompile import compile_all
@@ -93,13 +94,11 @@ class Indexer:
         compile_all()
         settings = self._settings
         self._server = UvicornServer(
-            self.http,
-            settings.http_host,
-            settings.indexer_port,
-            self._ctx,
-            setting="indexer_port",
-            tls=TlsFiles.of(settings),
-        )
+            self.http, settings.http_host, settings.indexer_port, self._ctx,
+            setting="indexer_port", tls=TlsFiles.of(settings), metrics=self._metrics,
+            limits=ConnectionLimits.of(raise_file_limit(), streams=0),
+            keep_alive_s=settings.http_keep_alive_s,
+        )  # fmt: skip
         await self._server.start()
         await self.open()
 

@@ -121,7 +121,7 @@ class Preprocessor(ObservedProcess):
         self._declare_topics()
         self._running: list[asyncio.Task[None]] = []
         probes = Probes(self._checks, self._metrics.page, lambda: ctx.error is None)
-        self._status = StatusServer(settings, ctx, probes, self._metrics.loop_delay)
+        self._status = StatusServer(settings, ctx, probes, self._metrics)
 
     def _checks(self) -> Checks:
         return {

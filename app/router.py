@@ -197,7 +197,7 @@ class Router(ObservedProcess):
             metrics.page,
             lambda: ctx.error is None,
         )
-        self._status = StatusServer(self._settings, ctx, probes, metrics.loop_delay)
+        self._status = StatusServer(self._settings, ctx, probes, metrics)
         await self._status.start()
 
     # --- Lanes: called by the intake -------------------------------------------------------------

@@ -123,7 +123,7 @@ class Worker(ObservedProcess):
         self._heartbeats = HeartbeatSender(self._publisher, ctx.clock, engine, self.id)
         self._metrics = WorkerMetrics(self)
         probes = Probes(self._checks, self._metrics.page, lambda: self.is_alive)
-        self._status = StatusServer(settings, ctx, probes, self._metrics.loop_delay)
+        self._status = StatusServer(settings, ctx, probes, self._metrics)
 
     @property
     def epoch(self) -> int | None:

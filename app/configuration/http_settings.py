@@ -33,7 +33,15 @@ class HttpSettings(BaseModel):
     http_max_streams: int = Field(
         2000,
         ge=1,
-        description="responses that a gateway streams concurrently before it rejects more",
+        description="responses that a gateway streams concurrently before it rejects more; "
+        "lowered, with a warning, to what the hard limit of open files allows",
+    )
+    http_keep_alive_s: float = Field(
+        75,
+        ge=1,
+        le=86_400,
+        description="how long an idle HTTP connection stays open, in seconds; longer than clients "
+        "and proxies keep theirs, so that these close it",
     )
     http_allowed_origins: str = Field(
         "",

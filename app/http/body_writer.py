@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from app.http.exchange import Exchange
 
 _EXTENSION = "kvlane.body_writer"
 
@@ -20,7 +21,7 @@ _EXTENSION = "kvlane.body_writer"
 class BodyWriter:
     """The body of one response of uvicorn's."""
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: Exchange) -> None:
         self._cycle = cycle
 
     def offer(self, scope: Any) -> None:
@@ -37,12 +38,14 @@ class BodyWriter:
             cycle.flow.write_paused
             or cycle.disconnected
             or cycle.response_complete
-            or not cycle.chunked_encoding  # None until the head is sent
+            or not (cycle.chunked_encoding or cycle.ends_by_close)  # neither until the head is sent
         )
 
     def write(self, body: bytes) -> None:
-        """Write a part that is not empty, as a chunk (RFC 9112, 7.1); only if `is_ready`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        """Write a part that is not empty, by HTTP/1.1 as a chunk (7.1); only if `is_ready`."""
+        cycle = self._cycle
+        framed = body if cycle.ends_by_close else b"%x\r\n%b\r\n" % (len(body), body)
+        cycle.transport.write(framed)
 
 
 def body_writer_of(scope: Scope) -> BodyWriter | None:

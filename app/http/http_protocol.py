@@ -1,6 +1,14 @@
-"""uvicorn's HTTP protocol with bounds on the head of a request, and answers to half-closed clients.
+"""uvicorn's HTTP protocol with bounds on everything that a client sends, or does not send.
 
-A connection whose head is too slow or too long is closed. Bodies are `app/http/middleware.py`'s.
+- Bytes: a head, a trailer section and the frame of a chunk have HEAD_BYTES each, with the heads of
+  the requests that wait. Trailers are dropped. Bodies are bounded by `app/http/middleware.py`.
+- Time: a connection has a deadline while it waits for a head, is idle, or ends, and another one
+  while its client reads nothing. The time of a body is bounded by its endpoint.
+- Number: `app/http/connection_table.py` bounds connections.
+- Order: an error of the client is answered behind the requests before it, and nothing is read
+  behind it. A response before the end of its request ends the connection. Input is then dropped
+  for a while, as many clients read only after they have sent everything.
+- A request for an upgrade is served without it (RFC 9110, 7.8).
 
 A client that closes its sending side after its request (`shutdown(SHUT_WR)`, `nc -N`) may wait for
 the answer, or may have closed its connection: TCP announces both by the same FIN. Only a write
@@ -12,85 +20,325 @@ bytes do. A reset is a disconnect.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from typing import Any
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.http.api_errors import invalid_request, overloaded
 from app.http.body_writer import BodyWriter
+from app.http.connection_table import ConnectionTable
+from app.http.exchange import Exchange
 
 HEAD_BYTES = 64 * 1024
-"""Several times the size that clients and proxies send. One socket read more may be in memory."""
+"""Memory of the heads of the requests that wait on a connection, and limit of trailers: several
+times what clients and proxies send. One socket read more may be in memory."""
+REQUEST_BYTES = 4096
+"""Memory of a request without its head."""
+FIELD_BYTES = 128
+"""Memory of a header field without its name and value."""
 HEAD_TIMEOUT_S = 20.0
 """Time limit for a head, from the opening of the connection or from its first byte."""
+CLOSE_TIMEOUT_S = 10.0
+"""Time for a client to read the last response, and to send the rest of its request, before its
+connection is reset: 8 MiB at 7 Mbit/s."""
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Bytes of a request that are read and dropped after its response."""
+WRITE_TIMEOUT_S = 60.0
+"""Time for a client to read 48 KiB of a response once all buffers are full."""
+PROBES = frozenset({"/livez", "/readyz", "/metrics"})
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 RESET_POLL_S = 0.1
 """Interval of checks of a half-closed connection for a reset."""
 
 
+class _BadRequest(Exception):
+    """A request that cannot be read. The connection ends with the answer to it."""
+
+
 class BoundedProtocol(HttpToolsProtocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head: int | None = 0
-        """Bytes read since the head began; None while a body is read."""
-        self._timer: asyncio.TimerHandle | None = None
+    cycle: Exchange
+
+    def __init__(self, table: ConnectionTable, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._table = table
+        self._is_spare = False
+        """Whether probes only are answered, since the table is full."""
+        self._is_in_body = False
+        self._pending = 0
+        """Bytes since the head began, or since the last byte of the body."""
+        self._held = 0
+        """Memory of the heads that wait, about."""
+        self._drops = False
+        """Whether input is dropped: after an error, and after the last response."""
+        self._dropped = 0
+        self._running: Exchange | None = None
+        """The exchange whose application runs, or ran last; `cycle` is the newest one."""
+        self._deadline = self._write_deadline = math.inf
         self._reset_check: asyncio.TimerHandle | None = None
 
+    # --- connection -------------------------------------------------------------------------------
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit of the first head."""
+        """Enter the table, and start the time limit of the first head."""
         super().connection_made(transport)
-        self._arm()
+        self._deadline = self.loop.time() + HEAD_TIMEOUT_S
+        self._is_spare = not self._table.add(self)
 
-    def data_received(self, data: bytes) -> None:
-        """Parse data, or respond with 400 if the head is too long."""
-        if self._head == 0 and not (data := data.lstrip(b"\r\n")):
-            return  # empty lines before a head, which some clients send after a body: RFC 9112, 2.2
-        if self._head is not None:
-            if self._head > HEAD_BYTES:
-                self.send_400_response("The head of the request is too large.")
-                return
-            self._head += len(data)
-            self._arm()
-        super().data_received(data)
-
-    def on_headers_complete(self) -> None:
-        """The head is over."""
-        self._head = None
-        self._disarm()
-        before: RequestResponseCycle | None = self.cycle
-        super().on_headers_complete()
-        if self.cycle is not before:  # which an upgrade leaves
-            BodyWriter(self.cycle).offer(self.scope)
-
-    def on_message_complete(self) -> None:
-        """The next head may begin."""
-        super().on_message_complete()
-        self._head = 0
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Leave the table, and end the application of the request."""
+        self._table.remove(self)
+        if self._reset_check is not None:
+            self._reset_check.cancel()
+        if self._running is not None:
+            self._running.disconnect()  # uvicorn does it for the newest one only
+        self.pipeline.clear()
+        super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection is kept: for the answer to a whole request."""
-        cycle: RequestResponseCycle | None = self.cycle
-        if self._head != 0 or cycle is None or cycle.response_complete or not self._may_half_close:
+        """Whether the connection is kept: for the answers to whole requests."""
+        running = self._running
+        is_cut = not self._drops and (self._is_in_body or self._pending > 0)
+        if running is None or not self._is_busy or is_cut or not self._may_half_close:
             return False
-        cycle.keep_alive = False
+        self.cycle.keep_alive = False
         if self._reset_check is None:
-            if not cycle.response_started and not self.pipeline:
+            if not running.response_started:
                 self.transport.write(INTERIM)
             self._check_for_reset()
         return True
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
-        self._disarm()
-        if self._reset_check is not None:
-            self._reset_check.cancel()
-        super().connection_lost(exc)
+    def pause_writing(self) -> None:
+        """The client has a limited time to read."""
+        self._write_deadline = self.loop.time() + WRITE_TIMEOUT_S
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._write_deadline = math.inf
+        super().resume_writing()
+
+    def expire(self, now: float) -> None:
+        """End the connection if one of its time limits is over."""
+        is_closing = self.transport.is_closing()
+        if now >= self._write_deadline or (now >= self._deadline and (is_closing or self._drops)):
+            self.abort()
+        elif now >= self._deadline:
+            self.transport.close()
+            self._deadline = now + CLOSE_TIMEOUT_S
+        elif is_closing and self._deadline == math.inf:
+            self._deadline = now + CLOSE_TIMEOUT_S
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self.transport.abort()
+
+    # --- input ------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data, or respond with 400 if it is no request within the bounds."""
+        if self._drops:
+            self._dropped += len(data)
+            if self._dropped > MAX_DISCARDED_BYTES:
+                self.abort()
+            return
+        if not self._is_in_body and not self._pending:
+            if not (data := data.lstrip(b"\r\n")):
+                return  # empty lines before a head, which some clients send after a body: 2.2
+            if not self._is_busy:
+                self._deadline = min(self._deadline, self.loop.time() + HEAD_TIMEOUT_S)
+        self._pending += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as e:
+            cause = e.__context__
+            is_ours = isinstance(cause, _BadRequest)
+            self._refuse(str(cause) if is_ours else "the request is not valid HTTP/1.1")
+        else:
+            if self._pending > HEAD_BYTES:
+                self._refuse("the head, a trailer or a chunk extension is too large")
+
+    def _parse(self, data: bytes) -> None:
+        """Parse data. A request for an upgrade is parsed again without it: the parser takes what
+        follows for another protocol."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as e:
+                data = self._head_without_upgrade() + data[e.args[0] :]
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        version = self.scope["http_version"].encode()
+        method = self.parser.get_method()
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        if not self.pipeline:
+            self._held = 0
+        super().on_message_begin()
+        self._hold(REQUEST_BYTES)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the URL."""
+        self._hold(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header field. Trailers are none (RFC 9110, 6.5.1)."""
+        if not self._is_in_body:
+            self._hold(FIELD_BYTES + len(name) + len(value))
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is over: the application is called, once it is its turn."""
+        version, method = self.parser.get_http_version(), self.parser.get_method().decode()
+        self.scope["http_version"] = version
+        if method == "CONNECT":
+            raise _BadRequest("this server is no proxy: CONNECT is not offered")
+        if self.parser.should_upgrade():
+            return
+        self._check_head(version)
+        self._is_in_body, self._pending = True, 0
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        self.scope["method"] = method
+        self.scope["path"] = unquote(path) if "%" in path else path
+        self.scope["raw_path"] = url.path
+        self.scope["query_string"] = url.query or b""
+        app: Any = self.app
+        if self._is_spare and self.scope["path"] not in PROBES:
+            app = overloaded("all connections are in use").response()
+        self.cycle = exchange = self._exchange(self.scope)
+        exchange.keep_alive = (
+            version == "1.1" and self.parser.should_keep_alive() and not self._is_spare
+        )
+        BodyWriter(exchange).offer(self.scope)
+        self._answer(exchange, app)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._pending = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The next head may begin."""
+        if not self.parser.should_upgrade():
+            self._is_in_body, self._pending = False, 0
+            super().on_message_complete()
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        if self._held > HEAD_BYTES:
+            raise _BadRequest(
+                "the heads of the requests on this connection are too large: send fewer or shorter "
+                "header fields, and read the responses before the next request"
+            )
+
+    def _check_head(self, version: str) -> None:
+        """Raises _BadRequest for a head that RFC 9112 does not allow and the parser does."""
+        if version not in ("1.0", "1.1"):
+            raise _BadRequest("this server has HTTP/1.1 and HTTP/1.0 only")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise _BadRequest(f"the request has {hosts} Host headers: send exactly one")
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.lower() != b"chunked":
+                raise _BadRequest("the header transfer-encoding may be chunked only")
+
+    def _refuse(self, message: str) -> None:
+        """Answer the newest request with 400, after those before it, and read nothing more."""
+        self._drops = True
+        app = invalid_request(message, code="bad_request").response()
+        newest, is_in_body = self.cycle, self._is_in_body
+        if is_in_body and newest.response_started:
+            return  # it closes the connection
+        if is_in_body and self.pipeline:
+            self.pipeline[0] = (newest, app)  # type: ignore[assignment]
+            return
+        if is_in_body:
+            newest.disconnect()  # its body has no end
+        scope = {"type": "http", "method": "GET", "http_version": "1.1", "headers": []}
+        self.cycle = self._exchange(newest.scope if is_in_body else scope)
+        self.cycle.keep_alive = False
+        self._answer(self.cycle, app)
+
+    # --- responses --------------------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        running = self._running
+        return running is not None and not (running.response_complete or running.disconnected)
+
+    def _exchange(self, scope: Any) -> Exchange:
+        return Exchange(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=True,
+            on_response=self.on_response_complete,
+        )
+
+    def _answer(self, exchange: Exchange, app: ASGIApp) -> None:
+        """Call the application after the requests before."""
+        if self._is_busy:
+            self.pipeline.appendleft((exchange, app))  # type: ignore[arg-type]
+            return
+        self._running = exchange
+        self._deadline = math.inf
+        self._table.begin(self)
+        self._start_asgi_task(exchange, app)  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        """Begin the next response, wait for the next request, or end the connection."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        assert self._running is not None
+        now = self.loop.time()
+        if self._running.closes:
+            self._end(now)
+        elif self.pipeline:
+            self._answer(*self.pipeline.pop())  # type: ignore[arg-type]
+        else:
+            self._deadline = now + (HEAD_TIMEOUT_S if self._pending else self.timeout_keep_alive)
+            self._table.wait(self)
+
+    def _end(self, now: float) -> None:
+        """End the connection after its last response.
+
+        The kernel resets a connection that is closed before everything was read; its client would
+        lose the response.
+        """
+        assert self._running is not None
+        self._deadline = now + CLOSE_TIMEOUT_S
+        if not (self._drops or self._running.more_body or self.pipeline):
+            self.transport.close()
+            return
+        self._drops = True
+        self.pipeline.clear()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     @property
     def _may_half_close(self) -> bool:
         """Not under TLS, which has no half-closed connections, nor by HTTP/1.0, which has no
         interim responses."""
-        return self.scheme == "http" and self.scope["http_version"] == "1.1"
+        return self.scheme == "http" and self.cycle.scope["http_version"] == "1.1"
 
     def _check_for_reset(self) -> None:
         """Take a reset for a disconnect: without reads, only a write reports it."""
@@ -99,17 +347,3 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._reset_check = self.loop.call_later(RESET_POLL_S, self._check_for_reset)
-
-    def _arm(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _give_up(self) -> None:
-        self._timer = None
-        if not self.transport.is_closing():
-            self.transport.close()

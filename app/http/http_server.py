@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -19,18 +20,54 @@ from typing import NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.http.http_protocol import BoundedProtocol
+from app.http.connection_table import SPARE, ConnectionTable
+from app.http.http_protocol import HEAD_TIMEOUT_S, BoundedProtocol
+from app.metrics.metric_set import MetricSet
 from app.operator_error import OperatorError
+from app.runtime.open_files import raise_file_limit
 from app.runtime.process import ProcessContext
 from app.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75
-"""Longer than the minute for which clients and proxies keep connections, so that these
-close it: a request on a connection that was just closed is an error for its client."""
+KEEP_ALIVE_S = 75.0
 SHUTDOWN_TIMEOUT_S = 5.0
+OTHER_FILES = 256
+"""Descriptors for everything but HTTP: Kafka, files, the status ports of a standalone process."""
+FEW_CONNECTIONS = 64
+"""Connections of a port for probes."""
+MANY_CONNECTIONS = 1024
+"""Connections of another port, or twice its streams if that is more: as many may be idle."""
+
+
+class ConnectionLimits(NamedTuple):
+    """What an HTTP port may use of this process's open files."""
+
+    connections: int
+    backlog: int
+    """Connections that wait to be accepted: all at once they must fit beside the others."""
+
+    @staticmethod
+    def of(files: int, streams: int) -> ConnectionLimits:
+        """Those of a port with `streams` concurrent responses, where `files` may be open."""
+        backlog = min(BACKLOG, files // 8)
+        fit = max(1, files - OTHER_FILES - SPARE - backlog)
+        return ConnectionLimits(min(fit, max(MANY_CONNECTIONS, 2 * streams)), backlog)
+
+
+def fitting_streams(settings: Settings) -> Settings:
+    """The settings, with KVLANE_HTTP_MAX_STREAMS lowered to what the limit of open files allows."""
+    files, wanted = raise_file_limit(), settings.http_max_streams
+    most = ConnectionLimits.of(files, wanted).connections
+    if wanted <= most:
+        return settings
+    log.warning(
+        "KVLANE_HTTP_MAX_STREAMS=%d is lowered to %d, since this process may have %d files open: "
+        "raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, `--ulimit nofile` of Docker), "
+        "or set it to %d", wanted, most, files, most,
+    )  # fmt: skip
+    return settings.model_copy(update={"http_max_streams": most})
 
 
 class CannotListen(OperatorError):
@@ -66,21 +103,58 @@ class TlsFiles(NamedTuple):
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's server with the bounds of its connections."""
+
+    def __init__(
+        self, config: uvicorn.Config, limits: ConnectionLimits, metrics: MetricSet | None
+    ) -> None:
+        super().__init__(config)
+        self._limits = limits
+        self._metrics = metrics
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. uvicorn does not bound the time of a TLS handshake as this does."""
+        loop = asyncio.get_running_loop()
+        self.table = ConnectionTable(self._limits.connections, loop.time, self._metrics)
+        tls = self.config.ssl
+        self.servers = [
+            await loop.create_server(
+                lambda: BoundedProtocol(
+                    self.table, config=self.config, server_state=self.server_state, app_state={}
+                ),
+                sock=listener,
+                backlog=self._limits.backlog,
+                ssl=tls,
+                ssl_handshake_timeout=HEAD_TIMEOUT_S if tls else None,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if counter % 10 == 0:
+            self.table.expire()
+        return await super().on_tick(counter)
 
 
 class UvicornServer:
     def __init__(
         self, app: ASGIApp, host: str, port: int, ctx: ProcessContext, setting: str = "http_port",
-        *, tls: TlsFiles | None = None,
+        *, tls: TlsFiles | None = None, metrics: MetricSet | None = None,
+        limits: ConnectionLimits | None = None, keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:  # fmt: skip
-        """`port` 0 takes any free one; it is the value of `setting`."""
+        """`port` 0 takes any free one; it is the value of `setting`. `limits`: for probes only
+        without."""
         self._tls = tls
         self._host, self._port = host, port
         self._setting = setting
         self._ctx = ctx
+        self._limits = limits or ConnectionLimits(FEW_CONNECTIONS, FEW_CONNECTIONS)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -90,11 +164,13 @@ class UvicornServer:
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=int(SHUTDOWN_TIMEOUT_S),
                 ssl_certfile=None if tls is None else tls.certificate,
                 ssl_keyfile=None if tls is None else tls.key,
-            )
+            ),
+            self._limits,
+            metrics,
         )
 
     async def start(self) -> None:
@@ -102,7 +178,7 @@ class UvicornServer:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             self._socket = socket.create_server(
-                (self._host, self._port), family=family, backlog=BACKLOG
+                (self._host, self._port), family=family, backlog=self._limits.backlog
             )
         except OSError as e:
             raise CannotListen(

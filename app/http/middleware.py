@@ -20,9 +20,6 @@ from app.metrics.gateway_metrics import GatewayMetrics
 
 REQUEST_ID = b"x-request-id"
 STREAM_ID = b"x-kvlane-id"
-_UNREAD = "kvlane.unread"
-"""Key in the scope of a request: non-empty if its body is not read completely. Then the response
-closes the connection; otherwise the server would read and drop the rest without a bound."""
 _REPEATABLE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 """Client ids that are echoed: at most 128 printable ASCII characters."""
 
@@ -30,9 +27,6 @@ MAX_BODIES = 32
 """Number of bodies of the largest size, or more smaller ones, in memory at a time."""
 BODY_TIMEOUT_S = 30.0
 """Time limit for a request body: 8 MiB at 2 Mbit/s."""
-MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Bytes of a body above the limit that are read and dropped. Many clients read the response only
-after sending everything; for larger bodies the connection is closed."""
 
 _PATHS = {
     "/v1/chat/completions": "chat",
@@ -59,15 +53,12 @@ class RequestIdMiddleware:
             return
         given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
         begun = False
-        scope[_UNREAD] = unread = set[bool]()  # shared, since routes get a copy of the scope
 
         async def send_on(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 headers = message.get("headers", ())
-                if unread:
-                    headers = [*headers, (b"connection", b"close")]
                 message["headers"] = [*headers, (REQUEST_ID, _request_id(given, headers))]
                 self._count(scope["path"], message["status"])
             await send(message)
@@ -108,17 +99,17 @@ class BodyLimiter:
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The body; it counts until the context is left.
 
-        Raises ApiError: 415 when it is not sent as JSON, 413 with both sizes, 408 when it does not
-        come, 529 when there are too many; ClientDisconnect when its client leaves.
+        Raises ApiError: 415 when it is not sent as JSON or is compressed, 413 with both sizes, 408
+        when it does not come, 529 when there are too many; ClientDisconnect when its client leaves.
         """
         check_content_type(request)
+        check_content_encoding(request)
         held = bytearray()
         try:
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     await self._receive(request, held)
             except TimeoutError:
-                mark_unread(request)
                 message = f"the body did not come within {BODY_TIMEOUT_S:g} s"
                 raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout") from None
             yield bytes(held)
@@ -126,21 +117,13 @@ class BodyLimiter:
             self._held -= len(held)
 
     async def _receive(self, request: Request, held: bytearray) -> None:
-        size = _announced(request)
-        if size > self._limit and (size > MAX_DISCARDED_BYTES or "expect" in request.headers):
-            mark_unread(request)
-            raise self._too_large(size)
-        size = 0
+        if (announced := _announced(request)) > self._limit:
+            raise self._too_large(announced)
         async for part in request.stream():
-            size += len(part)
-            if size <= self._limit:
-                self._take(len(part))
-                held += part
-            elif size > MAX_DISCARDED_BYTES:
-                mark_unread(request)
-                break
-        if size > self._limit:
-            raise self._too_large(max(size, _announced(request)))
+            if (size := len(held) + len(part)) > self._limit:
+                raise self._too_large(size)
+            self._take(len(part))
+            held += part
 
     def _take(self, size: int) -> None:
         if self._held + size > MAX_BODIES * self._limit:
@@ -155,11 +138,6 @@ class BodyLimiter:
         )
 
 
-def mark_unread(request: Request) -> None:
-    """The body of this request is not read completely: its response closes the connection."""
-    request.scope.get(_UNREAD, set()).add(True)
-
-
 def check_content_type(request: Request) -> None:
     """Raises ApiError, 415, unless the body is JSON: browsers send JSON to other sites only after a
     CORS preflight, other types without one."""
@@ -172,6 +150,18 @@ def check_content_type(request: Request) -> None:
         "content-type: application/json (curl: -H 'content-type: application/json')",
         code="unsupported_content_type",
     )
+
+
+def check_content_encoding(request: Request) -> None:
+    """Raises ApiError, 415, for a compressed body."""
+    given = request.headers.get("content-encoding", "identity").strip().lower()
+    if given not in ("", "identity"):
+        raise ApiError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "the header content-encoding names a compression, and no compressed body is read: send "
+            "the body as it is, without this header",
+            code="unsupported_content_encoding",
+        )
 
 
 def _announced(request: Request) -> int:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from app.http.authentication import AccessControl, Authentication
 from app.http.http_server import TlsFiles, UvicornServer
 from app.http.origin_guard import OriginGuard
-from app.metrics.metric_set import LoopDelayMonitor
+from app.metrics.metric_set import MetricSet
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from streams.views.follower import Follower
@@ -81,10 +81,10 @@ class StatusServer:
     """
 
     def __init__(
-        self, settings: Settings, ctx: ProcessContext, probes: Probes, loop_delay: LoopDelayMonitor
+        self, settings: Settings, ctx: ProcessContext, probes: Probes, metrics: MetricSet
     ) -> None:
         self._ctx = ctx
-        self._loop_delay = loop_delay
+        self._loop_delay = metrics.loop_delay
         self.http = Starlette()
         probes.add_to(self.http)
         port = settings.status_port
@@ -97,7 +97,8 @@ class StatusServer:
             )
             self._server = UvicornServer(
                 self.http, settings.http_host, port, ctx, setting="status_port",
-                tls=TlsFiles.of(settings),
+                tls=TlsFiles.of(settings), metrics=metrics,
+                keep_alive_s=settings.http_keep_alive_s,
             )  # fmt: skip
 
     @property

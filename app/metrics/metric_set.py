@@ -35,6 +35,12 @@ class MetricSet:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.loop_delay = LoopDelayMonitor(self)
+        self.http_connections = self.gauge("kvlane_http_connections", "Open HTTP connections")
+        self.http_overflow = self.counter(
+            "kvlane_http_connections_over_limit",
+            "New HTTP connections while the table was full: each closed the longest idle one, or "
+            "was answered for probes only",
+        )
         ProcessCollector(registry=self.registry)
 
     def counter(self, name: str, meaning: str, *labels: str) -> Counter:

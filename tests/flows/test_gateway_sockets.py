@@ -44,6 +44,11 @@ class Deployment(HttpHarness):
         await super().open()
         await until(lambda: bool(self.gateway.parts.served_models.models()))
 
+    @property
+    def connections(self) -> set[Any]:
+        assert self.gateway._server is not None
+        return self.gateway._server._server.server_state.connections
+
     def cancels(self) -> list[str]:
         lanes = (self.broker.records(REQUESTS, lane) for lane in range(LANES))
         records = [decode_record(r) for lane in lanes for r in lane]
@@ -92,9 +97,7 @@ async def test_openai_client_gets_a_chat(client: openai.AsyncOpenAI) -> None:
 async def test_small_writes_are_not_delayed(deployment: Deployment) -> None:
     async with httpx.AsyncClient() as http:
         await http.get(f"{deployment.gateway.url}/livez")
-        server = deployment.gateway._server
-        assert server is not None
-        (connection,) = server._server.server_state.connections
+        (connection,) = deployment.connections
         peer = connection.transport.get_extra_info("socket")
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -419,6 +422,111 @@ async def test_head_without_end_is_refused(deployment: Deployment) -> None:
     out.close()
     assert isinstance(got.exception(), ConnectionError) or b" 400 " in got.result()
     assert (await deployment.openai.models.retrieve("demo")).id == "demo"
+
+
+async def drip(out: asyncio.StreamWriter) -> None:
+    while True:
+        out.write(b"x")
+        await out.drain()
+        await asyncio.sleep(0.05)
+
+
+async def test_client_that_drips_cannot_hold_its_connection(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of an unread body has a limited time, however it comes."""
+    monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 0.5)
+    incoming, out = await connect(deployment)
+    out.write(b"POST /v1/none HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        assert (await incoming.readuntil(b"}")).startswith(b"HTTP/1.1 404")
+        with pytest.raises(ConnectionError):
+            await drip(out)
+    out.close()
+
+
+async def test_client_that_reads_nothing_cannot_hold_its_connection(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "WRITE_TIMEOUT_S", 0.5)
+    _, out = await connect(deployment)
+    connections = deployment.connections
+    await until(lambda: len(connections) == 1)
+    (connection,) = connections
+    connection.transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+    )
+    connection.transport.write(b"x" * 8_000_000)  # as a response without a reader
+    await until(lambda: not connections)
+    out.transport.abort()
+
+
+async def test_idle_connection_is_closed_after_the_time_of_the_setting(
+    deployment: Deployment,
+) -> None:
+    incoming, out = await connect(deployment)
+    request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with asyncio.timeout(WAIT_S):
+        out.write(request)
+        await incoming.readuntil(b"}")
+        (connection,) = deployment.connections
+        assert connection.timeout_keep_alive == deployment.settings.http_keep_alive_s == 75
+        connection.timeout_keep_alive = 0.5
+        out.write(request)
+        await incoming.readuntil(b"}")
+        out.write(b"\r\n")  # no request
+        assert await incoming.read() == b""
+    out.close()
+
+
+async def test_client_that_pipelines_and_leaves_cancels(deployment: Deployment) -> None:
+    _, out = await connect(deployment)
+    long = post("/v1/completions", prompt="x" * 1500, stream=True)
+    out.write(long + post("/v1/completions", prompt="abc"))
+    streams = deployment.gateway.parts.streams
+    await until(lambda: streams.open_streams == 1)
+    out.close()
+    await until(lambda: len(deployment.cancels()) == 1)
+    await until(lambda: streams.open_streams == 0)
+
+
+async def test_head_of_a_stream_ends_with_its_headers(
+    deployment: Deployment, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.chat.completions.create(
+        model="demo", messages=user("x" * 800), stream=True
+    )
+    first = await anext(stream)
+    async with httpx.AsyncClient(base_url=deployment.gateway.url, timeout=2) as http:
+        head = await http.head(f"/v1/streams/{first.id}")
+        assert (head.status_code, head.headers["content-type"]) == (
+            200, "text/event-stream",
+        )  # fmt: skip
+        assert (await http.get("/livez")).status_code == 200
+    await stream.close()
+
+
+async def test_probes_are_answered_while_every_connection_has_a_request(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = deployment.gateway._server
+    assert server is not None
+    monkeypatch.setattr(server._server.table, "_most", 2)
+    busy = [await connect(deployment) for _ in range(2)]
+    for incoming, out in busy:
+        out.write(post("/v1/completions", prompt="x" * 800, stream=True))
+        await incoming.readuntil(b"data: ")
+    for path, status in ((b"/v1/models", b"529"), (b"/livez", b"200"), (b"/metrics", b"200")) * 20:
+        incoming, out = await connect(deployment)
+        out.write(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
+        async with asyncio.timeout(WAIT_S):
+            got = await incoming.read()
+        assert got.startswith(b"HTTP/1.1 " + status)
+        assert b"\r\nconnection: close\r\n" in got
+        out.close()
+    for incoming, out in busy:
+        await incoming.readuntil(b"data: ")
+        out.close()
 
 
 async def test_connection_may_be_idle_and_its_body_slow(

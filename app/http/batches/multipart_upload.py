@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from starlette.requests import ClientDisconnect, Request
 
 from app.http.api_errors import ApiError, invalid_request
-from app.http.middleware import MAX_DISCARDED_BYTES, mark_unread
+from app.http.middleware import check_content_encoding
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ BUFFER_BYTES = 64 * 1024
 MAX_FIELD_BYTES = 8 * 1024
 MAX_FIELDS = 20
 STALL_TIMEOUT_S = 30.0
-"""Time limit for the next bytes of a body, and for the rest of a body after an error."""
+"""Time limit for the next bytes of a body."""
 UPLOAD_TIMEOUT_S = 3600.0
 """Time limit for a body: 200 MB at half a Mbit/s."""
 FILE_FIELD = "file"
@@ -104,20 +104,19 @@ class MultipartBody:
 async def multipart_body(request: Request, most_bytes: int) -> AsyncGenerator[MultipartBody, None]:
     """The body of a request whose file may have `most_bytes`.
 
-    Raises ApiError: 415 for another content type, 413 for an announced size above the limit, 400
-    for a body that is no multipart, 408 if nothing arrives; ClientDisconnect.
+    Raises ApiError: 415 for another content type or a compressed body, 413 for an announced size
+    above the limit, 400 for a body that is no multipart, 408 if nothing arrives; ClientDisconnect.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
-        mark_unread(request)
         raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             "send the file as multipart/form-data (curl: -F purpose=batch -F file=@FILE)",
             code="unsupported_content_type",
         )
+    check_content_encoding(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > most_bytes + MAX_FIELDS * MAX_FIELD_BYTES:
-        mark_unread(request)
         raise too_large(most_bytes)
     flow = _FlowControl(asyncio.get_running_loop())
     stream = aiohttp.StreamReader(flow, BUFFER_BYTES // 2, loop=asyncio.get_running_loop())
@@ -127,14 +126,7 @@ async def multipart_body(request: Request, most_bytes: int) -> AsyncGenerator[Mu
             yield MultipartBody(_reader(kind, stream), most_bytes)
     except TimeoutError:
         raise _body_timeout(UPLOAD_TIMEOUT_S) from None
-    except ApiError:
-        # Many clients read the response only after sending everything.
-        flow.discard()
-        await asyncio.wait({feeding}, timeout=STALL_TIMEOUT_S)
-        raise
     finally:
-        if not feeding.done() or flow.discarded > MAX_DISCARDED_BYTES:
-            mark_unread(request)
         feeding.cancel()
         await asyncio.gather(feeding, return_exceptions=True)
 
@@ -153,8 +145,6 @@ class _FlowControl(BaseProtocol):
         super().__init__(loop)
         self.may_feed = asyncio.Event()
         self.may_feed.set()
-        self.is_discarding = False
-        self.discarded = 0
 
     @property
     def connected(self) -> bool:
@@ -162,15 +152,9 @@ class _FlowControl(BaseProtocol):
         return True
 
     def pause_reading(self) -> None:
-        if not self.is_discarding:
-            self.may_feed.clear()
+        self.may_feed.clear()
 
     def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002
-        self.may_feed.set()
-
-    def discard(self) -> None:
-        """Read the rest of the body without a parser."""
-        self.is_discarding = True
         self.may_feed.set()
 
 
@@ -178,7 +162,7 @@ async def _feed(request: Request, stream: aiohttp.StreamReader, flow: _FlowContr
     """Move the body to the parser, whose next read raises the error that ends the transfer."""
     try:
         parts = aiter(request.stream())
-        while flow.discarded <= MAX_DISCARDED_BYTES:
+        while True:
             await flow.may_feed.wait()
             async with asyncio.timeout(STALL_TIMEOUT_S):
                 piece = await anext(parts, None)
@@ -187,9 +171,6 @@ async def _feed(request: Request, stream: aiohttp.StreamReader, flow: _FlowContr
                 return
             for start in range(0, len(piece), BUFFER_BYTES):
                 await flow.may_feed.wait()
-                if flow.is_discarding:
-                    flow.discarded += len(piece)
-                    break
                 stream.feed_data(piece[start : start + BUFFER_BYTES])
     except TimeoutError:
         stream.set_exception(_body_timeout(STALL_TIMEOUT_S))
