@@ -74,7 +74,8 @@ class LaneOwner:
         self._records_behind: dict[str, deque[LogRecord]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
         self._batch_arrived: set[str] = set()  # those of them that are batch requests
-        self._renewed: set[str] = set()  # ids that were appended again, and not read since
+        self._renewed: dict[str, set[int]] = {}
+        """Requests that were appended again, and not read since: the offsets of their records."""
         self._backpressure = LaneBackpressure(context, claim)
         self.take_over = context.ctx.spawn(f"take over lane {self._lane}", self._begin())
 
@@ -332,7 +333,8 @@ class LaneOwner:
         except RequestCancelled:
             return
         except RenewalDue as e:
-            await self._renew(e.request)
+            await self._renew(e.request, offset)
+            return
         except Exception as e:
             if not is_request_fault(e):
                 raise
@@ -345,13 +347,17 @@ class LaneOwner:
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
 
-    async def _renew(self, request: Request) -> None:
-        """Append a request again, whose record would be deleted while it waits.
+    async def _renew(self, request: Request, offset: int | None) -> None:
+        """Append a request again, whose record at `offset` would be deleted while it waits.
 
         The new record is read as any other. A Cancel that is read before it ends the request, too.
+        The old record is done when the new one is admitted: then a Cancel between them is done, and
+        until then the next owner reads all three.
         """
-        self._arrived.pop(request.id, None)  # the new record is no duplicate of this one
-        self._renewed.add(request.id)
+        arrived = self._arrived.pop(request.id, None)  # the new record is no duplicate of this one
+        self._batch_arrived.discard(request.id)
+        offsets = self._renewed.setdefault(request.id, set())
+        offsets |= {done for done in (arrived, offset) if done is not None}
         renewed = replace(request, is_renewed=True)
         await self._context.publisher.publish(REQUESTS, request.id, renewed, self._lane)
 
@@ -392,7 +398,8 @@ class LaneOwner:
         Raises RenewalDue for a batch request that waited in the log for half its time there.
         """
         s = self._context
-        self._renewed.discard(request.id)
+        for replaced in self._renewed.pop(request.id, ()):
+            self.claim.mark_done(replaced)
         if self._is_known(request.id):
             return
         self._arrived[request.id] = fact.offset

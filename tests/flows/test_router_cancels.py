@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
+import pytest
 from msgspec.structs import replace
 
+from app.router import Router
+from app.runtime.process import ProcessContext
+from streams.codecs import decode
+from streams.memory.memory_log import MemoryLog
 from streams.records import Assignment, Cancel, CancelRun, End, Ended, Fence, Refused
+from streams.request import Request
 from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
@@ -16,6 +25,7 @@ from tests.harness.fake_worker import (
     start_router,
     wait_for_items,
 )
+from tests.harness.gateway_harness import memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
@@ -217,3 +227,50 @@ async def test_cancels_of_many_unknown_ids_query_the_broker_a_few_times(world: M
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: sum(group.committed.values()) == 300)
     assert world.faults.sent.count("offsets") < 20
+
+
+async def start_killable_router(world: MemoryWorld, name: str) -> tuple[MemoryLog, ProcessContext]:
+    log = await world.connect(name)
+    ctx = ProcessContext(name, world.clock, random.Random(name))
+    await Router(log, memory_settings(), ctx).start()
+    return log, ctx
+
+
+@pytest.mark.parametrize(
+    ("cancelled_after_s", "killed_after_s"),
+    [(0.0, 0.0), (0.0, 0.9), (0.0, 1.2), (0.5, 1.5), (0.0, 2.5), (1.5, 0.6)],
+)
+@partial(scenario_test, lanes=1)
+async def test_cancel_between_a_batch_request_and_its_renewal_outlives_the_owner(
+    world: MemoryWorld, cancelled_after_s: float, killed_after_s: float
+) -> None:
+    worker = FakeWorker(world, max_num_seqs=1, max_runs=1)
+    log, ctx = await start_killable_router(world, "r1")
+    append_record(world, REQUESTS, replace(PROMPT, deadline_s=599.0))
+    (first,) = await wait_for_items(world, lambda: worker.received(Assignment))
+    run = worker.start(first)
+    waiting = replace(PROMPT, id="b", service_class="batch", deadline_s=7000.0)
+    append_record(world, REQUESTS, replace(waiting, queued_ms=world.clock.wall_ms()))
+    await world.sleep(298)
+    world.faults.slow["append"] = 1.0  # so long the renewed record is on its way
+    await world.sleep(2 + cancelled_after_s)
+    append_record(world, REQUESTS, Cancel(id="b"))
+    await world.wait_until(lambda: len(renewed_records(world)) == 1, within_s=30)
+    await world.sleep(killed_after_s)
+    log.kill()
+    await ctx.cancel_tasks()
+    world.faults.slow.clear()
+    await start_killable_router(world, "r2")
+    await world.sleep(10)
+    worker.finish(run, "stop")
+    await world.sleep(30)
+    assert [each.request.id for each in worker.received(Assignment)] == ["a"]
+    assert {end.code for end in read_records(world, RESPONSES, End, "b")} == {"cancelled"}
+    end_of_lane = len(world.records(REQUESTS, 0))
+    group = world.broker.group(REQUESTS, "router")
+    await world.wait_until(lambda: group.committed.get(0) == end_of_lane, within_s=10)
+
+
+def renewed_records(world: MemoryWorld) -> list[Request]:
+    found = map(decode, world.records(REQUESTS, 0))
+    return [record for record in found if isinstance(record, Request) and record.is_renewed]
