@@ -72,6 +72,15 @@ class BatchLog:
         """The partition of a file or job."""
         return partition_of(entity_id.encode(), await self._log.partitions(BATCH_JOBS))
 
+    async def id_beside(self, tenant: str, new: Callable[[], str]) -> str:
+        """The first new id in the partition of a tenant, where all processes see its entities in
+        one order. For a tenant with a limit; those of others are spread."""
+        count = await self._log.partitions(BATCH_JOBS)
+        wanted = partition_of(tenant.encode(), count)
+        while partition_of((entity_id := new()).encode(), count) != wanted:
+            pass
+        return entity_id
+
     async def read_to_end(self, partition: int) -> None:
         """Wait until the view has all that is in a partition now."""
         ends = await self._log.end_offsets(BATCH_JOBS, [partition])

@@ -14,7 +14,8 @@ from streams.errors import BrokerUnavailable
 from streams.memory.memory_log import MemoryLog, MemoryReader
 from streams.topics import BATCH, BATCH_JOBS, FILE_PARTS
 from tests.harness.batch_harness import CHATS, BatchHarness, chat_line, jsonl
-from tests.harness.key_files import KeyFileHarness
+from tests.harness.gateway_harness import GatewayHarness
+from tests.harness.key_files import KeyFileHarness, auth_headers
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 HOUR_S = 3600
@@ -571,4 +572,40 @@ async def test_open_batches_of_a_tenant_are_limited(
     assert (answer.status, answer.error["code"]) == (429, "batch_limit_exceeded")
     harness.fleet.answers = lambda _: True
     await harness.ended(batch_id, token)
+    assert (await harness.send("POST", "/v1/batches", body, token)).status == 200
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+@scenario_test
+async def test_limit_of_batches_holds_for_creations_at_the_same_time(
+    world: MemoryWorld, keys: KeyFileHarness, gateways: int
+) -> None:
+    """At all gateways: the order in the log decides, and no prompt of the others is published."""
+    token = keys.add("acme")
+    keys.limit("acme", batches=2)
+    harness = await BatchHarness.open(world, "r1", **keys.settings)
+    harness.fleet.answers = lambda _: False
+    doors = [harness.gateway]
+    doors += [
+        await GatewayHarness.open(world, f"g{n}", **keys.settings) for n in range(1, gateways)
+    ]
+    world.faults.slow["append"] = 0.2
+    body = {"input_file_id": await harness.upload(input_of(3), token), "endpoint": CHATS}
+    many = [
+        door.send("POST", "/v1/batches", body, auth_headers(token))
+        for _ in range(6) for door in doors
+    ]  # fmt: skip
+    for each in many:
+        await each.wait_done()
+    accepted = [each.json["id"] for each in many if each.status == 200]
+    refused = {(each.status, each.error["code"]) for each in many if each.status != 200}
+    assert len(accepted) == 2
+    assert refused == {(429, "batch_limit_exceeded")}
+    await world.sleep(10)
+    assert {prompt["batch_id"] for prompt in harness.fleet.prompts.values()} == set(accepted)
+    later = await GatewayHarness.open(world, "later", **keys.settings)
+    listed = await later.send("GET", "/v1/batches", headers=auth_headers(token)).wait_done()
+    assert {each["id"] for each in listed.json["data"]} == set(accepted)
+    harness.fleet.answers = lambda _: True
+    await harness.ended(accepted[0], token)
     assert (await harness.send("POST", "/v1/batches", body, token)).status == 200

@@ -265,6 +265,50 @@ async def test_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFileHa
     await uploaded(harness, b"x", token)
 
 
+@pytest.mark.parametrize("gateways", [1, 2])
+@scenario_test
+async def test_size_of_files_holds_for_uploads_at_the_same_time(
+    world: MemoryWorld, keys: KeyFileHarness, gateways: int
+) -> None:
+    token = keys.add("acme")
+    keys.limit("acme", file_bytes=2_500_000)
+    doors = [await GatewayHarness.open(world, f"g{n}", **keys.settings) for n in range(gateways)]
+    world.faults.slow["append"] = 0.2
+    many = [
+        upload(door, big(n, 1_200_000), auth_headers(token)) for n in range(4) for door in doors
+    ]
+    for each in many:
+        await each.wait_done()
+    kept = [each.json["id"] for each in many if each.status == 200]
+    assert len(kept) == 2
+    assert {each.error["code"] for each in many if each.status != 200} <= {
+        "file_quota_exceeded", "too_large"
+    }  # fmt: skip
+    assert {key.split(b"/")[0].decode() for key in kept_parts(world)} == set(kept)
+    later = await GatewayHarness.open(world, "later", **keys.settings)
+    assert {each["id"] for each in (await get(later, "", token)).json["data"]} == set(kept)
+    gone = await later.send(
+        "DELETE", f"/v1/files/{kept[0]}", headers=auth_headers(token)
+    ).wait_done()
+    assert gone.status == 200
+    await uploaded(later, big(9, 1_200_000), token)
+
+
+@scenario_test
+async def test_transfers_of_a_tenant_leave_room_for_others(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    ours, theirs = keys.add("acme"), keys.add("globex")
+    harness = await GatewayHarness.open(world, **keys.settings)
+    headers = FORM | auth_headers(theirs)
+    for _ in range(MAX_TRANSFERS):
+        HttpExchange(harness.gateway.http, "POST", "/v1/files", None, headers, upload=False)
+    await world.sleep(1)
+    answer = await upload(harness, LINES, auth_headers(theirs)).wait_done()
+    assert (answer.status, answer.error["code"]) == (529, "overloaded")
+    await uploaded(harness, LINES, ours)
+
+
 # --- bad uploads ----------------------------------------------------------------------------------
 
 

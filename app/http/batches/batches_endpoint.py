@@ -7,6 +7,9 @@ belongs to the tenant whose key created it; for others it does not exist.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -51,6 +54,8 @@ class BatchesEndpoint:
         self._parts = parts
         self._batches = parts.batches
         self._bodies = BodyLimiter(parts.settings.http_max_body_bytes)
+        self._creating: Counter[str] = Counter()
+        """Batches that are being created, by tenant."""
 
     async def create(self, request: Request) -> Response:
         """Create a batch. Raises ApiError."""
@@ -60,14 +65,14 @@ class BatchesEndpoint:
             fields, _ = await run_cooperatively(parse_body(body))
         wanted = _new_batch(fields)
         window_s = self._window_s(wanted.completion_window)
-        self._check_limit(caller)
-        with translated():
+        limit = caller.terms.batches
+        with self._creation(caller), translated():
             file = await self._batches.file(wanted.input_file_id, caller.tenant)
             if file is None or file.purpose != "batch":
                 message = "input_file_id: there is no such file of the purpose batch"
                 raise invalid_request(message, "input_file_id", code="file_not_found")
             job = BatchJob(
-                id=f"batch_{self._parts.entity_ids.new()}",
+                id=await self._new_id(caller),
                 endpoint=wanted.endpoint,
                 input_file_id=file.id,
                 created_s=self._now_s(),
@@ -76,8 +81,11 @@ class BatchesEndpoint:
                 tenant=caller.tenant,
                 cache_salt=self._cache_salt(caller),
                 metadata=wanted.metadata,
+                most_open=limit or 0,
             )
             await self._batches.put_job(job)
+        if self._batches.view.job(job.id, caller.tenant) is None:  # others came before it
+            raise _limit_error(limit or 0)
         return self._response(job)
 
     async def list(self, request: Request) -> Response:
@@ -127,17 +135,30 @@ class BatchesEndpoint:
             raise invalid_request(message, "completion_window")
         return length_s
 
-    def _check_limit(self, caller: Caller) -> None:
-        limit = caller.terms.batches
-        if limit is None:
-            return
-        running = sum(not job.has_ended for job in self._batches.view.jobs(caller.tenant))
-        if running >= limit:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"the tenant has {running} batches that have not ended, {limit} are allowed",
-                code="batch_limit_exceeded",
-            )
+    @contextmanager
+    def _creation(self, caller: Caller) -> Iterator[None]:
+        """Count a batch that is being created. Raises ApiError beyond the limit of the tenant.
+
+        The log decides about those that other gateways create at the same time: see `most_open`.
+        """
+        limit, tenant = caller.terms.batches, caller.tenant
+        opened = sum(not job.has_ended for job in self._batches.view.jobs(tenant))
+        if limit is not None and opened + self._creating[tenant] >= limit:
+            raise _limit_error(limit)
+        self._creating[tenant] += 1
+        try:
+            yield
+        finally:
+            self._creating[tenant] -= 1
+            self._creating += Counter()  # without the tenants that create none
+
+    async def _new_id(self, caller: Caller) -> str:
+        def new() -> str:
+            return f"batch_{self._parts.entity_ids.new()}"
+
+        if caller.terms.batches is None:
+            return new()
+        return await self._batches.id_beside(caller.tenant, new)
 
     def _cache_salt(self, caller: Caller) -> str:
         if not caller.tenant or caller.terms.share_cache:
@@ -146,6 +167,11 @@ class BatchesEndpoint:
 
     def _now_s(self) -> int:
         return self._parts.ctx.clock.wall_ms() // 1000
+
+
+def _limit_error(limit: int) -> ApiError:
+    message = f"{limit} batches of the tenant may be open at a time: wait for the end of one"
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="batch_limit_exceeded")
 
 
 def _new_batch(fields: dict[str, Any]) -> NewBatch:

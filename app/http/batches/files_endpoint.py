@@ -6,9 +6,11 @@ through in pieces, and never is whole in memory.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Any
 
 from starlette.requests import Request
@@ -23,11 +25,14 @@ from streams.batch_records import FileCard, FilePurpose
 from streams.topics import FILE_RETENTION_MS
 
 MAX_TRANSFERS = 16
-"""Uploads and downloads at a time, of some megabytes of memory each; more are refused."""
+"""Uploads and downloads at a time, of some megabytes of memory each; more are refused. A tenant has
+half of them at most."""
 LIST_DEFAULT, LIST_MOST = 1000, 10_000
 MAX_NAME_CHARS = 255
 PURPOSE: FilePurpose = "batch"
 _JSONL = "application/jsonl"
+Counted = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
+"""Passes pieces of an upload on, and counts them."""
 
 
 class FilesEndpoint:
@@ -37,17 +42,22 @@ class FilesEndpoint:
         self._parts = parts
         self._batches = parts.batches
         self._store = parts.files
-        self._transfers = 0
+        self._transfers: Counter[str] = Counter()
+        """Under way, by tenant."""
+        self._arriving: dict[str, dict[object, int]] = {}
+        """Bytes of the uploads under way by tenant, in the order of their beginning: as announced,
+        or as arrived."""
 
     async def create(self, request: Request) -> Response:
         """Upload a file. Raises ApiError."""
         caller = caller_of(request)
         caller.count_request()
         most_bytes = self._room(caller)
-        with self._transfer(), translated():
+        with self._transfer(caller.tenant), translated(), self._arrival(request) as counted:
             async with multipart_body(request, most_bytes) as body:
-                card = await self._write(body, caller.tenant)
+                card = await self._write(body, caller, counted)
             await self._batches.put_file(card)
+            await self._check_kept(card, caller)
         return json_response(file_object(card))
 
     async def list(self, request: Request) -> Response:
@@ -108,11 +118,11 @@ class FilesEndpoint:
                 message = f"{job.id} uses the file: it can be deleted when that has ended"
                 raise ApiError(HTTPStatus.CONFLICT, message, code="file_in_use")
 
-    async def _write(self, body: MultipartBody, tenant: str) -> FileCard:
+    async def _write(self, body: MultipartBody, caller: Caller, counted: Counted) -> FileCard:
         """The card of a file that is completely in the log, once all fields are known."""
-        file = await body.file()
-        file_id = f"file-{self._parts.entity_ids.new()}"
-        written = await self._store.write(file_id, file.content())
+        file, tenant = await body.file(), caller.tenant
+        file_id = await self._new_id(caller)
+        written = await self._store.write(file_id, counted(file.content()))
         card = FileCard(
             id=file_id, purpose=PURPOSE, created_s=self._parts.ctx.clock.wall_ms() // 1000,
             filename=file.filename[:MAX_NAME_CHARS], tenant=tenant, **written._asdict(),
@@ -124,36 +134,89 @@ class FilesEndpoint:
             raise
         return card
 
+    async def _new_id(self, caller: Caller) -> str:
+        def new() -> str:
+            return f"file-{self._parts.entity_ids.new()}"
+
+        if caller.terms.file_bytes is None:
+            return new()
+        return await self._batches.id_beside(caller.tenant, new)
+
     def _room(self, caller: Caller) -> int:
         """Bytes that a new file of the caller may have. Raises ApiError, 429, for none."""
-        most = self._parts.settings.http_max_file_bytes
-        limit = caller.terms.file_bytes
+        most, limit = self._parts.settings.http_max_file_bytes, caller.terms.file_bytes
         if limit is None:
             return most
-        kept = sum(card.size for card in self._batches.view.files(caller.tenant))
-        if kept >= limit:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                f"the files of the tenant have {kept} bytes, {limit} are allowed: delete some",
-                code="file_quota_exceeded",
-            )
-        return min(most, limit - kept)
+        used = sum(card.size for card in self._batches.view.files(caller.tenant))
+        if used + sum(self._arriving.get(caller.tenant, {}).values()) >= limit:
+            raise _quota_error(limit)
+        return min(most, limit - used)
 
     @contextmanager
-    def _transfer(self) -> Iterator[None]:
-        if self._transfers >= MAX_TRANSFERS:
+    def _arrival(self, request: Request) -> Iterator[Counted]:
+        """Counts the bytes of an upload until its end. It counts for those that begin later."""
+        caller, upload, size = caller_of(request), object(), 0
+        under_way = self._arriving.setdefault(caller.tenant, {})
+        announced = request.headers.get("content-length", "")
+        under_way[upload] = int(announced[:20]) if announced.isdecimal() else 0
+
+        async def counted(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+            nonlocal size
+            async for piece in pieces:
+                size += len(piece)
+                under_way[upload] = max(size, under_way[upload])
+                before = takewhile(lambda each: each[0] is not upload, under_way.items())
+                self._check_size(size + sum(most for _, most in before), caller)
+                yield piece
+
+        try:
+            yield counted
+        finally:
+            del under_way[upload]
+            if not under_way:
+                self._arriving.pop(caller.tenant, None)
+
+    def _check_size(self, more: int, caller: Caller) -> None:
+        """Raises ApiError if the tenant may not have so many bytes more."""
+        if (limit := caller.terms.file_bytes) is not None:
+            used = sum(card.size for card in self._batches.view.files(caller.tenant))
+            if used + more > limit:
+                raise _quota_error(limit)
+
+    async def _check_kept(self, card: FileCard, caller: Caller) -> None:
+        """Withdraw a file that is beyond the limit with those before it in the log, which other
+        gateways wrote at the same time. Raises ApiError."""
+        if (limit := caller.terms.file_bytes) is None:
+            return
+        files = self._batches.view.files(caller.tenant)
+        before = sum(each.size for each in takewhile(lambda each: each.id != card.id, files))
+        if before + card.size > limit:
+            await self._batches.delete_file(card)
+            await self._store.delete(card)
+            raise _quota_error(limit)
+
+    @contextmanager
+    def _transfer(self, tenant: str) -> Iterator[None]:
+        most = MAX_TRANSFERS // 2 if tenant else MAX_TRANSFERS
+        if self._transfers.total() >= MAX_TRANSFERS or self._transfers[tenant] >= most:
             raise overloaded("too many files are being transferred")
-        self._transfers += 1
+        self._transfers[tenant] += 1
         try:
             yield
         finally:
-            self._transfers -= 1
+            self._transfers[tenant] -= 1
+            self._transfers += Counter()  # without the tenants that have none
 
     async def _pieces(self, card: FileCard) -> AsyncGenerator[bytes, None]:
-        with self._transfer():
+        with self._transfer(card.tenant):
             async with aclosing(self._store.read(card)) as pieces:
                 async for piece in pieces:
                     yield piece
+
+
+def _quota_error(limit: int) -> ApiError:
+    message = f"the files of the tenant may have {limit} bytes together: delete some"
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="file_quota_exceeded")
 
 
 def _check_purpose(fields: Mapping[str, str]) -> None:
