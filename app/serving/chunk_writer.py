@@ -41,6 +41,7 @@ _CHUNK_BYTES = 400  # field names, numbers, usage, record overhead
 _TOKEN_BYTES = 11  # ten digits and a comma
 _CHAR_BYTES = 6  # an escaped control character; anything else is shorter
 _LOG_PROB_BYTES = 36  # an id, 18 digits, punctuation
+_COUNT_BYTES = 4  # the characters of a token: seldom more than two digits
 _ASIDE_BYTES = 20  # its position
 _encode = msgspec.json.Encoder().encode
 
@@ -97,6 +98,7 @@ class ChunkStream:
         self._tokens: list[int] = []
         self._text = ""
         self._log_probs: list[tuple[LogProb, ...]] = []
+        self._token_chars: list[int] = []
         self._asides: list[PassthroughDelta] = []
         self._aside_bytes = 0
         self._last: FinalChunk | None = None
@@ -129,6 +131,7 @@ class ChunkStream:
         text: str,
         log_probs: LogProbs = (),
         data: Sequence[PassthroughDelta] = (),
+        token_chars: Sequence[int] = (),
     ) -> None:
         """Send tokens and the text they complete, or text with its fields; waits while the stream
         is full.
@@ -141,6 +144,7 @@ class ChunkStream:
         self._text += text
         if log_probs:
             self._log_probs += map(tuple, log_probs)
+        self._token_chars += token_chars
         if self._released:
             self._writer.wake(self)
         while self._is_full and not self.is_broken:
@@ -183,6 +187,7 @@ class ChunkStream:
             data=tuple(self._asides),
             model=self._model,
             invalid_status=last.invalid_status if last else 0,
+            token_chars=tuple(self._token_chars),
         )
         self._model = ""
         self._seq += 1
@@ -199,6 +204,7 @@ class ChunkStream:
         content += self._aside_bytes + (self._last.size_bytes() if self._last else 0)
         if self._log_probs:
             content += _LOG_PROB_BYTES * sum(map(len, self._log_probs))
+        content += _COUNT_BYTES * len(self._token_chars)
         return fixed + content
 
     def on_acknowledged(self, chunk: Chunk) -> None:
@@ -227,6 +233,7 @@ class ChunkStream:
         self._tokens.clear()
         self._text = ""
         self._log_probs.clear()
+        self._token_chars.clear()
         self._asides.clear()
         self._aside_bytes = 0
 

@@ -379,6 +379,8 @@ class RunExecutor:
         assignment = run.assignment
         taken = unpack_tokens(assignment.taken)
         text = self._model.text_stream(assignment.request, taken)
+        if assignment.request.output.logprobs is not None:
+            text.token_chars = []
         invalid, status = "", 0
         run.started_at = self._ctx.clock.now()
         try:
@@ -465,7 +467,12 @@ class RunExecutor:
         run.count_tokens(piece.tokens, self._ctx.clock.now())
         run.context.notify_first_token()
         log_probs = (output.log_probs or ())[: piece.tokens]
-        await stream.push(output.token_ids[: piece.tokens], piece.text, log_probs, output.data)
+        token_chars = text.token_chars or ()
+        if token_chars:
+            text.token_chars = []
+        await stream.push(
+            output.token_ids[: piece.tokens], piece.text, log_probs, output.data, token_chars
+        )
         return piece.finish_reason is not None
 
 

@@ -60,6 +60,7 @@ class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     answer, over all attempts; `chars` is the length of the whole text after this Chunk.
     `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
     `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
+    `token_chars`: with them, the number of characters that each token completes in the text.
     `invalid`: the reason of an end with an error that lies in the request; `invalid_status`: its
     HTTP status, if it is not 400.
     `data`: the parts that are no text, of passthrough models. They bring no tokens.
@@ -82,6 +83,7 @@ class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     data: tuple[PassthroughDelta, ...] = ()
     model: str = ""
     invalid_status: int = 0
+    token_chars: tuple[int, ...] = ()
 
 
 class Fence(PublicRecord, frozen=True, tag="Fence"):

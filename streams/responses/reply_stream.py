@@ -359,7 +359,14 @@ def merge_chunks(chunks: Sequence[Chunk]) -> Chunk:
         data=tuple(aside for chunk in chunks for aside in chunk.data),
         model=chunks[0].model,
         invalid_status=last.invalid_status,
+        token_chars=_token_chars(chunks),
     )
+
+
+def _token_chars(chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    """One count per token, or none if a worker gave none."""
+    counts = tuple(count for chunk in chunks for count in chunk.token_chars)
+    return counts if len(counts) == sum(len(chunk.token_ids) for chunk in chunks) else ()
 
 
 def _log_probs(chunks: Sequence[Chunk]) -> tuple[tuple[LogProb, ...], ...] | None:

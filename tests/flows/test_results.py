@@ -156,7 +156,7 @@ async def test_log_probabilities_are_spelled_by_the_model(world: MemoryWorld) ->
     by_id = {result.id: result for result in await results.wait_results(2)}
     spelled = [by_id[name].body["choices"][0]["logprobs"] for name in "ab"]  # type: ignore[index]
     assert spelled[0]["tokens"] == ["a"]
-    assert spelled[0]["top_logprobs"] == [{"b": -1.5}]
+    assert spelled[0]["top_logprobs"] == [{"a": -0.5, "b": -1.5}]
     assert spelled[1]["tokens"] == ["token_id:97"]
 
 

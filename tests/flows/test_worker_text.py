@@ -7,7 +7,7 @@ from typing import Any
 from app.engine.interface import EngineOutput, token_usage
 from streams.codecs import pack_tokens
 from streams.records import EngineConfig, Finished, LogProb, PassthroughDelta, PrefillDone, Started
-from streams.request import OpenAiBody, Request, StopConditions
+from streams.request import OpenAiBody, OutputOptions, Request, StopConditions
 from streams.topics import LEDGER
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import PROMPT, ScriptedEngine, WorkerHarness, visible
@@ -149,3 +149,27 @@ async def test_engine_with_text_only_continues_no_answer(world: MemoryWorld) -> 
     assert (finished.code, finished.retryable) == ("error", True)
     assert not engine.requests
     assert not harness.chunks()
+
+
+@scenario_test
+async def test_chunks_count_the_characters_of_tokens_only_for_log_probabilities(
+    world: MemoryWorld,
+) -> None:
+    """Text may be withheld, and a character may take several tokens."""
+    script = [
+        EngineOutput(token_ids=tuple(data), log_probs=tuple((LogProb(t, -1.0),) for t in data))
+        for data in (b"a\xf0\x9f", b"\x98\x80EN", b"D more")
+    ]
+    stop = StopConditions(stop=("END",), max_tokens=50)
+    output_options = OutputOptions(logprobs=0)
+    harness, _ = await answer(world, *script, stop=stop, output=output_options)
+    chunks = harness.chunks()
+    assert visible(chunks).text == "a😀"
+    assert [n for chunk in chunks for n in chunk.token_chars] == [1, 0, 0, 0, 1, 1, 1, 1]
+    assert all(len(chunk.token_chars) == len(chunk.token_ids) for chunk in chunks)
+
+
+@scenario_test
+async def test_chunks_without_log_probabilities_count_no_characters(world: MemoryWorld) -> None:
+    harness, _ = await answer(world, *output("ab"), EngineOutput.stop())
+    assert not any(chunk.token_chars for chunk in harness.chunks())

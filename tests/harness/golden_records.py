@@ -334,6 +334,17 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     ),
     (
         r.Chunk(
+            id="job-17", attempt=0, run="0", seq=0, index=0, token_ids=(5, 6), text="é", chars=1,
+            token_chars=(0, 1), finish_reason="error", invalid="no", invalid_status=422,
+            usage=r.Usage(prompt_tokens=7, unknown=("completion_tokens",)),
+        ),
+        ('{"t":"Chunk","id":"job-17","attempt":0,"run":"0","seq":0,"index":0,"token_ids":'
+            '[5,6],"text":"é","chars":1,"finish_reason":"error","usage":{"prompt_tokens":7,"unk'
+            'nown":["completion_tokens"]},"invalid":"no","invalid_status":422,"token_chars":[0,'
+            '1]}').encode(),
+    ),
+    (
+        r.Chunk(
             id="job-17", attempt=0, run="0", seq=3, index=0, text="ok", chars=9,
             finish_reason="tool_calls", usage=r.Usage(prompt_tokens=7,
             details={"completion_tokens_details": {"n": 1}}), data=(r.PassthroughDelta(at=7,

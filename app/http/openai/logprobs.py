@@ -6,11 +6,11 @@ streams; the text of a token comes from the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from app.http.openai.passthrough_fields import JsonObject
-from streams.records import LogProb
+from streams.records import Chunk, LogProb
 
 
 class TokenText(NamedTuple):
@@ -19,18 +19,44 @@ class TokenText(NamedTuple):
     bytes_of: Callable[[int], bytes]
     as_ids: bool = False
 
-    def text(self, token_id: int) -> str:
-        """A token by itself; half a letter becomes U+FFFD."""
+    def text(self, token_id: int, bytes_prefix: str = "") -> str:
+        """A token by itself. One that is no text, such as half a letter, has the form
+        `\\xf0\\x9f`, after `bytes_prefix`: in completions that is `bytes:`."""
         if self.as_ids:
             return f"token_id:{token_id}"
-        return self.bytes_of(token_id).decode("utf-8", errors="replace")
+        content = self.bytes_of(token_id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return bytes_prefix + repr(content)[2:-1]
 
 
 class TokenLogprobs(NamedTuple):
-    """A token of an answer. `ranked`: its own log probability, then the top ones; may be empty."""
+    """A token of an answer. `ranked`: its own log probability, then the top ones; may be empty.
+    `offset`: the characters of the text that were complete before it."""
 
     token_id: int
     ranked: Sequence[LogProb]
+    offset: int = 0
+
+
+def tokens_with_offsets(
+    piece: Chunk, offset: int, spelling: TokenText
+) -> tuple[list[TokenLogprobs], int]:
+    """The tokens of a piece with log probabilities, and the offset of the next token. `offset`: of
+    the first one.
+
+    A worker of an older version does not count the characters: then those of each token by itself.
+    """
+    counts: Iterable[int] = piece.token_chars
+    if len(piece.token_chars) != len(piece.token_ids):
+        texts = (spelling.bytes_of(token_id) for token_id in piece.token_ids)
+        counts = [len(content.decode(errors="ignore")) for content in texts]
+    found = []
+    for token_id, ranked, chars in zip(piece.token_ids, piece.log_probs or (), counts, strict=True):
+        found.append(TokenLogprobs(token_id, ranked, offset))
+        offset += chars
+    return found, offset
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> JsonObject:
@@ -44,29 +70,33 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> JsonO
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    tokens: Sequence[TokenLogprobs], spelling: TokenText, offset: int
-) -> JsonObject:
-    """The form of completions; the first token starts at character `offset` of the text."""
-    texts = [spelling.text(token.token_id) for token in tokens]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(spelling.bytes_of(token.token_id).decode("utf-8", errors="replace"))
+def completion_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> JsonObject:
+    """The form of completions."""
     return {
-        "tokens": texts,
+        "tokens": [spelling.text(token.token_id, _BYTES) for token in tokens],
         "token_logprobs": [t.ranked[0].log_prob if t.ranked else None for t in tokens],
-        "top_logprobs": [
-            {spelling.text(other.token_id): other.log_prob for other in token.ranked[1:]}
-            for token in tokens
-        ],
-        "text_offset": offsets,
+        "top_logprobs": [_top(token.ranked, spelling) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
+
+
+_BYTES = "bytes:"
+
+
+def _top(ranked: Sequence[LogProb], spelling: TokenText) -> JsonObject | None:
+    """The most likely tokens, and the token itself, which may be none of them; None without any
+    probability. Of tokens with the same text the first one counts."""
+    if not ranked:
+        return None
+    top: JsonObject = {}
+    for each in ranked if len(ranked) > 1 else ():
+        top.setdefault(spelling.text(each.token_id, _BYTES), each.log_prob)
+    return top
 
 
 def _entry(each: LogProb, spelling: TokenText) -> JsonObject:
     return {
         "token": spelling.text(each.token_id),
         "logprob": each.log_prob,
-        "bytes": list(spelling.bytes_of(each.token_id)),
+        "bytes": list(spelling.bytes_of(each.token_id)) or None,
     }

@@ -77,7 +77,7 @@ class Choice:
         self._log_probs: list[TokenLogprobs] = []
         """Log probabilities of the kept tokens; without `keep`, those of the last piece."""
         self._offset = len(before)
-        """Characters of the text before those tokens."""
+        """Characters of the text that are complete with the tokens so far."""
         self._parts: list[str] = []
         self._passthrough: list[PassthroughDelta] = []
 
@@ -157,15 +157,17 @@ class Choice:
             return None
         if kind == "chat":
             return logprobs.chat_logprobs(self._log_probs, self.spelling)
-        return logprobs.completion_logprobs(self._log_probs, self.spelling, self._offset)
+        return logprobs.completion_logprobs(self._log_probs, self.spelling)
 
     def _take_log_probs(self, piece: Chunk) -> None:
+        assert self.spelling is not None
         if not self._keep:
             self._log_probs.clear()
-            self._offset = len(self.echoed_text) + piece.chars - len(piece.text)
-        if piece.log_probs is not None:
-            fields = zip(piece.token_ids, piece.log_probs, strict=True)
-            self._log_probs += [TokenLogprobs(token_id, ranked) for token_id, ranked in fields]
+        if piece.log_probs is None:
+            self._offset += sum(piece.token_chars)
+        else:
+            found, self._offset = logprobs.tokens_with_offsets(piece, self._offset, self.spelling)
+            self._log_probs += found
 
 
 def chunk(

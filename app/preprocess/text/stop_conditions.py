@@ -63,6 +63,8 @@ class TextStream:
         """Number of tokens of the answer that counted."""
         self.chars = 0
         """Length of the visible text."""
+        self.token_chars: list[int] | None = None
+        """The characters that each token completed, visible or not; counted if it is a list."""
         self.ended: TextPiece | None = None
         """Set once the answer is over: its reasons, without text or tokens."""
         self.feed(taken)
@@ -93,11 +95,14 @@ class TextStream:
         self.tokens += 1
         limit, may_stop = self._conditions.max_tokens, self.tokens >= self._conditions.min_tokens
         if may_stop and token_id in self._hidden:
+            self._count_chars(0)
             return self._finish(self._rest(), "stop")
         if may_stop and token_id in self._named:
             shown = self._detokenizer.push(token_id) if self._include_stop else ""
+            self._count_chars(len(shown))
             return self._finish(self._held + shown + self._detokenizer.end(), "stop", token_id)
         new = self._detokenizer.push(token_id)
+        self._count_chars(len(new))
         text = self._held + new
         if self._searches and (match := self._search(new, may_stop=may_stop)) is not None:
             cut = len(self._held) + match.end
@@ -110,6 +115,10 @@ class TextStream:
         clear = len(text) - max(search.found for search in self._searches)
         self._held = text[clear:]
         return text[:clear]
+
+    def _count_chars(self, chars: int) -> None:
+        if self.token_chars is not None:
+            self.token_chars.append(chars)
 
     def _search(self, new: str, *, may_stop: bool) -> _Match | None:
         """The stop string to end with, if one is complete in the new text."""
