@@ -174,6 +174,12 @@ class Member(Protocol):
         is called. Ignored if the partition is not owned (any more), or not being read.
         """
 
+    def end_of_gap(self, partition: int, position: int) -> int:
+        """The offset up to which no record follows `position`, as far as was read: transactions
+        leave markers in the log, and aborted ones their records. `position` itself where polls have
+        returned records behind it, or if the partition is not owned (any more).
+        """
+
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition.
 
@@ -250,7 +256,11 @@ class Log(Protocol):
         """Offset of the oldest record kept, by partition. Raises BrokerUnavailable."""
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset the next record will get, by partition. Raises BrokerUnavailable."""
+        """Offset the next record will get, by partition. Raises BrokerUnavailable.
+
+        Of a topic that clients write (`OF_CLIENTS`) the last stable offset: that of the first
+        record of an open transaction, if there is one.
+        """
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset appended at or after `timestamp_ms`; the end when there is none."""

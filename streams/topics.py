@@ -198,9 +198,14 @@ TOPICS: tuple[Topic, ...] = (
     ),
 )  # fmt: skip
 
-TRANSACTIONAL = frozenset({RESULTS})
+OF_CLIENTS = frozenset({PROMPTS, BATCH})
+"""Topics that clients write, perhaps in transactions. One that is open holds all records behind it;
+their end, and so the lag, is the last stable offset."""
+
+READ_COMMITTED = OF_CLIENTS | {RESULTS}
 """Topics that are written by transactions. All readers of the project read them committed: records
-of an aborted transaction, or of one that is not over, are left out."""
+of an aborted transaction, or of one that is not over, are left out. Of `results` the end is that of
+the log: a look for results has to wait for the transactions of other lanes before it."""
 
 TOPICS_BY_NAME = {topic.name: topic for topic in TOPICS}
 

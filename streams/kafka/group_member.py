@@ -43,6 +43,7 @@ from streams.kafka.aiokafka_client import (
 )
 from streams.kafka.kafka_session import KafkaSession
 from streams.ports import Batches, Partition, RebalanceListener
+from streams.topics import READ_COMMITTED
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class KafkaMember:
                 **kafka.options,
                 **READER_OPTIONS,
                 "group_id": self._group,
+                "isolation_level": _isolation_level(topic),
                 "partition_assignment_strategy": (RangePartitionAssignor,),
                 "heartbeat_interval_ms": min(HEARTBEAT_MS, session_ms // 3),
                 "session_timeout_ms": session_ms,
@@ -132,6 +134,21 @@ class KafkaMember:
         if position is not None and position != self._next[partition]:
             self._next[partition] = position
             self._consumer.seek(self._full(partition), position)
+
+    def end_of_gap(self, partition: int, position: int) -> int:
+        """The offset after markers of transactions, and after aborted records."""
+        consumer = self._consumer
+        if consumer is None or self._next.get(partition) != position:
+            return position
+        if partition not in self._reading:
+            return position
+        assignment = consumer._subscription.subscription.assignment  # noqa: SLF001
+        if assignment is None or not assignment.active:
+            return position
+        state = assignment.state_value(self._full(partition))
+        if state is None or not state.has_valid_position:
+            return position
+        return max(position, int(state.position))
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition, with one try."""
@@ -390,6 +407,10 @@ class KafkaMember:
     def _check_open(self) -> None:
         if self._closed:
             raise LogClosed("the member was closed")
+
+
+def _isolation_level(topic: str) -> str:
+    return "read_committed" if topic in READ_COMMITTED else "read_uncommitted"
 
 
 def _observe_answers(member: KafkaMember, consumer: AIOKafkaConsumer) -> None:

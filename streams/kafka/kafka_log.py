@@ -41,7 +41,7 @@ from streams.kafka.kafka_reader import KafkaReader
 from streams.kafka.kafka_transactions import KafkaTransactionalWriter
 from streams.kafka.producer import Producer
 from streams.ports import Appended, Entry, Partition, RebalanceListener
-from streams.topics import partition_of
+from streams.topics import OF_CLIENTS, partition_of
 
 T = TypeVar("T")
 
@@ -67,6 +67,8 @@ class KafkaLog:
         """Options of every client of this connection; filled by `start`."""
         self._producer: Producer | None = None
         self._query_consumer: LazyConsumer | None = None
+        self._stable_consumer: LazyConsumer | None = None
+        """For the ends of topics that clients write in transactions."""
         self._users: dict[KafkaReader | KafkaMember | KafkaTransactionalWriter, None] = {}
         self._outside: list[KafkaLog] = []
         self._partitions: dict[str, int] = {}
@@ -87,6 +89,8 @@ class KafkaLog:
             raise AccessDenied(f"the security settings cannot be used: {e}") from e
         self._producer = Producer(self.options, self.request_timeout_s)
         self._query_consumer = LazyConsumer(self.options, self.request_timeout_s)
+        stable = {**self.options, "isolation_level": "read_committed"}
+        self._stable_consumer = LazyConsumer(stable, self.request_timeout_s)
         try:
             async with asyncio.timeout(self._producer.append_timeout_s):
                 await self._producer.ready()
@@ -110,8 +114,9 @@ class KafkaLog:
             return
         self._closed = True
         await asyncio.gather(*(each.close() for each in (*self._users, *self._outside)))
-        if self._query_consumer is not None:
-            await self._query_consumer.close()
+        for consumer in (self._query_consumer, self._stable_consumer):
+            if consumer is not None:
+                await consumer.close()
         if self._producer is not None:
             await self._producer.close()
 
@@ -187,9 +192,14 @@ class KafkaLog:
         return {tp.partition: offset for tp, offset in offsets.items()}
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset the next record will get, by partition."""
+        """Offset the next record will get, by partition; of a topic that clients write, the last
+        stable offset."""
         tps = await self._all_existing(topic, partitions)
-        offsets = await self._retry_query(topic, lambda consumer: consumer.end_offsets(tps))
+        offsets = await self._retry_query(
+            topic,
+            lambda consumer: consumer.end_offsets(tps),
+            self._stable_consumer if topic in OF_CLIENTS else None,
+        )
         return {tp.partition: offset for tp, offset in offsets.items()}
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
@@ -246,18 +256,22 @@ class KafkaLog:
         self._users.pop(user, None)
 
     async def _retry_query(
-        self, topic: str, query: Callable[[AIOKafkaConsumer], Awaitable[T]]
+        self,
+        topic: str,
+        query: Callable[[AIOKafkaConsumer], Awaitable[T]],
+        client: LazyConsumer | None = None,
     ) -> T:
         """Retry a query until it is answered, at most as long as an append waits."""
         self._check_open()
-        assert self._query_consumer is not None
+        client = client or self._query_consumer
+        assert client is not None
         assert self._producer is not None
         error: Exception | None = None
         try:
             async with asyncio.timeout(self._producer.append_timeout_s):
                 while True:
                     try:
-                        consumer = await self._query_consumer.ready(self.request_timeout_s)
+                        consumer = await client.ready(self.request_timeout_s)
                         if consumer is not None:
                             return await query(consumer)
                     except KafkaError as e:
@@ -266,7 +280,7 @@ class KafkaLog:
                         error = e
                         if isinstance(e, KafkaTimeoutError):
                             # The client keeps its old leaders; a new one does not.
-                            self._query_consumer.drop()
+                            client.drop()
                     self._check_open()
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as e:

@@ -29,7 +29,7 @@ from streams.kafka.kafka_session import KafkaSession
 from streams.kafka.key_filter import KeyFilter
 from streams.kafka.record_batches import ReadRecord
 from streams.ports import Batches, Partition
-from streams.topics import TRANSACTIONAL
+from streams.topics import READ_COMMITTED
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class KafkaReader:
         self._next = {tp: positions[name] for tp, name in self._names.items()}
         self._settled = dict(self._next)
         self._tails = _Tails()
-        if not self._is_committed and any(name.topic in TRANSACTIONAL for name in positions):
+        if not self._is_committed and any(name.topic in READ_COMMITTED for name in positions):
             self._read_committed()
         if self._consumer is not None:
             self._configure(self._consumer)

@@ -12,7 +12,7 @@ count, compaction with its lags, consumer groups with generations, rebalances an
 alone (`MemoryLog.cut_off`).
 
 It does not have: durability (everything is lost with the process), replicas, segments (deletion and
-compaction work record by record), quotas, security, compression, control records of transactions,
+compaction work record by record), quotas, security, compression, readers of uncommitted records,
 static members and other assignors than range, and fetches that are bounded by bytes.
 
 Time is the injected clock's. Waiting with a limit uses a timer of the running loop, which the

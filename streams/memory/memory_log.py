@@ -158,9 +158,9 @@ class MemoryLog:
         return {p: self.broker.log(topic, p).start for p in partitions}
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset the next record will get."""
+        """Offset the next record will get, without open transactions of clients."""
         await self._exchange(topic, partitions)
-        return {p: self.broker.log(topic, p).end for p in partitions}
+        return {p: self.broker.log(topic, p).stable_end for p in partitions}
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
         """First offset at or after a time."""

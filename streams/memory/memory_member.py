@@ -36,6 +36,7 @@ class MemoryMember:
         self._group = group
         self._ownership = ownership
         self._starts: dict[int, int] = {}  # owned partitions that were not resumed yet
+        self._returned: dict[int, int] = {}  # of those that were resumed: after the last record
         self._owned: frozenset[int] = frozenset()
         self._generation = 0
         self._polling = False
@@ -76,6 +77,7 @@ class MemoryMember:
     def resume(self, partition: int) -> None:
         """Start reading an owned partition."""
         if (start := self._starts.pop(partition, None)) is not None:
+            self._returned[partition] = start
             self.cursor.add(self._connection.broker.log(self._topic, partition), start)
 
     def pause(self, partition: int, position: int | None = None) -> None:
@@ -84,6 +86,13 @@ class MemoryMember:
         if (reached := self.cursor.positions.get(name)) is not None:
             self.cursor.remove(name)
             self._starts[partition] = reached if position is None else position
+
+    def end_of_gap(self, partition: int, position: int) -> int:
+        """The position, if no record was returned since `position`."""
+        reached = self.cursor.positions.get(Partition(self._topic, partition))
+        if reached is None or self._returned[partition] != position:
+            return position
+        return max(position, reached)
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets in the generation that this member last joined."""
@@ -188,7 +197,10 @@ class MemoryMember:
         for log in self.cursor.ready:
             position = self.cursor.positions[log.name]
             self.cursor.positions[log.name] = max(position, log.start)  # auto.offset.reset=earliest
-        return self.cursor.read(max_records)
+        batch = self.cursor.read(max_records)
+        for name, records in batch.items():
+            self._returned[name.partition] = records[-1].offset + 1
+        return batch
 
     def _check_open(self) -> None:
         self._connection.check_open()

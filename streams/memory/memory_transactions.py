@@ -1,4 +1,4 @@
-"""Transactions of the in-memory broker.
+"""Transactions of the in-memory broker: those of a writer of ours, and those of clients.
 
 Owns the way of a transaction from its writer to the broker, with its faults. The broker has one
 epoch for each writer's name: a transaction of an older epoch does nothing, whenever it arrives. The
@@ -14,11 +14,33 @@ from contextvars import Context
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, RecordTooLarge
 from streams.memory.broker_faults import AppendFate
+from streams.memory.memory_broker import MemoryBroker
 from streams.memory.memory_connection import MemoryConnection
-from streams.ports import TopicEntry
+from streams.memory.partition_log import PartitionLog
+from streams.ports import Entry, TopicEntry
 from streams.topics import MAX_RECORD_BYTES, partition_of
 
 _NOT_REPORTED = (AppendFate.UNREPORTED, AppendFate.LATE, AppendFate.OVERTAKEN)
+
+
+class ClientTransaction:
+    """A transaction as a client writes it: its records are in the log from their append, and can be
+    read from its commit. Used once, by tests and the simulation."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+        self._logs: dict[PartitionLog, None] = {}
+
+    def append(self, topic: str, partition: int, *entries: Entry) -> None:
+        """Append without faults."""
+        log = self._broker.log(topic, partition)
+        self._logs[log] = None
+        log.append(entries, self._broker.now_ms(log), self)
+
+    def end(self, *, is_committed: bool) -> None:
+        """Commit or abort it."""
+        for log in self._logs:
+            log.end_transaction(self, is_committed=is_committed)
 
 
 class MemoryTransactionalWriter:

@@ -1,6 +1,7 @@
 """One partition of the in-memory broker: its records, and the cursors that read it.
 
-Owns offsets, deletion and compaction of one partition; has no clients, groups or time.
+Owns offsets, deletion, compaction and open transactions of one partition; has no clients, groups or
+time. All cursors read committed records.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -102,13 +104,13 @@ class Cursor:
                 break
             del self.ready[log]
             records = log.read(self.positions[log.name], max_records)
-            if not records:  # the rest was compacted away
-                self.positions[log.name] = max(self.positions[log.name], log.end)
+            if not records:  # the rest was compacted away, or aborted
+                self.positions[log.name] = max(self.positions[log.name], log.stable_end)
                 continue
             taken[log.name] = records
             max_records -= len(records)
             position = self.positions[log.name] = records[-1].offset + 1
-            if position < log.end:
+            if position < log.stable_end:
                 self.ready[log] = None
         return taken
 
@@ -122,13 +124,26 @@ class PartitionLog:
         self.start = 0
         self.end = 0
         self.followers: dict[Cursor, None] = {}
+        self._open: dict[object, int] = {}  # first offset of each transaction that is not over
+        self._in_transactions: dict[int, object] = {}  # offsets of records that may be invisible
         self.compacted_size = (
             0  # records after the last compaction: with many of them the next one pays
         )
 
-    def append(self, entries: Sequence[Entry], timestamp_ms: int) -> int:
+    @property
+    def stable_end(self) -> int:
+        """The offset up to which all transactions are over."""
+        return min(self._open.values(), default=self.end)
+
+    def append(
+        self, entries: Sequence[Entry], timestamp_ms: int, transaction: object | None = None
+    ) -> int:
         """Append in order; the offset of the first one."""
         first = self.end
+        if transaction is not None:
+            self._open.setdefault(transaction, first)
+            offsets = range(first, first + len(entries))
+            self._in_transactions |= dict.fromkeys(offsets, transaction)
         topic, partition = self.name
         for key, value, headers in entries:
             self.records.append(
@@ -139,10 +154,25 @@ class PartitionLog:
             follower.on_append(self)
         return first
 
+    def end_transaction(self, transaction: object, *, is_committed: bool) -> None:
+        """Show its records, or never; the marker takes an offset."""
+        if self._open.pop(transaction, None) is None:
+            return
+        self.end += 1
+        if is_committed:
+            left = {o: t for o, t in self._in_transactions.items() if t is not transaction}
+            self._in_transactions = left
+        for follower in list(self.followers):
+            follower.on_append(self)
+
     def read(self, position: int, limit: int) -> list[MemoryRecord]:
-        """Up to `limit` records from a position on."""
+        """Up to `limit` records from a position on, of transactions that were committed."""
         i = self._index(position)
-        return self.records[i : i + limit]
+        if not self._in_transactions:
+            return self.records[i : i + limit]
+        end = self.stable_end
+        visible = (r for r in self.records[i:] if r.offset not in self._in_transactions)
+        return list(islice(takewhile(lambda record: record.offset < end, visible), limit))
 
     def offset_at(self, timestamp_ms: int) -> int:
         """First offset at or after a time; the end when there is none.

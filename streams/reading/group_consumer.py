@@ -44,6 +44,8 @@ from streams.topics import TOPICS
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+GAP_CHECK_S = 5.0
+"""Interval of the look for gaps in a log without new records. An uncommitted gap counts as lag."""
 RECORDS_PER_POLL = 200
 """Delivered without yielding, at tens of microseconds each: a few milliseconds."""
 MAX_QUEUED_DEAD_LETTERS = 1000
@@ -108,6 +110,13 @@ class PartitionClaim:
         if self._moved is not None:
             self._moved.set()
 
+    def skip_to(self, offset: int) -> None:
+        """Intake only: there is no record between the position and this offset."""
+        if offset > self.position:
+            self.position = offset
+            if self._moved is not None and not self.is_lost:
+                self._moved.set()
+
     def deliver(self, offset: int) -> None:
         """Intake only: this record is delivered now."""
         self._delivered.append(offset)
@@ -146,7 +155,13 @@ class OffsetCommits:
     async def run(self, member: Member) -> None:
         """Commit until cancelled."""
         while True:
-            await self.moved.wait()
+            try:
+                async with asyncio.timeout(GAP_CHECK_S):
+                    await self.moved.wait()
+            except TimeoutError:
+                for claim in self._claims.values():
+                    claim.skip_to(member.end_of_gap(claim.partition, claim.position))
+                continue
             await self._clock.sleep(self._every_s)
             self.moved.clear()
             if not await self.commit(member):

@@ -32,7 +32,7 @@ HOUR_MS = 3_600_000
 class Broker(Protocol):
     """A broker under test; topics are made for one test each."""
 
-    async def topic(self, partitions: int = PARTITIONS) -> str: ...
+    async def topic(self, partitions: int = PARTITIONS, name: str = "") -> str: ...
     async def connect(self) -> Log: ...
     async def cut_off(self, log: Log) -> None: ...
     async def reconnect(self, log: Log) -> None: ...
@@ -47,8 +47,8 @@ class InMemory:
         self._numbers = count()
         self._logs: list[Log] = []
 
-    async def topic(self, partitions: int = PARTITIONS) -> str:
-        name = f"topic-{next(self._numbers)}"
+    async def topic(self, partitions: int = PARTITIONS, name: str = "") -> str:
+        name = name or f"topic-{next(self._numbers)}"
         self.broker.create_topic(name, partitions, HOUR_MS)
         return name
 
@@ -88,8 +88,8 @@ class RealKafka:
     async def start(self) -> None:
         await self._admin.start()
 
-    async def topic(self, partitions: int = PARTITIONS) -> str:
-        name = f"topic-{next(self._topics)}"
+    async def topic(self, partitions: int = PARTITIONS, name: str = "") -> str:
+        name = name or f"topic-{next(self._topics)}"
         config = {
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_RECORD_BYTES),

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
 from streams.errors import LogClosed, OwnershipLost, RecordTooLarge
-from streams.kafka import kafka_reader
 from streams.kafka.kafka_log import KafkaLog
+from streams.memory.memory_log import MemoryLog
+from streams.memory.memory_transactions import ClientTransaction
 from streams.ports import Entry, Log, Partition, TopicEntry
-from streams.topics import MAX_RECORD_BYTES, partition_of
+from streams.topics import MAX_RECORD_BYTES, PROMPTS, RESULTS, partition_of
 from tests.contracts.test_log import (  # noqa: F401 - fixtures
     PARTITIONS,
     Broker,
     broker,
     entry,
+    joined,
     log,
     make_broker,
     read,
     reader_of,
+    until,
     values,
 )
 
 
 @pytest.fixture
-async def topic(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> str:  # noqa: F811
+async def topic(broker: Broker) -> str:  # noqa: F811
     """A topic that is read committed."""
-    name = await broker.topic()
-    monkeypatch.setattr(kafka_reader, "TRANSACTIONAL", frozenset({name}))
-    return name
+    return await broker.topic(name=RESULTS)
 
 
 async def test_transaction_is_read_in_its_order_from_all_its_partitions(
@@ -159,3 +162,121 @@ async def test_readers_see_no_transaction_that_is_not_over_or_was_aborted(
             assert asyncio.get_running_loop().time() < deadline
     finally:
         await producer.stop()
+
+
+# --- transactions of clients, on the topics that they write ---------------------------------------
+
+
+class Client:
+    """A client that writes in transactions: with a producer of Kafka, or on the log in memory."""
+
+    def __init__(self, log: Log, name: str) -> None:  # noqa: F811
+        self._log = log
+        self._producer: Any = None
+        self._name = name
+        self._transaction: ClientTransaction | None = None
+
+    async def begin(self, *texts: str) -> None:
+        """Begin a transaction with these prompts in partition 0."""
+        if isinstance(self._log, MemoryLog):
+            self._transaction = ClientTransaction(self._log.broker)
+            for text in texts:
+                self._transaction.append(PROMPTS, 0, entry(text))
+            return
+        assert isinstance(self._log, KafkaLog)
+        if self._producer is None:
+            name = f"{self._log.prefix}{self._name}"
+            self._producer = AIOKafkaProducer(**self._log.options, transactional_id=name)
+            await self._producer.start()
+        await self._producer.begin_transaction()
+        for text in texts:
+            await self._producer.send_and_wait(
+                self._log.prefix + PROMPTS, text.encode(), b"k", partition=0
+            )
+
+    async def end(self, *, commit: bool) -> None:
+        if self._transaction is not None:
+            self._transaction.end(is_committed=commit)
+        elif commit:
+            await self._producer.commit_transaction()
+        else:
+            await self._producer.abort_transaction()
+
+    async def close(self) -> None:
+        if self._producer is not None:
+            await self._producer.stop()
+
+
+@pytest.fixture
+async def clients(
+    broker: Broker,  # noqa: F811
+    log: Log,  # noqa: F811
+) -> AsyncIterator[list[Client]]:
+    await broker.topic(1, name=PROMPTS)
+    clients = [Client(log, name) for name in ("a", "b")]
+    yield clients
+    for client in clients:
+        await client.close()
+
+
+async def test_member_reads_only_committed_prompts_of_clients(
+    log: Log,  # noqa: F811
+    clients: list[Client],
+) -> None:
+    member, owner = joined(log, PROMPTS)
+    await until([member], lambda: len(owner.owned) == 1)
+    for text, commit in (("aborted", False), ("committed", True), ("aborted too", False)):
+        await clients[0].begin(text, text)
+        await log.append(PROMPTS, entry(f"beside {text}"), 0)
+        await clients[0].end(commit=commit)
+    await log.append(PROMPTS, entry("plain"), 0)
+    assert values(await read(member, 6)) == [
+        b"beside aborted", b"committed", b"committed", b"beside committed", b"beside aborted too",
+        b"plain",
+    ]  # fmt: skip
+
+
+async def test_open_transaction_of_a_client_holds_what_follows_it(
+    log: Log,  # noqa: F811
+    clients: list[Client],
+) -> None:
+    member, owner = joined(log, PROMPTS)
+    await until([member], lambda: len(owner.owned) == 1)
+    reader = reader_of(log, PROMPTS)
+    await log.append(PROMPTS, entry("before"), 0)
+    await clients[0].begin("open")
+    await log.append(PROMPTS, entry("after"), 0)
+    await clients[1].begin("other")
+    await clients[1].end(commit=True)
+    assert values(await read(member, 1)) == values(await read(reader, 1)) == [b"before"]
+    assert await member.poll(0.5) == {}
+    assert await log.end_offsets(PROMPTS, [0]) == {0: 1}
+    await clients[0].end(commit=True)
+    expected = [b"open", b"after", b"other"]
+    assert values(await read(member, 3)) == values(await read(reader, 3)) == expected
+
+
+async def test_positions_pass_what_transactions_leave_in_the_log(
+    log: Log,  # noqa: F811
+    clients: list[Client],
+) -> None:
+    """Else a group seems to lag behind for ever, and is never scaled to zero."""
+    member, owner = joined(log, PROMPTS)
+    await until([member], lambda: len(owner.owned) == 1)
+    await clients[0].begin("committed")
+    await clients[0].end(commit=True)
+    await clients[0].begin("aborted")
+    await clients[0].end(commit=False)
+    end = (await log.end_offsets(PROMPTS, [0]))[0]
+    [record] = await read(member, 1)
+    assert member.end_of_gap(0, record.offset) == record.offset  # a later record was returned
+    until_s = asyncio.get_running_loop().time() + 20
+    while member.end_of_gap(0, record.offset + 1) < end:
+        assert await member.poll(0.1) == {}
+        assert asyncio.get_running_loop().time() < until_s
+    await member.commit({0: end})
+    await member.close()
+    other, owner = joined(log, PROMPTS)
+    await log.append(PROMPTS, entry("next"), 0)
+    assert values(await read(other, 1)) == [b"next"]
+    assert owner.owned == {0: end}

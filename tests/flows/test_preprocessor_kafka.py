@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from faststream import FastStream
 from msgspec import structs
 
@@ -164,6 +165,42 @@ async def test_prompts_of_any_kind_are_answered_and_committed(log: KafkaLog) -> 
         await send(log, "later")
         await some(log, REQUESTS, lambda r: len(r) >= 34)
     assert len(await read(log, REQUESTS)) == 34  # nothing was read twice
+
+
+async def test_only_prompts_of_committed_transactions_run(log: KafkaLog) -> None:
+    producers = [
+        AIOKafkaProducer(**log.options, transactional_id=f"{log.prefix}{name}")
+        for name in ("committed", "aborted", "open")
+    ]
+    committed, aborted, left_open = producers
+    for producer in producers:
+        await producer.start()
+    try:
+        async with running():
+            for each in (committed, aborted):
+                await each.begin_transaction()
+            for number in range(10):
+                await send(log, f"plain-{number}")
+                await send_in(committed, log, f"committed-{number}")
+                await send_in(aborted, log, f"aborted-{number}")
+            await committed.commit_transaction()
+            await aborted.abort_transaction()
+            await left_open.begin_transaction()
+            await send_in(left_open, log, "open")
+            await send(log, "aborted-0")
+            found = await some(log, REQUESTS, lambda r: len(r) >= 21)
+    finally:
+        for producer in producers:
+            await producer.stop()
+    names = [f"{kind}-{n}" for kind in ("plain", "committed") for n in range(10)]
+    assert ids_of(found) == sorted([*names, "aborted-0"])
+
+
+async def send_in(producer: AIOKafkaProducer, log: KafkaLog, request_id: str) -> None:
+    """Send a prompt in the transaction of a producer."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    value = json.dumps({"id": request_id, "body": body}).encode()
+    await producer.send_and_wait(log.prefix + PROMPTS, value, request_id.encode())
 
 
 async def test_failure_ends_the_process_and_commits_nothing(

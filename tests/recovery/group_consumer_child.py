@@ -139,6 +139,9 @@ class WatchedMember:
     def pause(self, partition: int, position: int | None = None) -> None:
         self._member.pause(partition, position)
 
+    def end_of_gap(self, partition: int, position: int) -> int:
+        return self._member.end_of_gap(partition, position)
+
     async def commit(self, offsets: Mapping[int, int]) -> None:
         await self._points.around("committing", self._member.commit(offsets), "committed")
 
