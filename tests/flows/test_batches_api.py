@@ -354,6 +354,62 @@ async def test_killed_runners_leave_one_line_for_each_request(
 
 
 @scenario_test
+async def test_prompts_are_recorded_as_published_once_they_are(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runner dies while its first prompts are on their way, after records of its progress."""
+    harness = await BatchHarness.open(world, "r1")
+
+    async def lost(*_: object) -> None:
+        await world.sleep(HOUR_S)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobRun, "_append", lost)
+        batch_id = await harness.submit(input_of(250))
+        await world.sleep(5)
+        await harness.kill("r1")
+    assert harness.fleet.seen == 0
+    await harness.start_runner("r2")
+    batch = await harness.ended(batch_id)
+    assert batch["status"] == "completed"
+    await check_files(harness, batch, 250)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@scenario_test
+async def test_new_owner_keeps_the_bound_and_withdraws_what_was_under_way(
+    world: MemoryWorld, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the former one has published, and died before it could record it."""
+    harness = await BatchHarness.open(world, "r1")
+    harness.fleet.answers = lambda _: False
+
+    async def unwritten(*_: object) -> None:
+        pass
+
+    with monkeypatch.context() as patch:
+        if not recorded:
+            patch.setattr(JobRun, "_put_progress", unwritten)
+        batch_id = await harness.submit(input_of(2 * WINDOW + 500))
+        await world.sleep(5)
+        await harness.kill("r1")
+    published = set(harness.fleet.prompts)
+    assert WINDOW <= len(published) <= WINDOW + 100
+    if recorded:
+        await harness.start_runner("r2")
+        await world.sleep(20)
+        assert set(harness.fleet.prompts) == published
+        assert harness.fleet.seen == len(published)
+    await harness.send("POST", f"/v1/batches/{batch_id}/cancel")
+    if not recorded:
+        await harness.start_runner("r2")
+    batch = await harness.ended(batch_id, within_s=GRACE_S + 15)
+    assert batch["status"] == "cancelled"
+    assert published <= harness.fleet.cancelled
+    await check_files(harness, batch, 2 * WINDOW + 500)
+
+
+@scenario_test
 async def test_former_owner_that_still_writes_has_no_effect(world: MemoryWorld) -> None:
     """A runner whose group has given its jobs away, and that has not noticed."""
     harness = await BatchHarness.open(world, "r1")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
+import pytest
+
+from app.batches.job_output import JobOutput
+from app.batches.job_run import JobRun
 from app.engine.echo import echo_answer
 from app.preprocess.text.byte_level import render_chat
 from app.preprocess.thread_pool import InlinePool
 from app.preprocessor import Preprocessor
 from app.runtime.process import ProcessContext
+from streams.ports import Partition, Reader
+from streams.topics import BATCH, RESULTS
 from tests.harness.batch_harness import AnsweringFleet, BatchHarness, chat_line, jsonl
 from tests.harness.decoded import decode_bytes
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
@@ -24,7 +32,10 @@ def answer(name: str) -> str:
 
 
 @scenario_test
-async def test_batch_answers_equal_http_answers(world: MemoryWorld) -> None:
+async def test_batch_answers_equal_http_answers(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt has one result, though the second collector publishes all of them again."""
     gateway = await GatewayHarness.with_backend(world)
     ctx = ProcessContext("p1", world.clock, random.Random("p1"))
     log = await world.connect("p1")
@@ -37,13 +48,33 @@ async def test_batch_answers_equal_http_answers(world: MemoryWorld) -> None:
     for line in lines:
         line["body"]["max_tokens"] = TOKENS
     lines[5]["body"] = {"model": "nobody", "messages": []}
-    batch_id = await harness.submit(jsonl(*lines))
-    await world.sleep(0.5)
-    await collectors.kill("c1")
+
+    async def unwritten(*_: object) -> None:
+        pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobRun, "_put_progress", unwritten)
+        batch_id = await harness.submit(jsonl(*lines))
+        await world.wait_until(lambda: len(world.all_records(BATCH)) == 12)
+        await collectors.kill("c1")
+
+    take = JobRun._take_results
+
+    async def assign(_: JobRun, reader: Reader, output: JobOutput) -> None:
+        reader.assign({Partition(RESULTS, p): at for p, at in output.positions.items()})
+
+    async def take_later(run: JobRun, *args: Any) -> bool:
+        await world.wait_until(lambda: len(world.all_records(BATCH)) == 2 * 12)
+        return await take(run, *args)
+
+    monkeypatch.setattr(JobRun, "_catch_up", assign)
+    monkeypatch.setattr(JobRun, "_take_results", take_later)
     await collectors.start("c2")
     batch = await harness.ended(batch_id, within_s=300)
     assert batch["status"] == "completed", batch
     assert batch["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
+    await world.sleep(60)
+    assert sorted(Counter(r.id for r in collectors.results()).values()) == [1] * 12
     done = {line["custom_id"]: line for line in await harness.lines(batch["output_file_id"])}
     assert sorted(done) == sorted(name for name in names if name != "line-5")
     body = done["line-3"]["response"]["body"]
