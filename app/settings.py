@@ -117,6 +117,7 @@ class Settings(  # pydantic takes the fields of the last base first
             batch_conflicts(self),
             worker_conflicts(self),
             engine_conflicts(self),
+            _role_conflicts(self),
             topic_conflicts(self),
             http_conflicts(self),
             kafka_conflicts(self),
@@ -188,6 +189,23 @@ class Settings(  # pydantic takes the fields of the last base first
                 "routers, workers and indexers"
             )
         return derive_secret(secret or LOOPBACK_SECRET)
+
+
+def _role_conflicts(settings: Settings) -> Iterator[str]:
+    """A role that the chosen engine cannot take, as far as settings show it; `check_role` of
+    `app/serving/registration.py` asks the engine itself, which may take minutes to start."""
+    role, engine = settings.worker_role, settings.engine
+    if role == "aggregated":
+        return
+    refused = f"KVLANE_WORKER_ROLE={role} with KVLANE_ENGINE={engine}"
+    if engine == "echo":
+        yield f"{refused}: this engine hands no prompt over: use simulated, vllm or attached"
+    elif engine == "vllm" and not settings.engine_args.get("kv_transfer_config"):
+        yield f"{refused} needs a kv_transfer_config in KVLANE_ENGINE_ARGS: set it"
+    elif engine == "attached" and settings.attach_kind != "tokens":
+        yield f"{refused} needs KVLANE_ATTACH_KIND=tokens: other requests are not handed over"
+    elif engine == "attached" and settings.attach_transfer_lease_s is None:
+        yield f"{refused} needs KVLANE_ATTACH_TRANSFER_LEASE_S, the lease of its server: set it"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

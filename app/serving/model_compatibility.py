@@ -76,8 +76,10 @@ async def wait_until_compatible(
             if not is_logged:
                 is_logged = True
                 log.warning(
-                    "waiting for %s to leave, since they differ: %s", ", ".join(others), why
-                )
+                    "%s serve %r with a different card: %s. This worker waits up to %.0f s for "
+                    "them to leave, then it is refused",
+                    ", ".join(others), card.name, why, timeout_s,
+                )  # fmt: skip
             await ctx.clock.sleep(RECHECK_INTERVAL_S)
     finally:
         reading.cancel()

@@ -81,14 +81,18 @@ def request(max_tokens: int = 20, **stop: Any) -> Request:
         ("words", "text", "text"),
     ],
 )
-async def test_best_api_of_a_server_is_detected(
-    behind: SimulatedEngine, kind: str, prompts: str, answers: str
-) -> None:
+async def test_best_api_of_a_server_is_detected_and_logged_in_words(
+    behind: SimulatedEngine, kind: str, prompts: str, answers: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO")
     async with ModelServer(behind, kind) as server:
         engine = beside(server)
         config = await engine.start("w")
         assert (engine._dialect.prompt_form, engine._dialect.answer_tokens) == (prompts, answers)
         assert config.gives_tokens == (answers != "text")
+        assert f"serves tiny: prompts as {prompts}, answers with" in caplog.text
+        assert "ServerDialect" not in caplog.text
         await engine.cleanup()
 
 

@@ -159,7 +159,7 @@ async def test_worker_that_serves_another_model_by_the_same_name_is_refused(
         ModelMismatch, match=r"w1 serve 'demo'.* context_length is 512, here 256"
     ) as e:
         await other.build(context_length=256)
-    assert "KVLANE_MODEL" in str(e.value)
+    assert "KVLANE_MODEL" in e.value.correction
     (card,) = first.records_of(REGISTRY, ModelCard)
     assert card.context_length == 512
     assert not [c for c in first.records_of(REGISTRY, WorkerCard) if c.id == "w2"]
@@ -220,12 +220,15 @@ async def test_workers_without_files_agree_on_the_model_of_their_servers(
 
 
 @scenario_test
-async def test_worker_waits_for_leaving_workers(world: MemoryWorld) -> None:
+async def test_worker_waits_for_leaving_workers_and_logs_how_long(
+    world: MemoryWorld, caplog: pytest.LogCaptureFixture
+) -> None:
     first, other = Built(world, "w1"), Built(world, "w2")
     await first.build()
     coming = world.spawn(other.build(context_length=256))
     await world.sleep(3)
     assert not coming.done()
+    assert caplog.text.count("waits up to 40 s for them to leave") == 1
     await first.worker.stop()
     await coming
     assert [card.context_length for card in first.records_of(REGISTRY, ModelCard)] == [512, 256]

@@ -221,6 +221,35 @@ def test_settings_that_do_not_fit_together_are_refused(
     assert words in str(refusal.value)
 
 
+ATTACHED = {"engine": "attached", "attach_url": "http://h:1", "model_path": "."}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (ATTACHED, "needs KVLANE_ATTACH_TRANSFER_LEASE_S"),
+        (ATTACHED | {"attach_kind": "chat"}, "needs KVLANE_ATTACH_KIND=tokens"),
+        ({"engine": "vllm"}, "needs a kv_transfer_config in KVLANE_ENGINE_ARGS"),
+        ({"engine": "echo"}, "hands no prompt over"),
+    ],
+)
+def test_role_that_an_engine_cannot_take_is_refused_from_the_settings_alone(
+    role: str, values: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"KVLANE_WORKER_ROLE={role}.*{words}"):
+        Settings(worker_role=role, **values)
+
+
+def test_roles_with_engines_that_hand_prompts_over_are_accepted() -> None:
+    transfers = {"kv_transfer_config": {"kv_connector": "NixlConnector"}}
+    for values in (
+        ATTACHED | {"attach_transfer_lease_s": 20}, {"engine": "vllm", "engine_args": transfers},
+        {"engine": "simulated"},
+    ):  # fmt: skip
+        assert Settings(worker_role="decode", **values).worker_role == "decode"
+
+
 def test_attached_chat_server_needs_no_model_folder() -> None:
     where = {"engine": "attached", "attach_url": "http://h:1"}
     assert Settings(attach_kind="chat", **where).model_path is None

@@ -123,7 +123,15 @@ class AttachedEngine(ServerEngine):
         if self.event_follower is not None:
             await self.event_follower.connect()
             self._spawn(self.event_follower.run())
-        log.info("%s: %s, %s", where.url, known.dialect._replace(adapters=frozenset()), config)
+        speech, cache = known.dialect, "no blocks to route by"
+        if config.kv_cache_block_size is not None:
+            source = "estimated" if config.guesses_cache else "known by its events"
+            cache = f"{config.total_kv_blocks} blocks of {config.kv_cache_block_size}, {source}"
+        log.info(
+            "%s serves %s: prompts as %s, answers with %s, context %d tokens, cache: %s",
+            where.url, config.model, speech.prompt_form, speech.answer_tokens.replace("_", " "),
+            self._context_length, cache,
+        )  # fmt: skip
         return config
 
     async def cleanup(self) -> None:
