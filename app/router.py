@@ -308,9 +308,11 @@ class Router(ObservedProcess):
             await self._ctx.clock.sleep(RESPONSE_ENDS_INTERVAL_S)
 
     async def _ledger_start(self, source: Partition) -> int:
-        """Far enough back for the longest lifetime of a request and for the window of known ids."""
+        """Far enough back for the window of known ids, and for a request with the longest time
+        limit that no router has ended for `max_lifetime_s` more."""
         s = self._settings
-        return await self._offset_before(source, max(2 * s.max_lifetime_s, s.dedup_window_s))
+        longest_s = s.batch_run_limit_s + s.max_lifetime_s
+        return await self._offset_before(source, max(longest_s, s.dedup_window_s))
 
     async def _fleet_start(self, source: Partition) -> int:
         """The registry from its start; heartbeats from a few time-outs ago.

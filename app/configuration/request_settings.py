@@ -50,6 +50,15 @@ class RequestSettings(BaseModel):
         """The prefixes of topics for replies, one by one."""
         return listed(self.reply_topic_prefixes)
 
+    @property
+    def batch_run_limit_s(self) -> float:
+        """Time from the append of a batch request's record until it has to end, once begun.
+
+        Retention bounds it: the record and the shown part of the answer must be in the log when
+        the request changes hands, and a router that starts reads the ledger back so far.
+        """
+        return min(2 * self.max_lifetime_s, _LONGEST_LIFETIME_S)
+
 
 def request_conflicts(settings: RequestSettings) -> Iterator[str]:
     """The time limits of requests that do not fit together."""

@@ -454,14 +454,16 @@ def _time_limits(fact: LogRecord, request: Request, settings: Settings) -> _Time
 
     A batch request may wait for days, but not its record: this, and the shown part of its answer,
     must be in the log when it changes hands. So the record is appended again after half of
-    `max_lifetime_s`; the other half is left for a run that begins just before.
+    `max_lifetime_s`. A request that begins just before, and may be preempted and wait again, has
+    the rest of `batch_run_limit_s`.
     """
     longest_ms = int(settings.max_lifetime_s * 1000)
     limit_ms = int(request.deadline_s * 1000)
     since_ms = min(fact.timestamp_ms, request.queued_ms or fact.timestamp_ms)
     if request.service_class != "batch":
         return _TimeLimits(since_ms + min(limit_ms, longest_ms))
-    last_ms, deadline_ms = since_ms + limit_ms, fact.timestamp_ms + longest_ms
+    run_limit_ms = int(settings.batch_run_limit_s * 1000)
+    last_ms, deadline_ms = since_ms + limit_ms, fact.timestamp_ms + run_limit_ms
     if last_ms <= deadline_ms or not request.queued_ms:
         return _TimeLimits(min(last_ms, deadline_ms))
     return _TimeLimits(deadline_ms, fact.timestamp_ms + longest_ms / 2)

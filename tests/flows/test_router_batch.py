@@ -26,7 +26,7 @@ from streams.records import (
     PrefillDone,
 )
 from streams.request import GuidedDecoding, Hints, Request, SamplingOptions, StopConditions
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from streams.topics import LEDGER, REQUESTS, RESPONSES, TOPICS_BY_NAME
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -83,6 +83,44 @@ async def test_batch_run_is_preempted_and_continues_from_its_last_token(world: M
     assert list(unpack_tokens(again.taken)) == [70]
     page = (await router._context.metrics.page()).decode()
     assert "kvlane_router_preempted_runs_total 1.0" in page
+
+
+@pytest.mark.parametrize("restarted_at_s", [None, 5, 800])
+@partial(scenario_test, lanes=1)
+async def test_tokens_of_a_preempted_run_are_used_after_a_peak_of_14_minutes(
+    world: MemoryWorld, restarted_at_s: int | None
+) -> None:
+    worker = FakeWorker(world, max_num_seqs=1)
+    router = await start_router(world, "r1")
+    await begin_batch_run(world, worker, deadline_s=86_400, queued_ms=world.broker.now_ms())
+    ask(world, "a", service_class="interactive")
+    await wait_for_items(world, lambda: worker.received(CancelRun))
+    worker.running = []
+    worker.finish(worker.start(worker.received(Assignment)[-1]), "stop")
+    worker.state = "draining"  # the peak takes all of it
+    if restarted_at_s is not None:
+        await world.sleep(restarted_at_s)
+        await router.stop()
+        await router._ctx.cancel_tasks()
+        await start_router(world, "r2")
+    await world.sleep(840 - (restarted_at_s or 0))
+    assert read_records(world, RESPONSES, End, "b") == []
+    worker.state = "ready"
+    await world.wait_until(lambda: assigned_ids(worker) == ["b", "a", "b"], within_s=70)
+    assert list(unpack_tokens(worker.received(Assignment)[-1].taken)) == [70]
+
+
+@partial(scenario_test, lanes=1)
+async def test_preempted_request_ends_before_its_records_are_deleted(world: MemoryWorld) -> None:
+    """Also where its own time limit is a day: half of the retention remains for its readers."""
+    worker = FakeWorker(world, max_num_seqs=1)
+    settings = {"max_lifetime_s": 1700, "dedup_window_s": 1700}
+    await start_router(world, **settings)
+    await begin_batch_run(world, worker, deadline_s=86_400, queued_ms=world.broker.now_ms())
+    (assigned,) = read_records(world, LEDGER, Assigned, "b")
+    kept_ms = TOPICS_BY_NAME[RESPONSES].retention_ms
+    assert kept_ms is not None
+    assert assigned.deadline_ms <= world.broker.now_ms() + kept_ms / 2
 
 
 @scenario_test
