@@ -57,6 +57,7 @@ STEADY_TASKS = {
         "registry",
         "requests",
         "replies",
+        "replies to clients",
         "checks",
         "batch jobs",
         "ownership of jobs",
