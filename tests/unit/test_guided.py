@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.grammar_cost import MAX_COST, cost_of_pattern
 from app.preprocess.requests.guided_decoding import MAX_GRAMMAR_DEPTH, guided_decoding_of
 from app.preprocess.requests.openai_requests import read_openai
 from streams.request import GuidedDecoding
@@ -101,3 +102,78 @@ def test_wrong_form_is_named(fields: dict[str, Any], field: str) -> None:
 
 def test_brackets_that_are_closed_are_not_nested() -> None:
     assert guided(guided_grammar="()" * (MAX_GRAMMAR_DEPTH + 1)) is not None
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def schema_of(*, alternatives: int, properties: int, pattern: str) -> dict[str, Any]:
+    inner = {"type": "string", "pattern": pattern}
+    one = {"type": "object", "properties": {f"p{i}": inner for i in range(properties)}}
+    return {"anyOf": [one] * alternatives}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "a{100001}"},
+        {"guided_regex": "((((a{9}){9}){9}){9}){9}" },
+        {"guided_regex": ".{900}" + "(x|y){0,900}" * 30},
+        {"guided_regex": r"(\p{L}|\p{N}){0,5000}"},
+        {"guided_regex": r"[\]a-z]{99999,}"},
+        {"guided_regex": "a{999999999}" * 5000},
+        {"guided_regex": "a{0," + "0" * 5000 + "9" * 5000 + "}"},
+        {"guided_regex": '"(x|y){0,90000}"'},
+        {"guided_grammar": "start: " + " | ".join(f'"w{i}"' for i in range(70_000))},
+        {"guided_grammar": 'start: "' + "ab" * 500 + '" ~ 3..900'},
+        {"guided_grammar": 'root ::= ("a" | "b"){0,9999}'},
+        {"guided_choice": [f"c{i}" * 8 for i in range(8192)]},
+        {"guided_json": schema_of(alternatives=300, properties=20, pattern="^(a|b|c){1,50}$")},
+        {"guided_json": json.dumps(schema_of(alternatives=1, properties=1, pattern="a{99999}"))},
+        {"guided_json": {"type": "string", "maxLength": 10**6}},
+        {"guided_json": {"type": "array", "maxItems": 99999, "items": SCHEMA}},
+        {"guided_json": {"enum": ["x" * 200] * 9000}},
+        {"guided_json": {"patternProperties": {"a{99999}": {}}}},
+        {"structured_outputs": {"structural_tag": {"structures": [{"maxLength": 10**7}]}}},
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]{0,99999}"},
+        {"response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": {"type": "string", "pattern": "(a|b){0,99999}"}}}},
+    ],
+)  # fmt: skip
+def test_form_that_costs_too_much_is_refused_by_its_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidPrompt, match="too complex to enforce") as raised:
+        guided(**fields)
+    assert raised.value.field.split(".")[0] == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?(Z|[+-]\d{2}:\d{2})"},
+        {"guided_regex": "[a-zA-Z0-9 .,]{1,2000}"},
+        {"guided_choice": [f"label-{i}" for i in range(8192)]},
+        {"guided_json": schema_of(alternatives=20, properties=20, pattern="^[a-z]{1,20}$")},
+        {"guided_json": {"type": "object", "properties": {
+            f"column_{i}": {"type": "string", "maxLength": 4000, "description": "x" * 5000}
+            for i in range(50)}}},
+        {"guided_json": {"enum": [f"city of {i}" for i in range(3000)]}},
+        {"guided_grammar": "start: " + " | ".join(f'"w{i}"' for i in range(5000))},
+        {"guided_grammar": 'root ::= "{" ws "}"\nws ::= [ \\n]{0,20}'},
+    ],
+)  # fmt: skip
+def test_form_of_a_usual_size_is_accepted(fields: dict[str, Any]) -> None:
+    assert guided(**fields) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["(", ")", "[", "{", "~", "\\", '"', "[\\]", "\\p{", "a{9}", "{1 ", "|", "[^]"]
+)
+def test_work_of_the_estimate_grows_with_the_text(text: str) -> None:
+    """A billion steps would not end within the time limit of a test."""
+    assert cost_of_pattern(text * (MAX_COST // len(text))) >= 1
+
+
+def test_numbers_in_front_of_a_quantifier_count_as_often_as_they_repeat() -> None:
+    assert cost_of_pattern("(ab){10}") > 1.7 * cost_of_pattern("(ab){5}")
+    assert cost_of_pattern("ab{10}") == 2 + 20 * 10
+    assert cost_of_pattern("((a{10}){10}){10}") > 1000 * 20**3

@@ -8,6 +8,12 @@ from typing import Any
 import msgspec
 
 from app.preprocess.prompt_errors import InvalidPrompt
+from app.preprocess.requests.grammar_cost import (
+    MAX_COST,
+    cost_of_choices,
+    cost_of_json,
+    cost_of_pattern,
+)
 from app.preprocess.requests.request_models import GenerationBody
 from streams.record_base import JsonText
 from streams.request import GuidedDecoding
@@ -30,20 +36,30 @@ def guided_decoding_of(body: GenerationBody) -> GuidedDecoding | None:
     (field, (kind, value)), *more = wanted.items()
     if more:
         raise InvalidPrompt(more[0][0], f"an answer has one form, and {field} names one already")
-    if kind in ("json", "structural_tag"):
-        value = _json(field, value)
+    encoded = _json(field, value) if kind in ("json", "structural_tag") else value
     if kind == "choice" and not value:
         raise InvalidPrompt(field, "there is nothing to choose from")
     if kind == "grammar" and _depth(value) > MAX_GRAMMAR_DEPTH:
         raise InvalidPrompt(field, f"its brackets are nested deeper than {MAX_GRAMMAR_DEPTH}")
     outputs = body.structured_outputs
-    form: dict[str, Any] = {kind: tuple(value) if kind == "choice" else value}
-    return GuidedDecoding(
-        **form,
-        backend=body.guided_decoding_backend,
-        whitespace_pattern=(outputs.whitespace_pattern if outputs else None)
-        or body.guided_whitespace_pattern,
-    )
+    spaces = (outputs.whitespace_pattern if outputs else None) or body.guided_whitespace_pattern
+    if (cost := _cost(kind, value) + cost_of_pattern(spaces or "")) > MAX_COST:
+        raise InvalidPrompt(
+            field,
+            f"is too complex to enforce: it has {cost} states or more by estimate, of which "
+            f"{MAX_COST} are allowed; use fewer alternatives, and smaller numbers of repetitions",
+        )
+    form: dict[str, Any] = {kind: tuple(value) if kind == "choice" else encoded}
+    return GuidedDecoding(**form, backend=body.guided_decoding_backend, whitespace_pattern=spaces)
+
+
+def _cost(kind: str, value: Any) -> int:
+    match kind:
+        case "choice":
+            return cost_of_choices(value)
+        case "regex" | "grammar":
+            return cost_of_pattern(value, is_grammar=kind == "grammar")
+    return cost_of_json(msgspec.json.decode(value) if isinstance(value, str) else value)
 
 
 def guided_field(body: GenerationBody) -> str | None:
