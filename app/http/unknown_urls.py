@@ -25,13 +25,14 @@ _BELOW = {
 
 def unknown_url(path: str) -> ApiError:
     """The error for a path without an endpoint. An unknown path itself is not repeated."""
-    _, _, rest = path.partition("/v1/")
-    name = rest.split("/", 1)[0]
+    segments = [segment for segment in path.split("/") if segment]
+    short = "/".join(segment for segment in segments if segment != "v1")
+    name = short.partition("/")[0] if "v1" in segments else ""
     message = "there is no such URL; GET /openapi.json lists those that there are"
-    if name in _NOT_OFFERED:
+    if offered := next((each for each in _OFFERED if f"/{short}".endswith(f"/{each}")), ""):
+        message = f"there is no such URL; use /v1/{offered}"
+    elif name in _NOT_OFFERED:
         message = f"/v1/{name} is not offered; use /v1/chat/completions"
     elif name in _BELOW:
         message = f"there is no such URL; there are {_BELOW[name]}"
-    elif (short := path.strip("/")) in _OFFERED:
-        message = f"there is no /{short}; use /v1/{short}"
     return ApiError(HTTPStatus.NOT_FOUND, message, code="unknown_url")

@@ -250,11 +250,13 @@ async def test_url_below_files_or_batches_names_those_that_there_are(world: Memo
 
 
 @scenario_test
-async def test_path_without_its_v1_is_corrected(world: MemoryWorld) -> None:
+async def test_path_with_another_prefix_is_corrected(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
-    answer = await harness.send("POST", "/chat/completions", {"model": "demo"}).wait_done()
-    assert answer.status == 404
-    assert "/v1/chat/completions" in answer.error["message"]
+    for prefix in ("", "/v1/", "//v1", "/v1/v1", "/openai/v1", "/openai/deployments/demo"):
+        path = f"{prefix}/chat/completions"
+        answer = await harness.send("POST", path, {"model": "demo"}).wait_done()
+        assert (answer.status, answer.error["code"]) == (404, "unknown_url")
+        assert "use /v1/chat/completions" in answer.error["message"]
 
 
 @scenario_test
