@@ -102,10 +102,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection is kept: for the answers to whole requests."""
         running = self._running
-        is_cut = not self._drops and (self._is_in_body or self._pending > 0)
-        if running is None or not self._is_busy or is_cut or not self._may_half_close:
+        if running is None or not self._is_busy or not self._may_half_close(running):
             return False
-        self.cycle.keep_alive = False
+        if self._is_in_body and not self._drops:  # the newest request will never be whole
+            if not self.pipeline:
+                return False
+            self.pipeline.popleft()
+        newest = self.pipeline[0][0] if self.pipeline else running
+        newest.keep_alive = False
+        self._drops = True
         if self._reset_check is None:
             if not running.response_started:
                 self.transport.write(INTERIM)
@@ -170,6 +175,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as e:
                 data = self._head_without_upgrade() + data[e.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)  # the old one may be at its end
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             else:
                 return
 
@@ -265,7 +272,10 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if is_in_body:
             newest.disconnect()  # its body has no end
-        scope = {"type": "http", "method": "GET", "http_version": "1.1", "headers": []}
+        method = (
+            "HEAD" if self.parser.get_method() == b"HEAD" else "GET"
+        )  # whose answer has no body
+        scope = {"type": "http", "method": method, "http_version": "1.1", "headers": []}
         self.cycle = self._exchange(newest.scope if is_in_body else scope)
         self.cycle.keep_alive = False
         self._answer(self.cycle, app)
@@ -326,7 +336,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         assert self._running is not None
         self._deadline = now + CLOSE_TIMEOUT_S
-        if not (self._drops or self._running.more_body or self.pipeline):
+        has_unread = self._drops or self._running.more_body or self.pipeline
+        if not has_unread or self._reset_check is not None:  # or the client has closed its side
             self.transport.close()
             return
         self._drops = True
@@ -334,11 +345,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
-    @property
-    def _may_half_close(self) -> bool:
+    def _may_half_close(self, running: Exchange) -> bool:
         """Not under TLS, which has no half-closed connections, nor by HTTP/1.0, which has no
         interim responses."""
-        return self.scheme == "http" and self.cycle.scope["http_version"] == "1.1"
+        return self.scheme == "http" and running.scope["http_version"] == "1.1"
 
     def _check_for_reset(self) -> None:
         """Take a reset for a disconnect: without reads, only a write reports it."""

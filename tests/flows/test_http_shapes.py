@@ -112,6 +112,12 @@ async def test_upgrade_is_ignored(gateway: Gateway, path: str, upgrade: bytes) -
     assert "upgrade" not in gateway.process.errors.read_text().lower()
 
 
+async def test_upgrade_of_a_last_request_is_ignored(gateway: Gateway) -> None:
+    last = b"connection: close, upgrade\r\nupgrade: h2c\r\n"
+    got = await ask(gateway, gateway.post("/v1/completions", last), more_s=1)
+    assert (got.statuses, got.is_closed) == ([200], True)
+
+
 @pytest.mark.parametrize("upgrade", UPGRADES)
 async def test_body_of_an_upgrade_is_no_request(gateway: Gateway, upgrade: bytes) -> None:
     inner = gateway.get()
@@ -140,6 +146,15 @@ async def test_other_ports_ignore_an_upgrade(gateway: Gateway, port: str) -> Non
 async def test_chunked_body_is_read(gateway: Gateway, parts: list[bytes | float]) -> None:
     got = await ask(gateway, gateway.chunked(), *parts, gateway.get(), count=2)
     assert got.statuses == [200, 200]
+
+
+@pytest.mark.parametrize("cut", [5, len(BODY) + 10])
+async def test_client_that_closes_its_side_gets_the_answers_to_whole_requests(
+    gateway: Gateway, cut: int
+) -> None:
+    sent = gateway.post(body=STREAM) + gateway.post() + gateway.post()[:-cut]
+    got = await ask(gateway, sent, ends="half", count=2, more_s=1)
+    assert (got.statuses, got.is_closed) == ([200, 200], True)
 
 
 async def test_pipelined_requests_are_answered_in_order(gateway: Gateway) -> None:
@@ -226,6 +241,12 @@ async def test_bad_head_is_answered_behind_the_request_before(
     got = await ask(gateway, sent, count=3, more_s=1)
     assert (got.statuses, got.is_closed) == ([200, 200, 400], True)
     assert got.responses[0].body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_bad_head_of_head_is_refused_without_a_body(gateway: Gateway) -> None:
+    sent = b"HEAD /v1/models HTTP/1.1\r\n" + HOST + HOST + b"\r\n"
+    got = await ask(gateway, sent, methods=["HEAD"], more_s=1)
+    assert (got.statuses, got.is_closed) == ([400], True)
 
 
 BAD_BODIES = {
