@@ -16,7 +16,12 @@ from app.preprocess.text.byte_level import ASSISTANT
 from app.router import Router
 from app.testing.cache_scenarios import SnapshotFaults
 from app.testing.simulated_process import SimulatedProcess
-from app.testing.simulated_world import BROKER_COUNT, MEAN_RESTART_S, SimulatedWorld
+from app.testing.simulated_world import (
+    BROKER_COUNT,
+    MEAN_RESTART_S,
+    SESSION_TIMEOUT_S,
+    SimulatedWorld,
+)
 from app.testing.virtual_time import PROCESS
 from app.testing.world_parameters import COMMITS, ProcessKind
 from app.worker import Worker
@@ -82,6 +87,9 @@ class SimulationFaults:
                 (2.0, self._add_preprocessor),
                 (1.0, self._evict_preprocessor),
             ]
+        if "cut links" in world.parameters.scenarios:
+            faults += [(3.0, self._cut_link)]
+        self._cut_links: list[tuple[SimulatedProcess, int]] = []
         # Each seed weights the faults in its own way: some are left out, some come in swarms, so
         # that rare ones meet. With equal weights all seeds would be alike.
         self._faults = [(weight * rng.choice(WEIGHT_FACTORS), fault) for weight, fault in faults]
@@ -107,6 +115,8 @@ class SimulationFaults:
         world.broker.on_append = None
         world.on_response_event = None
         world.network.on_answer = None
+        for cut in list(self._cut_links):
+            self._restore_link(cut)
         for node in world.running():
             world.resume(node)
 
@@ -166,6 +176,22 @@ class SimulationFaults:
 
     def _evict_collector(self) -> None:
         self._evict_of(self._victim("collector"))
+
+    def _cut_link(self) -> None:
+        """A process does not reach one broker, for longer than a session or for less."""
+        world, rng = self._world, self._rng
+        if not (running := world.running()):
+            return
+        cut = (rng.choice(running), rng.randrange(BROKER_COUNT))
+        if cut not in self._cut_links:
+            self._cut_links.append(cut)
+            world.cut_link(*cut)
+            world.call_later(4 * SESSION_TIMEOUT_S * rng.random(), self._restore_link, cut)
+
+    def _restore_link(self, cut: tuple[SimulatedProcess, int]) -> None:
+        if cut in self._cut_links:
+            self._cut_links.remove(cut)
+            self._world.restore_link(*cut)
 
     def _kill_preprocessor(self) -> None:
         self._kill(self._victim("preprocessor"))

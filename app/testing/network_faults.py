@@ -52,6 +52,12 @@ class NetworkFaults(BrokerFaults):
         self.on_answer: Callable[[str, Operation], None] | None = None
         """Called when an operation has taken effect, before its client gets the answer."""
 
+        self.cut_links: set[tuple[str, int]] = set()
+        """Clients, each with a broker that it does not reach: nothing is appended there. Its reads
+        go on, as from a follower."""
+        self.leader_of: Callable[[str, int], int] = lambda *_: 0
+        """The number of the broker that leads a partition of a topic."""
+
     def clear(self) -> None:
         self.profile = NO_FAULTS
 
@@ -80,6 +86,8 @@ class NetworkFaults(BrokerFaults):
         return draw * climate.usual_latency_s
 
     def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+        if self.cut_links and (client, self.leader_of(topic, partition)) in self.cut_links:
+            return AppendFate.LOST
         draw, climate = self._random(), self.profile
         for fate, likely in (
             (AppendFate.LOST, climate.lost),

@@ -35,6 +35,8 @@ from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, REGISTRY, REQ
 SESSION_TIMEOUT_S = 4.0
 MEAN_RESTART_S = 3.0
 BROKER_COUNT = 3
+COORDINATOR = 0
+"""The broker that coordinates all groups."""
 MAX_BROKER_CLOCK_DRIFT = 0.0002
 """Largest drift of a broker's clock."""
 
@@ -80,6 +82,7 @@ class SimulatedWorld:
             session_timeout_s=SESSION_TIMEOUT_S,
         )
         self.broker.history = self.history
+        self.network.leader_of = self.leader_of
         half_ms = shape.skew_ms // 2
         self._clocks = [
             VirtualClock(
@@ -110,6 +113,8 @@ class SimulatedWorld:
 
     def start_process(self, kind: ProcessKind, name: str) -> SimulatedProcess:
         """Start a process of this name; one that already runs under it becomes a duplicate."""
+        if "compaction" in self.parameters.scenarios:
+            self.broker.compact_all(lag_ms=0)
         start = self._starts[name] = self._starts.get(name, 0) + 1
         node = SimulatedProcess(self, kind, name, f"{name}#{start}")
         self.processes.append(node)
@@ -165,6 +170,24 @@ class SimulatedWorld:
     def terminate(self, node: SimulatedProcess) -> None:
         self.history.add_event(f"{node.label} is asked to stop")
         node.terminate()
+
+    def cut_link(self, node: SimulatedProcess, number: int) -> None:
+        """Let a process reach all brokers but one."""
+        self.history.add_event(f"{node.label} is cut off from broker {number}")
+        self.network.cut_links.add((node.label, number))
+        if number == COORDINATOR:
+            node.log.cut_off()
+
+    def restore_link(self, node: SimulatedProcess, number: int) -> None:
+        """Let a process reach a broker again."""
+        self.history.add_event(f"{node.label} reaches broker {number} again")
+        self.network.cut_links.discard((node.label, number))
+        if number == COORDINATOR and node.exists:
+            node.log.reconnect()
+
+    def leader_of(self, topic: str, partition: int) -> int:
+        """The number of the broker that leads a partition."""
+        return self._leaders[Partition(topic, partition)]
 
     def call_later(self, after_s: float, do: Callable[..., None], *what: object) -> None:
         """Call a function later, outside of all processes, whichever is running now."""

@@ -38,7 +38,17 @@ TIGHT_SETTINGS = DEFAULT_SETTINGS.model_copy(
     update={"max_queued_requests": 1, "max_queued_batch_requests": 1, "worker_max_waiting": 0}
 )
 
-Scenario = Literal["take-overs", "long answers", "choices", "backlog", "batch jobs"]
+Scenario = Literal[
+    "take-overs",
+    "long answers",
+    "choices",
+    "backlog",
+    "batch jobs",
+    "compaction",
+    "cut links",
+    "clock skew",
+    "long faults",
+]
 """Scenarios that a seed adds to its world, several at a time:
 
     take-overs    lanes change owners all the time, and readers lag
@@ -47,6 +57,10 @@ Scenario = Literal["take-overs", "long answers", "choices", "backlog", "batch jo
     backlog       batch prompts that wait through a peak of interactive requests, for longer than
                   ended ids are kept, while preprocessors restart and are added
     batch jobs    files are uploaded, and jobs run over them
+    compaction    compacted topics keep the last record of each key when a process starts
+    cut links     a process reaches all brokers but one, which may be the coordinator of its groups
+    clock skew    the clocks of brokers differ by seconds; those of processes always do by more
+    long faults   one fault lasts longer than any time limit and ended ids are kept
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
@@ -55,6 +69,9 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "batch jobs": 0.0,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
+CLOCK_SKEWS_MS = (1_500, 2_500)
+"""Largest differences between the clocks of two brokers: less than the time-out of workers, as
+their silence is measured between the records of two brokers."""
 PENDING_PIECES = 2
 """The limit of a reply's buffer where answers are long."""
 SHORT_WINDOW_S = 15.0
@@ -208,6 +225,8 @@ class WorldParameters(NamedTuple):
             preprocessors=max(shape.preprocessors, int(has_jobs)),
             collectors=max(shape.collectors, int(has_jobs)),
         )
+        if "clock skew" in scenarios:
+            shape = shape._replace(skew_ms=rng.choice(CLOCK_SKEWS_MS))
         return shape.with_backlog(rng) if "backlog" in scenarios else shape
 
     def with_backlog(self, rng: random.Random) -> WorldParameters:
