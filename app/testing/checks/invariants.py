@@ -152,10 +152,10 @@ def _different(world: SimulatedWorld) -> Iterator[str]:
 
 
 def _cards(router: Router) -> str:
-    """The cards of workers and models. Tombstones are left out: compaction may have removed one
-    that an older router has read."""
+    """The cards of workers and models. The rest differs: compaction may have removed
+    tombstones and earlier cards that an older router has read."""
     fleet = router._fleet
-    workers = [(name, m.epoch, m.since_ms) for name, m in sorted(fleet.members.items())]
+    workers = [(name, m.epoch) for name, m in sorted(fleet.members.items())]
     return repr((workers, sorted(fleet.models)))
 
 

@@ -56,6 +56,8 @@ def _wrong_lines(client: JobClient, shown: dict[str, Transcript]) -> Iterator[st
     if job["status"] != "completed" and not (client.is_cancelled and job["status"] == "cancelled"):
         yield f"job: {job['id']} is {job['status']}: {job['errors']}"
         return
+    if job["status"] == "cancelled" and not job["request_counts"]["total"] and not client.lines:
+        return  # cancelled before its input was read
     found = Counter(line["custom_id"] for line in client.lines)
     if found != Counter(client.names):
         yield f"lines: {job['id']} has {dict(found)} of {client.names}"
