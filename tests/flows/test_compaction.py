@@ -1,15 +1,25 @@
-"""Files and batch jobs under compaction: what counts stays so, for later processes too."""
+"""All compacted topics, compacted before each restart: what counts stays so for later processes."""
 
 from __future__ import annotations
 
+import random
+
+import pytest
 from msgspec.structs import replace
 
 from app.batches.batch_view import batch_key, file_key
+from app.preprocess.models.artifacts import ArtifactStore
+from app.preprocess.thread_pool import InlinePool
+from app.routing.state.fleet import Fleet
 from streams.batch_records import BatchJob, FileCard
 from streams.codecs import decode, encode
 from streams.memory.broker_faults import AppendFate
-from streams.topics import BATCH_JOBS, FILE_PARTS, TOPICS, partition_of
+from streams.ports import Partition
+from streams.reading.part_format import PART_BYTES
+from streams.records import LogRecord
+from streams.topics import ARTIFACTS, BATCH_JOBS, FILE_PARTS, REGISTRY, TOPICS, partition_of
 from tests.harness.batch_harness import BatchHarness, chat_line, jsonl
+from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 LAG_MS = 1000
@@ -67,12 +77,66 @@ async def test_deleted_file_stays_deleted_after_a_late_card_and_compaction(
     assert (await harness.send("GET", "/v1/files")).json["data"] == []
 
 
+@pytest.mark.parametrize("fate", [AppendFate.OVERTAKEN, AppendFate.TWICE, AppendFate.UNREPORTED])
+@scenario_test
+async def test_deployment_serves_with_compaction_before_each_restart(
+    world: MemoryWorld, fate: AppendFate
+) -> None:
+    """Cards whose appends were repeated and arrived late, too."""
+    world.faults.late = 2.0
+    backend = await GatewayHarness.open(world)
+    await backend.start_router("r0")
+    for n in range(3):
+        world.faults.next_fates(REGISTRY, *[AppendFate.KEPT] * n, fate)
+        await backend.start_worker("w1")
+        await world.sleep(5)
+        before = fleet(world)
+        await compact(world)
+        after = fleet(world)
+        assert (after.members, after.models) == (before.members, before.models)
+        gateway = await GatewayHarness.open(world, f"g{n}")
+        await backend.start_router(f"r{n + 1}")
+        answer = await gateway.chat("hello", max_tokens=3).wait_done()
+        assert answer.status == 200, answer.content
+        await backend.kill("w1")
+
+
+@pytest.mark.parametrize("fate", [AppendFate.OVERTAKEN, AppendFate.TWICE, AppendFate.UNREPORTED])
+@scenario_test
+async def test_artifact_is_whole_after_repeated_appends_and_compaction(
+    world: MemoryWorld, fate: AppendFate
+) -> None:
+    world.faults.late = 2.0
+    world.faults.slow["append"] = 0.5
+    content = random.Random(1).randbytes(2 * PART_BYTES + 7)
+    for n in range(3):
+        world.faults.next_fates(ARTIFACTS, *[AppendFate.KEPT] * n, fate)
+        log = await world.connect(f"w{n}")
+        artifact = await ArtifactStore(log, world.clock, InlinePool(), None).publish(content)
+        await compact(world)
+        log = await world.connect(f"g{n}")
+        assert await ArtifactStore(log, world.clock, InlinePool(), None).fetch(artifact) == content
+        content += b"x"
+
+
+def fleet(world: MemoryWorld) -> Fleet:
+    """The view of a process that starts now."""
+    view = Fleet()
+    facts = [LogRecord(r.offset, 0, decode(r)) for r in world.records(REGISTRY, 0)]
+    view.apply(Partition(REGISTRY, 0), facts, world.broker.log(REGISTRY, 0).end)
+    return view
+
+
+def test_compacted_topics_are_those_that_are_tried_here() -> None:
+    compacted = {t.name for t in TOPICS if t.compacts or t.retention_ms is None}
+    assert compacted == {REGISTRY, ARTIFACTS, BATCH_JOBS, FILE_PARTS}
+
+
 @scenario_test
 async def test_batch_has_one_line_for_each_request_with_compaction_before_each_restart(
     world: MemoryWorld,
 ) -> None:
-    """Of all compacted topics, with appends that arrive late, twice or unreported."""
-    assert {BATCH_JOBS, FILE_PARTS} <= {topic.name for topic in TOPICS if topic.compacts}
+    """With appends that arrive late or unreported."""
     harness = await BatchHarness.open(world, "r0")
     world.faults.late = 2.0
     count, allowed = 250, 0
