@@ -20,6 +20,7 @@ from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
     begin_run,
+    chunk,
     never_read,
     read_records,
     start_router,
@@ -27,6 +28,7 @@ from tests.harness.fake_worker import (
 )
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from tests.reply_harness import connect, read
 
 
 async def wait_cancelled(world: MemoryWorld, within_s: float) -> None:
@@ -227,6 +229,28 @@ async def test_cancels_of_many_unknown_ids_query_the_broker_a_few_times(world: M
     group = world.broker.group(REQUESTS, "router")
     await world.wait_until(lambda: sum(group.committed.values()) == 300)
     assert world.faults.sent.count("offsets") < 20
+
+
+@scenario_test
+async def test_worker_hears_of_a_cancel_when_readers_have_the_end_that_names_its_reason(
+    world: MemoryWorld,
+) -> None:
+    """A worker may end the run at once, and an append of the End may take long."""
+    worker = FakeWorker(world)
+    await start_router(world)
+    append_record(world, REQUESTS, PROMPT)
+    (assignment,) = await wait_for_items(world, lambda: worker.received(Assignment))
+    run = worker.start(assignment)
+    append_record(world, RESPONSES, chunk(0, 70, text="x", chars=1))
+    await world.sleep(1)
+    world.faults.slow["append"] = 2.0
+    append_record(world, REQUESTS, Cancel(id="a", reason="its client left"))
+    await wait_for_items(world, lambda: worker.received(CancelRun))
+    append_record(world, RESPONSES, chunk(1, seq=1, finish_reason="cancelled"))
+    worker.finish(run, "cancelled")
+    *_, last = await read(await connect(world), "a")
+    assert isinstance(last, End)
+    assert (last.code, last.message) == ("cancelled", "its client left")
 
 
 async def start_killable_router(world: MemoryWorld, name: str) -> tuple[MemoryLog, ProcessContext]:
