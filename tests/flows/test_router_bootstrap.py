@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
+from app.testing.virtual_time import VirtualClock
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
     Assigned,
@@ -43,6 +45,20 @@ def meeting(assignment: Assignment) -> BootstrapInfo:
     info = assignment.request.bootstrap_info
     assert info is not None
     return info
+
+
+@pytest.mark.parametrize("ahead_ms", [-3_600_000, 3_600_000])
+@scenario_test
+async def test_end_of_a_meeting_is_by_the_brokers_clock_at_a_router_with_another_one(
+    world: MemoryWorld, ahead_ms: int
+) -> None:
+    prefill, decode = workers(world)
+    clock = VirtualClock(world.clock._loop, ahead_ms=ahead_ms)
+    await start_router(world, clock=clock, handover_timeout_s=5)
+    append_record(world, REQUESTS, LONG)
+    first, second = await assigned(world, prefill), await assigned(world, decode)
+    assert first.handoff_until_ms == second.handoff_until_ms
+    assert 0 < first.handoff_until_ms - world.broker.now_ms() < 10_000
 
 
 def reasons(world: MemoryWorld) -> list[str]:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from app.lanes.scheduling.scheduler import Scheduler
 from app.lanes.scheduling.waiting_requests import LaneRequest
 from app.routing.selection.decision import Decision
+from app.testing.virtual_time import VirtualClock
 from streams.codecs import decode as decoded
 from streams.codecs import pack_tokens, unpack_tokens
 from streams.records import (
@@ -194,6 +195,80 @@ async def test_lease_of_the_engine_bounds_the_time_of_a_hand_over(world: MemoryW
     prefill.hand_over(first, PARAMS, lease_until_ms=world.broker.now_ms() + 2000)
     second = await assigned(world, decode)
     assert 1600 <= second.handoff_until_ms - begun_ms < 1700  # .8 of the lease
+
+
+HOUR_MS = 3_600_000
+
+
+@pytest.mark.parametrize("ahead_ms", [-HOUR_MS, HOUR_MS])
+@scenario_test
+async def test_hand_over_ends_by_the_brokers_clock_at_a_router_with_another_one(
+    world: MemoryWorld, ahead_ms: int
+) -> None:
+    """In time it is used, and the worker gets its end; late it is not."""
+    prefill, decode = workers(world, max_runs=1)
+    clock = VirtualClock(world.clock._loop, ahead_ms=ahead_ms)
+    await start_router(world, clock=clock, handover_timeout_s=3)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    used = await assigned(world, decode)
+    assert (used.phase, used.attempt) == ("decode", 0)
+    assert 0 < used.handoff_until_ms - world.broker.now_ms() <= 3000
+    busy = decode.start(used)
+    append_record(world, REQUESTS, LONG)
+    prefill.hand_over(await assigned(world, prefill, 2), PARAMS)
+    await world.sleep(2)
+    assert len(prefill.received(Assignment)) == 2
+    again = await assigned(world, prefill, 3)
+    assert (again.phase, again.attempt, again.request.id) == ("prefill", 1, "a")
+    decode.finish(busy, "stop")
+
+
+@scenario_test
+async def test_end_of_an_earlier_prefill_is_not_used_while_its_decode_waits_for_the_next_attempt(
+    world: MemoryWorld,
+) -> None:
+    """The job of the next attempt runs, so that the earlier hand-over is still there."""
+    prefill, decode = workers(world, max_runs=1)
+    await start_router(world, handover_timeout_s=30)
+    append_record(world, REQUESTS, replace(LONG, id="b"))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    busy = decode.start(await assigned(world, decode))
+    append_record(world, REQUESTS, LONG)
+    first = await assigned(world, prefill, 2)
+    run = prefill.start(first)
+    prefill.finish(run, "error", message="no connector")
+    await world.wait_until(lambda: bool(read_records(world, RESPONSES, Fence, "a")))
+    late = {name: value for name, value in run.items() if name != "run"}
+    append_record(world, LEDGER, PrefillDone(run=1, handoff=PARAMS, **late))
+    await world.sleep(2)
+    append_record(world, REQUESTS, Cancel(id="a"))
+    await world.sleep(2)
+    decode.finish(busy, "stop")
+    await world.sleep(2)
+    assert ("a", 0, "decode") not in [
+        (a.request.id, a.attempt, a.phase) for a in decode.received(Assignment)
+    ]
+    (end,) = read_records(world, RESPONSES, End, "a")
+    assert end.code == "cancelled"
+
+
+@scenario_test
+async def test_hand_over_is_dropped_with_its_attempt_while_the_rest_runs_whole(
+    world: MemoryWorld,
+) -> None:
+    """Its prompt would take room, and other prompts would wait for it, until the request ends."""
+    prefill, decode = workers(world)
+    router = await start_router(world)
+    append_record(world, REQUESTS, LONG)
+    run = prefill.start(await assigned(world, prefill))
+    assert sum(o._dispatcher.handovers.open_count for o in router._owners.values()) == 1
+    prefill.finish(run, "error", message="no connector")
+    whole = await assigned(world, decode)
+    decode.start(whole)
+    await world.sleep(1)
+    assert (whole.phase, whole.attempt) == ("aggregated", 1)
+    assert not any(o._dispatcher.handovers.open_count for o in router._owners.values())
 
 
 @scenario_test
