@@ -56,12 +56,13 @@ from streams.asyncapi import describe_answers
 from streams.clock import BrokerClock
 from streams.errors import StreamError
 from streams.ports import Entry, Log, Partition, Record
+from streams.prompt import appended_ms, with_append_time
 from streams.reading.dead_letter_format import DeadLetterWriter
 from streams.reading.log_broker import LogBroker
 from streams.record_base import ServiceClass
 from streams.record_publisher import RecordPublisher
 from streams.records import Cancel, LogRecord, Refused, WorkerCard
-from streams.topics import BATCH, CAPACITY, PROMPTS, REGISTRY
+from streams.topics import BATCH, CAPACITY, PROMPT_READABLE_MS, PROMPTS, REGISTRY
 from streams.views.follower import Follower
 from streams.views.tail_reader import TailReader
 
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 THREADS = 2
+MOVED_AT_ONCE = 0.5
+"""Age of a prompt that is moved to `batch` as if it was published there, in dedup windows."""
 INITIAL_REPORTS = 1000
 """Reports that are read at startup: the last seconds of a few hundred routers."""
 
@@ -210,10 +213,18 @@ class Preprocessor(ObservedProcess):
     async def _convert(self, topic: str, records: Sequence[Record]) -> list[ConvertedPrompt]:
         """What follows from the records of a topic of prompts."""
         service_class: ServiceClass = "batch" if topic == BATCH else "interactive"
-        parsed = [(record, await self._parsed(record)) for record in records]
+        parsed = [(r, await self._parsed(r)) for r in records if not self._is_deleted(r)]
         return await asyncio.gather(
             *(self._converted(topic, *each, service_class) for each in parsed)
         )
+
+    def _is_deleted(self, record: Record) -> bool:
+        """Whether a prompt is so old that it counts as deleted: its id may be forgotten."""
+        self._broker_clock.observe(record.timestamp)
+        if self._broker_clock.now_ms() - appended_ms(record) < PROMPT_READABLE_MS:
+            return False
+        self._metrics.count_deleted()
+        return True
 
     async def _converted(
         self,
@@ -232,20 +243,23 @@ class Preprocessor(ObservedProcess):
 
     async def _move_to_batch(self, record: Record) -> None:
         assert record.value is not None, "it was parsed"
-        await self._batch_publisher.publish_entry(
-            BATCH, Entry(record.key, record.value, tuple(record.headers))
-        )
+        headers = tuple(record.headers)
+        age_ms = self._broker_clock.now_ms() - appended_ms(record)
+        if age_ms > MOVED_AT_ONCE * 1000 * self._settings.dedup_window_s:
+            # Its append there would make it another prompt, if it was moved before and has ended.
+            headers = with_append_time(headers, appended_ms(record))
+        await self._batch_publisher.publish_entry(BATCH, Entry(record.key, record.value, headers))
         self._metrics.count_moved()
 
     async def _parsed(self, record: Record) -> PromptRecord | Cancel | Refused | UnreadablePrompt:
         """Parse a record; large ones in several steps of the event loop."""
-        self._metrics.observe_read(self._ctx.clock.wall_ms() / 1000 - record.timestamp / 1000)
-        self._broker_clock.observe(record.timestamp)
+        received_ms = appended_ms(record)
+        self._metrics.observe_read((self._ctx.clock.wall_ms() - received_ms) / 1000)
         return await run_cooperatively(
             prompt_steps(
                 record.key,
                 record.value,
-                record.timestamp,
+                received_ms,
                 self._models.is_passthrough,
                 record.headers,
                 self._result_rules,

@@ -24,6 +24,7 @@ from app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
 from app.http.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
 from app.lanes.capacity_reports import CapacityReporter
 from app.lanes.context import LedgerListener, RouterContext
+from app.lanes.ended_ids_writer import EndedIdsWriter
 from app.lanes.failure_detector import FailureDetector
 from app.lanes.owner import LaneOwner
 from app.lanes.shared_reads import SharedScanner
@@ -41,7 +42,16 @@ from streams.ports import Log, Partition
 from streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from streams.record_publisher import RecordPublisher
 from streams.records import Assigned, Heartbeat, LogRecord, Probe
-from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from streams.topics import (
+    ASSIGNMENTS,
+    ENDED_IDS,
+    KV_EVENTS,
+    LEDGER,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    lane_of,
+)
 from streams.views.follower import Follower
 from streams.views.snapshot_store import SnapshotStore
 from streams.views.tail_reader import TailReader
@@ -105,6 +115,9 @@ class Router(ObservedProcess):
             self._log, self._ledger, [LEDGER], clock, broker_clock=self._broker_clock,
             start=self._ledger_start, on_applied=self._ledger_applied, tail=tail,
         )  # fmt: skip
+        ended_follower = Follower(
+            self._log, self._ledger.ended_prompts, [ENDED_IDS], clock, tail=tail
+        )
         fleet_follower = Follower(
             self._log, self._fleet, [REGISTRY, KV_EVENTS], clock, broker_clock=self._broker_clock,
             start=self._fleet_start, on_applied=self._fleet_applied, tail=tail,
@@ -149,6 +162,8 @@ class Router(ObservedProcess):
         await self._context.publisher.publish(KV_EVENTS, self._name, Probe(by=self._name))
         ctx.spawn("tail", tail.run())
         ctx.spawn("fleet", fleet_follower.run())  # first, so that no heartbeat waits for others
+        ctx.spawn("ended ids", ended_follower.run())
+        await ended_follower.wait_caught_up()  # it has the offset from which the ledger is read
         ctx.spawn("load", ledger_follower.run())
         ctx.spawn("index", index_follower.run())
         ctx.spawn("scanner", self._context.scanner.run())
@@ -164,6 +179,7 @@ class Router(ObservedProcess):
         await self._intake.wait_joined()
         while not self._serves_lanes:
             await asyncio.wait({owner.take_over for owner in self._owners.values()})
+        ctx.spawn("writer of ended ids", EndedIdsWriter(self._context, self._owners).run())
         self._has_joined = True
 
     @property
@@ -308,11 +324,14 @@ class Router(ObservedProcess):
             await self._ctx.clock.sleep(RESPONSE_ENDS_INTERVAL_S)
 
     async def _ledger_start(self, source: Partition) -> int:
-        """Far enough back for the window of known ids, and for a request with the longest time
-        limit that no router has ended for `max_lifetime_s` more."""
+        """Far enough back for the window of known ids, for a request with the longest time limit
+        that no router has ended for `max_lifetime_s` more, and for ends of prompts that are not on
+        `ended-ids`."""
         s = self._settings
         longest_s = s.batch_run_limit_s + s.max_lifetime_s
-        return await self._offset_before(source, max(longest_s, s.dedup_window_s))
+        start = await self._offset_before(source, max(longest_s, s.dedup_window_s))
+        saved = self._ledger.ended_prompts.saved_until(source.partition)
+        return start if saved is None else min(start, saved)
 
     async def _fleet_start(self, source: Partition) -> int:
         """The registry from its start; heartbeats from a few time-outs ago.

@@ -58,6 +58,7 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     records.Finished,
     records.Fencing,
     records.Ended,
+    records.EndedIds,
     records.Assignment,
     records.CancelRun,
     records.Lost,

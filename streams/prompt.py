@@ -12,7 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from streams.codecs import TYPE_HEADER
-from streams.ports import Entry
+from streams.ports import Entry, Headers, Record
 from streams.record_base import ServiceClass
 from streams.records import MAX_ID_CHARS
 from streams.topics import BATCH, TOPICS_BY_NAME
@@ -20,6 +20,10 @@ from streams.topics import BATCH, TOPICS_BY_NAME
 MAX_METADATA_BYTES = 16 * 1024
 """Largest metadata of a prompt, as JSON: they travel with the request and with its result."""
 MAX_CUSTOM_ID_CHARS = 512
+APPENDED_HEADER = "kvlane-appended-ms"
+"""Header of a prompt that was moved from another topic long after its append there: the time of
+that in ms of broker time, in decimals. It is the time by which a copy is recognised."""
+_TIME_DIGITS = 18
 MAX_DEADLINE_S = (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000
 """Longest time limit, in seconds: a prompt is kept no longer. Each class has its own bound, by
 setting."""
@@ -78,6 +82,20 @@ class Prompt(BaseModel):
         if metadata and (size := len(msgspec.json.encode(metadata))) > MAX_METADATA_BYTES:
             raise ValueError(f"has {size} bytes as JSON, above {MAX_METADATA_BYTES}")
         return metadata
+
+
+def appended_ms(record: Record) -> int:
+    """The append time of a prompt in the topic where it was published first."""
+    for name, value in record.headers:
+        if name == APPENDED_HEADER and value is not None and value.isdigit():
+            return min(record.timestamp, int(value[:_TIME_DIGITS]))
+    return record.timestamp
+
+
+def with_append_time(headers: Headers, at_ms: int) -> Headers:
+    """The headers of a prompt that is appended again, and was appended first at this time."""
+    kept = (header for header in headers if header[0] != APPENDED_HEADER)
+    return (*kept, (APPENDED_HEADER, str(at_ms).encode()))
 
 
 def encode_prompt(prompt: Prompt) -> Entry:

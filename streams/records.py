@@ -23,6 +23,7 @@ from streams.record_types.ledger_records import (
     Assigned,
     Cancel,
     Ended,
+    EndedIds,
     Fencing,
     Finished,
     HandOverChoice,

@@ -34,6 +34,7 @@ REQUESTS = "requests"
 LEDGER = "ledger"
 RESPONSES = "responses"
 RESULTS = "results"
+ENDED_IDS = "ended-ids"
 ASSIGNMENTS = "assignments"
 KV_EVENTS = "kv-events"
 CAPACITY = "capacity"
@@ -64,6 +65,10 @@ _HOUR_MS = 3_600_000
 _DAY_MS = 24 * _HOUR_MS
 _WORD, _U32 = Struct("<I"), 0xFFFFFFFF
 _MURMUR2_SEED, _MURMUR2_FACTOR = 0x9747B28C, 0x5BD1E995
+PROMPT_READABLE_MS = 8 * _DAY_MS
+"""Age at which a prompt counts as deleted, although it is in its topic: brokers delete by segment,
+up to a day after the retention of `batch` in use, and never the newest records. For so long after
+its end the id of a prompt is known."""
 MAX_RECORD_BYTES = 8 * 1024 * 1024
 MAX_UNCOMPRESSED_BYTES = 2 * MAX_RECORD_BYTES
 """Size limit of a batch after decompression, which brokers do not bound. The client holds one such
@@ -149,6 +154,11 @@ TOPICS: tuple[Topic, ...] = (
         RESULTS, "request id", PER_LANE, 7 * 24 * _HOUR_MS, "JSON",
         ("Result",),
         ("collector",), ("collector", "gateway", "client", "operator"),
+    ),
+    Topic(
+        ENDED_IDS, "lane", 1, 10 * 24 * _HOUR_MS, "msgpack",
+        ("EndedIds",),
+        ("router",), ("router",),
     ),
     Topic(
         ASSIGNMENTS, "worker id", 16, _HOUR_MS, "msgpack",

@@ -36,7 +36,7 @@ def decision_record(
         session=_session_use(request, choice), lora_name=request.hints.lora_name or "",
         known_ms=known_ms,
         service_class=request.service_class, is_preemptible=not continuation_blocker(request),
-        choice=choice.choice, candidate_rows=choice.record,
+        choice=choice.choice, candidate_rows=choice.record, is_prompt=request.queued_ms > 0,
     )  # fmt: skip
 
 

@@ -344,6 +344,8 @@ class LaneOwner:
             )
         if offset is not None:
             self._batch_arrived.discard(request_id)
+            if request_id not in self._renewed:
+                self._termination.prompts.discard(request_id)
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
 
@@ -385,23 +387,43 @@ class LaneOwner:
 
     async def _take(self, fact: LogRecord) -> None:
         record = fact.record
+        if isinstance(record, Cancel):
+            await self._cancel(record)
+            return
+        assert isinstance(record, Request | Refused), "no other types are read"
+        if isinstance(record, Request):
+            for replaced in self._renewed.pop(record.id, ()):
+                self.claim.mark_done(replaced)
+        if await self._is_repetition(fact, record):
+            return
+        if record.queued_ms or isinstance(record, Refused):
+            self._termination.prompts.add(record.id)
         if isinstance(record, Request):
             await self._admit(fact, record)
-        elif isinstance(record, Cancel):
-            await self._cancel(record)
-        elif isinstance(record, Refused) and not self._is_known(record.id):
+        else:
             await self._termination.end(record.id, record.code, record.message)
 
+    async def _is_repetition(self, fact: LogRecord, record: Request | Refused) -> bool:
+        """Whether the id of a record is taken: then it is a duplicate, and needs nothing.
+
+        Where the ledger has forgotten the end of the id, it gets another one: collectors find there
+        why the record has no reply (`app/results/unanswered_requests.py`).
+        """
+        if self._is_known(record.id):
+            return True
+        appended_ms = record.queued_ms or fact.timestamp_ms
+        ended = self._context.ledger.ended_prompts
+        if not ended.is_repetition(self._lane, record.id, appended_ms):
+            return False
+        await self._termination.write_terminal(record.id, "seen")
+        return True
+
     async def _admit(self, fact: LogRecord, request: Request) -> None:
-        """Assign a request, or end it. A known id is a duplicate and needs nothing.
+        """Assign a request, or end it.
 
         Raises RenewalDue for a batch request that waited in the log for half its time there.
         """
         s = self._context
-        for replaced in self._renewed.pop(request.id, ()):
-            self.claim.mark_done(replaced)
-        if self._is_known(request.id):
-            return
         self._arrived[request.id] = fact.offset
         if request.service_class == "batch":
             self._batch_arrived.add(request.id)

@@ -69,6 +69,8 @@ class RequestTermination:
     def __init__(self, context: RouterContext, lane: int) -> None:
         self._context = context
         self._lane = lane
+        self.prompts: set[str] = set()
+        """Ids of requests from Kafka that are being admitted."""
         self._ledger = Partition(LEDGER, lane)
 
     async def end(
@@ -104,9 +106,8 @@ class RequestTermination:
     async def write_terminal(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
         """Discharge a request; `seen`: its readers have seen its end already."""
         s = self._context
-        ended = await s.publisher.publish(
-            LEDGER, request_id, Ended(id=request_id, code=code), self._lane
-        )
+        record = Ended(id=request_id, code=code, is_prompt=request_id in self.prompts)
+        ended = await s.publisher.publish(LEDGER, request_id, record, self._lane)
         await s.wait_for_ledger(self._ledger, ended.offset + 1)
 
     async def cancel_runs(self, request_id: str, runs: Sequence[RunId], reason: str) -> None:

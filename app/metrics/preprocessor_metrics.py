@@ -12,7 +12,7 @@ from app.prompts.backlog import Backlog, BacklogSize
 from streams.records import Cancel, Refused
 from streams.request import Request
 
-PROMPT_OUTCOMES = ("request", "cancel", "refused", "dead_letter", "moved_to_batch")
+PROMPT_OUTCOMES = ("request", "cancel", "refused", "dead_letter", "moved_to_batch", "deleted")
 
 
 class PreprocessorMetrics(MetricSet):
@@ -108,6 +108,10 @@ class PreprocessorMetrics(MetricSet):
                 self._refused.labels(record.code).inc()
             case None:
                 self._prompts.labels("dead_letter").inc()
+
+    def count_deleted(self) -> None:
+        """A prompt was older than any prompt is kept."""
+        self._prompts.labels("deleted").inc()
 
     def count_moved(self) -> None:
         """A batch prompt was moved from `prompts` to `batch`."""

@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from app.prompts.backlog import Backlog
 from app.prompts.job_order import BatchItem, JobOrder
 from app.prompts.prompt_credit import CreditDebit, PromptCredit
@@ -30,6 +32,7 @@ from streams.asyncapi import PromptPayload
 from streams.clock import BrokerClock
 from streams.errors import RecordTooLarge
 from streams.ports import Log, Member, Record
+from streams.prompt import appended_ms
 from streams.reading.group_consumer import OffsetCommits, PartitionClaim
 from streams.record_publisher import RecordPublisher
 from streams.records import Cancel, Refused
@@ -235,6 +238,8 @@ class PromptSource:
             prompt = _OpenPrompt(claims.get(source.partition), source.offset, expected)
             if append is not None:
                 appends.append(_acknowledged_by(append, prompt))
+            if isinstance(answer, Refused):
+                answer = replace(answer, queued_ms=appended_ms(source))  # noqa: PLW2901
             if answer is not None:
                 answers.append(_PreparedRecord(answer, prompt))
         lanes: dict[int, list[_PreparedRecord]] = {}
@@ -302,8 +307,9 @@ class PromptSource:
                 if self._is_late(record):
                     late = "its deadline passed while routers had no room for it"
                     refused = Refused(
-                        id=record.id, code="deadline", message=late, result=record.result
-                    )
+                        id=record.id, code="deadline", message=late, result=record.result,
+                        queued_ms=record.queued_ms,
+                    )  # fmt: skip
                     ready.setdefault(lane, []).append(_AdmittedRecord(refused, answer.prompt))
                     continue
                 if lane not in full_lanes:
@@ -342,8 +348,11 @@ class PromptSource:
         try:
             appended = await self._publisher.publish(REQUESTS, record.id, record, lane)
         except RecordTooLarge as e:
-            result = None if isinstance(record, Cancel) else record.result
-            refusal = Refused(id=record.id, code="too_large", message=str(e), result=result)
+            assert not isinstance(record, Cancel), "it has two short texts"
+            refusal = Refused(
+                id=record.id, code="too_large", message=str(e), result=record.result,
+                queued_ms=record.queued_ms,
+            )  # fmt: skip
             appended = await self._publisher.publish(REQUESTS, record.id, refusal, lane)
             self._acknowledged(_AdmittedRecord(refusal, each.prompt), appended.offset)
         else:

@@ -97,7 +97,7 @@ class LaneResults:
         record = fact.record
         if not isinstance(record, Request | Refused) or record.result is None:
             return fact.offset
-        if self._is_finished(record.id, fact.timestamp_ms):
+        if self._is_finished(record.id, record.queued_ms or fact.timestamp_ms):
             return fact.offset
         if (known := self._pending.get(record.id)) is not None:
             is_renewed = isinstance(record, Request) and record.is_renewed and known.is_silent
@@ -183,6 +183,7 @@ class LaneResults:
         """The results of these are in the log since a broker time, by this collector."""
         for pending in written:
             del self._pending[pending.id], self.ready[pending]
+            self._finished.pop(pending.id, None)  # the order is that of the ends
             self._finished[pending.id] = WrittenResult(at_ms)
         while self._finished:
             oldest = next(iter(self._finished))

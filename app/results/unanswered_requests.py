@@ -23,7 +23,7 @@ from streams.codecs import decode
 from streams.errors import BrokerUnavailable, PositionLost, RecordError
 from streams.ports import Partition, Record
 from streams.reading.range_reader import read_range
-from streams.records import Assigned, LogRecord, Started
+from streams.records import Assigned, Ended, LogRecord, Started
 from streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,9 @@ async def search_ledger(
         origin, is_over = _origin(facts), _is_over(pending.id, facts)
         if origin is not None and _is_other(pending, origin):
             findings.repetitions.append(pending)
+        elif origin is None and _is_seen(facts):
+            # A router found the end of another record with this id among older ones.
+            findings.repetitions.append(pending)
         elif is_over and pending.is_lost:
             findings.ended.append(pending)
         elif is_over and origin is None:
@@ -110,6 +113,10 @@ def _origin(facts: Sequence[LogRecord]) -> int | None:
     runs = (fact.record for fact in facts if isinstance(fact.record, Assigned | Started))
     first = next(runs, None)
     return None if first is None else first.origin.offset
+
+
+def _is_seen(facts: Sequence[LogRecord]) -> bool:
+    return any(isinstance(fact.record, Ended) and fact.record.code == "seen" for fact in facts)
 
 
 def _is_other(pending: PendingResult, origin: int) -> bool:

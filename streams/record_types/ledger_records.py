@@ -35,12 +35,16 @@ class Cancel(InternalRecord, frozen=True):
 
 
 class Refused(InternalRecord, frozen=True):
-    """A preprocessor rejected a prompt; the lane's owner ends the request visibly."""
+    """A preprocessor rejected a prompt; the lane's owner ends the request visibly.
+
+    `queued_ms`: append time of the prompt in its topic; 0: unknown.
+    """
 
     id: str
     code: EndCode
     message: str = ""
     result: ResultOptions | None = None
+    queued_ms: int = 0
 
 
 class RequestOffset(InternalRecord, frozen=True):
@@ -105,7 +109,8 @@ class Assigned(RunRecord, frozen=True):
     time from here to its first token; both by policy predictive only. `known_ms`: append time of
     the youngest record of the ledger that its router had read. `choice`: whether to hand it over,
     where that was a question of costs. `is_preemptible`: whether a run of class batch gives way;
-    not if no other run could go on in the middle of its answer.
+    not if no other run could go on in the middle of its answer. `is_prompt`: whether the
+    request came from Kafka, so that copies of it may come for days.
     """
 
     origin: RequestOffset
@@ -131,6 +136,7 @@ class Assigned(RunRecord, frozen=True):
     is_preemptible: bool = True
     choice: HandOverChoice | None = None
     candidate_rows: CandidateRows | None = None
+    is_prompt: bool = False
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -172,6 +178,7 @@ class Started(RunRecord, frozen=True):
     responses_from: int
     deadline_ms: int
     prompt_tokens: int = 0
+    is_prompt: bool = False
 
 
 @final
@@ -219,7 +226,25 @@ class Fencing(InternalRecord, frozen=True):
 
 @final
 class Ended(InternalRecord, frozen=True):
-    """The request is over. Its last record: no further action is due."""
+    """The request is over. Its last record: no further action is due.
+
+    `is_prompt`: as in `Assigned`, for one that may have none.
+    """
 
     id: str
     code: EndCode | Literal["seen"]
+    is_prompt: bool = False
+
+
+class EndedIds(InternalRecord, frozen=True):
+    """Ids of prompts that have ended in a lane. Key: the lane; on `ended-ids`.
+
+    With the records before it, it has those that end below offset `until` of the lane's ledger.
+    `digests`: of the ids, 8 bytes each; `ended_s`: u32 each, seconds since 1970; both little
+    endian.
+    """
+
+    lane: int
+    until: int
+    digests: bytes = b""
+    ended_s: bytes = b""

@@ -10,9 +10,10 @@ from app.preprocessor import Preprocessor
 from app.prompts.prompt_source import PromptSource
 from streams.memory.broker_faults import AppendFate
 from streams.ports import Entry
+from streams.prompt import with_append_time
 from streams.records import Refused
 from streams.request import Request
-from streams.topics import BATCH, DEAD_LETTERS, PROMPTS, partition_of
+from streams.topics import BATCH, DEAD_LETTERS, PROMPT_READABLE_MS, PROMPTS, partition_of
 from tests.flows.test_batch_prompts import report
 from tests.flows.test_preprocessor import begin, publish, sent
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -149,3 +150,22 @@ async def test_member_that_waits_for_room_commits_and_keeps_its_partitions(
         assert committed(world, topic) == read + 1
     assert len(source_of(preprocessor, topic)._claims) == world.broker.partitions[topic]
     assert [r.id for r in sent(world, Request)] == [f"r{n}" for n in range(5)]
+
+
+@pytest.mark.parametrize("topic", [PROMPTS, BATCH])
+@partial(scenario_test, lanes=1)
+async def test_prompt_that_is_older_than_the_memory_of_ids_counts_as_deleted(
+    world: MemoryWorld, topic: str
+) -> None:
+    """Brokers delete whole segments, so it may be read long after its retention."""
+    ask(world, topic, "new")
+    since_ms = world.clock.wall_ms() - PROMPT_READABLE_MS
+    old = Entry(KEY, b'{"id":"old"}', with_append_time((), since_ms))
+    world.append_raw(topic, partition_of(KEY, 16), old)
+    preprocessor, _ = await begin(world)
+    report(world, batch_requests=9, requests=9, read=0)
+    await world.wait_until(lambda: committed(world, topic) == 2)
+    assert [r.id for r in sent(world, Request)] == ["new"]
+    assert not sent(world, Refused)
+    page = (await preprocessor._metrics.page()).decode()
+    assert 'kvlane_preprocessor_prompts_total{outcome="deleted"} 1.0' in page

@@ -305,6 +305,50 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         bytes.fromhex("82a26964a66a6f622d3137a4636f6465a47365656e"),
     ),
     (
+        r.Ended(id="job-17", code="invalid", is_prompt=True),
+        bytes.fromhex(
+            "83a26964a66a6f622d3137a4636f6465a7696e76616c6964a969735f70726f6d7074c3"
+        ),
+    ),
+    (
+        r.EndedIds(lane=3, until=4711, digests=bytes(range(8)), ended_s=bytes(range(4))),
+        bytes.fromhex(
+            "84a46c616e6503a5756e74696ccd1267a764696765737473c4080001020304050607a7656e646564"
+            "5f73c40400010203"
+        ),
+    ),
+    (
+        r.Refused(id="job-17", code="deadline", queued_ms=1_700_000_000_000),
+        bytes.fromhex(
+            "83a26964a66a6f622d3137a4636f6465a8646561646c696e65a97175657565645f6d73cf0000018b"
+            "cfe56800"
+        ),
+    ),
+    (
+        r.Started(
+            id="job-17", attempt=1, phase="decode", worker="w1", epoch=4711, run=7,
+            origin=ORIGIN, responses_from=3, deadline_ms=9, is_prompt=True
+        ),
+        bytes.fromhex(
+            "8aa26964a66a6f622d3137a7617474656d707401a57068617365a66465636f6465a6776f726b6572"
+            "a27731a565706f6368cd1267a372756e07a66f726967696e83a5746f706963a87265717565737473"
+            "a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d03ab6465"
+            "61646c696e655f6d7309a969735f70726f6d7074c3"
+        ),
+    ),
+    (
+        r.Assigned(
+            id="job-17", attempt=1, phase="decode", worker="w1", epoch=4711,
+            origin=ORIGIN, responses_from=3, deadline_ms=9, is_prompt=True
+        ),
+        bytes.fromhex(
+            "de0009a26964a66a6f622d3137a7617474656d707401a57068617365a66465636f6465a6776f726b"
+            "6572a27731a565706f6368cd1267a66f726967696e83a5746f706963a87265717565737473a97061"
+            "72746974696f6e11a66f6666736574cd1267ae726573706f6e7365735f66726f6d03ab646561646c"
+            "696e655f6d7309a969735f70726f6d7074c3"
+        ),
+    ),
+    (
         r.Chunk(
             id="job-17", attempt=1, run="18446744073709551615", seq=2, index=4, token_ids=(240, 159,
             152, 128), text="😀", chars=5, finish_reason="stop", usage=r.Usage(prompt_tokens=7,

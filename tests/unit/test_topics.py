@@ -50,6 +50,7 @@ def test_every_named_topic_is_in_the_table() -> None:
         topics.LEDGER,
         topics.RESPONSES,
         topics.RESULTS,
+        topics.ENDED_IDS,
         topics.ASSIGNMENTS,
         topics.KV_EVENTS,
         topics.CAPACITY,

@@ -2,7 +2,8 @@
 
 One `LaneState` per ledger partition, made of that partition's records alone: no clock, no input
 of this process. Two replicas at the same position have the same lane (`state_hash`). Next actions
-are found in `reconcile.py`; decisions of this router that it has not read back are not in here.
+are found in `reconcile.py`; decisions of this router that it has not read back are not in here. Ids
+of prompts are known for longer than outcomes: `EndedPrompts` has them.
 
 The rules by which a record changes the state of its request are in `request_transitions.py`.
 """
@@ -17,6 +18,7 @@ import msgspec
 
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.batch_runs import BatchRuns
+from app.routing.state.ended_prompts import EndedPrompts
 from app.routing.state.request_state import (
     OPEN,
     FinishedRequest,
@@ -76,14 +78,16 @@ class LaneState:
             return RequestState(outcome.attempt, ended=outcome.code, last_ms=outcome.last_ms)
         return self.requests.get(request_id)
 
-    def apply(self, fact: LogRecord, loads: RunLoads) -> None:
+    def apply(self, fact: LogRecord, loads: RunLoads) -> bool:
         """Apply one record. Records after the end of a request change nothing.
 
         Its end is visible then, by any writer, so later runs and fences are of no consequence.
+        Returns whether the record ends a request that came from Kafka.
         """
         record = fact.record
         if not isinstance(record, LedgerRecord):
-            return
+            return False
+        ends_prompt = False
         if record.id not in self.finished:
             state = self.requests.get(record.id)
             if state is None:
@@ -92,7 +96,9 @@ class LaneState:
             is_changed = apply_record(state, record, fact.timestamp_ms, loads)
             if is_changed or record.id not in self.unfinished:
                 self.classify(record.id, state)
+                ends_prompt = state.is_prompt and record.id in self.finished
         self._expire(fact.timestamp_ms, loads)
+        return ends_prompt
 
     def classify(self, request_id: str, state: RequestState) -> None:
         """File a request by its state: unfinished, unknown id, or finished."""
@@ -167,6 +173,7 @@ class _RequestRow(msgspec.Struct):
     failed_workers: list[str]
     last_ms: int
     failure_reason: str = ""
+    is_prompt: bool = False
 
 
 class _LaneSnapshot(msgspec.Struct):
@@ -187,6 +194,8 @@ class LedgerState:
         self._lanes: dict[int, LaneState] = {}
         self.loads = RunLoads(ActiveLoad(), BatchRuns())
         self.sessions = SessionAffinities(dedup_window_ms)
+        self.ended_prompts = EndedPrompts(dedup_window_ms)
+        """Ids of prompts that ended, of all lanes: also from before the first record."""
         self.last_append_ms = 0
         """Append time of the youngest record that was taken in; 0 before the first."""
 
@@ -212,7 +221,9 @@ class LedgerState:
         """Take in records of one ledger partition; `position` is the next offset after them."""
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
-            lane.apply(fact, self.loads)
+            if lane.apply(fact, self.loads):
+                request_id = fact.record.id  # type: ignore[union-attr]
+                self.ended_prompts.add(source.partition, fact.offset, request_id, fact.timestamp_ms)
             if type(fact.record) is Assigned:
                 self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
         if facts:
@@ -250,6 +261,7 @@ class LedgerState:
             state = RequestState(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
                 t.failures, t.fulls, frozenset(t.failed_workers), t.failure_reason, t.last_ms,
+                t.is_prompt,
             )  # fmt: skip
             for run_row in t.runs:
                 _, _, worker, epoch, run_state, since_ms, tokens, rank = run_row[:8]
@@ -293,5 +305,5 @@ def _to_rows(lane: LaneState) -> Iterator[_RequestRow]:
         yield _RequestRow(
             request_id, s.attempt, runs, s.ended, s.origin, s.responses_from, s.deadline_ms,
             s.failures, s.full_rejections, sorted(s.failed_workers), s.last_ms,
-            s.failure_reason,
+            s.failure_reason, s.is_prompt,
         )  # fmt: skip

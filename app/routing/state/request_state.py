@@ -80,6 +80,8 @@ class RequestState(msgspec.Struct):
     failed_workers: frozenset[str] = frozenset()
     failure_reason: str = ""
     last_ms: int = 0
+    is_prompt: bool = False
+    """Whether it came from Kafka."""
     indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
     """Its open runs, as `LaneState.open_runs` has them."""
 

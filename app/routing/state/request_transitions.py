@@ -72,6 +72,7 @@ def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: R
     """
     if type(record) is Ended:
         state.ended = state.ended or record.code
+        state.is_prompt |= record.is_prompt
         clear_runs(record.id, state, loads)
         return True
     if type(record) is Assigned or type(record) is Started:
@@ -80,6 +81,7 @@ def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: R
             lowest = min(lowest, state.responses_from)
         state.origin, state.responses_from = record.origin, lowest
         state.deadline_ms = record.deadline_ms
+        state.is_prompt |= record.is_prompt
     if state.ended:
         return True
     if record.attempt > state.attempt and isinstance(record, Assigned | Started | Fencing):

@@ -49,6 +49,8 @@ STEADY_TASKS = {
         "intake",
         "drift",
         "capacity",
+        "ended ids",
+        "writer of ended ids",
     },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
     "preprocessor": {"commits", "tail", "registry", "prompts", "batch", "capacity"},

@@ -1,0 +1,50 @@
+"""The writer of `ended-ids`: ids of prompts that have ended, a record a minute for each lane.
+
+Each router writes for its lanes, from the view that every router has
+(`app/routing/state/ended_prompts.py`). A record that comes twice, or from a former owner, does no
+harm: it repeats ids. After a crash the next owner writes what is missing, from the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from app.lanes.context import RouterContext
+from app.lanes.owner import LaneOwner
+from streams.errors import AppendFailed
+from streams.ports import Partition
+from streams.topics import ENDED_IDS, LEDGER
+
+log = logging.getLogger(__name__)
+
+SAVE_INTERVAL_S = 60.0
+APPEND_TIMEOUT_S = 10.0
+
+
+class EndedIdsWriter:
+    """The writer of one router. `owners`: of its lanes, as they are."""
+
+    def __init__(self, context: RouterContext, owners: Mapping[int, LaneOwner]) -> None:
+        self._context = context
+        self._owners = owners
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        clock = self._context.ctx.clock
+        while True:
+            for lane in [lane for lane, owner in self._owners.items() if owner.serving]:
+                await self._save(lane)
+            await clock.sleep(SAVE_INTERVAL_S)
+
+    async def _save(self, lane: int) -> None:
+        s = self._context
+        position = s.ledger.position(Partition(LEDGER, lane))
+        record = None if position is None else s.ledger.ended_prompts.unsaved(lane, position)
+        if record is None:
+            return
+        until = s.ctx.clock.now() + APPEND_TIMEOUT_S
+        try:
+            await s.publisher.publish(ENDED_IDS, str(lane), record, 0, until=until)
+        except AppendFailed as e:  # the next record has these ids as well
+            log.warning("lane %d: ids of ended prompts are not written yet: %s", lane, e)

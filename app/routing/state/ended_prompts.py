@@ -1,0 +1,188 @@
+"""Ids of prompts that have ended, for as long as a copy of one may still be read from Kafka.
+
+A prompt waits in `batch` for up to a week, and so does its copy: a retry of its producer, a job
+that starts over, or the same record, read again after a crash. It is a copy if it was appended
+before the end of its id, or within the dedup window after it, however late it is read. The ledger
+is kept for a day, and `LaneState` has outcomes for the dedup window only. So this view of the topic
+`ended-ids` has the ids for longer: the owner of each lane appends there what has ended, a minute at
+a time (`app/lanes/ended_ids_writer.py`). What is not there yet comes from the ledger
+(`LedgerState`), which a router reads from the offset up to which the last record reaches.
+
+Why a topic of its own: seven days of the ledger, or of `results`, are hundreds of gigabytes to
+read at a start. An id is 12 bytes here, a digest of 8 and its second: a million prompts a day are
+92 MB in each router after a week. Requests over HTTP are not among them: they have no copies.
+
+Two ids with one digest: among 10 million ids, a new one meets one in 10^12.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from streams.ports import Partition
+from streams.records import EndedIds, LogRecord
+from streams.topics import PROMPT_READABLE_MS
+
+BLOCK_IDS = 8192
+"""Ids that are sorted together; a look-up searches each block that is young enough."""
+MAX_SAVED_IDS = 50_000
+"""Ids in one record: 600 kB."""
+MAX_UNSAVED_OFFSETS = 10_000
+"""Offsets of the ledger without a record, also if no prompt has ended: a router that starts reads
+them again, in a tenth of a second."""
+NEVER = -1
+
+
+class _Block(NamedTuple):
+    """Ids that ended at about the same time, by rising digest."""
+
+    digests: array[int]
+    ended_s: array[int]
+    last_s: int
+
+    def ended_after(self, digest: int, since_s: int) -> bool:
+        at = bisect_left(self.digests, digest)
+        found = at < len(self.digests) and self.digests[at] == digest
+        return found and self.ended_s[at] >= since_s
+
+
+class _UnsavedEnd(NamedTuple):
+    offset: int
+    digest: int
+    ended_s: int
+
+
+class _LaneEnds:
+    """The ids of one lane."""
+
+    def __init__(self) -> None:
+        self.until = NEVER
+        self.recent: dict[int, int] = {}
+        self.blocks: deque[_Block] = deque()
+        self.unsaved: deque[_UnsavedEnd] = deque()
+
+    def close_block(self, kept_s: int) -> None:
+        """Sort the recent ids into a block, and drop those that no copy can repeat any more."""
+        ends = sorted(self.recent.items())
+        last_s = max(self.recent.values())
+        self.blocks.append(
+            _Block(array("Q", (d for d, _ in ends)), array("I", (s for _, s in ends)), last_s)
+        )
+        self.recent.clear()
+        while self.blocks[0].last_s < last_s - kept_s:
+            self.blocks.popleft()
+
+
+class EndedPrompts:
+    """All lanes together; a `MaterializedView` (streams/views/view.py) of `ended-ids`."""
+
+    name = "ended ids"
+
+    def __init__(self, dedup_window_ms: int) -> None:
+        self._window_ms = dedup_window_ms
+        self._kept_s = (PROMPT_READABLE_MS + dedup_window_ms) // 1000
+        self._lanes: dict[int, _LaneEnds] = {}
+        self._position: int | None = None
+
+    def is_repetition(self, lane: int, request_id: str, appended_ms: int) -> bool:
+        """Whether a prompt that was appended then repeats one that has ended."""
+        ends = self._lanes.get(lane)
+        if ends is None:
+            return False
+        digest, since_s = _digest(request_id), (appended_ms - self._window_ms) // 1000
+        ended_s = ends.recent.get(digest)
+        if ended_s is not None and ended_s >= since_s:
+            return True
+        blocks = (block for block in ends.blocks if block.last_s >= since_s)
+        return any(block.ended_after(digest, since_s) for block in blocks)
+
+    def add(self, lane: int, offset: int, request_id: str, ended_ms: int) -> None:
+        """A record of the ledger ends a prompt."""
+        ends = self._of(lane)
+        digest, ended_s = _digest(request_id), -(-ended_ms // 1000)
+        if offset >= ends.until:
+            ends.unsaved.append(_UnsavedEnd(offset, digest, ended_s))
+        self._take(ends, digest, ended_s)
+
+    # --- the topic ---
+
+    def saved_until(self, lane: int) -> int | None:
+        """The offset of the ledger up to which the ids of a lane are in the topic."""
+        ends = self._lanes.get(lane)
+        return None if ends is None or ends.until == NEVER else ends.until
+
+    def unsaved(self, lane: int, position: int) -> EndedIds | None:
+        """The next record for the topic, if one is due. `position`: that of the ledger's view."""
+        ends = self._of(lane)
+        is_due = ends.unsaved or ends.until == NEVER or position - ends.until > MAX_UNSAVED_OFFSETS
+        if not is_due or position <= ends.until:
+            return None
+        saved = [each for _, each in zip(range(MAX_SAVED_IDS), ends.unsaved, strict=False)]
+        until = saved[-1].offset + 1 if len(saved) < len(ends.unsaved) else position
+        return EndedIds(
+            lane=lane,
+            until=until,
+            digests=struct.pack(f"<{len(saved)}Q", *(each.digest for each in saved)),
+            ended_s=struct.pack(f"<{len(saved)}I", *(each.ended_s for each in saved)),
+        )
+
+    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
+        """Take in records of the only partition."""
+        self._position = position
+        for fact in facts:
+            record = fact.record
+            if not isinstance(record, EndedIds):
+                continue
+            ends = self._of(record.lane)
+            count = min(len(record.digests) // 8, len(record.ended_s) // 4)
+            digests = struct.unpack_from(f"<{count}Q", record.digests)
+            for digest, ended_s in zip(
+                digests, struct.unpack_from(f"<{count}I", record.ended_s), strict=True
+            ):
+                self._take(ends, digest, ended_s)
+            ends.until = max(ends.until, record.until)
+            while ends.unsaved and ends.unsaved[0].offset < ends.until:
+                ends.unsaved.popleft()
+
+    def _take(self, ends: _LaneEnds, digest: int, ended_s: int) -> None:
+        ends.recent[digest] = max(ended_s, ends.recent.get(digest, NEVER))
+        if len(ends.recent) >= BLOCK_IDS:
+            ends.close_block(self._kept_s)
+
+    def _of(self, lane: int) -> _LaneEnds:
+        ends = self._lanes.get(lane)
+        if ends is None:
+            ends = self._lanes[lane] = _LaneEnds()
+        return ends
+
+    # --- the rest of a view ---
+
+    def position(self, source: Partition) -> int | None:  # noqa: ARG002
+        """Next offset to read; None before the first."""
+        return self._position
+
+    def forget(self, source: Partition) -> None:  # noqa: ARG002
+        """Read the topic from its start again; the ids that were read are right."""
+        self._position = None
+
+    def snapshot(self, source: Partition) -> bytes:  # noqa: ARG002
+        """Empty: the topic is one."""
+        return b""
+
+    def restore(self, source: Partition, data: bytes, position: int) -> None:  # noqa: ARG002
+        self._position = position
+
+    def state_hash(self, source: Partition) -> str:  # noqa: ARG002
+        """Constant: the state depends on the ledger, too."""
+        return ""
+
+
+def _digest(request_id: str) -> int:
+    digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
