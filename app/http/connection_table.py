@@ -18,6 +18,13 @@ log = logging.getLogger(__name__)
 
 SPARE = 32
 """Places for probes while all others have a request."""
+HEAD_BYTES = 64 * 1024
+"""Limit of the heads of the requests that wait on a connection: several times what clients and
+proxies send."""
+LEAST_HEAD_BYTES = 16 * 1024
+"""That limit with many connections: twice what most servers take."""
+ALL_HEADS_BYTES = 64 * 1024 * 1024
+"""Memory of the heads on all connections, up to 4096 of them."""
 LOG_PERIOD_S = 10.0
 """Period of the log line about a full table: with each connection it would fill the log."""
 
@@ -51,6 +58,12 @@ class ConnectionTable:
 
     def __len__(self) -> int:
         return len(self._open) + len(self._spare)
+
+    @property
+    def head_bytes(self) -> int:
+        """The limit of the heads on a connection, by the number of connections."""
+        share = ALL_HEADS_BYTES // max(1, len(self))
+        return max(LEAST_HEAD_BYTES, min(HEAD_BYTES, share))
 
     def add(self, connection: Connection) -> bool:
         """Add a connection, which has no request yet. False: it is for probes only."""

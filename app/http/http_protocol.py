@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with bounds on everything that a client sends, or does not send.
 
-- Bytes: a head, a trailer section and the frame of a chunk have HEAD_BYTES each, with the heads of
-  the requests that wait. Trailers are dropped. Bodies are bounded by `app/http/middleware.py`.
+- Bytes: a head, a trailer section and the frame of a chunk have the same limit, as have the heads
+  of all requests that wait. Trailers are dropped. Bodies are bounded by `app/http/middleware.py`.
 - Time: a connection has a deadline while it waits for a head, is idle, or ends, and another one
   while its client reads nothing. The time of a body is bounded by its endpoint.
 - Number: `app/http/connection_table.py` bounds connections.
@@ -34,9 +34,6 @@ from app.http.body_writer import BodyWriter
 from app.http.connection_table import ConnectionTable
 from app.http.exchange import Exchange
 
-HEAD_BYTES = 64 * 1024
-"""Memory of the heads of the requests that wait on a connection, and limit of trailers: several
-times what clients and proxies send. One socket read more may be in memory."""
 REQUEST_BYTES = 4096
 """Memory of a request without its head."""
 FIELD_BYTES = 128
@@ -73,6 +70,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes since the head began, or since the last byte of the body."""
         self._held = 0
         """Memory of the heads that wait, about."""
+        self._head_bytes = table.head_bytes
+        """Limit of it. One socket read more may be in memory."""
         self._drops = False
         """Whether input is dropped: after an error, and after the last response."""
         self._dropped = 0
@@ -164,7 +163,7 @@ class BoundedProtocol(HttpToolsProtocol):
             is_ours = isinstance(cause, _BadRequest)
             self._refuse(str(cause) if is_ours else "the request is not valid HTTP/1.1")
         else:
-            if self._pending > HEAD_BYTES:
+            if self._pending > self._head_bytes:
                 self._refuse("the head, a trailer or a chunk extension is too large")
 
     def _parse(self, data: bytes) -> None:
@@ -190,6 +189,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """A head begins."""
         if not self.pipeline:
             self._held = 0
+        self._head_bytes = self._table.head_bytes
         super().on_message_begin()
         self._hold(REQUEST_BYTES)
 
@@ -243,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _hold(self, size: int) -> None:
         self._held += size
-        if self._held > HEAD_BYTES:
+        if self._held > self._head_bytes:
             raise _BadRequest(
                 "the heads of the requests on this connection are too large: send fewer or shorter "
                 "header fields, and read the responses before the next request"
