@@ -11,6 +11,7 @@ settings are shown.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -40,7 +41,14 @@ from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS
 if TYPE_CHECKING:
     from indexer.block_keys import KeySecret
 
-__all__ = ["AREAS", "Settings", "SettingsError", "unknown_variables", "variable_name"]
+__all__ = [
+    "AREAS",
+    "Settings",
+    "SettingsError",
+    "settings_for_writing",
+    "unknown_variables",
+    "variable_name",
+]
 
 AREAS: dict[str, type[BaseModel]] = {
     "Kafka": KafkaSettings,
@@ -60,7 +68,7 @@ class TopicOptions(TypedDict):
     """Arguments that create the topics of a deployment, or compare them with the broker's."""
 
     lanes: int
-    replication: int
+    replication: int | None
     min_insync: int
     partitions: dict[str, int]
     retention_ms: dict[str, int]
@@ -208,16 +216,34 @@ def _role_conflicts(settings: Settings) -> Iterator[str]:
         yield f"{refused} needs KVLANE_ATTACH_TRANSFER_LEASE_S, the lease of its server: set it"
 
 
+_OF_TESTS = "TEST_"
+"""Variables of the project's tests begin so."""
+
+
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables with the prefix KVLANE_ that no setting reads, each with a similar name."""
     known = [variable_name(name).removeprefix(PREFIX) for name in Settings.model_fields]
     unknown = []
     for name in sorted(environ):
         own = name.upper().removeprefix(PREFIX)
+        if own.startswith(_OF_TESTS):
+            continue
         if name.upper().startswith(PREFIX) and own not in known:
             close = difflib.get_close_matches(own, known, n=1)
             unknown.append(f"{name} (did you mean {PREFIX}{close[0]}?)" if close else name)
     return unknown
+
+
+def settings_for_writing() -> Settings:
+    """The settings of a command that writes.
+
+    Raises SettingsError for variables that no setting reads: a misspelt one would leave the default
+    in what is written, which may be for good.
+    """
+    if unknown := unknown_variables(os.environ):
+        names = "\n".join(f"{name} is not a setting: correct or unset it" for name in unknown)
+        raise SettingsError(names)
+    return Settings()
 
 
 def _secrets() -> list[str]:

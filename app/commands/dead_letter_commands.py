@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from app.commands import console as screen
-from app.settings import Settings
+from app.settings import Settings, settings_for_writing
 
 if TYPE_CHECKING:
     from app.audit.dead_letter_retry import DeadLetterRecord
@@ -144,7 +144,7 @@ async def _retry(names: Sequence[str]) -> int:
     from streams.clock import SystemClock
 
     refused = 0
-    async with kafka_client.connect_kafka(Settings(), "kvlane-dead-letters") as log:
+    async with kafka_client.connect_kafka(settings_for_writing(), "kvlane-dead-letters") as log:
         clock = SystemClock()
         for name in dict.fromkeys(names):
             try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from app.access import key_file
 from app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
 from app.commands.console import plain_table
-from app.settings import Settings
+from app.settings import Settings, settings_for_writing
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
 
@@ -46,7 +46,7 @@ def create(
 
     Creates the file if necessary, readable for its owner only.
     """
-    path = _path(file)
+    path = _path_to_write(file)
     expires = None if days is None else datetime.now(UTC) + timedelta(days=days)
     key = key_file.new_key(tenant, _role(role), note, expires)
     with key_file.lock_key_file(path):
@@ -87,7 +87,7 @@ def revoke(
 
     The entry stays in the file as `disabled`.
     """
-    path = _path(file)
+    path = _path_to_write(file)
     with key_file.lock_key_file(path):
         key_file.write_key_file(path, key_file.read_key_file(path).without(key_id))
     typer.echo(f"{key_id} is revoked")
@@ -134,7 +134,7 @@ def limit(
     file: _File = None,
 ) -> None:
     """Set limits of a tenant, at each gateway. Omitted limits stay unchanged."""
-    path = _path(file)
+    path = _path_to_write(file)
     given: dict[str, object] = {
         "requests": requests, "tokens": tokens, "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute, "file_bytes": file_bytes, "batches": batches,
@@ -148,6 +148,11 @@ def limit(
             raise KeyFileError(f"{path}: tenant {tenant!r} has no key")
         key_file.write_key_file(path, content.with_tenant(tenant, changes))
     typer.echo(f"the limits of {tenant} are changed")
+
+
+def _path_to_write(file: Path | None) -> Path:
+    settings_for_writing()
+    return _path(file)
 
 
 def _path(file: Path | None) -> Path:

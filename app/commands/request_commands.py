@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from app.commands.console import escape_control, escape_lines
-from app.settings import Settings
+from app.settings import Settings, settings_for_writing
 from streams.record_base import ServiceClass
 
 CHECK_AFTER_S = 3.0
@@ -117,7 +117,7 @@ async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -
     from app.commands.kafka_client import connect_client
     from streams.prompt import Prompt
 
-    async with connect_client(Settings()) as client:
+    async with connect_client(settings_for_writing()) as client:
         known = "id" in fields  # it may have been published before: read from its beginning
         prompt = Prompt(**({"id": client.new_request_id()} | fields))
         await client.publish(prompt, subscribe=follow and not known)
@@ -129,7 +129,7 @@ async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -
 async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float) -> None:
     from app.commands.kafka_client import connect_client, parse_prompts, publish_prompts
 
-    async with connect_client(Settings()) as client:
+    async with connect_client(settings_for_writing()) as client:
         prompts = parse_prompts(lines, client.new_request_id)
         shown = (lambda _: None) if follow else (lambda name: typer.echo(escape_control(name)))
         await publish_prompts(client, prompts, wants_stream=False, on_published=shown)
@@ -212,6 +212,6 @@ def _write(text: str) -> None:
 async def _cancel(request_id: str, service_class: ServiceClass) -> None:
     from app.commands.kafka_client import connect_client
 
-    async with connect_client(Settings()) as client:
+    async with connect_client(settings_for_writing()) as client:
         await client.cancel(request_id, service_class=service_class)
     typer.echo(f"published the cancel of {escape_control(request_id)}")

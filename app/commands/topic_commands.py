@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from app.settings import Settings
+from app.settings import Settings, settings_for_writing
 from streams.topics import AclRule, required_acls
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ async def _skip(topic: str, partition: int, offset: int) -> int:
     from streams.ports import Partition
     from streams.reading.decoding import write_skip
 
-    settings = Settings()
+    settings = settings_for_writing()
     name = topic.removeprefix(settings.topic_prefix)
     async with connect_kafka(settings, "kvlane-topics") as log:
         source = Partition(name, partition)
@@ -96,7 +96,7 @@ async def _topics(*, creating: bool) -> bool:
     from app.commands.kafka_client import connect_kafka
     from streams.kafka import provision
 
-    settings = Settings()
+    settings = settings_for_writing() if creating else Settings()
     work = provision.create_topics if creating else provision.describe_topics
     async with connect_kafka(settings, "kvlane-topics") as log:
         states = await work(log, **settings.topic_options())

@@ -59,8 +59,11 @@ class TopicSettings(BaseModel):
         ge=3600,
         description="time for which results are kept, in seconds",
     )
-    replication_factor: int = Field(
-        1, ge=1, description="replicas of every partition that `kvlane topics create` makes"
+    replication_factor: int | None = Field(
+        None,
+        ge=1,
+        description="replicas of every partition that `kvlane topics create` makes; empty: 3, or "
+        "as many as there are brokers if there are fewer",
     )
     min_insync_replicas: int = Field(
         1, ge=1, description="in-sync replicas that must have a record before it is acknowledged"
@@ -77,5 +80,6 @@ class TopicSettings(BaseModel):
 
 def topic_conflicts(settings: TopicSettings) -> Iterator[str]:
     """The settings of topics that do not fit together."""
-    if settings.min_insync_replicas > settings.replication_factor:
+    factor = settings.replication_factor
+    if factor is not None and settings.min_insync_replicas > factor:
         yield exceeds(settings, "min_insync_replicas", "replication_factor")

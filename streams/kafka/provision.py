@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
+    InvalidReplicationFactorError,
     KafkaError,
     TopicAlreadyExistsError,
     UnknownTopicOrPartitionError,
@@ -49,6 +50,8 @@ DEPLOYMENT = "deployment"
 """Key of the Deployment record."""
 
 REPLICATION = "replication.factor"
+DEFAULT_REPLICATION = 3
+"""One broker may fail while another one is restarted."""
 """Name of the number of replicas in `TopicState.differing_configs`."""
 
 TOPIC_CHECK_INTERVAL_S = 10.0
@@ -78,13 +81,14 @@ async def create_topics(
     log: KafkaLog,
     *,
     lanes: int,
-    replication: int,
+    replication: int | None,
     min_insync: int,
     partitions: Mapping[str, int] = _OF_THE_TABLE,
     retention_ms: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
     """Create missing topics; returns the state of all topics afterwards. Idempotent.
 
+    `replication`: None takes `DEFAULT_REPLICATION`, or fewer where there are fewer brokers.
     `partitions` and `retention_ms` override the table by topic. An existing deployment keeps the
     numbers that it was created with. Existing topics stay unchanged; differing settings are
     reported. Then the Deployment record is written, once. Raises BrokerUnavailable, AccessDenied,
@@ -98,7 +102,13 @@ async def create_topics(
             _check_count(name, len(replicas), expected.get(name, len(replicas)))
         missing = [t for t in _kept_for(retention_ms) if t.name not in existing]
         if missing:
-            await _create(admin, log.prefix, missing, expected, replication, min_insync)
+            copies = replication or await _default_replication(admin)
+            if min_insync > copies:
+                raise TopicMismatch(
+                    f"KVLANE_MIN_INSYNC_REPLICAS={min_insync} exceeds the {copies} replicas of "
+                    "each partition, so nothing could be written: lower it, or add brokers"
+                )
+            await _create(admin, log.prefix, missing, expected, copies, min_insync)
             await _wait_until_led(admin, log.prefix)
     await check_partitions(log, lanes, partitions)
     if await read_deployment(log) is None:
@@ -114,7 +124,7 @@ async def describe_topics(
     log: KafkaLog,
     *,
     lanes: int,
-    replication: int,
+    replication: int | None,
     min_insync: int,
     partitions: Mapping[str, int] = _OF_THE_TABLE,
     retention_ms: Mapping[str, int] = _OF_THE_TABLE,
@@ -128,6 +138,7 @@ async def describe_topics(
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
         expected = expected_partitions(lanes, partitions) | await _recorded(log, existing)
+        replication = replication or await _default_replication(admin)
         names = [t.name for t in TOPICS if t.name in existing]
         settings = await _settings(admin, log.prefix, names)
     states = []
@@ -324,7 +335,22 @@ async def _create(
         if issubclass(error, REFUSAL_ERRORS):
             raise to_access_denied(error(message), f"creating topic {name}")
         if code and error is not TopicAlreadyExistsError:  # another process created it
-            raise TopicMismatch(f"topic {name} cannot be created: {message or error.__name__}")
+            reason = message or error.__name__
+            if error is InvalidReplicationFactorError:
+                brokers = await _count_brokers(admin)
+                reason += (
+                    f" Set KVLANE_REPLICATION_FACTOR to {brokers} at most, the number of brokers, "
+                    "or leave it out"
+                )
+            raise TopicMismatch(f"topic {name} cannot be created: {reason}")
+
+
+async def _count_brokers(admin: AIOKafkaAdminClient) -> int:
+    return len((await admin.describe_cluster())["brokers"])
+
+
+async def _default_replication(admin: AIOKafkaAdminClient) -> int:
+    return min(DEFAULT_REPLICATION, await _count_brokers(admin))
 
 
 async def _wait_for_controller(admin: AIOKafkaAdminClient) -> None:

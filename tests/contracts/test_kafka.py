@@ -258,8 +258,16 @@ class TestTopics:
     async def test_too_many_replicas_are_refused_with_the_brokers_message(
         self, empty: KafkaLog
     ) -> None:
-        with pytest.raises(TopicMismatch, match="cannot be created"):
+        with pytest.raises(TopicMismatch, match=r"cannot be.* KVLANE_REPLICATION_FACTOR to 1"):
             await create_topics(empty, lanes=LANES, replication=99, min_insync=1)
+
+    async def test_topics_have_as_many_replicas_as_there_are_brokers(
+        self, narrow: None, empty: KafkaLog
+    ) -> None:
+        with pytest.raises(TopicMismatch, match="KVLANE_MIN_INSYNC_REPLICAS=2 exceeds"):
+            await create_topics(empty, lanes=LANES, replication=None, min_insync=2)
+        states = await create_topics(empty, lanes=LANES, replication=None, min_insync=1)
+        assert all(s.is_as_expected for s in states)
 
     async def test_created_deployment_passes_the_check(self, full: KafkaLog) -> None:
         await check_partitions(full, LANES)

@@ -97,6 +97,20 @@ MISTAKES = {
         "publish hello --file {folder}/prompts.jsonl", ("give no text and no --id with it",)
     ),
     "empty prompt": Mistake("publish ''", ("give it as an argument or on standard input",)),
+    **{
+        f"misspelt setting: {command}": Mistake(
+            command, ("KVLANE_REPLICATON_FACTOR", "did you mean KVLANE_REPLICATION_FACTOR?"),
+            (*kafka_at(f"{LOOPBACK}:1"), ("KVLANE_REPLICATON_FACTOR", "3")),
+        )
+        for command in (
+            "topics create", "topics skip ledger:0:1", "publish hello", "cancel some-id",
+            "keys create --tenant a --file {folder}/keys.json",
+            "keys revoke some-id --file {folder}/keys.json",
+            "keys limit a --requests 1 --file {folder}/keys.json",
+            "batch submit {folder}/prompts.jsonl --url http://127.0.0.1:1",
+            "batch cancel batch_1 --url http://127.0.0.1:1", "dead-letters retry 0:1",
+        )
+    },
     "misspelt command": Mistake("topics creat", ("create",)),
     "time that does not exist": Mistake(
         "replay --view load --at yesterdayish", ("yesterdayish",), kafka_at(f"{LOOPBACK}:1")

@@ -21,6 +21,7 @@ from streams.brokers.broker_factory import JvmBroker
 from streams.codecs import encode
 from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.provision import create_topics
 from streams.ports import Entry, Partition
 from streams.records import Chunk
 from streams.request import ReplyAddress, Request, ResultOptions
@@ -245,6 +246,17 @@ def cut_link(client_id: str, node: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AIOKafkaClient, "_get_conn", get_others)
         yield
+
+
+async def test_topics_have_three_replicas_without_a_setting(
+    log: KafkaLog, admin: AIOKafkaAdminClient
+) -> None:
+    created = await create_topics(log, lanes=LANES, replication=None, min_insync=1)
+    assert len(created) > 10
+    topics = [t for t in await admin.describe_topics() if t["topic"].startswith(log.prefix)]
+    copies = {len(p["replicas"]) for t in topics for p in t["partitions"]}
+    await admin.delete_topics([t["topic"] for t in topics if t["topic"] != log.prefix + LEDGER])
+    assert copies == {3}
 
 
 async def test_dead_topic_of_replies_holds_neither_results_nor_other_replies(

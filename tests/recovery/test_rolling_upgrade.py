@@ -2,7 +2,7 @@
 
 Every process is replaced by one of the other version, one after the other, as an orchestrator does.
 The times to the first text are properties of the result (`--junitxml`), without a limit.
-The other version is the commit, tag or branch in KVLANE_UPGRADE_FROM.
+The other version is the commit, tag or branch in KVLANE_TEST_UPGRADE_FROM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.harness.http_and_kafka_clients import CLOCK
 from tests.harness.topic_cleanup import delete_topics
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE = os.environ.get("KVLANE_UPGRADE_FROM", "3084ef4")
+BEFORE = os.environ.get("KVLANE_TEST_UPGRADE_FROM", "3084ef4")
 """By default the last commit before batch work and the roles prefill and decode."""
 LANES = 8
 GRACE_S, STOP_S, MODEL_S = 30.0, 40.0, 60.0

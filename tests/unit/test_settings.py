@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
 from app.commands.settings_table import print_settings, settings_rows
-from app.settings import AREAS, Settings, SettingsError, unknown_variables
+from app.settings import AREAS, Settings, SettingsError, settings_for_writing, unknown_variables
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret
 from streams.kafka.connection_options import ConnectionOptions, TokenFile
 from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
@@ -183,7 +183,7 @@ def test_refusal_names_variable_value_and_remedy(
         ({"max_lifetime_s": 1800, "dedup_window_s": 1800}, "it must be below 1800"),
         ({"heartbeat_interval_s": 3}, "raise it to 6, or lower KVLANE_HEARTBEAT_INTERVAL_S"),
         (
-            {"min_insync_replicas": 2},
+            {"min_insync_replicas": 2, "replication_factor": 1},
             "KVLANE_MIN_INSYNC_REPLICAS=2 exceeds KVLANE_REPLICATION_FACTOR=1",
         ),
         ({"broker": "env"}, "needs KVLANE_BOOTSTRAP_SERVERS"),
@@ -261,7 +261,7 @@ def test_attach_url_may_end_in_v1() -> None:
 
 def test_error_lists_all_conflicts() -> None:
     with pytest.raises(SettingsError) as refusal:
-        Settings(deadline_s=700, min_insync_replicas=2)
+        Settings(deadline_s=700, min_insync_replicas=2, replication_factor=1)
     assert len(str(refusal.value).splitlines()) == 2
 
 
@@ -337,6 +337,16 @@ def test_command_prints_every_variable_and_no_secret(
 def test_unknown_variables_are_found_and_others_left_alone() -> None:
     environ = {"KVLANE_LANES": "8", "KVLANE_QQQQQQ": "1", "PATH": "/bin"}
     assert unknown_variables(environ) == ["KVLANE_QQQQQQ"]
+
+
+def test_misspelt_variable_is_refused_by_what_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLANE_REPLICATION", "3")  # the name in an older version
+    monkeypatch.setenv("KVLANE_TEST_ANYTHING", "1")
+    words = r"KVLANE_REPLICATION \(did you mean KVLANE_REPLICATION_FACTOR\?\) is not a setting"
+    with pytest.raises(SettingsError, match=words):
+        settings_for_writing()
+    monkeypatch.delenv("KVLANE_REPLICATION")
+    assert settings_for_writing().replication_factor is None
 
 
 @pytest.mark.parametrize("show", [repr, str])

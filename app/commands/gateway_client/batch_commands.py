@@ -18,7 +18,7 @@ from rich.console import Console
 from app.audit.time_range import format_time
 from app.commands.console import escape_text, make_console, plain_table, progress_bar
 from app.operator_error import OperatorError, install_hint
-from app.settings import Settings
+from app.settings import Settings, settings_for_writing
 from streams.batch_records import ENDED
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def submit(
 
     With --wait the exit code is 1 unless the batch is completed.
     """
+    settings_for_writing()
     with _client(url, api_key) as client:
         with file.open("rb") as content:
             uploaded = client.files.create(file=(file.name, content), purpose="batch")
@@ -104,6 +105,7 @@ def show(batch_id: _Id, *, url: _Url = "", api_key: _Key = "") -> None:
 @app.command()
 def cancel(batch_id: _Id, *, url: _Url = "", api_key: _Key = "") -> None:
     """Cancel a batch. Its files keep the finished lines."""
+    settings_for_writing()
     with _client(url, api_key) as client:
         typer.echo(f"{batch_id} is {client.batches.cancel(batch_id).status}")
 
