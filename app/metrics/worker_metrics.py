@@ -79,7 +79,8 @@ class WorkerMetrics(MetricSet):
             self._itl.labels(self.model).observe(run.itl_ms / 1000)
         self._prompt.labels(self.model).inc(run.assignment.request.prompt_tokens)
         self._cached.labels(self.model).inc(run.cached_tokens)
-        self._output.labels(self.model).inc(run.output_tokens)
+        if run.is_counted:
+            self._output.labels(self.model).inc(run.output_tokens)
 
 
 def _state_families(worker: WorkerState) -> Iterator[Metric]:

@@ -107,6 +107,8 @@ class Run:
     span: Span = spans.NO_SPAN
     cancel_pending: bool = False
     """Whether it is cancelled with its first token, so that its transfer is not interrupted."""
+    is_counted: bool = True
+    """Whether its engine has reported how many tokens it generated."""
     forced_outcome: RunEnd | None = None
     """The outcome of a run that is stopped from outside, by cancelling its task."""
 
@@ -394,6 +396,7 @@ class RunExecutor:
                 invalid, status = ended.message[:MAX_REASON_CHARS], e.status
         run.state = "closing"
         counts, reason = _counts(run, ended), ended.finish_reason
+        run.is_counted = counts is not None and "completion_tokens" not in counts.unknown
         if run.generated_tokens and counts is not None:
             # An engine that returns text has a more exact count than its outputs.
             run.generated_tokens = counts.completion_tokens - len(taken) or run.generated_tokens

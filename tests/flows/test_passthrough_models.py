@@ -306,6 +306,10 @@ async def test_counts_that_no_server_reports_are_in_no_response_stream_or_result
     server.events = [*PLAIN, {"choices": [], "usage": {"completion_tokens": 2}}]
     usage = (await cluster.http.post("/v1/chat/completions", json=body)).json()["usage"]
     assert usage == {"completion_tokens": 2}
+    metrics = cluster.workers[0]._metrics
+    runs = metrics._runs.labels("m", "stop")._value
+    await until(lambda: runs.get() == 3)
+    assert metrics._output.labels("m")._value.get() == 2
 
 
 @pytest.mark.parametrize(
@@ -459,6 +463,7 @@ async def test_embeddings_come_back_as_they_are(
         model="m", input=["one", "two"], encoding_format="float", dimensions=2
     )
     assert [each.embedding for each in answer.data] == [[0.5, -1.25], [2.0, 0.1]]
+    assert answer.usage.model_dump() == {"prompt_tokens": 7, "total_tokens": 7}
     assert (answer.model, answer.usage.prompt_tokens) == ("m", 7)
     sent = {"input": ["one", "two"], "encoding_format": "float", "dimensions": 2}
     assert embedder.received_bodies(embedder.path)[-1] == sent | {"model": "theirs"}
@@ -504,6 +509,24 @@ async def test_embeddings_are_served_by_embedding_models_only(
 
 async def talks_nonsense(x: ServerExchange) -> None:
     await x.answer({"data": "none"})
+
+
+async def test_failure_of_embeddings_is_named_and_missing_counts_are_absent(
+    empty: PassthroughDeployment, embedder: ScriptedServer
+) -> None:
+    async def proxied(x: ServerExchange) -> None:
+        await x.answer(b"upstream connect error")
+
+    async def uncounted(x: ServerExchange) -> None:
+        await x.answer({"object": "list", "data": [{"index": 0, "embedding": [1.0]}]})
+
+    body = {"model": "m", "input": "a"}
+    embedder.handlers[embedder.path] = proxied
+    failed = await empty.http.post("/v1/embeddings", json=body)
+    assert failed.status_code == 500
+    assert "upstream connect error" in failed.json()["error"]["message"]
+    embedder.handlers[embedder.path] = uncounted
+    assert "usage" not in (await empty.http.post("/v1/embeddings", json=body)).json()
 
 
 @pytest.mark.parametrize("handler", [hangs_up, talks_nonsense])

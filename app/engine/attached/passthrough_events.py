@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from app.engine.attached.answer_stream import (
     AnswerStream,
@@ -21,7 +22,13 @@ from app.engine.attached.answer_stream import (
     parse_usage,
 )
 from app.engine.attached.server_client import EventStream
-from app.engine.attached.server_errors import ResponseTooLarge, ServerFailed, error_of_event
+from app.engine.attached.server_errors import (
+    ResponseTooLarge,
+    ServerFailed,
+    error_of_event,
+    error_of_text,
+    is_json,
+)
 from app.engine.interface import EngineOutput, GenerateContext, InvalidRequest
 from streams.records import PassthroughDelta, Usage
 
@@ -121,8 +128,16 @@ class EmbeddingsResponse:
             yield self.cancelled_output()
             return
         # Not in a thread: decoding holds the interpreter lock anyway, 30 ms at the limit.
-        fields = _read(body)
+        try:
+            fields = _read(body)
+        except ServerFailed:
+            if not is_json(body):
+                raise error_of_text(body) from None
+            raise
         counts = parse_usage(fields.pop("usage", None))
+        if counts is not None:  # no answer is generated, so none is counted
+            unknown = tuple(name for name in counts.unknown if name != "completion_tokens")
+            counts = replace(counts, unknown=unknown)
         if not isinstance(fields.get("data"), list):
             raise ServerFailed("the server sent no list of embeddings in `data`")
         event = {name: value for name, value in non_empty(fields).items() if name not in _OTHERS}
