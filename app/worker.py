@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.engine.engine_factory import create_engine
 from app.engine.interface import Engine, EngineDead
+from app.engine.output_values import checked_stats
 from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
 from app.metrics.worker_metrics import WorkerMetrics
 from app.operator_error import OperatorError
@@ -151,7 +152,7 @@ class Worker(ObservedProcess):
 
     def engine_stats(self) -> EngineStats | None:
         """Current statistics of the engine, if it has any."""
-        return self._engine.stats()
+        return checked_stats(self._engine.stats())
 
     def cache_event_counters(self) -> list[NormalizerCounters]:
         """Counters of the engine's cache events, one for each data-parallel rank."""

@@ -19,6 +19,7 @@ from contextlib import aclosing
 from typing import NamedTuple
 
 from app.engine.interface import Engine, EngineDead, GenerateContext
+from app.engine.output_values import checked_stats
 from app.runtime.process import ProcessContext
 from streams.codecs import pack_tokens
 from streams.request import Request, StopConditions
@@ -98,7 +99,7 @@ class EngineHealthMonitor:
 
     def _last_step_at(self, now: float) -> float | None:
         """When the engine's count of steps last changed; None for an engine that counts none."""
-        figures = self._engine.stats()
+        figures = checked_stats(self._engine.stats())
         if figures is None or not figures.steps:
             return None
         if figures.steps != self._steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 
 from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
@@ -110,9 +111,9 @@ async def test_new_epoch_of_an_unhealthy_worker_is_also_unhealthy(world: MemoryW
     assert harness.heartbeats()[-1].state == "unhealthy"
 
 
-@scenario_test
-async def test_requests_of_an_engine_without_steps_are_broken(world: MemoryWorld) -> None:
-    harness, _ = await sick(world, TOKEN, 1000.0)
+async def check_that_requests_are_broken(world: MemoryWorld, steps: float) -> None:
+    harness, engine = await sick(world, TOKEN, 1000.0)
+    engine.steps = steps  # type: ignore[assignment]
     harness.assign()
     await world.wait_until(lambda: bool(harness.chunks()))
     await world.sleep(28.0)
@@ -123,6 +124,16 @@ async def test_requests_of_an_engine_without_steps_are_broken(world: MemoryWorld
     stalled = [b for b in harness.heartbeats() if b.state == "unhealthy"]
     assert "no step for" in stalled[0].reason
     await world.wait_until(lambda: state(harness) == "ready", within_s=10)  # it answers probes
+
+
+@scenario_test
+async def test_requests_of_an_engine_without_steps_are_broken(world: MemoryWorld) -> None:
+    await check_that_requests_are_broken(world, 0)
+
+
+@scenario_test
+async def test_steps_that_are_not_a_number_are_no_steps(world: MemoryWorld) -> None:
+    await check_that_requests_are_broken(world, math.nan)
 
 
 @scenario_test
