@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -42,6 +41,7 @@ from app.batches.batch_requests import (
 )
 from app.batches.fair_turns import FairTurns
 from app.batches.file_store import FileDamaged, FileStore, WrittenFile
+from app.batches.job_end import UNRUN, EndsEarly, JobEnd
 from app.batches.job_input import JobInput
 from app.batches.job_output import JobOutput, OutputSuperseded
 from app.batches.output_lines import failure_line, result_line
@@ -70,21 +70,6 @@ FLUSH_S = 1.0
 GRACE_S = 30.0
 """Time for prompts under way to end after a cancel or the end of the window, and for the rest of
 the input to be validated after the latter."""
-_ENDINGS: Mapping[BatchEnding, tuple[str, str]] = {
-    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was run."),
-    "expired": (
-        "batch_expired",
-        "This request could not be executed before the completion window expired.",
-    ),
-}
-
-
-class _EndsEarly(Exception):
-    """The job ends before its input is validated."""
-
-    def __init__(self, ending: BatchEnding) -> None:
-        super().__init__(ending)
-        self.ending = ending
 
 
 class _Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -130,8 +115,7 @@ class JobRun:
         self._is_published = False
         self._is_withdrawn = False
         self._flushed_at = context.clock.now()
-        self._late_at = math.inf
-        """Time at which nothing is waited for any more, once the job is to end."""
+        self._job_end = JobEnd(context.clock, context.batches.view, GRACE_S)
 
     async def run(self) -> None:
         """Bring the job to its end.
@@ -146,11 +130,11 @@ class JobRun:
                     await self._advance(turns)
         except FileDamaged as e:
             await self.fail("file_damaged", str(e))
-        except _EndsEarly as e:
+        except EndsEarly as e:
             await self._put(status=e.ending, ended_s=self._now_s())
 
     async def _advance(self, turns: FairTurns) -> None:
-        """Work on the job for one turn. Raises _EndsEarly, FileDamaged."""
+        """Work on the job for one turn. Raises EndsEarly, FileDamaged."""
         if self._started is None:
             given = await self._begin()
             if given is None:
@@ -171,7 +155,7 @@ class JobRun:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncGenerator[FairTurns, None]:
-        """A turn at work. Raises _EndsEarly."""
+        """A turn at work. Raises EndsEarly."""
         tenant = self._job.tenant
         turns = self._turns()
         place = turns.enter(tenant)
@@ -191,37 +175,25 @@ class JobRun:
         return self._context.ending_turns if self._ending() else self._context.turns
 
     def _ending(self) -> BatchEnding | None:
-        """The end of the job before all its requests are run, if that is to come."""
-        ending = self._job.ending
-        if ending is None and self._context.batches.view.cancelled_s(self._job.id) is not None:
-            ending = "cancelled"
-        elif ending is None and self._now_s() >= self._job.expires_s:
-            ending = "expired"
-        if ending and self._late_at == math.inf:
-            self._late_at = self._context.clock.now() + GRACE_S
-        return ending
+        return self._job_end.ending(self._job)
 
     def _is_late(self) -> bool:
-        """Whether the job is to end, and the time for what is under way is over."""
-        return self._ending() is not None and self._context.clock.now() > self._late_at
+        return self._job_end.is_late(self._job)
 
     def _is_over(self) -> bool:
         """Whether nothing is waited for in a job that is to end."""
         return self._job.ending is not None and (not self._under_way or self._is_late())
 
     def _check_early_end(self) -> None:
-        """Raises _EndsEarly for a job that is to end and whose input is not validated in time."""
-        if self._job.status != "validating" or (ending := self._ending()) is None:
-            return
-        if ending == "cancelled" or self._is_late():
-            raise _EndsEarly(ending)
+        """Raises EndsEarly."""
+        self._job_end.check_early(self._job)
 
     # --- the input ---
 
     async def _begin(self) -> JobInput | None:
         """Fence former owners and validate the input; None if the job has failed.
 
-        Raises _EndsEarly, FileDamaged.
+        Raises EndsEarly, FileDamaged.
         """
         context, job = self._context, self._job
         self._run = f"{context.rng.getrandbits(64):016x}"
@@ -251,7 +223,7 @@ class JobRun:
         return JobInput(context.store, card, job.endpoint, context.max_lines)
 
     async def _validate(self, given: JobInput) -> bool:
-        """Check each line; false if the job has failed. Raises _EndsEarly."""
+        """Check each line; false if the job has failed. Raises EndsEarly."""
         checked = await given.check(self._check_early_end)
         if checked.errors:
             await self.fail("", "", *checked.errors)
@@ -330,11 +302,13 @@ class JobRun:
         return self._publish_all(given, output) if has_room and not self._is_published else None
 
     async def _pause(self, working: asyncio.Task[None]) -> None:
-        """End a work after the prompts that it appends now."""
+        """End a work after the prompts that it appends now, and cancel it if that takes long."""
         self._pauses = True
         self._has_room.set()
         try:
-            await working
+            if not self._is_late():
+                await asyncio.wait({working}, timeout=TURN_S)
+            await _stop(working)
         finally:
             self._pauses = False
 
@@ -474,7 +448,7 @@ class JobRun:
         await self._put(status="finalizing", finalizing_s=self._now_s())
         if output.left:
             assert self._job.ending, "else each request has its line"
-            code, message = _ENDINGS[self._job.ending]
+            code, message = UNRUN[self._job.ending]
             async with aclosing(given.requests(lambda i: not output.is_done(i))) as requests:
                 async for request in requests:
                     assert isinstance(request, JobRequest), "the input was validated"

@@ -12,6 +12,7 @@ from app.batches.fair_turns import FairTurns
 from app.batches.job_input import JobInput
 from app.batches.job_run import GRACE_S, WINDOW
 from app.batches.job_runner import MAX_RUNNING, MAX_RUNS
+from streams.memory.broker_faults import AppendFate
 from streams.topics import BATCH
 from tests.harness.batch_harness import BatchHarness, chat_line, jsonl
 from tests.harness.key_files import KeyFileHarness
@@ -115,10 +116,16 @@ async def test_jobs_with_a_run_are_bounded_and_chosen_by_tenant(
     harness.fleet.answers = lambda name: name.startswith("our")
     file_id = await harness.upload(input_of("slow", 1), theirs)
     body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions"}
-    for _ in range(most + 3):
-        await harness.send("POST", "/v1/batches", body, theirs)
+    jobs = [
+        (await harness.send("POST", "/v1/batches", body, theirs)).json["id"]
+        for _ in range(most + 3)
+    ]
     await world.sleep(30)
     assert runner.running_jobs == most
+    await harness.send("POST", f"/v1/batches/{jobs.pop()}/cancel", token=theirs)
+    last = await harness.send("POST", f"/v1/batches/{jobs[-1]}/cancel", token=theirs)
+    assert last.json["status"] == "cancelling"
+    await harness.ended(jobs[-1], theirs, within_s=GRACE_S)
     our = await harness.submit(input_of("our", 1), ours)
     assert (await harness.ended(our, ours, within_s=60))["status"] == "completed"
     await world.sleep(30)
@@ -193,6 +200,22 @@ async def test_many_cancelled_jobs_end_in_time(world: MemoryWorld) -> None:
         await harness.send("POST", f"/v1/batches/{job}/cancel")
     await world.sleep(GRACE_S + 2)
     assert {(await harness.batch(job))["status"] for job in jobs} == {"cancelled"}
+
+
+@pytest.mark.parametrize("others", [0, MAX_RUNNING])
+@scenario_test
+async def test_cancelled_job_ends_while_no_prompt_can_be_appended(
+    world: MemoryWorld, others: int
+) -> None:
+    """Neither its prompts nor their cancels, since the partitions have no leader; with jobs that
+    want its turn, too."""
+    harness = await BatchHarness.open(world, "r1")
+    world.faults.next_fates(BATCH, *[AppendFate.LOST] * 100_000)
+    jobs = [await harness.submit(input_of("a", 20)) for _ in range(others + 1)]
+    await world.sleep(20)
+    await harness.send("POST", f"/v1/batches/{jobs[0]}/cancel")
+    batch = await harness.ended(jobs[0], within_s=GRACE_S + 2)
+    assert (batch["status"], batch["request_counts"]["failed"]) == ("cancelled", 20)
 
 
 # --- runs without progress ------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from app.batches.job_run import GRACE_S, WINDOW, JobRun
+from streams.batch_records import BatchJob
+from streams.codecs import decode
 from streams.errors import BrokerUnavailable
 from streams.memory.memory_log import MemoryLog, MemoryReader
 from streams.topics import BATCH, BATCH_JOBS, FILE_PARTS
@@ -431,6 +433,11 @@ async def test_former_owner_that_still_writes_has_no_effect(world: MemoryWorld) 
     await world.sleep(30)
     assert await harness.batch(batch_id) == batch
     await check_files(harness, batch, 600)
+    fences = [
+        r.fence for r in map(decode, world.all_records(BATCH_JOBS)) if isinstance(r, BatchJob)
+    ]
+    assert fences == sorted(fences)
+    assert runner.running_jobs == 0
 
 
 @scenario_test
