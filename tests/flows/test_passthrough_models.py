@@ -306,10 +306,11 @@ async def test_counts_that_no_server_reports_are_in_no_response_stream_or_result
     server.events = [*PLAIN, {"choices": [], "usage": {"completion_tokens": 2}}]
     usage = (await cluster.http.post("/v1/chat/completions", json=body)).json()["usage"]
     assert usage == {"completion_tokens": 2}
-    metrics = cluster.workers[0]._metrics
-    runs = metrics._runs.labels("m", "stop")._value
-    await until(lambda: runs.get() == 3)
-    assert metrics._output.labels("m")._value.get() == 2
+    await cluster.finished(3)
+    page = cluster.workers[0]._metrics.page
+    while b'kvlane_worker_runs_total{code="stop",model="m"} 3.0' not in await page():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert b'kvlane_worker_output_tokens_total{model="m"} 2.0' in await page()
 
 
 @pytest.mark.parametrize(
