@@ -16,6 +16,9 @@ import uuid
 
 from streams.clock import Clock
 
+TENANT_PATTERN = r"[A-Za-z0-9._:@-]{1,100}"
+"""A tenant's name, over HTTP and on Kafka: without a slash and a zero byte, the separators after
+tenants."""
 TAG_CHARS = 8
 SALT_CHARS = 32
 _UUID_CHARS = 36

@@ -6,12 +6,14 @@ depend on pydantic.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from streams.codecs import TYPE_HEADER
+from streams.ids import TENANT_PATTERN
 from streams.ports import Entry, Headers, Record
 from streams.record_base import ServiceClass
 from streams.records import MAX_ID_CHARS
@@ -50,7 +52,11 @@ class Prompt(BaseModel):
         default_factory=dict,
         description="the OpenAI request of that kind, or {token_ids, model, …}; nothing for cancel",
     )
-    tenant: str = Field(default="", max_length=200)
+    tenant: str = Field(
+        default="",
+        description="name of its tenant, for queues and figures: letters, digits and . _ : @ -, at "
+        "most 100; it separates no caches",
+    )
     deadline_s: float = Field(
         default=600.0, gt=0, le=MAX_DEADLINE_S, description="seconds it may take, from its append"
     )
@@ -75,6 +81,21 @@ class Prompt(BaseModel):
         max_length=MAX_CUSTOM_ID_CHARS,
         description="the client's name for it, copied to the result",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        """Null is "not given", as in the bodies of OpenAI: many serializers write it."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @field_validator("tenant")
+    @classmethod
+    def _check_tenant(cls, tenant: str) -> str:
+        if tenant and re.fullmatch(TENANT_PATTERN, tenant) is None:
+            raise ValueError("may have letters, digits and . _ : @ -, at most 100 of them")
+        return tenant
 
     @field_validator("metadata")
     @classmethod

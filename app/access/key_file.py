@@ -25,6 +25,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from app.operator_error import OperatorError
+from streams.ids import TENANT_PATTERN
 
 PREFIX = "kvl"
 MAX_FILE_BYTES = 16 * 1024 * 1024
@@ -37,8 +38,7 @@ KeyRole = Literal["user", "operator", "metrics"]
 """`user`: models and its tenant's streams. `operator`: also dry runs, the indexer and figures.
 `metrics`: figures only."""
 
-KeyName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@-]{1,100}\Z")]
-"""Without a slash and a zero byte, the separators after tenants."""
+KeyName = Annotated[str, msgspec.Meta(pattern=rf"^{TENANT_PATTERN}\Z")]
 Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]+\Z", max_length=128)]
 MAX_LIMIT = 2**53
 """Larger limits are not exact as floats, which buckets use."""

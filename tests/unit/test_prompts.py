@@ -23,6 +23,7 @@ from app.preprocess.result_rules import ResultRules
 from app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
 from streams import ports
 from streams.codecs import encode, unpack_tokens
+from streams.prompt import Prompt
 from streams.records import Cancel, Refused
 from streams.request import ReplyAddress, Request, ResultOptions, SamplingOptions, StopConditions
 
@@ -450,3 +451,40 @@ def test_metadata_are_bounded() -> None:
 
 def test_cancel_has_no_result() -> None:
     assert send("cancel", result=True) == Cancel(id="a", reason="the client cancelled it")
+
+
+OPTIONAL = sorted(Prompt.model_fields.keys() - {"id", "body"})
+
+
+@pytest.mark.parametrize("field", [*OPTIONAL, "unknown"])
+def test_null_in_an_optional_field_is_not_given(field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    without = output(b"a", json.dumps({"id": "a", "body": body}).encode(), served())
+    assert isinstance(without, Request)
+    value = json.dumps({"id": "a", "body": body, field: None}).encode()
+    assert output(b"a", value, served()) == without
+
+
+def test_null_body_of_a_cancel_is_not_given() -> None:
+    value = b'{"id":"a","kind":"cancel","body":null,"tenant":null}'
+    assert isinstance(output(b"a", value, served()), Cancel)
+
+
+def test_null_id_is_answered_by_the_key() -> None:
+    assert refusal_of(output(b"a", b'{"id":null,"body":{}}', served())).startswith("id: ")
+
+
+@pytest.mark.parametrize("tenant", ["acme", "a.b_c:d@e-f", "x" * 100, ""])
+def test_tenant_has_the_form_that_it_has_over_http(tenant: str) -> None:
+    assert Prompt(id="a", tenant=tenant).tenant == tenant
+
+
+@pytest.mark.parametrize(
+    "tenant", ["a\0b", "acme/x", "../acme", "\u0430cme", "x" * 101, "acme\n", " acme", "a b"]
+)
+def test_other_name_of_a_tenant_is_refused(tenant: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    value = json.dumps({"id": "a", "body": body, "tenant": tenant}).encode()
+    message = refusal_of(output(b"a", value, served()))
+    assert message.startswith("tenant: ")
+    assert message.endswith("may have letters, digits and . _ : @ -, at most 100 of them")
