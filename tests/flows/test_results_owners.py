@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,12 @@ from itertools import count
 import pytest
 
 import app.collector
+from app.testing.virtual_time import VirtualClock
 from streams.errors import RecordTooLarge
 from streams.memory.memory_transactions import MemoryTransactionalWriter
 from streams.ports import TopicEntry
 from streams.request import ReplyAddress
+from streams.topics import RESPONSES, RESULTS
 from tests.flows.test_results_replies import HOUR_MS, collector
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
@@ -107,3 +110,60 @@ async def test_transaction_refused_for_its_size_lets_nothing_be_written_twice(
                 await world.sleep(0.7)
         await world.sleep(30)
         await results.wait_results(40)
+
+
+# --- take-over ------------------------------------------------------------------------------------
+
+
+@scenario_test
+async def test_result_written_just_before_the_fence_is_not_written_again(
+    world: MemoryWorld,
+) -> None:
+    """The look for results comes after the fence: until then the former owner may write."""
+    results = await collector(world)
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        results.ask(name)
+    open_writer = MemoryTransactionalWriter.open
+
+    async def open_late(writer: MemoryTransactionalWriter) -> None:
+        if writer._connection.client_id == "c2" and not world.all_records(RESULTS):
+            for name in names:
+                results.answer(name, "x")
+            await results.wait_results(4)
+        await open_writer(writer)
+
+    with pytest.MonkeyPatch.context() as patch, group_of_its_own("others"):
+        patch.setattr(MemoryTransactionalWriter, "open", open_late)
+        await results.start("c2")
+        await world.sleep(60)
+        assert Counter(result.id for result in results.results()) == Counter(names)
+
+
+@pytest.mark.parametrize("topic", [RESULTS, RESPONSES])
+@pytest.mark.parametrize("ahead_s", [-50, 50])
+@scenario_test
+async def test_clocks_of_brokers_that_differ_lose_and_double_no_result(
+    world: MemoryWorld, topic: str, ahead_s: int
+) -> None:
+    clock = VirtualClock(asyncio.get_running_loop(), ahead_ms=1000 * ahead_s)
+    for lane in range(world.lanes):
+        world.broker.set_leader_clock(topic, lane, clock)
+    results = await collector(world)
+    world.faults.slow["commit"] = 1000.0  # the next owner begins before the first request
+    await world.sleep(100)  # older records than the margin are not read
+    for name in ("a", "b", "c"):
+        results.ask(name)
+        results.answer(name, "x")
+    await results.wait_results(3)
+    for name in ("d", "e", "f"):
+        results.ask(name)
+        results.answer(name, "y", end=None)
+    await results.kill()
+    world.faults.slow.clear()
+    await results.start("c2")
+    for name in ("d", "e", "f"):
+        results.answer(name, "z", seq=1, index=1)
+    found = await results.wait_results(6)
+    texts = {r.id: (r.body or {})["choices"][0]["text"] for r in found}
+    assert texts == dict.fromkeys("abc", "x") | dict.fromkeys("def", "yz")
