@@ -7,9 +7,18 @@ is reset, and its client loses the response; so an exchange only says that its c
 
 from __future__ import annotations
 
+import asyncio
 from typing import cast
 
-from uvicorn._types import ASGISendEvent, HTTPResponseBodyEvent, HTTPResponseStartEvent
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    HTTPResponseBodyEvent,
+    HTTPResponseStartEvent,
+    Scope,
+)
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 _END: HTTPResponseBodyEvent = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -22,6 +31,20 @@ class Exchange(RequestResponseCycle):
     """Whether the connection ends with this response. Known once its head is sent."""
     ends_by_close = False
     """Whether the end of the connection is the end of the body (HTTP/1.0 without a length)."""
+
+    async def run_asgi(self, app: ASGI3Application) -> None:
+        """Call the application. Cancelled, at the end of the process, it leaves no traceback."""
+
+        async def answer(
+            scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
+        ) -> None:
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                self.disconnect()
+                self.transport.close()
+
+        await super().run_asgi(answer)
 
     async def send(self, message: ASGISendEvent) -> None:
         """Send a part of the response."""

@@ -8,6 +8,7 @@ import socket
 import pytest
 from fastapi import FastAPI
 
+from app.http import http_server
 from app.http.http_server import CannotListen, UvicornServer
 from app.operator_error import OperatorError
 from app.runtime.process import ProcessContext, run_process
@@ -145,6 +146,29 @@ async def test_port_that_is_taken_is_named_with_its_variable(world: MemoryWorld)
         taken = f"127.0.0.1:{port}: Address already in use. Set KVLANE_INDEXER_PORT to a free port"
         with pytest.raises(CannotListen, match=taken):
             await server.start()
+
+
+async def test_answers_that_the_end_of_a_process_cuts_off_leave_no_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SHUTDOWN_TIMEOUT_S", 1.0)
+    api = FastAPI()
+
+    @api.get("/")
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    ctx = ProcessContext("x", SystemClock())
+    server = UvicornServer(api, "127.0.0.1", 0, ctx)
+    await server.start()
+    reader, writer = await asyncio.open_connection(*server._socket.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await asyncio.sleep(0.1)
+    await server.stop()
+    assert await reader.read() == b""
+    writer.close()
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert "Traceback" not in caplog.text
 
 
 async def test_cancelled_server_leaves_no_reader_to_the_event_loop() -> None:
