@@ -341,7 +341,8 @@ class Worker(ObservedProcess):
         if runs is not None and not self._fatal_reason:
             runs.reject_new(rejecting=bool(self._watch.unhealthy_reason))
             if stalls:
-                runs.abort_all(f"the engine stalls: {self._watch.unhealthy_reason}")
+                reason = f"the engine stalls: {self._watch.unhealthy_reason}"
+                runs.abort_all(reason, stalled=True)
         self._ctx.spawn("judgement", self._send_heartbeat())
 
     def _run_ended(self, run: Run, outcome: RunEnd) -> None:

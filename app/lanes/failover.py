@@ -29,6 +29,10 @@ from streams.request import Request
 from streams.responses.transcript import Transcript
 from streams.topics import LEDGER, RESPONSES
 
+MAX_STALLS = 2
+"""Engines that may stall with a request before its first token. The request may be the cause, so it
+is moved once and not to a third engine."""
+
 
 class RequestHistory(NamedTuple):
     """The visible part of an answer, and its request, to continue it with.
@@ -112,7 +116,8 @@ class Failover:
         shown = await scanner.visible_before(
             self._lane, request_id, attempt, state.responses_from, stop
         )
-        if shown.is_over or state.failures >= self._context.settings.max_attempts:
+        may_go_on = state.failures < self._context.settings.max_attempts
+        if shown.is_over or not may_go_on or state.stalls >= MAX_STALLS:
             return RequestHistory(shown, None)
         assert state.origin is not None
         return RequestHistory(shown, await scanner.fetch_request(state.origin))
@@ -131,9 +136,10 @@ class Failover:
             await self._termination.write_terminal(request_id, "seen")
             return
         if request is None:
-            await self._termination.end(
-                request_id, "attempts", f"failed on {state.failures} workers{_reason(state)}"
-            )
+            what = f"failed on {state.failures} workers"
+            if state.stalls >= MAX_STALLS:
+                what = f"the engines of {state.stalls} workers stalled before its first token"
+            await self._termination.end(request_id, "attempts", f"{what}{_reason(state)}")
             return
         assert state.origin is not None
         rest = RemainingWork(

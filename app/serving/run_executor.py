@@ -67,19 +67,24 @@ _CODES: dict[FinishReason, RunCode] = {
 }
 
 
+COMPILE_TIMEOUT_S = 60.0
+"""From the start of a run with guided decoding to its first output. The gateway bounds the cost of
+a form, so that a compile takes seconds; a run waits for other prompts besides."""
+
 Consumer = Callable[[EngineOutput], Awaitable[bool]]
 """Processes an output of the engine; returns whether no more are needed."""
 
 
 class RunEnd(NamedTuple):
     """The end of a run. `fatal_error`: the engine is dead, and the process must end. `reason`: the
-    part of the message that clients may see."""
+    part of the message that clients may see. `stalled`: as in Finished."""
 
     code: RunCode
     retryable: bool = False
     message: str = ""
     fatal_error: EngineDead | None = None
     reason: str = ""
+    stalled: bool = False
 
 
 @dataclass(eq=False)
@@ -128,6 +133,12 @@ class Run:
     def is_bootstrapped(self) -> bool:
         """Whether prefill and decode of its request run at the same time, and meet in a room."""
         return self.assignment.request.bootstrap_info is not None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the engine may still compile the form that its answer must have."""
+        sampling = self.assignment.request.sampling
+        return sampling.guided_decoding is not None and not self.generated_tokens
 
     @property
     def awaits_transfer(self) -> bool:
@@ -440,9 +451,14 @@ class RunExecutor:
             span = self._start_span("engine.generate", run, below=spans.run_of(run.key.phase))
             run.context.traceparent = spans.traceparent_of(span, request.traceparent)
         run.waiting_since = clock.now()
+        compile_limit = asyncio.timeout(COMPILE_TIMEOUT_S if run.is_compiling else None)
         try:
-            async with aclosing(self._engine.generate(request, run.context)) as outputs:
+            async with (
+                compile_limit,
+                aclosing(self._engine.generate(request, run.context)) as outputs,
+            ):
                 async for each in outputs:
+                    compile_limit.reschedule(None)
                     output = checked_output(each)
                     run.waiting_since = None  # waiting for the log does not count as an idle engine
                     if output.usage is not None:
@@ -453,6 +469,13 @@ class RunExecutor:
                         run.context.cancel()
                         await self.abort(run)
                     run.waiting_since = clock.now()
+        except TimeoutError:
+            if not compile_limit.expired():
+                raise
+            raise InvalidRequest(
+                f"the form of the answer was not compiled within {COMPILE_TIMEOUT_S:g} s: use a "
+                "simpler schema, grammar or regular expression"
+            ) from None
         finally:
             run.waiting_since = None
             span.set_attribute("cached_tokens", run.cached_tokens)

@@ -161,20 +161,29 @@ class RunQueue:
         """Reject every new Assignment, or accept them again."""
         self._rejecting = rejecting
 
-    def abort_all(self, reason: str) -> None:
-        """Stop all open runs; they are reported as broken, without a finish reason."""
+    def abort_all(self, reason: str, *, stalled: bool = False) -> None:
+        """Stop all open runs; they are reported as broken, without a finish reason.
+
+        `stalled`: the engine made no step, perhaps because of one that has no token yet.
+        """
         self._rejecting = True
         for run in list(self._open.values()):
-            self._stop(run, RunEnd("broken", message=reason))
+            is_suspect = stalled and run.waiting_since is not None and not run.generated_tokens
+            self._stop(run, RunEnd("broken", message=reason, stalled=is_suspect))
 
     def idle_output_s(self) -> float | None:
         """Seconds since the last output of the engine to any run; None if no run waits for it.
 
         One that meets another engine in a room waits for that one, and has a time limit of its own.
+        So has one whose form may be compiled, which can hold up the others: meanwhile probes alone
+        show whether the engine answers.
         """
+        runs = [run for run in self._open.values() if run.waiting_since is not None]
+        if any(run.is_compiling for run in runs):
+            return None
         waiting = [
             run.waiting_since
-            for run in self._open.values()
+            for run in runs
             if run.waiting_since is not None and not (run.is_bootstrapped and run.awaits_transfer)
         ]
         return self._ctx.clock.now() - max(*waiting, self._last_end_at) if waiting else None
@@ -285,6 +294,7 @@ class RunQueue:
             retryable=outcome.retryable,
             message=outcome.message,
             reason=outcome.reason,
+            stalled=outcome.stalled,
         )
         await self._publisher.publish(LEDGER, run.key.id, finished)
         self._open.pop(run.key, None)

@@ -201,7 +201,8 @@ class PrefillDone(RunRecord, frozen=True):
 class Finished(RunRecord, frozen=True):
     """The run is over. Sent after the acknowledgement of its last Chunk.
 
-    `message`: of its error, for operators; `reason`: the part of it for clients.
+    `message`: of its error, for operators; `reason`: the part of it for clients. `stalled`: its
+    engine made no step while it had the run, which has no token.
     """
 
     code: RunCode
@@ -213,6 +214,7 @@ class Finished(RunRecord, frozen=True):
     retryable: bool = False
     message: str = ""
     reason: str = ""
+    stalled: bool = False
 
 
 @final

@@ -109,6 +109,26 @@ async def test_answer_that_was_whole_but_for_its_last_chunk_ends_as_length(
 
 
 @scenario_test
+async def test_request_that_stalled_two_engines_before_its_first_token_is_moved_to_no_third(
+    world: MemoryWorld,
+) -> None:
+    workers = [FakeWorker(world, name) for name in ("w1", "w2", "w3")]
+    await start_router(world, max_attempts=5)
+    append_record(world, REQUESTS, PROMPT)
+    for attempt in range(2):
+        await world.wait_until(lambda n=attempt: len(read_records(world, LEDGER, Assigned)) > n)
+        assigned = read_records(world, LEDGER, Assigned)[-1]
+        worker = next(w for w in workers if w.name == assigned.worker)
+        run = worker.start(worker.received(Assignment)[-1])
+        worker.finish(run, "broken", stalled=True, message="the engine stalls")
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "attempts"
+    assert "2 workers stalled before its first token" in end.message
+    await world.sleep(5)
+    assert len(read_records(world, LEDGER, Assigned)) == 2
+
+
+@scenario_test
 async def test_request_that_fails_on_every_worker_ends_with_attempts(world: MemoryWorld) -> None:
     worker = FakeWorker(world)
     await start_router(world, max_attempts=2)

@@ -7,10 +7,10 @@ import math
 from collections.abc import AsyncGenerator
 
 from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
-from streams.codecs import decode
+from streams.codecs import decode, pack_tokens
 from streams.memory.broker_faults import AppendFate
 from streams.records import EngineStats, Finished, Heartbeat, Lost
-from streams.request import Request
+from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
 from streams.topics import KV_EVENTS, LEDGER, RESPONSES
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import TOKEN, ScriptedEngine, WorkerHarness
@@ -134,6 +134,63 @@ async def test_requests_of_an_engine_without_steps_are_broken(world: MemoryWorld
 @scenario_test
 async def test_steps_that_are_not_a_number_are_no_steps(world: MemoryWorld) -> None:
     await check_that_requests_are_broken(world, math.nan)
+
+
+@scenario_test
+async def test_run_without_a_token_is_reported_as_one_that_stalled_its_engine(
+    world: MemoryWorld,
+) -> None:
+    harness, _ = await sick(world, 1000.0)
+    harness.assign()
+    finished = await harness.wait_finished()
+    assert (finished.code, finished.stalled) == ("broken", True)
+
+
+@scenario_test
+async def test_run_with_a_token_stalls_no_engine_by_itself(world: MemoryWorld) -> None:
+    harness, _ = await sick(world, TOKEN, 1000.0)
+    harness.assign()
+    finished = await harness.wait_finished()
+    assert (finished.code, finished.stalled) == ("broken", False)
+
+
+def guided(request_id: str = "a") -> Request:
+    return Request(
+        id=request_id, token_ids=pack_tokens([1]), stop=StopConditions(max_tokens=9),
+        sampling=SamplingOptions(guided_decoding=GuidedDecoding(regex="a")),
+    )  # fmt: skip
+
+
+@scenario_test
+async def test_compile_of_a_grammar_is_no_stall_and_moves_no_other_run(world: MemoryWorld) -> None:
+    harness, _ = await sick(world, 40.0, DONE)
+    harness.assign(request=guided())
+    harness.assign("b")
+    assert (await harness.wait_finished()).code == "stop"
+    assert (await harness.wait_finished("b")).code == "stop"
+    assert all(beat.state == "ready" for beat in harness.heartbeats())
+
+
+@scenario_test
+async def test_engine_without_an_answer_is_unhealthy_during_a_compile_too(
+    world: MemoryWorld,
+) -> None:
+    harness, engine = await sick(world, 40.0, DONE)
+    engine.answer = 1000.0
+    harness.assign(request=guided())
+    await world.wait_until(lambda: state(harness) == "unhealthy", within_s=15)
+    assert "probe was not answered" in harness.heartbeats()[-1].reason
+
+
+@scenario_test
+async def test_compile_that_takes_too_long_ends_its_request_as_invalid(world: MemoryWorld) -> None:
+    harness, engine = await sick(world, 1000.0)
+    harness.assign(request=guided(), budget_s=600.0, deadline_ms=world.broker.now_ms() + 600_000)
+    finished = await harness.wait_finished()
+    assert (finished.code, finished.retryable, finished.stalled) == ("error", False, False)
+    assert "not compiled within 60 s" in harness.chunks()[-1].invalid
+    assert engine.is_closed
+    assert state(harness) == "ready"
 
 
 @scenario_test

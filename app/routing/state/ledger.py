@@ -174,6 +174,7 @@ class _RequestRow(msgspec.Struct):
     last_ms: int
     failure_reason: str = ""
     is_prompt: bool = False
+    stalls: int = 0
 
 
 class _LaneSnapshot(msgspec.Struct):
@@ -261,7 +262,7 @@ class LedgerState:
             state = RequestState(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
                 t.failures, t.fulls, frozenset(t.failed_workers), t.failure_reason, t.last_ms,
-                t.is_prompt,
+                t.is_prompt, stalls=t.stalls,
             )  # fmt: skip
             for run_row in t.runs:
                 _, _, worker, epoch, run_state, since_ms, tokens, rank = run_row[:8]
@@ -305,5 +306,5 @@ def _to_rows(lane: LaneState) -> Iterator[_RequestRow]:
         yield _RequestRow(
             request_id, s.attempt, runs, s.ended, s.origin, s.responses_from, s.deadline_ms,
             s.failures, s.full_rejections, sorted(s.failed_workers), s.last_ms,
-            s.failure_reason, s.is_prompt,
+            s.failure_reason, s.is_prompt, s.stalls,
         )  # fmt: skip

@@ -66,7 +66,8 @@ class RunStatus(msgspec.Struct):
 class RequestState(msgspec.Struct):
     """The state of one request by the ledger. `ended`: the code of its end, "" before.
 
-    `failure_reason`: of the last failed run whose engine gave one for clients.
+    `failure_reason`: of the last failed run whose engine gave one for clients. `stalls`: its runs
+    without a token whose engines made no step.
     """
 
     attempt: int = 0
@@ -84,6 +85,7 @@ class RequestState(msgspec.Struct):
     """Whether it came from Kafka."""
     indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
     """Its open runs, as `LaneState.open_runs` has them."""
+    stalls: int = 0
 
     @property
     def is_known(self) -> bool:

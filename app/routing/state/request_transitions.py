@@ -132,6 +132,7 @@ def _apply_run(
     if type(record) is Finished and record.reason:
         state.failure_reason = record.reason
     if run_state != run.state:
+        state.stalls += type(record) is Finished and record.stalled
         run.state, run.since_ms = run_state, at_ms
     loads.update(record.id, run_id, run, before)
     if run_id.phase == "decode" and not (
