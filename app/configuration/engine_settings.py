@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import ReadableFile
+from app.configuration.setting_values import ReadableFile, listed
 from streams.record_base import ModelKind
 
 
@@ -130,6 +130,13 @@ class EngineSettings(BaseModel):
         "server that computes prompts, with its --disaggregation-bootstrap-port (8998 by default), "
         "such as 10.0.0.7:8998; set at the prefill worker only",
     )
+    attach_media_hosts: str = Field(
+        "",
+        description="engine attached: hosts from which the server may fetch images and other media "
+        "that clients name by URL, with commas between them; * for any; empty: none, so clients "
+        "send the data itself. With engine vllm these are allowed_media_domains in "
+        "KVLANE_ENGINE_ARGS",
+    )
     validate_engine: bool = Field(
         False, description="check every engine output against the engine interface while it runs"
     )
@@ -148,6 +155,11 @@ class EngineSettings(BaseModel):
         if value and not re.fullmatch(r"([^\s/:@]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", value):
             raise ValueError("give host:port, such as 10.0.0.7:8998")
         return value
+
+    @property
+    def media_hosts(self) -> tuple[str, ...]:
+        """The hosts of `attach_media_hosts`, one by one."""
+        return listed(self.attach_media_hosts)
 
     @property
     def attach_bootstrap_address(self) -> tuple[str, int] | None:

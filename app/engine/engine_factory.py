@@ -102,8 +102,9 @@ def _attached(settings: Settings, clock: Clock) -> EngineAndFiles:
     if settings.attach_kind != "tokens":
         length = settings.context_length if "context_length" in given else None
         passing = PassthroughEngine(
-            clock, where, settings.attach_kind, context_length=length, served_name=serves_as
-        )
+            clock, where, settings.attach_kind, context_length=length, served_name=serves_as,
+            media_hosts=settings.media_hosts,
+        )  # fmt: skip
         return EngineAndFiles(passing, None)
     assert settings.model_path is not None, "checked with the settings"
     files = read_folder(settings.model_path)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from app.engine.interface import EngineDead, EngineError, GenerateContext, InvalidRequest
 from app.engine.vllm import versions
@@ -135,11 +136,23 @@ async def test_media_are_fetched_within_the_bounds_of_the_model(
         monkeypatch.setitem(sys.modules, f"vllm.{name}", module)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "vllm.multimodal", SimpleNamespace())  # type: ignore[arg-type]
-    image = MultimodalData(kind="url", url="https://b.example/1.png")
+    image = MultimodalData(kind="url", url="https://a.example/1.png")
     request = Request(id="a", token_ids=pack_tokens([1]), multi_modal_data={"image_url": (image,)})
     config = SimpleNamespace(is_multimodal_model=True, **bounds)
     prompt = await vllm_prompt(request, config)
     assert prompt["multi_modal_data"] == {"image": [(image.url, bounds)]}
+    for hosts, path, url in (
+        (["a.example"], "", "https://b.example/1.png"), (None, "", "http://169.254.169.254/"),
+        ([], "", "file:///etc/passwd"), (None, "/media", "http://b.example/1.png"),
+    ):  # fmt: skip
+        other = MultimodalData(kind="url", url=url)
+        request = replace(request, multi_modal_data={"image_url": (other,)})
+        config.allowed_media_domains, config.allowed_local_media_path = hosts, path
+        with pytest.raises(InvalidRequest, match="not allowed"):
+            await vllm_prompt(request, config)
+    given = MultimodalData(kind="url", url="data:image/png;base64,AA")
+    request = replace(request, multi_modal_data={"image_url": (given,)})
+    assert (await vllm_prompt(request, config))["multi_modal_data"]["image"][0][0] == given.url
 
 
 @pytest.mark.parametrize("args", [b"[]", b"{", b'{"kv_transfer_params": 1}', b"[" * 5000])

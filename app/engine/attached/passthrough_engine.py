@@ -11,7 +11,7 @@ else is as in `engine.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -46,7 +46,8 @@ _PROBES: Mapping[BodyKind, dict[str, Any]] = {
 
 class PassthroughEngine(ServerEngine):
     """See the module. `context_length`: of a server that does not report it, if known;
-    `served_name`: the model's name for clients; "" for the server's name."""
+    `served_name`: the model's name for clients; "" for the server's name. `media_hosts`: from which
+    the server may fetch media for clients."""
 
     def __init__(
         self,
@@ -56,9 +57,11 @@ class PassthroughEngine(ServerEngine):
         *,
         context_length: int | None = None,
         served_name: str = "",
+        media_hosts: Collection[str] = (),
     ) -> None:
         super().__init__(clock, address)
         self._kind = kind
+        self._media_hosts = media_hosts
         self._context_length = context_length
         self._serves_as = served_name
 
@@ -117,4 +120,4 @@ class PassthroughEngine(ServerEngine):
             raise InvalidRequest(
                 f"body: this model accepts OpenAI bodies of kind {self._kind} only"
             )
-        return passthrough_body(request, self._dialect)
+        return passthrough_body(request, self._dialect, self._media_hosts)

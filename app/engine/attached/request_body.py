@@ -11,12 +11,13 @@ Stop strings and the text of answers are handled outside the engine, for all eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from app.engine.interface import InvalidRequest, refuse_unknown_options
+from app.engine.media_urls import refuse_media
 from streams.codecs import unpack_tokens
 from streams.record_base import JsonText
 from streams.request import GuidedDecoding, Request
@@ -111,13 +112,17 @@ def prefill_body(
     return body | {KV_TRANSFER_FIELD: {"do_remote_decode": True, "do_remote_prefill": False}}
 
 
-def passthrough_body(request: Request, speech: ServerDialect) -> dict[str, Any]:
+def passthrough_body(
+    request: Request, speech: ServerDialect, media_hosts: Collection[str] = ()
+) -> dict[str, Any]:
     """The client's own body, with the fields that the server needs.
 
-    Raises InvalidRequest for a field that the server does not support.
+    `media_hosts`: from which the server may fetch media. Raises InvalidRequest for other media to
+    be fetched, and for a field that the server does not support.
     """
     assert request.body is not None
     body = _object("body", request.body.json)
+    refuse_media(body, media_hosts)
     body["model"] = _model(request, speech)
     if request.kind != "embedding":
         given = body.get("stream_options")

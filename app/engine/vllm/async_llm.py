@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 LOAD_LOG_INTERVAL_S = 10.0
 """Interval between two log lines while the model is loading."""
 START_METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+REDIRECTS_VARIABLE = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 SIDE_CHANNEL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 LEASE_OPTION = "kv_lease_duration"
 """Option in `kv_connector_extra_config`: time that blocks are held for another engine, in s."""
@@ -199,6 +200,7 @@ class VllmEngine(Engine):
 
             register()
         os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
+        os.environ.setdefault(REDIRECTS_VARIABLE, "0")  # an allowed host could lead to any other
         # Not fork, vLLM's default: this process has threads, and an event loop with sockets.
         start_method = os.environ.setdefault(START_METHOD_VARIABLE, "spawn")
         if start_method == "fork":

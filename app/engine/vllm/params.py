@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from app.engine.interface import InvalidRequest, refuse_unknown_options
+from app.engine.media_urls import check_url
 from streams.codecs import unpack_tokens
 from streams.record_base import JsonText
 from streams.records import Phase
@@ -155,9 +156,12 @@ async def _media(
     parts: Mapping[str, tuple[MultimodalData, ...]], model_config: Any
 ) -> dict[str, list[Any]]:
     """Images, audio and video, fetched within the limits of vLLM's settings on hosts and files:
-    `--allowed-media-domains`, `--allowed-local-media-path`."""
+    `--allowed-media-domains`, `--allowed-local-media-path`. Without the former vLLM would fetch any
+    URL; here none is fetched then."""
     from vllm.multimodal.media import MediaConnector
 
+    hosts = model_config.allowed_media_domains or ()
+    may_read_files = bool(model_config.allowed_local_media_path)
     connector = MediaConnector(
         allowed_local_media_path=model_config.allowed_local_media_path,
         allowed_media_domains=model_config.allowed_media_domains,
@@ -175,6 +179,8 @@ async def _media(
         for item in items:
             if item.kind == "decoded":
                 raise InvalidRequest("multi_modal_data: give a URL, not memory of another process")
+            if not (may_read_files and (item.url or "").startswith("file:///")):
+                check_url(item.url or "", f"multi_modal_data.{part}", hosts)
             try:
                 found.setdefault(kind, []).append(await get(item.url))
             except (OSError, ValueError) as e:
