@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 from aiokafka.errors import ConsumerStoppedError
 from faststream import AckPolicy
@@ -28,6 +28,7 @@ from faststream.kafka import KafkaBroker, KafkaMessage
 from faststream.kafka.message import FAKE_CONSUMER
 from faststream.kafka.publisher.producer import AioKafkaFastProducer
 from faststream.kafka.response import KafkaPublishCommand
+from faststream.message import encode_message
 
 from streams.errors import LogClosed
 from streams.ports import Appended, Batches, Entry, Log, Member
@@ -118,6 +119,15 @@ class LogBroker(KafkaBroker):
         if is_run:
             self._members[whole_name] = open_member
             self._subscribed.append(subscriber)
+
+    async def __aenter__(self) -> Self:
+        """Connect, to append only: `faststream publish` does so in a process of its own."""
+        await self._log.start()
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._log.close()
 
     async def start(self) -> None:
         """Nothing: subscribers start with `run`, when the process is ready for their records."""
@@ -221,12 +231,24 @@ class _LogProducer(AioKafkaFastProducer):
 
     async def publish(self, cmd: KafkaPublishCommand) -> Any:
         topic = cmd.destination.removeprefix(self._prefix)
-        return await self._log.append(topic, cmd.body, cmd.partition)
+        return await self._log.append(topic, _entry_of(cmd), cmd.partition)
 
     async def publish_batch(self, cmd: KafkaPublishCommand) -> Any:
         topic = cmd.destination.removeprefix(self._prefix)
         assert cmd.partition is not None, "a batch goes to one partition"
         return await self._log.append_batch(topic, cmd.partition, cmd.batch_bodies)
+
+
+def _entry_of(command: KafkaPublishCommand) -> Entry:
+    """The entry of a command; of a message of `faststream publish`, its id is the key."""
+    body = command.body
+    if isinstance(body, Entry):
+        return body
+    value, _ = encode_message(body, serializer=None)
+    key = command.key or (body.get("id") if isinstance(body, dict) else None)
+    if isinstance(key, int):
+        key = str(key)
+    return Entry(key.encode() if isinstance(key, str) else key, value)
 
 
 async def _parse(topic: str, records: Sequence[Any]) -> KafkaMessage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from streams.codecs import AnyRecord, decode, encode
 from streams.kafka.aiokafka_client import SILENT_TIMEOUTS
 from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Entry, Partition, Record
-from streams.records import Refused, RouterCapacity
+from streams.records import Cancel, Refused, RouterCapacity
 from streams.request import Request
 from streams.topics import BATCH, CAPACITY, DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
 from tests.harness.kafka_processes import WAIT_S, provisioned
@@ -251,3 +252,18 @@ async def test_prompts_that_wait_longer_than_time_outs_survive_a_rebalance(
         await asyncio.sleep(2)
         assert ids_of(await read(log, REQUESTS)) == ids_of(found) == names
     reporting.cancel()
+
+
+@pytest.mark.parametrize("topic", [PROMPTS, BATCH])
+async def test_faststream_publish_reaches_a_running_preprocessor(log: KafkaLog, topic: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    message = json.dumps({"id": "a", "body": body, "kind": "cancel"})
+    async with running():
+        command = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "faststream", "publish", "app.preprocessor:app", message,
+            "--topic", log.prefix + topic,
+        )  # fmt: skip
+        assert await command.wait() == 0
+        await some(log, REQUESTS, lambda r: ids_of(r, Cancel) == ["a"])
+    (prompt,) = await read(log, topic)
+    assert prompt.key == b"a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -154,3 +155,15 @@ async def test_error_of_a_middleware_ends_the_broker(world: MemoryWorld) -> None
     with pytest.raises(RuntimeError, match="dropped records"):
         await broker.run()
     assert not calls
+
+
+@scenario_test
+async def test_message_of_the_command_line_is_appended_by_its_id(world: MemoryWorld) -> None:
+    """`faststream publish` connects by itself, and has a JSON value instead of an entry."""
+    broker = LogBroker(MemoryLog(world.broker, "command"), "kvlane.")
+    async with broker:
+        await broker.publish({"id": "a", "kind": "cancel"}, "kvlane.batch")
+        await broker.publish("text", "batch", key=b"b")
+    records = {r.key: r.value for r in world.all_records("batch")}
+    assert json.loads(records[b"a"] or b"") == {"id": "a", "kind": "cancel"}
+    assert records[b"b"] == b"text"
