@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from app.bench.chaos.chaos_run import MODEL_READY_TIMEOUT_S, PROCESS_FAULTS, deployment_processes
-from app.bench.chaos.fault_injection import FaultInjector, InjectedFault, draw_faults
+from app.bench.chaos.fault_injection import RESTARTS, FaultInjector, InjectedFault, draw_faults
 from app.bench.chaos.impact import ROUND_S
 from app.bench.chaos.load_generator import LoadGenerator
 from app.bench.process_group import PROCESS_KINDS, ProcessGroup
@@ -66,6 +66,9 @@ INTERACTIVE_RATE = 2.0
 PUBLISHED_TOGETHER = 500
 QUIET, FAULTS, BESIDE = "no faults", "faults", "faults, beside HTTP"
 PHASES = (QUIET, FAULTS, BESIDE)
+WAITING = "preprocessors and collectors restart"
+PROMPTS_PER_KILL = 100
+"""Prompts for each kill or stop that has to come while they wait."""
 SAMPLE_INTERVAL_S = POLL_S = 1.0
 STALL_S = 120.0
 """Without any result for this time the rest counts as lost. Longer than any takeover."""
@@ -80,11 +83,34 @@ MB = 1024 * 1024
 
 
 class BacklogScale(NamedTuple):
-    """Number of prompts, seed of the faults, and warm-up of the memory of a process."""
+    """Number of prompts, seed of the faults, and warm-up of the memory of a process.
+
+    `window_s`: if set, ended ids are kept for so long, much less than prompts wait here, and one
+    phase with faults of preprocessors and collectors alone takes the place of the three.
+    """
 
     prompts: int = 20_000
     seed: int = 1
     warm_up_s: float = 60.0
+    window_s: float | None = None
+
+    @property
+    def process_settings(self) -> dict[str, Any]:
+        """Settings of all processes."""
+        if self.window_s is None:
+            return PROCESS_SETTINGS
+        limits = ("dedup_window_s", "max_lifetime_s", "deadline_s")
+        return PROCESS_SETTINGS | dict.fromkeys(limits, self.window_s)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of the phases."""
+        return PHASES if self.window_s is None else (WAITING,)
+
+    @property
+    def fault_kinds(self) -> tuple[str, ...]:
+        """The kinds of faults."""
+        return PROCESS_FAULTS if self.window_s is None else ("preprocessor", "collector", *RESTARTS)
 
 
 QUICK, DEFAULT = BacklogScale(2000, warm_up_s=20.0), BacklogScale()
@@ -140,7 +166,7 @@ async def bench_backlog(
         print_line(f"{scale.prompts} prompts are in the log; the processes start")
         ports = {f"gateway-{n}": free_port() for n in (1, 2)}
         processes = ProcessGroup(
-            on, deployment_processes(WORKERS, ports, collectors=2), PROCESS_SETTINGS
+            on, deployment_processes(WORKERS, ports, collectors=2), scale.process_settings
         )
         results = ResultCounter(on, oracle, ids)
         processes.start()
@@ -161,7 +187,8 @@ async def bench_backlog(
                 await load.close()
     for crash in processes.crashes:
         print_line(f"{crash.name} ended with {crash.status}:\n{crash.tail}")
-    return backlog_report(drain.result())
+    found = drain.result()
+    return backlog_report(found) if scale.window_s is None else waiting_report(found)
 
 
 @asynccontextmanager
@@ -306,8 +333,9 @@ class BacklogDrain:
     async def run(self) -> None:
         """Drain the backlog. Raises BenchFailed."""
         await self._wait_received(HEAD_REQUESTS)
-        for number, name in enumerate(PHASES, 1):
-            await self._run_phase(name, self._scale.prompts * number // len(PHASES))
+        phases = self._scale.phases
+        for number, name in enumerate(phases, 1):
+            await self._run_phase(name, self._scale.prompts * number // len(phases))
         await self._load.drain()
         await self._wait_received(self._scale.prompts)
         await self._clock.sleep(SETTLE_S)
@@ -363,7 +391,7 @@ class BacklogDrain:
         names = {kind: self._processes.names_of_kind(kind) for kind in PROCESS_KINDS}
         while not stop.is_set():
             began = self._clock.now()
-            faults = draw_faults(self._scale.seed, self._round, PROCESS_FAULTS, names, 0)
+            faults = draw_faults(self._scale.seed, self._round, self._scale.fault_kinds, names, 0)
             self._round += 1
             phase.faults += await self._injector.inject(faults, lambda: None)
             while not stop.is_set() and self._clock.now() < began + ROUND_S:
@@ -409,10 +437,7 @@ def backlog_report(found: BacklogResult) -> Report:
     grown, part = max(((abs(v), name) for name, v in growth.items()), default=(0.0, "none"))
     wrong = found.verdicts.total() - found.verdicts["right"]
     bars = [
-        none_of("prompts without a result", found.results_of.count(0)),
-        none_of("prompts with several results", sum(count > 1 for count in found.results_of)),
-        none_of("results with a wrong text", found.wrong),
-        none_of("results of unknown requests", found.unknown),
+        *_results_bars(found),
         none_of("interactive answers lost, repeated or wrong", wrong),
         _some("interactive answers", found.verdicts.total()),
         *(
@@ -436,6 +461,27 @@ def backlog_report(found: BacklogResult) -> Report:
     shown = ", ".join(f"{kind} {mb:.0f}" for kind, mb in sizes.items())
     rows = [_row(phase) for phase in found.phases]
     return Report("backlog", rows, bars, lines=[f"largest memory, MB: {shown}"])
+
+
+def waiting_report(found: BacklogResult) -> Report:
+    """The report of a backlog that waits for longer than ended ids are kept."""
+    kills = sum(phase.faults for phase in found.phases)
+    wanted = max(1, len(found.results_of) // PROMPTS_PER_KILL)
+    bars = [
+        *_results_bars(found),
+        at_least("kills and stops", kills, "", wanted),
+        none_of("processes that ended by themselves", len(found.crashes)),
+    ]
+    return Report("backlog", [_row(phase) for phase in found.phases], bars)
+
+
+def _results_bars(found: BacklogResult) -> list[Threshold]:
+    return [
+        none_of("prompts without a result", found.results_of.count(0)),
+        none_of("prompts with several results", sum(count > 1 for count in found.results_of)),
+        none_of("results with a wrong text", found.wrong),
+        none_of("results of unknown requests", found.unknown),
+    ]
 
 
 def _some(name: str, count: int) -> Threshold:

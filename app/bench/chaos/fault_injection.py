@@ -34,7 +34,9 @@ PAUSES_S: Mapping[str, float] = {
 }
 """Seconds from SIGSTOP to SIGCONT. For a worker and a router longer than the timeout after which
 others take over, so that they come back as zombies."""
-FAULT_KINDS: tuple[str, ...] = (*PARTS, *PAUSES_S, BROKER, BROKER_DISK, ROLLING)
+RESTARTS = ("preprocessor-restart", "collector-restart")
+"""Restarts in order, by SIGTERM."""
+FAULT_KINDS: tuple[str, ...] = (*PARTS, *PAUSES_S, *RESTARTS, BROKER, BROKER_DISK, ROLLING)
 BROKER_FAULTS = frozenset({BROKER, BROKER_PAUSE, BROKER_STALL, BROKER_DISK})
 IN_SYNC_TIMEOUT_S = 60.0
 """Timeout until all replicas are in sync again. The next broker fault waits for this: with two of
@@ -93,7 +95,8 @@ def draw_faults(
         chosen = [rng.choice(worker), rng.choice(whole)]
     for kind in chosen:
         strikes += _victims(kind, processes, brokers, rng)
-    for group in (("gateway", "gateway-pause"), ("indexer",), ("preprocessor",), ("collector",)):
+    restarted = [(kind.partition("-")[0], kind) for kind in RESTARTS]
+    for group in (("gateway", "gateway-pause"), ("indexer",), *restarted):
         possible = [k for k in group if k in kinds and processes[k.partition("-")[0]]]
         if possible and (not chosen or mixed or rng.random() < 0.5):
             strikes += _victims(rng.choice(possible), processes, brokers, rng)
@@ -140,7 +143,7 @@ class FaultInjector:
         done()
         if strike.kind in BROKER_FAULTS:
             await self._hit_broker(strike)
-        elif strike.kind == ROLLING:
+        elif strike.kind in (ROLLING, *RESTARTS):
             await self._processes.restart(strike.target)
         elif strike.kind in PAUSES_S:
             self._processes.pause(strike.target)

@@ -173,6 +173,14 @@ def backlog(
         int | None, typer.Option(help="Number of prompts, instead of 20000.", min=200)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sequence of faults.")] = 1,
+    dedup_window: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep ended ids for these seconds, and restart the readers of prompts "
+            "and the writers of results alone.",
+            min=5.0,
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run 2000 prompts: three minutes.")
     ] = False,
@@ -184,12 +192,16 @@ def backlog(
     A third of them without faults, a third under kill -9, SIGSTOP and SIGTERM of every process, a
     third with interactive HTTP requests at the same time. Each prompt must have exactly one
     result for a reader of committed records, with the engine's text; throughput is compared with
-    the capacity of the engines, the memory of every process with itself. Uses
+    the capacity of the engines, the memory of every process with itself. With --dedup-window
+    preprocessors and collectors are killed and restarted while prompts wait for longer than ended
+    ids are kept; there must be a kill or stop for each hundred prompts. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
     from app.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
 
-    scale = (FULL if full else QUICK if quick else DEFAULT)._replace(seed=seed)
+    scale = (FULL if full else QUICK if quick else DEFAULT)._replace(
+        seed=seed, window_s=dedup_window
+    )
     if prompts is not None:
         scale = scale._replace(prompts=prompts)
     require_passed(measure("backlog", partial(bench_backlog, Settings(), scale), json))
