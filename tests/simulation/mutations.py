@@ -14,11 +14,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 from app.testing.seed_simulation import simulate_seed
 from app.testing.world_parameters import Scenario
-from tests.simulation.replacements import Replacement, edge, router, worker
+from tests.simulation.replacements import Replacement, batch, edge, router, worker
 
 
 class MaskingRule(NamedTuple):
@@ -33,7 +34,7 @@ class Mutation(NamedTuple):
 
     `expected_kinds`: kinds of problems that follow from the loss of this rule, as a verdict names
     them, separated by spaces. Others do not count: a faulty mutation causes them, too.
-    `scenario`: only worlds with it show the harm often enough.
+    `scenarios`: only worlds with them show the harm often enough.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Mutation(NamedTuple):
     rule: str
     replacements: Callable[[], Iterable[Replacement]]
     covered: MaskingRule | None = None
-    scenario: Scenario | None = None
+    scenarios: tuple[Scenario, ...] = ()
 
     @property
     def to_detect(self) -> str:
@@ -51,8 +52,8 @@ class Mutation(NamedTuple):
 
 def scenarios_of(names: str) -> tuple[Scenario, ...]:
     """The scenarios that these mutations need (see `simulate_seed`)."""
-    needed = (MUTATIONS[name].scenario for name in filter(None, names.split("+")))
-    return tuple(dict.fromkeys(scenario for scenario in needed if scenario))
+    needed = (MUTATIONS[name].scenarios for name in filter(None, names.split("+")))
+    return tuple(dict.fromkeys(chain.from_iterable(needed)))
 
 
 @contextmanager
@@ -93,7 +94,7 @@ MUTATIONS: dict[str, Mutation] = {
                 "an attempt has two runs only where two routers decided it, and a "
                 "router that reads the ledger before it serves knows the first decision",
             ),
-            scenario="take-overs",
+            scenarios=("take-overs",),
         ),
         Mutation(
             "no-verify",
@@ -119,14 +120,14 @@ MUTATIONS: dict[str, Mutation] = {
             "hanging",
             "Started before the first Chunk",
             router.no_started,
-            scenario="take-overs",
+            scenarios=("take-overs",),
         ),
         Mutation(
             "started-unknown",
             "hanging",
             "a Started alone makes its id known",
             router.started_is_not_knowledge,
-            scenario="take-overs",
+            scenarios=("take-overs",),
         ),
         Mutation(
             "finished-once",
@@ -146,7 +147,7 @@ MUTATIONS: dict[str, Mutation] = {
             MaskingRule(
                 "newest-run", "a request decided twice has twin runs, and each is reconciled"
             ),
-            scenario="take-overs",
+            scenarios=("take-overs",),
         ),
         Mutation("commit-early", "hanging", "low-water commits", router.commit_early),
         Mutation(
@@ -155,7 +156,7 @@ MUTATIONS: dict[str, Mutation] = {
             "the lowest responses_from",
             router.highest_responses_from,
             MaskingRule("no-barrier", "as for newest-run: one decision has one responses_from"),
-            scenario="take-overs",
+            scenarios=("take-overs",),
         ),
         Mutation(
             "old-attempts",
@@ -327,6 +328,34 @@ MUTATIONS: dict[str, Mutation] = {
             "interrupted",
             "no cancel of a transfer",
             router.cancels_interrupt_transfers,
+        ),
+        Mutation(
+            "merge-across",
+            "received",
+            "a piece of what a resuming reader lacks alone",
+            batch.pieces_merge_across_positions,
+            scenarios=("long answers",),
+        ),
+        Mutation(
+            "results-unseen",
+            "results",
+            "no second result of a request that has one",
+            batch.results_are_written_unseen,
+            scenarios=("batch jobs",),
+        ),
+        Mutation(
+            "last-job-record",
+            "job lines",
+            "the later record of a job counts, also after compaction",
+            batch.the_last_record_of_a_job_counts,
+            scenarios=("batch jobs", "compaction"),
+        ),
+        Mutation(
+            "parts-by-arrival",
+            "job lines surprise",
+            "parts of a file count by their numbers",
+            batch.parts_count_by_arrival,
+            scenarios=("batch jobs", "compaction"),
         ),
         Mutation("any-model", "misrouted", "workers of the model only", edge.any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", edge.any_lane),

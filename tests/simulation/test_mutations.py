@@ -59,6 +59,8 @@ FOUND_BY = {
     "prefill-failed+transfer-endless": (86, 820),
     "transfer-endless+prefill-failed": (86, 820),
     "transfer-cancelled": (174, 946),
+    "merge-across": (5, 7),
+    "results-unseen": (1,),
     "any-model": (0, 7),
     "any-lane": (63, 83),
     "no-objections": (8, 12),

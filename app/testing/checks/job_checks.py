@@ -40,13 +40,13 @@ def job_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
         return
     for job in all_jobs(world):
         if not job.has_ended:
-            yield f"job open: {job.id} is {job.status}"
+            yield f"job: {job.id} is {job.status}"
     shown = shown_streams(world)
     for client in clients.jobs:
         if client.unexpected_errors:
             yield f"surprise: {client.name} got {client.unexpected_errors}"
         elif not client.is_over:
-            yield f"job open: {client.name} waits for the end of {client.job.get('id')}"
+            yield f"job: {client.name} waits for the end of {client.job.get('id')}"
         else:
             yield from _wrong_lines(client, shown)
 
