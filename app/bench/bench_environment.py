@@ -22,7 +22,7 @@ import msgspec
 from app.local.processes import ManagedProcess, free_port, launch, process_command
 from app.operator_error import OperatorError
 from app.settings import Settings, variable_name
-from streams.brokers.broker_factory import Broker, obtain_broker
+from streams.brokers.broker_factory import Broker, BrokerChoice, JvmBroker, obtain_broker
 from streams.brokers.watchdog import ProcessGuard
 from streams.clock import Clock, SystemClock
 from streams.kafka.kafka_log import KafkaLog
@@ -158,12 +158,13 @@ class BenchEnvironment:
 
 @asynccontextmanager
 async def bench_environment(
-    settings: Settings, log_line: PrintLine, *, brokers: int = 0
+    settings: Settings, log_line: PrintLine, *, brokers: int = 0, links: int = 0
 ) -> AsyncIterator[BenchEnvironment]:
     """Set up a broker, topics and a connection; only topics on a given broker remain afterwards.
 
     With `brokers`, a cluster of that size is started for fault injection, with a replica of every
     partition on each broker. Its brokers restart often, and all JIT tiers would take two cores.
+    `links`: processes whose connections to the cluster pass through proxies (`broker_links.py`).
     Raises BrokerUnavailable when no broker can be started.
     """
     clock = SystemClock()
@@ -175,11 +176,14 @@ async def bench_environment(
         stdout=subprocess.PIPE,
     )
     given = "" if brokers else settings.bootstrap_servers
-    broker = await asyncio.to_thread(
-        lambda: obtain_broker("env" if given else "jvm", bootstrap_servers=given,
-            brokers=brokers or 1,
-                       full_jit=not brokers, report=log_line)
-    )  # fmt: skip
+    if brokers:
+        cluster = JvmBroker(brokers=brokers, links=links, report=log_line)
+        broker: Broker = await asyncio.to_thread(cluster.start)
+    else:
+        choice: BrokerChoice = "env" if given else "jvm"
+        broker = await asyncio.to_thread(
+            obtain_broker, choice, bootstrap_servers=given, full_jit=True, report=log_line
+        )
     if brokers:
         copies = {"replication_factor": brokers, "min_insync_replicas": max(1, brokers - 1)}
         settings = settings.model_copy(update=copies)

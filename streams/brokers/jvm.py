@@ -30,7 +30,7 @@ from streams.brokers.jvm_artifacts import (
     java,
     java_command,
 )
-from streams.brokers.jvm_node import START_DEADLINE_S, JvmNode
+from streams.brokers.jvm_node import START_DEADLINE_S, JvmNode, LinkPorts
 from streams.brokers.watchdog import ProcessGuard
 from streams.errors import NoLocalBroker
 
@@ -45,7 +45,8 @@ class JvmBroker(Broker):
     `nodes` are the running processes, in the order of their ids. `port` is the port of the first
     one, 0 for any. `full_jit` gives the JVM its whole compiler and more heap, for measurements;
     without it, it starts sooner and is half as quick. `changes` are to the settings of all nodes.
-    The data disappear with the broker, unless they are `kept`.
+    The data disappear with the broker, unless they are `kept`. `links` is a number of further
+    listeners of each node, for proxies between it and one client each (`JvmNode.links`).
     """
 
     kind = "jvm"
@@ -58,6 +59,7 @@ class JvmBroker(Broker):
         full_jit: bool = False,
         changes: Mapping[str, str] = NO_CHANGES,
         kept: KeptData | None = None,
+        links: int = 0,
         report: ReportLine,
     ) -> None:
         self.version = KAFKA_VERSION
@@ -71,6 +73,7 @@ class JvmBroker(Broker):
         self._jvm = FULL_JIT if full_jit else QUICK_START
         self._changes = changes
         self._kept = kept
+        self._links = links
         self._report = report
         self._guard: ProcessGuard | None = None
 
@@ -122,7 +125,9 @@ class JvmBroker(Broker):
                 _copy_formatted(prepared / "formatted", own, number, cluster_id)
             settings = node_settings(number, own, port, controller_ports)
             settings |= self._changes
-            nodes.append(JvmNode(number, directory, port, settings, jvm))
+            links = [LinkPorts(*free_ports(2)) for _ in range(self._links)]
+            add_links(settings, links)
+            nodes.append(JvmNode(number, directory, port, settings, jvm, links))
         self.nodes = tuple(nodes)
         for node in self.nodes:
             node.spawn()
@@ -185,6 +190,15 @@ def node_settings(
         "inter.broker.listener.name": "PLAINTEXT",
         "controller.quorum.voters": ",".join(voters),
     }
+
+
+def add_links(settings: dict[str, str], links: Sequence[LinkPorts]) -> None:
+    """Add a listener for each link, whose clients are sent to the port of its proxy."""
+    for number, link in enumerate(links):
+        name = f"LINK{number}"
+        settings["listeners"] += f",{name}://{LOOPBACK}:{link.broker}"
+        settings["advertised.listeners"] += f",{name}://{LOOPBACK}:{link.proxy}"
+        settings["listener.security.protocol.map"] += f",{name}:PLAINTEXT"
 
 
 def prepare(report: ReportLine) -> Path:

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from streams.brokers.broker import LOOPBACK, PortTaken
 from streams.brokers.broker_settings import LOG4J_PROPERTIES, to_properties
@@ -24,6 +25,13 @@ START_DEADLINE_S = 90.0
 _TAIL_BYTES = 3000
 
 
+class LinkPorts(NamedTuple):
+    """A listener of a broker, and the port that it advertises, on which a proxy has to listen."""
+
+    broker: int
+    proxy: int
+
+
 class JvmNode:
     """One broker process. `start` after `kill` or `stop` uses the same data and ports again.
 
@@ -32,9 +40,11 @@ class JvmNode:
     """
 
     def __init__(
-        self, number: int, directory: Path, port: int, settings: dict[str, str], jvm: Sequence[str]
-    ) -> None:
+        self, number: int, directory: Path, port: int, settings: dict[str, str], jvm: Sequence[str],
+        links: Sequence[LinkPorts] = (),
+    ) -> None:  # fmt: skip
         self.number = number
+        self.links = links
         self.port = port
         self.bootstrap_servers = f"{LOOPBACK}:{port}"
         self._directory = directory

@@ -17,6 +17,7 @@ from app.bench.chaos.backlog_drain import (
     backlog_report,
     engine_requests_per_s,
     memory_growth,
+    waiting_report,
 )
 from streams.errors import BrokerUnavailable
 
@@ -100,3 +101,11 @@ def test_growth_is_measured_after_the_warm_up() -> None:
 def test_capacity_is_that_of_full_engines() -> None:
     """8 requests at a time, about 35 tokens of 20 ms each and prefills of others in between."""
     assert 5 < engine_requests_per_s() < 8 / (35 * 0.02)
+
+
+def test_backlog_of_one_kind_of_faults_needs_its_faults() -> None:
+    waiting = replace(GOOD, results_of=[1] * 1300, verdicts=Counter(), memory=[])
+    assert [t.name for t in waiting_report(waiting, 100).thresholds if not t.passed] == [
+        "kills and stops"
+    ]
+    assert all(t.passed for t in waiting_report(waiting, 200).thresholds)

@@ -17,13 +17,21 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.chaos.chaos_run import MODEL_READY_TIMEOUT_S, PROCESS_FAULTS, deployment_processes
+from app.bench.chaos.broker_links import BrokerLink, BrokerLinks, links_between
+from app.bench.chaos.chaos_run import (
+    CLUSTER_BROKERS,
+    CLUSTER_LANES,
+    MODEL_READY_TIMEOUT_S,
+    PROCESS_FAULTS,
+    deployment_processes,
+)
 from app.bench.chaos.fault_injection import RESTARTS, FaultInjector, InjectedFault, draw_faults
 from app.bench.chaos.impact import ROUND_S
 from app.bench.chaos.load_generator import LoadGenerator
@@ -67,6 +75,10 @@ PUBLISHED_TOGETHER = 500
 QUIET, FAULTS, BESIDE = "no faults", "faults", "faults, beside HTTP"
 PHASES = (QUIET, FAULTS, BESIDE)
 WAITING = "preprocessors and collectors restart"
+CUT = "links are cut"
+CUT_S, PAUSE_S = 12.0, 3.0
+"""Time for which a link is cut, longer than a session of a group, and time until the next cut."""
+PROMPTS_PER_CUT = 400
 PROMPTS_PER_KILL = 100
 """Prompts for each kill or stop that has to come while they wait."""
 SAMPLE_INTERVAL_S = POLL_S = 1.0
@@ -87,12 +99,19 @@ class BacklogScale(NamedTuple):
 
     `window_s`: if set, ended ids are kept for so long, much less than prompts wait here, and one
     phase with faults of preprocessors and collectors alone takes the place of the three.
+    `cuts_links`: the one phase has three brokers, and cuts each process off from one in turn.
     """
 
     prompts: int = 20_000
     seed: int = 1
     warm_up_s: float = 60.0
     window_s: float | None = None
+    cuts_links: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has the three phases."""
+        return self.window_s is None and not self.cuts_links
 
     @property
     def process_settings(self) -> dict[str, Any]:
@@ -105,7 +124,9 @@ class BacklogScale(NamedTuple):
     @property
     def phases(self) -> tuple[str, ...]:
         """The names of the phases."""
-        return PHASES if self.window_s is None else (WAITING,)
+        if self.is_plain:
+            return PHASES
+        return (CUT,) if self.cuts_links else (WAITING,)
 
     @property
     def fault_kinds(self) -> tuple[str, ...]:
@@ -159,15 +180,22 @@ async def bench_backlog(
     progress: Callable[[float], None],
 ) -> Report:
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
-    async with bench_environment(settings, print_line) as on:
+    ports = {f"gateway-{n}": free_port() for n in (1, 2)}
+    parts = deployment_processes(WORKERS, ports, collectors=2)
+    brokers = CLUSTER_BROKERS if scale.cuts_links else 0
+    if brokers:
+        settings = settings.model_copy(update={"lanes": CLUSTER_LANES})
+    async with (
+        bench_environment(settings, print_line, brokers=brokers, links=len(parts)) as on,
+        links_between(parts, on) as links,
+    ):
         oracle = AnswerOracle(on.settings, on.clock)
         await oracle.load()
         ids = await publish_prompts(on, scale.prompts)
         print_line(f"{scale.prompts} prompts are in the log; the processes start")
-        ports = {f"gateway-{n}": free_port() for n in (1, 2)}
-        processes = ProcessGroup(
-            on, deployment_processes(WORKERS, ports, collectors=2), scale.process_settings
-        )
+        if links is not None:
+            parts = [links.through_links(part) for part in parts]
+        processes = ProcessGroup(on, parts, scale.process_settings)
         results = ResultCounter(on, oracle, ids)
         processes.start()
         async with Client(on.log, on.clock) as client:
@@ -176,7 +204,7 @@ async def bench_backlog(
                 oracle, on.clock, rate=INTERACTIVE_RATE, tokens=TOKENS, on_kafka=0,
                 rng=random.Random(scale.seed),
             )  # fmt: skip
-            drain = BacklogDrain(on, processes, load, results, scale, progress)
+            drain = BacklogDrain(on, processes, load, results, scale, progress, links)
             watching = (processes.restart_crashed(), results.run(), drain.sample_memory())
             try:
                 async with background(*watching):
@@ -188,7 +216,9 @@ async def bench_backlog(
     for crash in processes.crashes:
         print_line(f"{crash.name} ended with {crash.status}:\n{crash.tail}")
     found = drain.result()
-    return backlog_report(found) if scale.window_s is None else waiting_report(found)
+    if scale.is_plain:
+        return backlog_report(found)
+    return waiting_report(found, PROMPTS_PER_CUT if scale.cuts_links else PROMPTS_PER_KILL)
 
 
 @asynccontextmanager
@@ -313,7 +343,9 @@ class BacklogDrain:
         results: ResultCounter,
         scale: BacklogScale,
         progress: Callable[[float], None],
+        links: BrokerLinks | None = None,
     ) -> None:
+        self._links = links
         self._clock: Clock = on.clock
         self._processes = processes
         self._load = load
@@ -344,7 +376,8 @@ class BacklogDrain:
         self._is_beside = name == BESIDE
         phase = _Phase(name, self._clock.now(), self._results.received)
         stop = asyncio.Event()
-        injecting = asyncio.create_task(self._inject(phase, stop)) if name != QUIET else None
+        inject = self._inject if self._links is None else self._cut_links
+        injecting = asyncio.create_task(inject(phase, stop)) if name != QUIET else None
         sending = [self._load.run()] if name == BESIDE else []
         try:
             async with background(*sending):
@@ -397,6 +430,25 @@ class BacklogDrain:
             while not stop.is_set() and self._clock.now() < began + ROUND_S:
                 await self._clock.sleep(POLL_S / 10)
 
+    async def _cut_links(self, phase: _Phase, stop: asyncio.Event) -> None:
+        """Cut each process off from each broker in turn, until `stop`."""
+        assert self._links is not None
+        for (process, broker), link in cycle(sorted(self._links.links.items(), key=_by_broker)):
+            at = self._clock.now()
+            link.cut()
+            await self._unless(stop, CUT_S)
+            link.restore()
+            fault = InjectedFault("link", f"{process} to broker {broker}", at, self._clock.now())
+            phase.faults.append(fault)
+            await self._unless(stop, PAUSE_S)
+            if stop.is_set():
+                return
+
+    async def _unless(self, stop: asyncio.Event, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await stop.wait()
+
     async def sample_memory(self) -> None:
         """Sample the memory of every process until cancelled."""
         while True:
@@ -415,6 +467,11 @@ class BacklogDrain:
             [MemorySeries(name, rss) for (name, _, _), rss in self._memory.items()],
             self._scale.warm_up_s, [crash.name for crash in self._processes.crashes],
         )  # fmt: skip
+
+
+def _by_broker(link: tuple[tuple[str, int], BrokerLink]) -> tuple[int, str]:
+    (process, broker), _ = link
+    return broker, process
 
 
 def memory_growth(series: Iterable[MemorySeries], warm_up_s: float) -> dict[str, float]:
@@ -463,10 +520,10 @@ def backlog_report(found: BacklogResult) -> Report:
     return Report("backlog", rows, bars, lines=[f"largest memory, MB: {shown}"])
 
 
-def waiting_report(found: BacklogResult) -> Report:
-    """The report of a backlog that waits for longer than ended ids are kept."""
+def waiting_report(found: BacklogResult, prompts_per_fault: int) -> Report:
+    """The report of a backlog with one phase of faults of one kind."""
     kills = sum(phase.faults for phase in found.phases)
-    wanted = max(1, len(found.results_of) // PROMPTS_PER_KILL)
+    wanted = max(1, len(found.results_of) // prompts_per_fault)
     bars = [
         *_results_bars(found),
         at_least("kills and stops", kills, "", wanted),

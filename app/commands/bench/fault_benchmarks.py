@@ -181,6 +181,10 @@ def backlog(
             min=5.0,
         ),
     ] = None,
+    cut_links: Annotated[
+        bool,
+        typer.Option("--cut-links", help="Cut each process off from one of three brokers in turn."),
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run 2000 prompts: three minutes.")
     ] = False,
@@ -194,13 +198,14 @@ def backlog(
     result for a reader of committed records, with the engine's text; throughput is compared with
     the capacity of the engines, the memory of every process with itself. With --dedup-window
     preprocessors and collectors are killed and restarted while prompts wait for longer than ended
-    ids are kept; there must be a kill or stop for each hundred prompts. Uses
+    ids are kept; there must be a kill or stop for each hundred prompts. With --cut-links a cluster
+    of three brokers is started, nothing is killed, and a link is cut for each 400 prompts. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
     from app.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
 
     scale = (FULL if full else QUICK if quick else DEFAULT)._replace(
-        seed=seed, window_s=dedup_window
+        seed=seed, window_s=dedup_window, cuts_links=cut_links
     )
     if prompts is not None:
         scale = scale._replace(prompts=prompts)
