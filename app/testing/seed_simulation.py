@@ -29,8 +29,9 @@ DRAIN_S = 120.0
 MAX_STEPS = 60_000
 """Limit of callbacks of one seed. A clean one needs a few thousand; beyond it, a task spins."""
 
-CACHE_STEPS_FACTOR = 3
-"""Factor of MAX_STEPS where engines cache: they compute step by step, and publish events."""
+LONG_FACTOR = 3
+"""Factor of MAX_STEPS where engines cache, as they compute step by step and publish events, and
+where a peak takes its time."""
 
 
 @dataclass
@@ -75,7 +76,8 @@ def simulate_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> S
 
     with _silence(), _pending_pieces(shape):
         try:
-            most = MAX_STEPS * (CACHE_STEPS_FACTOR if shape.has_caches else 1)
+            is_long = shape.has_caches or shape.peak_s is not None
+            most = MAX_STEPS * (LONG_FACTOR if is_long else 1)
             return run_virtual(main, random.Random(f"{seed} scheduler"), most)
         except (Deadlock, StepLimitExceeded) as e:
             return SimulationResult(seed, [f"{type(e).__name__}: {e}"], worlds[0].history, shape)

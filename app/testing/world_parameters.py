@@ -65,7 +65,7 @@ Scenario = Literal[
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
     "choices": 0.1,
-    "backlog": 0.0,
+    "backlog": 0.08,
     "batch jobs": 0.0,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""

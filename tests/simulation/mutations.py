@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from app.testing.seed_simulation import simulate_seed
 from app.testing.world_parameters import Scenario
-from tests.simulation.replacements import Replacement, batch, edge, router, worker
+from tests.simulation.replacements import Replacement, edge, reading, router, worker
 
 
 class MaskingRule(NamedTuple):
@@ -333,29 +333,15 @@ MUTATIONS: dict[str, Mutation] = {
             "merge-across",
             "received",
             "a piece of what a resuming reader lacks alone",
-            batch.pieces_merge_across_positions,
+            reading.pieces_merge_across_positions,
             scenarios=("long answers",),
         ),
         Mutation(
             "results-unseen",
             "results",
             "no second result of a request that has one",
-            batch.results_are_written_unseen,
+            reading.results_are_written_unseen,
             scenarios=("batch jobs",),
-        ),
-        Mutation(
-            "last-job-record",
-            "job lines",
-            "the later record of a job counts, also after compaction",
-            batch.the_last_record_of_a_job_counts,
-            scenarios=("batch jobs", "compaction"),
-        ),
-        Mutation(
-            "parts-by-arrival",
-            "job lines surprise",
-            "parts of a file count by their numbers",
-            batch.parts_count_by_arrival,
-            scenarios=("batch jobs", "compaction"),
         ),
         Mutation("any-model", "misrouted", "workers of the model only", edge.any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", edge.any_lane),

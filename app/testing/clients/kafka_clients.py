@@ -45,7 +45,8 @@ UNSERVED_MODEL = "nobody's"
 
 class ExpectedRequest(NamedTuple):
     """One request and its whole expected answer. `is_refused`: it is to be rejected. `via_prompts`:
-    it is published to a topic of prompts, not to `requests`."""
+    it is published to a topic of prompts, not to `requests`. `may_expire`: once begun, it has less
+    time than a peak may take from it."""
 
     request: Request
     expected_tokens: list[int]
@@ -53,11 +54,12 @@ class ExpectedRequest(NamedTuple):
     is_refused: bool = False
     via_prompts: bool = False
     wants_result: bool = False
+    may_expire: bool = False
 
     @property
     def may_time_out(self) -> bool:
         """Whether its deadline may pass within the simulation."""
-        return self.request.deadline_s < NO_DEADLINE_S
+        return self.may_expire or self.request.deadline_s < NO_DEADLINE_S
 
     @property
     def is_served(self) -> bool:
@@ -162,6 +164,7 @@ class KafkaClients:
         question = ExpectedRequest(
             request, echo_answer(prompt, max_tokens), cancelled, rng.random() < 0.06,
             via_prompts=True, wants_result=bool(shape.collectors) and rng.random() < 0.8,
+            may_expire=shape.peak_s is not None,
         )  # fmt: skip
         self.requests[request_id] = question
         entry = _prompt(question, text, prompt, "batch")
