@@ -61,6 +61,17 @@ async def test_batch_prompt_in_prompts_is_moved(world: MemoryWorld) -> None:
 
 
 @partial(scenario_test, lanes=1)
+async def test_batch_prompt_that_is_moved_keeps_its_headers(world: MemoryWorld) -> None:
+    headers = (("reply_to", b"answers"), ("correlation_id", b"7"), ("traceparent", None))
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    value = json.dumps({"id": "a", "body": body, "service_class": "batch"}).encode()
+    world.append_raw(PROMPTS, 0, Entry(b"a", value, headers))
+    await begin(world)
+    await world.wait_until(lambda: bool(world.all_records(BATCH)))
+    assert tuple(world.all_records(BATCH)[0].headers) == headers
+
+
+@partial(scenario_test, lanes=1)
 async def test_batch_prompts_wait_for_their_own_credit_and_block_no_others(
     world: MemoryWorld,
 ) -> None:
