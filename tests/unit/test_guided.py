@@ -177,3 +177,35 @@ def test_numbers_in_front_of_a_quantifier_count_as_often_as_they_repeat() -> Non
     assert cost_of_pattern("(ab){10}") > 1.7 * cost_of_pattern("(ab){5}")
     assert cost_of_pattern("ab{10}") == 2 + 20 * 10
     assert cost_of_pattern("((a{10}){10}){10}") > 1000 * 20**3
+
+
+def nested(key: str, bound: str, depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array" if key == "items" else "object", bound: 1, key: schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("key", "bound"),
+    [("items", "minItems"), ("items", "maxItems"), ("additionalProperties", "minProperties")],
+)
+def test_work_of_the_estimate_grows_with_the_depth_of_a_schema(key: str, bound: str) -> None:
+    """2^60 steps, if each level were estimated twice."""
+    with pytest.raises(InvalidPrompt, match="too complex to enforce"):
+        guided(guided_json=nested(key, bound, 60))
+
+
+@pytest.mark.parametrize("depth", [501, 20_000])
+def test_regular_expression_with_deep_groups_is_refused(depth: int) -> None:
+    """A parser that is recursive would end the engine's process."""
+    with pytest.raises(InvalidPrompt, match="too complex to enforce"):
+        guided(guided_regex="(" * depth + "a" + ")" * depth)
+    assert guided(guided_regex="(a)" * depth) is not None
+
+
+def test_grammar_within_a_structural_tag_costs_as_one_alone() -> None:
+    form = {"type": "grammar", "grammar": "root ::= (a|b){0,90000}(c|d){0,99999}"}
+    tag = {"type": "structural_tag", "format": form}
+    with pytest.raises(InvalidPrompt, match="too complex to enforce"):
+        guided(structured_outputs={"structural_tag": json.dumps(tag)})

@@ -28,6 +28,8 @@ _CHOSEN = 4
 _OF_LENGTH = 2
 """A character that a longest length allows: they all repeat one simple class."""
 _UNICODE_CLASS = 1000
+_MAX_GROUPS = 500
+"""Groups inside groups: the parsers of patterns are recursive."""
 _UNREAD = frozenset({"$comment", "default", "description", "examples", "title"})
 """Keys of a schema without effect on the form."""
 _QUANTIFIER = re.compile(
@@ -43,7 +45,8 @@ def cost_of_choices(choices: Iterable[str]) -> int:
 
 def cost_of_pattern(pattern: str, *, is_grammar: bool = False) -> int:
     """Of a regular expression; or of a grammar in EBNF or for Lark, in which a quantifier is taken
-    to repeat all of its alternative: its parts are words there, not characters."""
+    to repeat all of its alternative: its parts are words there, not characters. Groups that are
+    nested too deeply cost too much."""
     outer: list[int] = []
     total = last = at = 0
     while total <= MAX_COST and (found := _SPECIAL.search(pattern, at)) is not None:
@@ -55,6 +58,8 @@ def cost_of_pattern(pattern: str, *, is_grammar: bool = False) -> int:
             case "(":
                 outer.append(total + cost)
                 total = last = 0
+                if len(outer) > _MAX_GROUPS:
+                    return MAX_COST + 1
             case ")":
                 last = total + cost
                 total = (outer.pop() if outer else 0) + last
@@ -104,7 +109,11 @@ def cost_of_json(value: Any) -> int:  # noqa: C901 - a table
         return _sum(map(cost_of_json, value))
     if not isinstance(value, dict):
         return 1
-    cost = 1
+    items = max(_count(value.get("minItems")), _count(value.get("maxItems")))
+    properties = max(_count(value.get("minProperties")), _count(value.get("maxProperties")))
+    # A part is estimated once: its parts may be repeated as well.
+    times = {"items": items, "prefixItems": items, "additionalProperties": properties}
+    cost = 1 + items + properties
     for key, inner in value.items():
         if cost > MAX_COST:
             return cost
@@ -113,18 +122,15 @@ def cost_of_json(value: Any) -> int:  # noqa: C901 - a table
         cost += len(key) + _BRANCH
         if key == "pattern" and isinstance(inner, str):
             cost += cost_of_pattern(inner)
+        elif key == "grammar" and isinstance(inner, str):
+            cost += cost_of_pattern(inner, is_grammar=True)
         elif key == "patternProperties" and isinstance(inner, dict):
             cost += _sum(map(cost_of_pattern, inner)) + cost_of_json(inner)
         elif key in ("minLength", "maxLength"):
             cost += _OF_LENGTH * _count(inner)
         else:
-            cost += cost_of_json(inner)
-    items = max(_count(value.get("minItems")), _count(value.get("maxItems")))
-    properties = max(_count(value.get("minProperties")), _count(value.get("maxProperties")))
-    if items:
-        inner = [value.get("items", 1), value.get("prefixItems", 1)]
-        cost += items * sum(map(cost_of_json, inner))
-    return cost + properties * cost_of_json(value.get("additionalProperties", 1))
+            cost += (1 + times.get(key, 0)) * cost_of_json(inner)
+    return cost
 
 
 def _sum(costs: Iterable[int]) -> int:
