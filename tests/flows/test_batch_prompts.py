@@ -66,7 +66,7 @@ async def test_batch_prompt_that_is_moved_keeps_its_headers(world: MemoryWorld) 
     body = {"messages": [{"role": "user", "content": "hi"}]}
     value = json.dumps({"id": "a", "body": body, "service_class": "batch"}).encode()
     world.append_raw(PROMPTS, 0, Entry(b"a", value, headers))
-    await begin(world)
+    await begin(world, reply_topic_prefixes="answers")
     await world.wait_until(lambda: bool(world.all_records(BATCH)))
     assert tuple(world.all_records(BATCH)[0].headers) == headers
 
