@@ -1,19 +1,19 @@
-"""One batch job at its owner: validates the input, publishes prompts, follows their results, ends.
+"""One batch job at its owner: validation, prompts, results, end.
 
     input file ──► prompts ──► batch        results ──► JobOutput ──► output and error file
 
 All progress is in the log: the state of the job (`batch-jobs`) and its files (`file-parts`). A run
 that ends in the middle leaves nothing behind. The next one fences its predecessor, restores the
-written lines, reads the results since, and publishes the other prompts. Ids of prompts follow from
-job and line, so a prompt that is published twice is a duplicate, which routers ignore.
+written lines, reads the results since, and publishes the other prompts
+(`app/batches/job_prompts.py`).
 
 A process works on a bounded number of jobs at a time (`app/batches/fair_turns.py`). A run that only
 waits for results, or has worked for some seconds, gives its turn to others that want one. Between
 two turns it has no reader and no part of a file in memory. A job that was cancelled, or whose
 window is over, takes its turns apart from the others, so that no other job delays its end.
 
-Memory does not depend on the size of the batch, but for some bytes a line: at most `WINDOW` prompts
-are under way, and lines are written when a megabyte of them has come, or after a second.
+Memory does not depend on the size of the batch, but for some bytes a line: the prompts under way
+are bounded, and lines are written when a megabyte of them has come, or after a second.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
-from pydantic import ValidationError
 
 from app.batches.batch_log import BatchLog
 from app.batches.batch_requests import (
@@ -35,8 +33,6 @@ from app.batches.batch_requests import (
     RequestKeys,
     error_file_id,
     output_file_id,
-    prompt_of,
-    request_id,
     request_index,
 )
 from app.batches.fair_turns import FairTurns
@@ -44,24 +40,21 @@ from app.batches.file_store import FileDamaged, FileStore, WrittenFile
 from app.batches.job_end import UNRUN, EndsEarly, JobEnd
 from app.batches.job_input import JobInput
 from app.batches.job_output import JobOutput, OutputSuperseded
+from app.batches.job_prompts import JobPrompts
 from app.batches.output_lines import failure_line, result_line
 from app.preprocess.json_limits import UNCHECKED_BYTES
 from streams.batch_records import BatchEnding, BatchError, BatchJob, FileCard
 from streams.clock import Clock
 from streams.codecs import decode
-from streams.errors import PositionLost, RecordError, RecordTooLarge
-from streams.ports import Entry, Log, Partition, Reader, Record
-from streams.prompt import Prompt, encode_prompt
+from streams.errors import PositionLost, RecordError
+from streams.ports import Log, Partition, Reader, Record
 from streams.reading.part_format import PART_BYTES
-from streams.record_publisher import RecordPublisher
 from streams.records import Result
-from streams.topics import BATCH, RESULTS
+from streams.topics import RESULTS
 
 log = logging.getLogger(__name__)
 
-WINDOW = 1000
-"""Prompts of a job under way: as many as keep a fleet busy between two looks at the results."""
-PROMPTS_PER_APPEND = 100
+RESULTS_PER_POLL = 100
 POLL_S = 0.5
 TURN_S = 5.0
 """Time after which a run gives its turn to others, though it has more to do."""
@@ -70,14 +63,6 @@ FLUSH_S = 1.0
 GRACE_S = 30.0
 """Time for prompts under way to end after a cancel or the end of the window, and for the rest of
 the input to be validated after the latter."""
-
-
-class _Prompt(msgspec.Struct, frozen=True, gc=False):
-    """An encoded prompt. `index`: of its request."""
-
-    index: int
-    custom_id: str
-    entry: Entry
 
 
 class JobContext(NamedTuple):
@@ -96,24 +81,24 @@ class JobContext(NamedTuple):
     ending_turns: FairTurns
 
 
+class _Work(NamedTuple):
+    """The parts of a run whose job has begun."""
+
+    given: JobInput
+    output: JobOutput
+    prompts: JobPrompts
+
+
 class JobRun:
     """One attempt to bring a job to its end."""
 
     def __init__(self, context: JobContext, job: BatchJob) -> None:
         self._context = context
         self._job = job
-        self._publisher = RecordPublisher(context.log, context.clock)
         self._run = ""
         self._partition = -1
         self._is_continued = job.outputs_from >= 0
-        self._started: tuple[JobInput, JobOutput] | None = None
-        self._under_way: set[int] = set()
-        self._has_room = asyncio.Event()
-        self._is_full = False
-        """Whether the publication of prompts waits for room."""
-        self._pauses = False
-        self._is_published = False
-        self._is_withdrawn = False
+        self._started: _Work | None = None
         self._flushed_at = context.clock.now()
         self._job_end = JobEnd(context.clock, context.batches.view, GRACE_S)
 
@@ -139,12 +124,12 @@ class JobRun:
             given = await self._begin()
             if given is None:
                 return
-            self._started = given, await self._restored()
-        given, output = self._started
-        if output.left and not self._is_over():
-            await self._execute(given, output, turns)
-        if not output.left or self._is_over():
-            await self._finish(given, output)
+            self._started = await self._restored(given)
+        work = self._started
+        if work.output.left and not self._is_over(work):
+            await self._execute(work, turns)
+        if not work.output.left or self._is_over(work):
+            await self._finish(work)
 
     async def fail(self, code: str, message: str, *errors: BatchError) -> None:
         """End the job with errors."""
@@ -180,9 +165,9 @@ class JobRun:
     def _is_late(self) -> bool:
         return self._job_end.is_late(self._job)
 
-    def _is_over(self) -> bool:
-        """Whether nothing is waited for in a job that is to end."""
-        return self._job.ending is not None and (not self._under_way or self._is_late())
+    def _is_over(self, work: _Work) -> bool:
+        """A job that is to end, and waits for nothing."""
+        return self._job.ending is not None and (not work.prompts.under_way or self._is_late())
 
     def _check_early_end(self) -> None:
         """Raises EndsEarly."""
@@ -206,13 +191,15 @@ class JobRun:
             return None
         return given
 
-    async def _restored(self) -> JobOutput:
-        """The files of the job as former owners left them."""
-        job = self._job
-        output = JobOutput(self._context.store, job, self._partition, self._run)
+    async def _restored(self, given: JobInput) -> _Work:
+        """The files and prompts of the job as former owners left them."""
+        context, job = self._context, self._job
+        output = JobOutput(context.store, job, self._partition, self._run)
         await output.restore(job.fence + len(_files(job)))
-        self._under_way = set(output.undone(job.published))
-        return output
+        prompts = JobPrompts(
+            context.log, context.clock, job, given, output, is_continued=self._is_continued
+        )
+        return _Work(given, output, prompts)
 
     async def _input(self) -> JobInput:
         """Raises FileDamaged if it no longer exists."""
@@ -237,86 +224,61 @@ class JobRun:
 
     # --- execution ---
 
-    async def _execute(self, given: JobInput, output: JobOutput, turns: FairTurns) -> None:
+    async def _execute(self, work: _Work, turns: FairTurns) -> None:
         """Publish prompts and take in results for one turn: until all have come, the job is to end
         and nothing is waited for, or others want the turn."""
-        self._count(output)
+        self._count(work)
+        _, output, prompts = work
         clock = self._context.clock
         until = clock.now() + TURN_S
         reader = self._context.log.reader()
-        working: asyncio.Task[None] | None = None
         try:
-            await self._catch_up(reader, output)
+            await self._catch_up(reader, work)
             while output.left:
                 if not self._job.ending and self._ending():
-                    await self._begin_ending(working)
-                    working = None
-                if working is None and (work := self._next_work(given, output)) is not None:
-                    working = asyncio.create_task(work)
-                if self._is_over():
+                    await self._begin_ending(work)
+                prompts.start(self._job.ending)
+                if self._is_over(work):
                     break
-                taken = await self._take_results(reader, output)
-                if working is not None and working.done():
-                    working.result()
-                    working = None
-                is_idle = not taken and (working is None or self._is_full)
+                taken = await self._take_results(reader, work)
+                prompts.check()
+                is_idle = not taken and prompts.is_idle
                 if taken or is_idle:
                     self._job = replace(self._job, attempts=0)
                 if turns.is_wanted and (is_idle or clock.now() >= until):
                     break
-            if working is not None:
-                await self._pause(working)
+            await prompts.pause(0.0 if self._is_late() else TURN_S)
             await output.flush(_positions(reader, output))
-            await self._put_progress(output)
+            await self._put_progress(work)
         finally:
             try:
-                if working is not None:
-                    await _stop(working)
+                await prompts.stop()
             finally:
                 await reader.close()
 
-    async def _begin_ending(self, working: asyncio.Task[None] | None) -> None:
-        if working is not None:
-            await _stop(working)
+    async def _begin_ending(self, work: _Work) -> None:
+        await work.prompts.stop()
+        self._count(work)
         await self._put(ending=self._ending())  # full files do not show it to the next run
-        log.info("%s: %s, %d under way", self._job.id, self._job.ending, len(self._under_way))
+        left = len(work.prompts.under_way)
+        log.info("%s: %s, %d under way", self._job.id, self._job.ending, left)
 
-    async def _catch_up(self, reader: Reader, output: JobOutput) -> None:
+    async def _catch_up(self, reader: Reader, work: _Work) -> None:
         """Take in the results that came before: their prompts need not be repeated."""
-        reader.assign(_sources(output.positions), RequestKeys(self._job.id))
+        reader.assign(_sources(work.output.positions), RequestKeys(self._job.id))
         ends = await self._result_ends()
         while (
             any(reader.position(Partition(RESULTS, p)) < end for p, end in ends.items())
             and not self._is_late()
         ):
-            await self._take_results(reader, output)
+            await self._take_results(reader, work)
 
-    def _next_work(self, given: JobInput, output: JobOutput) -> Coroutine[Any, Any, None] | None:
-        """The prompts to withdraw or to publish; None for none now.
-
-        Publication begins with half a window of room, since it reads the input from its beginning.
-        """
-        if self._job.ending:
-            return None if self._is_withdrawn else self._withdraw(output)
-        has_room = len(self._under_way) <= WINDOW // 2
-        return self._publish_all(given, output) if has_room and not self._is_published else None
-
-    async def _pause(self, working: asyncio.Task[None]) -> None:
-        """End a work after the prompts that it appends now, and cancel it if that takes long."""
-        self._pauses = True
-        self._has_room.set()
-        try:
-            if not self._is_late():
-                await asyncio.wait({working}, timeout=TURN_S)
-            await _stop(working)
-        finally:
-            self._pauses = False
-
-    async def _take_results(self, reader: Reader, output: JobOutput) -> bool:
+    async def _take_results(self, reader: Reader, work: _Work) -> bool:
         """Take in the next results; whether there were any of this job."""
+        output = work.output
         left = output.left
         try:
-            batches = await reader.poll(POLL_S, PROMPTS_PER_APPEND)
+            batches = await reader.poll(POLL_S, RESULTS_PER_POLL)
         except PositionLost as e:
             log.warning("%s: results were deleted before they were read: %s", self._job.id, e)
             output.positions[e.partition] = e.start
@@ -325,7 +287,7 @@ class JobRun:
         size = 0
         for records in batches.values():
             for record in records:
-                self._take(record, output)
+                self._take(record, work)
                 size += len(record.value or b"")
                 if size >= UNCHECKED_BYTES:
                     size = 0
@@ -335,10 +297,10 @@ class JobRun:
             self._flushed_at = now
             if output.unwritten_bytes:
                 await output.flush(_positions(reader, output))
-            await self._put_progress(output)
+            await self._put_progress(work)
         return output.left < left
 
-    def _take(self, record: Record, output: JobOutput) -> None:
+    def _take(self, record: Record, work: _Work) -> None:
         try:
             result = decode(record)
         except RecordError as e:
@@ -348,103 +310,14 @@ class JobRun:
             return
         index = request_index(self._job.id, result.id)
         if index is not None:
-            output.add(result_line(index, result))
-            self._end(index)
-
-    def _end(self, index: int) -> None:
-        self._under_way.discard(index)
-        if len(self._under_way) < WINDOW:
-            self._has_room.set()
-
-    # --- prompts ---
-
-    async def _publish_all(self, given: JobInput, output: JobOutput) -> None:
-        """Publish the prompt of each request without a line, within the window."""
-        prompts: list[_Prompt] = []
-        size = 0
-        published = self._job.published
-        async with aclosing(given.requests(lambda i: not output.is_done(i))) as requests:
-            async for request in requests:
-                assert isinstance(request, JobRequest), "the input was validated"
-                prompt = self._prompt(request, output)
-                if prompt is None or request.index <= published:
-                    continue
-                prompts.append(prompt)
-                size += len(prompt.entry.value or b"")
-                if len(prompts) >= PROMPTS_PER_APPEND or size >= PART_BYTES:
-                    if not await self._publish(prompts, output):
-                        return
-                    prompts.clear()
-                    size = 0
-        self._is_published = await self._publish(prompts, output)
-
-    def _prompt(self, request: JobRequest, output: JobOutput) -> _Prompt | None:
-        """The prompt of a request; None for one that is none, which gets its line."""
-        deadline_s = max(1.0, self._job.expires_s - self._now_s())
-        index, custom_id = request.index, request.custom_id
-        try:
-            return _Prompt(
-                index, custom_id, encode_prompt(prompt_of(self._job, request, deadline_s))
-            )
-        except ValidationError as e:
-            message = "; ".join(problem["msg"] for problem in e.errors(include_url=False))
-            self._fail_request(index, custom_id, "invalid_request", message, output)
-            return None
-
-    async def _publish(self, prompts: Sequence[_Prompt], output: JobOutput) -> bool:
-        """Append prompts once there is room; false, without them, if the turn is over before."""
-        while len(self._under_way) >= WINDOW and not self._pauses:
-            self._is_full = True
-            self._has_room.clear()
-            try:
-                await self._has_room.wait()
-            finally:
-                self._is_full = False
-        if self._pauses:
-            return False
-        indices = [prompt.index for prompt in prompts]
-        self._under_way.update(indices)
-        await asyncio.gather(*(self._append(prompt, output) for prompt in prompts))
-        self._job = replace(self._job, published=max(indices, default=self._job.published))
-        return True
-
-    async def _append(self, prompt: _Prompt, output: JobOutput) -> None:
-        try:
-            await self._publisher.publish_entry(BATCH, prompt.entry)
-        except RecordTooLarge as e:
-            self._fail_request(prompt.index, prompt.custom_id, "too_large", str(e), output)
-
-    def _fail_request(
-        self, index: int, custom_id: str, code: str, message: str, output: JobOutput
-    ) -> None:
-        output.add(failure_line(self._job.id, index, custom_id, code, message))
-        self._end(index)
-
-    async def _withdraw(self, output: JobOutput) -> None:
-        """Cancel the prompts under way; those of an expired job end by their deadline.
-
-        A former owner may have published a window more than it could record.
-        """
-        if self._job.ending == "cancelled":
-            most = self._job.published
-            if self._is_continued:
-                most += WINDOW + PROMPTS_PER_APPEND
-            indices = sorted(self._under_way.union(output.undone(most)))
-            for start in range(0, len(indices), PROMPTS_PER_APPEND):
-                names = [
-                    request_id(self._job.id, index)
-                    for index in indices[start : start + PROMPTS_PER_APPEND]
-                ]
-                cancels = [encode_prompt(Prompt(id=name, kind="cancel")) for name in names]
-                await asyncio.gather(
-                    *(self._publisher.publish_entry(BATCH, cancel) for cancel in cancels)
-                )
-        self._is_withdrawn = True
+            work.output.add(result_line(index, result))
+            work.prompts.end(index)
 
     # --- the end ---
 
-    async def _finish(self, given: JobInput, output: JobOutput) -> None:
-        self._count(output)
+    async def _finish(self, work: _Work) -> None:
+        given, output, _ = work
+        self._count(work)
         await self._put(status="finalizing", finalizing_s=self._now_s())
         if output.left:
             assert self._job.ending, "else each request has its line"
@@ -457,7 +330,7 @@ class JobRun:
                     if output.unwritten_bytes >= PART_BYTES:
                         await output.flush()
         await output.flush()
-        self._count(output)
+        self._count(work)
         store = self._context.store
         done, failed = await output.verify(
             await store.end_of(await store.partition_of(self._job.id))
@@ -489,13 +362,16 @@ class JobRun:
 
     # --- the state of the job ---
 
-    def _count(self, output: JobOutput) -> None:
-        self._job = replace(self._job, completed=output.completed, failed=output.failed)
+    def _count(self, work: _Work) -> None:
+        self._job = replace(
+            self._job, completed=work.output.completed, failed=work.output.failed,
+            published=work.prompts.published,
+        )  # fmt: skip
 
-    async def _put_progress(self, output: JobOutput) -> None:
+    async def _put_progress(self, work: _Work) -> None:
         """Write the counts, if they have changed: at most once in FLUSH_S."""
         before = self._job
-        self._count(output)
+        self._count(work)
         known = self._context.batches.view.job(before.id, before.tenant)
         if known != self._job:
             await self._put()
@@ -514,15 +390,6 @@ class JobRun:
 
     def _now_s(self) -> int:
         return self._context.clock.wall_ms() // 1000
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    """Cancel a task; an error that it ended with before is raised."""
-    was_done = task.done()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    if was_done:
-        task.result()
 
 
 def _files(job: BatchJob) -> tuple[str, str]:

@@ -10,7 +10,8 @@ import pytest
 
 from app.batches.fair_turns import FairTurns
 from app.batches.job_input import JobInput
-from app.batches.job_run import GRACE_S, WINDOW
+from app.batches.job_prompts import WINDOW
+from app.batches.job_run import GRACE_S
 from app.batches.job_runner import MAX_RUNNING, MAX_RUNS
 from streams.memory.broker_faults import AppendFate
 from streams.topics import BATCH

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.batches.job_run import GRACE_S, WINDOW, JobRun
+from app.batches.job_prompts import WINDOW, JobPrompts
+from app.batches.job_run import GRACE_S, JobRun
 from streams.batch_records import BatchJob
 from streams.codecs import decode
 from streams.errors import BrokerUnavailable
@@ -366,7 +367,7 @@ async def test_prompts_are_recorded_as_published_once_they_are(
         await world.sleep(HOUR_S)
 
     with monkeypatch.context() as patch:
-        patch.setattr(JobRun, "_append", lost)
+        patch.setattr(JobPrompts, "_append", lost)
         batch_id = await harness.submit(input_of(250))
         await world.sleep(5)
         await harness.kill("r1")
@@ -480,7 +481,7 @@ async def test_error_of_the_program_fails_the_job_and_not_the_process(
         raise KeyError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.batches.job_run.prompt_of", broken)
+        patch.setattr("app.batches.job_prompts.prompt_of", broken)
         batch = await harness.ended(await harness.submit(input_of(2)))
     assert [e["code"] for e in batch["errors"]["data"]] == ["internal_error"]
     assert (await harness.ended(await harness.submit(input_of(2))))["status"] == "completed"
@@ -504,7 +505,7 @@ async def test_job_fails_later_where_its_failure_cannot_be_written(
             raise BrokerUnavailable("no answer")
         await fail(run, *args)
 
-    monkeypatch.setattr("app.batches.job_run.prompt_of", broken)
+    monkeypatch.setattr("app.batches.job_prompts.prompt_of", broken)
     monkeypatch.setattr(JobRun, "fail", fail_at_the_third_attempt)
     batch = await harness.ended(await harness.submit(input_of(2)))
     assert [e["code"] for e in batch["errors"]["data"]] == ["internal_error"]
@@ -524,7 +525,7 @@ async def test_run_that_an_error_ends_leaves_no_reader(
     def broken(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("app.batches.job_run.prompt_of", broken)
+    monkeypatch.setattr("app.batches.job_prompts.prompt_of", broken)
     await harness.ended(await harness.submit(input_of(2)))
     assert readers(log) == before
 
@@ -546,7 +547,7 @@ async def test_revoked_job_ends_in_time(
             await world.sleep(5)
             ended.append(True)
 
-    monkeypatch.setattr(JobRun, "_publish_all", publish_and_close)
+    monkeypatch.setattr(JobPrompts, "_publish_all", publish_and_close)
     await harness.submit(input_of(2))
     await world.sleep(5)
     assert runner.running_jobs == 1

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from app.batches.job_output import JobOutput
 from app.batches.job_run import JobRun
 from app.engine.echo import echo_answer
 from app.preprocess.text.byte_level import render_chat
@@ -60,8 +59,8 @@ async def test_batch_answers_equal_http_answers(
 
     take = JobRun._take_results
 
-    async def assign(_: JobRun, reader: Reader, output: JobOutput) -> None:
-        reader.assign({Partition(RESULTS, p): at for p, at in output.positions.items()})
+    async def assign(_: JobRun, reader: Reader, work: Any) -> None:
+        reader.assign({Partition(RESULTS, p): at for p, at in work.output.positions.items()})
 
     async def take_later(run: JobRun, *args: Any) -> bool:
         await world.wait_until(lambda: len(world.all_records(BATCH)) == 2 * 12)

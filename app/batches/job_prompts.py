@@ -1,0 +1,210 @@
+"""Prompts of one batch job: their publication within a window, and their withdrawal.
+
+Ids of prompts follow from job and line, so a prompt that is published twice is a duplicate, which
+routers ignore. At most `WINDOW` prompts are under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from app.batches.batch_requests import JobRequest, prompt_of, request_id
+from app.batches.job_input import JobInput
+from app.batches.job_output import JobOutput
+from app.batches.output_lines import failure_line
+from streams.batch_records import BatchEnding, BatchJob
+from streams.clock import Clock
+from streams.errors import RecordTooLarge
+from streams.ports import Entry, Log
+from streams.prompt import Prompt, encode_prompt
+from streams.reading.part_format import PART_BYTES
+from streams.record_publisher import RecordPublisher
+from streams.topics import BATCH
+
+WINDOW = 1000
+"""Prompts of a job under way: as many as keep a fleet busy between two looks at the results."""
+PROMPTS_PER_APPEND = 100
+
+
+class _Prompt(msgspec.Struct, frozen=True, gc=False):
+    """An encoded prompt. `index`: of its request."""
+
+    index: int
+    custom_id: str
+    entry: Entry
+
+
+class JobPrompts:
+    """The prompts of one run of a job.
+
+    One task at a time publishes or withdraws them. `is_continued`: former runs have published some.
+    """
+
+    def __init__(
+        self, log: Log, clock: Clock, job: BatchJob, given: JobInput, output: JobOutput,
+        *, is_continued: bool,
+    ) -> None:  # fmt: skip
+        self._publisher = RecordPublisher(log, clock)
+        self._clock = clock
+        self._job = job
+        self._given = given
+        self._output = output
+        self._is_continued = is_continued
+        self.published = job.published
+        """Index of the last request whose prompt is appended."""
+        self.under_way = set(output.undone(job.published))
+        self._has_room = asyncio.Event()
+        self._is_full = False
+        """Publication waits for room."""
+        self._pauses = False
+        self._is_published = False
+        self._is_withdrawn = False
+        self._task: asyncio.Task[None] | None = None
+
+    # --- the task ---
+
+    def start(self, ending: BatchEnding | None) -> None:
+        """Publish or withdraw prompts, if there are any and no task does so."""
+        if self._task is None and (work := self._next_work(ending)) is not None:
+            self._task = asyncio.create_task(work)
+
+    def _next_work(self, ending: BatchEnding | None) -> Coroutine[Any, Any, None] | None:
+        """None for none now.
+
+        Publication begins with half a window of room, since it reads the input from its beginning.
+        """
+        if ending:
+            return None if self._is_withdrawn else self._withdraw(ending)
+        has_room = len(self.under_way) <= WINDOW // 2
+        return self._publish_all() if has_room and not self._is_published else None
+
+    def check(self) -> None:
+        """Raise the error of a task that has ended."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+            self._task = None
+
+    @property
+    def is_idle(self) -> bool:
+        """No task runs, or it waits for room."""
+        return self._task is None or self._is_full
+
+    async def pause(self, timeout_s: float) -> None:
+        """End the task after the prompts that it appends now, and cancel it after a time."""
+        if self._task is None:
+            return
+        self._pauses = True
+        self._has_room.set()
+        try:
+            if timeout_s:
+                await asyncio.wait({self._task}, timeout=timeout_s)
+            await self.stop()
+        finally:
+            self._pauses = False
+
+    async def stop(self) -> None:
+        """Cancel the task; an error that it ended with before is raised."""
+        if self._task is None:
+            return
+        task = self._task
+        was_done = task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._task = None
+        if was_done:
+            task.result()
+
+    def end(self, index: int) -> None:
+        """Note that a request has its line."""
+        self.under_way.discard(index)
+        if len(self.under_way) < WINDOW:
+            self._has_room.set()
+
+    # --- publication ---
+
+    async def _publish_all(self) -> None:
+        """Publish the prompt of each request without a line, within the window."""
+        prompts: list[_Prompt] = []
+        size = 0
+        published = self.published
+        done = self._output.is_done
+        async with aclosing(self._given.requests(lambda i: not done(i))) as requests:
+            async for request in requests:
+                assert isinstance(request, JobRequest), "the input was validated"
+                prompt = self._prompt(request)
+                if prompt is None or request.index <= published:
+                    continue
+                prompts.append(prompt)
+                size += len(prompt.entry.value or b"")
+                if len(prompts) >= PROMPTS_PER_APPEND or size >= PART_BYTES:
+                    if not await self._publish(prompts):
+                        return
+                    prompts.clear()
+                    size = 0
+        self._is_published = await self._publish(prompts)
+
+    def _prompt(self, request: JobRequest) -> _Prompt | None:
+        """The prompt of a request; None for one that is none, which gets its line."""
+        deadline_s = max(1.0, self._job.expires_s - self._clock.wall_ms() // 1000)
+        index, custom_id = request.index, request.custom_id
+        try:
+            entry = encode_prompt(prompt_of(self._job, request, deadline_s))
+        except ValidationError as e:
+            message = "; ".join(problem["msg"] for problem in e.errors(include_url=False))
+            self._fail(index, custom_id, "invalid_request", message)
+            return None
+        return _Prompt(index, custom_id, entry)
+
+    async def _publish(self, prompts: Sequence[_Prompt]) -> bool:
+        """Append prompts once there is room; false, without them, if the turn is over before."""
+        while len(self.under_way) >= WINDOW and not self._pauses:
+            self._is_full = True
+            self._has_room.clear()
+            try:
+                await self._has_room.wait()
+            finally:
+                self._is_full = False
+        if self._pauses:
+            return False
+        indices = [prompt.index for prompt in prompts]
+        self.under_way.update(indices)
+        await asyncio.gather(*map(self._append, prompts))
+        self.published = max(indices, default=self.published)
+        return True
+
+    async def _append(self, prompt: _Prompt) -> None:
+        try:
+            await self._publisher.publish_entry(BATCH, prompt.entry)
+        except RecordTooLarge as e:
+            self._fail(prompt.index, prompt.custom_id, "too_large", str(e))
+
+    def _fail(self, index: int, custom_id: str, code: str, message: str) -> None:
+        self._output.add(failure_line(self._job.id, index, custom_id, code, message))
+        self.end(index)
+
+    # --- withdrawal ---
+
+    async def _withdraw(self, ending: BatchEnding) -> None:
+        """Cancel the prompts under way; those of an expired job end by their deadline.
+
+        A former owner may have published a window more than it could record.
+        """
+        if ending == "cancelled":
+            most = self.published
+            if self._is_continued:
+                most += WINDOW + PROMPTS_PER_APPEND
+            indices = sorted(self.under_way.union(self._output.undone(most)))
+            for start in range(0, len(indices), PROMPTS_PER_APPEND):
+                some = indices[start : start + PROMPTS_PER_APPEND]
+                await asyncio.gather(*map(self._cancel, some))
+        self._is_withdrawn = True
+
+    async def _cancel(self, index: int) -> None:
+        name = request_id(self._job.id, index)
+        await self._publisher.publish_entry(BATCH, encode_prompt(Prompt(id=name, kind="cancel")))
