@@ -68,8 +68,9 @@ async def search_ledger(
         origin, is_over = _origin(facts), _is_over(pending.id, facts)
         if origin is not None and _is_other(pending, origin):
             findings.repetitions.append(pending)
-        elif origin is None and _is_seen(facts):
-            # A router found the end of another record with this id among older ones.
+        elif origin is None and _is_seen(facts) and not (pending.is_lost and _has_end(facts)):
+            # A router found the end of another record with this id among older ones. Where that end
+            # is here as well, and the reply was deleted, this may be the record that it is of.
             findings.repetitions.append(pending)
         elif is_over and pending.is_lost:
             findings.ended.append(pending)
@@ -113,6 +114,11 @@ def _origin(facts: Sequence[LogRecord]) -> int | None:
     runs = (fact.record for fact in facts if isinstance(fact.record, Assigned | Started))
     first = next(runs, None)
     return None if first is None else first.origin.offset
+
+
+def _has_end(facts: Sequence[LogRecord]) -> bool:
+    """Whether a request with the id ended, other than as one that was seen before."""
+    return any(isinstance(fact.record, Ended) and fact.record.code != "seen" for fact in facts)
 
 
 def _is_seen(facts: Sequence[LogRecord]) -> bool:

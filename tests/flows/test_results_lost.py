@@ -101,6 +101,18 @@ async def test_deleted_refusal_is_lost(world: MemoryWorld) -> None:
 
 
 @scenario_test
+async def test_deleted_refusal_is_lost_although_a_copy_was_seen_later(world: MemoryWorld) -> None:
+    results = ResultsHarness(world)
+    results.ask("a")
+    refuse(results, "a")
+    delete_replies(results, lane := results.lane("a"))
+    results.ask("a")
+    world.append(LEDGER, lane, Ended(id="a", code="seen"), key="a")
+    await results.start()
+    await only_is_lost(results)
+
+
+@scenario_test
 async def test_repetition_beside_deleted_replies_gets_no_second_result(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     await results.start()
