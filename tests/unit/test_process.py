@@ -116,24 +116,31 @@ async def test_error_ends_a_stop_that_does_not_come_to_its_end(world: MemoryWorl
 
 
 class Mendable(OperatorError):
-    """Something is wrong with it. Mend it."""
+    """Something is wrong with it."""
+
+    correction = "Mend it."
 
 
 @pytest.mark.parametrize(
-    "error", [Mendable("a thing"), AccessDenied("a thing"), SettingsError("a thing")]
+    ("error", "remedy"),
+    [
+        (Mendable("a thing"), "Mend it."),
+        (Mendable("a thing", correction="Mend its cause."), "Mend its cause."),
+        (AccessDenied("a thing"), AccessDenied.correction),
+        (SettingsError("a thing"), ""),  # its message has the correction
+    ],
 )
-def test_error_for_operators_is_logged_in_two_lines_without_a_traceback(
-    error: Exception, caplog: pytest.LogCaptureFixture
+def test_error_for_operators_is_logged_with_its_correction_and_without_a_traceback(
+    error: Exception, remedy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(world: MemoryWorld) -> None:
         ProcessContext("part", world.clock).fail(error)
 
     run_scenario(scenario)
-    what, remedy = caplog.records
-    assert what.getMessage() == f"part fails: {type(error).__name__}: a thing"
-    assert remedy.getMessage().startswith("what to do: ")
-    assert not what.exc_info
-    assert not remedy.exc_info
+    expected = [f"part fails: {type(error).__name__}: a thing"]
+    expected += [f"what to do: {remedy}"] if remedy else []
+    assert [record.getMessage() for record in caplog.records] == expected
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @scenario_test
