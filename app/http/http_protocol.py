@@ -213,12 +213,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._check_head(version)
-        self._is_in_body, self._pending = True, 0
         url = httptools.parse_url(self.url)
-        path = url.path.decode("ascii")
+        raw_path = url.path or b"/"  # http://host alone
+        path = raw_path.decode("ascii")
         self.scope["method"] = method
         self.scope["path"] = unquote(path) if "%" in path else path
-        self.scope["raw_path"] = url.path
+        self.scope["raw_path"] = raw_path
         self.scope["query_string"] = url.query or b""
         app: Any = self.app
         if self._is_spare and self.scope["path"] not in PROBES:
@@ -227,6 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
         exchange.keep_alive = (
             version == "1.1" and self.parser.should_keep_alive() and not self._is_spare
         )
+        self._is_in_body, self._pending = True, 0
         BodyWriter(exchange).offer(self.scope)
         self._answer(exchange, app)
 

@@ -173,6 +173,20 @@ async def test_pipelined_requests_are_answered_in_order(gateway: Gateway) -> Non
 # --- headers that trailers cannot be --------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("http://localhost", 404), ("http://localhost?a=b", 404), ("http://localhost/livez", 200),
+     ("*", 404), ("/livez?a=%ff", 200), ("/%ff%00", 404)],
+)  # fmt: skip
+async def test_each_form_of_a_target_is_answered(
+    gateway: Gateway, target: str, status: int
+) -> None:
+    odd = gateway.head(f"{'OPTIONS' if target == '*' else 'GET'} {target}")
+    sent = gateway.get() + odd + gateway.get()
+    got = await ask(gateway, sent, count=3)
+    assert got.statuses == [200, status, 200]
+
+
 async def test_trailer_is_no_header(gateway: Gateway) -> None:
     body = chunk(BODY) + b"0\r\n"
     sent = gateway.chunked(key=False) + body + gateway.key + b"\r\n"
@@ -219,6 +233,7 @@ BAD_HEADS = {
     "chunked twice": POST + CHUNKED + CHUNKED,
     "chunked behind a control character": POST + CODING % b"\x0bchunked",
     "another method": b"NONSENSE /v1/models HTTP/1.1\r\n" + HOST,
+    "port beyond all": b"GET http://localhost:99999/livez HTTP/1.1\r\n" + HOST,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 }  # fmt: skip
 
