@@ -206,9 +206,10 @@ def _number(value: Any) -> int | None:
 
 
 _WORDS = (
-    (401, r"apikey|authentication|unauthenticated|unauthorized"),
+    (401, r"apikey|authentication|unauthenticated|unauthorized|credential"),
     (403, r"permission|forbidden"),
     (429, r"ratelimit|toomany|throttl|quota|resourceexhausted|requestlimit|insufficientbalance"),
+    (429, r"concurren|per(second|minute|hour|day|month)|usagelimit|billing|credits|spend"),
     (404, r"notfound"),
     (503, r"overload|unavailable|capacity|serverbusy|notready|loading"),
     (504, r"timeout|timedout|deadline"),
