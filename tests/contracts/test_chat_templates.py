@@ -79,6 +79,18 @@ AS_SENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [USER, ASKED | {"tool_calls": [called("")]}, RESULT, GO],
         [USER, ASKED | {"tool_calls": [called("{}")]}, RESULT, GO],
     ),
+    "arguments that are null in JSON": (
+        [USER, ASKED | {"tool_calls": [called("null")]}, RESULT, GO],
+        [USER, ASKED | {"tool_calls": [called("{}")]}, RESULT, GO],
+    ),
+    "call with nulls": (
+        [USER, ASKED | {"tool_calls": [CALL | {"index": None, "custom": None}]}, RESULT, GO],
+        [USER, ASKED, RESULT, GO],
+    ),
+    "parts with nulls": (
+        [USER | {"content": [{"type": "text", "text": "hello", "image_url": None}]}, SAID, GO],
+        [USER, SAID, GO],
+    ),
     "older names of calls": (
         [USER, {"role": "assistant", "content": None, "function_call": CALL["function"]},
          {"role": "function", "name": "add", "content": "eight"}, GO],

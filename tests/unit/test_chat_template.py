@@ -119,6 +119,15 @@ def test_parts_stay_parts_for_a_template_that_goes_through_them(source: str) -> 
     assert render(source, PARTS) == "(a)(b)"
 
 
+def test_parts_and_calls_have_no_keys_with_null() -> None:
+    part = {"type": "text", "text": "a", "image_url": None}
+    looped = "{% for p in messages[0].content %}{{ 'image_url' in p }}{% endfor %}"
+    assert render(looped, {"role": "user", "content": [part]}) == "False"
+    call = {"id": None, "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert render("{{ 'id' in messages[0].tool_calls[0] }}", message) == "False"
+
+
 def called(arguments: Any) -> dict[str, Any]:
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}

@@ -217,9 +217,8 @@ def _content(content: Any, shape: _Shape) -> Any:
 
 
 def _text_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part in the form that all templates know; a refusal is the text of an answer."""
-    if part.get("type") == "text":
-        return part
+    """A part in the form that all templates know; a refusal is the text of an answer. Templates
+    take any other key for a part of another kind (`'image_url' in part`), also with null."""
     return {"type": "text", "text": part.get("text", part.get("refusal", ""))}
 
 
@@ -230,9 +229,10 @@ def _call_id(number: int) -> str:
 
 
 def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    call = {name: value for name, value in call.items() if value is not None}
     function = dict(call.get("function") or {})
     arguments = function.get("arguments")
-    if arguments is None or arguments == "":
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         function["arguments"] = {}
     elif isinstance(arguments, str) and len(arguments) <= MAX_ARGUMENTS_CHARS:
         try:
