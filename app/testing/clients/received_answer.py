@@ -29,8 +29,9 @@ class ReceivedAnswer:
             self.outcome = finish_reason
 
     def rewind(self, rng: random.Random) -> None:
-        """Go back to a position that the client has got."""
-        self.position, self.text = rng.choice([(0, ""), *self.marks])
+        """Go back to a position that the client has got; without one, to the beginning. A reader
+        from the beginning waits for an answer of which all records were deleted."""
+        self.position, self.text = rng.choice(self.marks or [(0, "")])
 
 
 class AnswerReader(Protocol):
