@@ -132,7 +132,6 @@ def settings(
 
 
 def _is_for_people(error: Exception) -> bool:
-    from app.operator_error import OperatorError
-    from streams.errors import StreamError
+    from streams.errors import CorrectableError
 
-    return isinstance(error, StreamError | OperatorError | TimeoutError)
+    return isinstance(error, CorrectableError | TimeoutError)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+from streams.errors import CorrectableError
 
-class OperatorError(Exception):
-    """An error that an operator has to correct.
 
-    `correction`: what the operator has to do, one or two sentences. That of the class holds unless
-    the error has one of its own; "" where the message says everything.
-    """
-
-    correction: str = ""
-
-    def __init__(self, message: str = "", *, correction: str = "") -> None:
-        super().__init__(message)
-        if correction:
-            self.correction = correction
+class OperatorError(CorrectableError):
+    """An error of the application that an operator has to correct."""
 
 
 def install_hint(extra: str) -> str:

@@ -29,11 +29,11 @@ MAX_NAME_CHARS = 100
 """Characters of a foreign name that a message includes."""
 
 
-class StreamError(Exception):
-    """Base of all errors that `streams` raises.
+class CorrectableError(Exception):
+    """An error that an operator can correct.
 
-    `correction`: what an operator has to do, one or two sentences. That of the class holds unless
-    the error has one of its own; "" where the message says everything.
+    `correction`: one or two sentences. That of the class holds unless the error has one of its own;
+    "" where the message says everything.
     """
 
     correction: str = ""
@@ -42,6 +42,10 @@ class StreamError(Exception):
         super().__init__(message)
         if correction:
             self.correction = correction
+
+
+class StreamError(CorrectableError):
+    """Base of all errors that `streams` raises."""
 
 
 class BrokerUnavailable(StreamError):

@@ -18,11 +18,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from app.operator_error import OperatorError
 from app.runtime import spans
 from app.runtime.broker_probe import BrokerProbe
 from streams.clock import Clock, SystemClock
-from streams.errors import StreamError
+from streams.errors import CorrectableError
 from streams.ports import Log
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class ProcessContext:
         """End the process with this error; only the first one counts."""
         future = self._failed()
         if not future.done():
-            if isinstance(error, StreamError | OperatorError):
+            if isinstance(error, CorrectableError):
                 log.error("%s fails: %s: %s", self.name, type(error).__name__, error)
                 if error.correction:
                     log.error("what to do: %s", error.correction)
