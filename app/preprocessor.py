@@ -211,7 +211,7 @@ class Preprocessor(ObservedProcess):
         )  # fmt: skip
 
     async def _convert(self, topic: str, records: Sequence[Record]) -> list[ConvertedPrompt]:
-        """What follows from the records of a topic of prompts."""
+        """The results of preprocessing records of a topic of prompts."""
         service_class: ServiceClass = "batch" if topic == BATCH else "interactive"
         parsed = [(r, await self._parsed(r)) for r in records if not self._is_deleted(r)]
         return await asyncio.gather(
@@ -219,7 +219,7 @@ class Preprocessor(ObservedProcess):
         )
 
     def _is_deleted(self, record: Record) -> bool:
-        """Whether a prompt is so old that it counts as deleted: its id may be forgotten."""
+        """True for a prompt that counts as deleted by its age: its id may be forgotten."""
         self._broker_clock.observe(record.timestamp)
         if self._broker_clock.now_ms() - appended_ms(record) < PROMPT_READABLE_MS:
             return False

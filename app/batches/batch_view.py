@@ -123,7 +123,7 @@ class BatchView:
         self._positions[source] = position
 
     def _counts(self, source: Partition, key: str, is_later: bool = True) -> bool:  # noqa: FBT001, FBT002
-        """Whether the last record of a key counts; notes one that does not."""
+        """True if the last record of a key counts; adds the key to `overwritten` otherwise."""
         if is_later and key not in self._removed:
             self._overwritten.pop(key, None)
             return True
@@ -131,8 +131,10 @@ class BatchView:
         return False
 
     def _is_later(self, source: Partition, job: BatchJob) -> bool:
-        """Whether a record is not behind one that it precedes. A job beyond the limit of its tenant
-        is removed with its first record."""
+        """False for a record of a job that is older than the known one.
+
+        A job beyond the limit of its tenant is removed with its first record.
+        """
         known = self._jobs.get(job.id)
         if known is not None:
             return (job.fence, job.writes) >= (known.fence, known.writes)

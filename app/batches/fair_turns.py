@@ -1,4 +1,4 @@
-"""Turns at work of which a process does a bounded amount at a time: tenants go round.
+"""Turns at work that a process does in a bounded amount at a time, by tenant in rotation.
 
 A turn is held until it is given back. A holder that sees that others wait gives it back as soon as
 it has done a piece of work, and queues again.
@@ -23,7 +23,7 @@ class FairTurns:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether others wait for a turn."""
+        """True while others wait for a turn."""
         return bool(self._waiting)
 
     def enter(self, tenant: str) -> QueuePlace:

@@ -28,7 +28,7 @@ class EndsEarly(Exception):
 
 
 class JobEnd:
-    """Whether a job is to end, and whether `grace_s` are over since one run of it noticed that."""
+    """The early end of a job, and the grace period since one run of the job noticed it."""
 
     def __init__(self, clock: Clock, view: BatchView, grace_s: float) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class JobEnd:
         return ending
 
     def is_late(self, job: BatchJob) -> bool:
-        """Whether the time for what is under way is over."""
+        """True after the grace period for prompts under way."""
         return self.ending(job) is not None and self._clock.now() > self._late_at
 
     def check_early(self, job: BatchJob) -> None:

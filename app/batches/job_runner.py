@@ -49,8 +49,8 @@ first. Cancelled and expired ones are no part of it."""
 MAX_ATTEMPTS = 3
 """Runs that end with an error of this program, after which the job fails."""
 MAX_RUNS = 10
-"""Runs without progress after which the job fails, whatever ended them: the death of a process, an
-error, a take-over. A rolling upgrade of the collectors takes a job over a few times."""
+"""Runs without progress after which the job fails, of any cause: the death of a process, an error,
+a take-over. A rolling upgrade of the collectors takes a job over a few times."""
 
 
 class JobRunner:

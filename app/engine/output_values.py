@@ -63,7 +63,7 @@ def checked_stats(stats: EngineStats | None) -> EngineStats | None:
 
 
 def json_fault(value: Any) -> str:
-    """What JSON has no form for in a value, with its place; "" if nothing."""
+    """The part of a value that JSON cannot represent, with its place; "" without one."""
     try:
         encoded = _encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:

@@ -28,9 +28,9 @@ class Exchange(RequestResponseCycle):
     """A request and its response."""
 
     closes = False
-    """Whether the connection ends with this response. Known once its head is sent."""
+    """The connection ends with this response. Set once its head is sent."""
     ends_by_close = False
-    """Whether the end of the connection is the end of the body (HTTP/1.0 without a length)."""
+    """The end of the connection is the end of the body (HTTP/1.0 without a length)."""
 
     async def run_asgi(self, app: ASGI3Application) -> None:
         """Call the application. Cancelled, at the end of the process, it leaves no traceback."""

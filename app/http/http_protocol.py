@@ -64,16 +64,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._table = table
         self._is_spare = False
-        """Whether probes only are answered, since the table is full."""
+        """Only probes are answered, since the table is full."""
         self._is_in_body = False
         self._pending = 0
         """Bytes since the head began, or since the last byte of the body."""
         self._held = 0
-        """Memory of the heads that wait, about."""
+        """Approximate memory of the heads that wait, in bytes."""
         self._head_bytes = table.head_bytes
-        """Limit of it. One socket read more may be in memory."""
+        """Limit of `_held`. One socket read more may be in memory."""
         self._drops = False
-        """Whether input is dropped: after an error, and after the last response."""
+        """Input is dropped: after an error, and after the last response."""
         self._dropped = 0
         self._running: Exchange | None = None
         """The exchange whose application runs, or ran last; `cycle` is the newest one."""
@@ -99,7 +99,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection is kept: for the answers to whole requests."""
+        """True to keep the connection, for the answers to whole requests."""
         running = self._running
         if running is None or not self._is_busy or not self._may_half_close(running):
             return False

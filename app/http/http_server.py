@@ -42,11 +42,11 @@ MANY_CONNECTIONS = 1024
 
 
 class ConnectionLimits(NamedTuple):
-    """What an HTTP port may use of this process's open files."""
+    """The share of an HTTP port in the open files of its process."""
 
     connections: int
     backlog: int
-    """Connections that wait to be accepted: all at once they must fit beside the others."""
+    """Connections that wait to be accepted. All of them must fit within the limit of open files."""
 
     @staticmethod
     def of(files: int, streams: int) -> ConnectionLimits:

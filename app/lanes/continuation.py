@@ -74,7 +74,7 @@ def continuation_blocker(request: Request) -> str:
 
 
 def is_exact(request: Request) -> bool:
-    """Whether the client wants one answer and no other: greedy, or drawn with a seed."""
+    """True if the request has one exact answer: greedy, or drawn with a seed."""
     return request.sampling.temperature == 0 or request.sampling.seed is not None
 
 

@@ -404,7 +404,7 @@ class LaneOwner:
             await self._termination.end(record.id, record.code, record.message)
 
     async def _is_repetition(self, fact: LogRecord, record: Request | Refused) -> bool:
-        """Whether the id of a record is taken: then it is a duplicate, and needs nothing.
+        """True if the id of a record is taken: the record is a duplicate, and needs nothing.
 
         Where the ledger has forgotten the end of the id, it gets another one: collectors find there
         why the record has no reply (`app/results/unanswered_requests.py`).

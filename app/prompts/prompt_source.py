@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 MAX_BATCH = 200
-"""Prompts handled together: so many wait for credit outside of the log."""
+"""Prompts handled together: at most this number waits for credit outside of the log."""
 PAUSE_AFTER_S = 0.5
 """Time that a batch may take before partitions are paused."""
 RESUMED_AFTER_S = 1.0
@@ -62,8 +62,7 @@ PreprocessedRecord = Request | Cancel | Refused
 
 
 class ConvertedPrompt(NamedTuple):
-    """What follows from a prompt: a record for `requests`, an append to another topic, or both;
-    nothing from one that counts as deleted."""
+    """The result of preprocessing: a record for `requests`, an append to another topic, or both."""
 
     source: Record
     answer: PreprocessedRecord | None = None
@@ -83,7 +82,7 @@ class _OpenPrompt:
 
     @property
     def is_left(self) -> bool:
-        """Whether it is left to the next owner of its partition."""
+        """True if the next owner of its partition has to publish it."""
         return self.claim is not None and self.claim.is_lost
 
     def acknowledge(self) -> None:

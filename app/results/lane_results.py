@@ -170,7 +170,7 @@ class LaneResults:
         ]
 
     def is_open(self, pending: PendingResult) -> bool:
-        """Whether the reply of a request has not ended, and it has no result."""
+        """True while a request has no result, and its reply has not ended."""
         return self._by_key.get(pending.id.encode()) is pending
 
     def drop(self, pending: PendingResult) -> None:
@@ -192,7 +192,7 @@ class LaneResults:
             del self._finished[oldest]
 
     def _is_finished(self, request_id: str, appended_ms: int) -> bool:
-        """Whether a request, appended at a broker time, has a result or repeats one that has."""
+        """True if a request, by its append time, has a result or repeats one that has."""
         written = self._finished.get(request_id)
         return written is not None and written.at_ms >= appended_ms - self._kept_ms
 

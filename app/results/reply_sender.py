@@ -84,7 +84,7 @@ class DueReply:
         self.entry = None if entry is None else self._record(entry)
         self.source = source
         self.is_doubtful = entry is None
-        """Whether it may be there already."""
+        """Its topic may have it already."""
         self.failures = 0
         self.sent_at = 0.0
         self.queue: _Queue | None = None
@@ -121,7 +121,7 @@ class ReplySender:
     def __init__(
         self, log: Log, ctx: ProcessContext, metrics: CollectorMetrics, append_timeout_s: float
     ) -> None:
-        """`append_timeout_s`: for so long an append of another process may be under way."""
+        """`append_timeout_s`: the longest time that an append of another process is under way."""
         self._log = log
         self._ctx = ctx
         self._metrics = metrics

@@ -71,7 +71,7 @@ def query_metadata(
 
 
 class ClientSecurity(NamedTuple):
-    """How a client connects: with `tls`, its context, and whether it logs in by SASL."""
+    """The security settings of a client: the context of `tls`, and the use of SASL."""
 
     tls: ssl.SSLContext | None
     uses_sasl: bool

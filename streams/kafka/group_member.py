@@ -414,7 +414,7 @@ def _isolation_level(topic: str) -> str:
 
 
 def _observe_answers(member: KafkaMember, consumer: AIOKafkaConsumer) -> None:
-    """Report answers of the coordinator by which a membership goes on."""
+    """Report answers of the coordinator that extend the membership."""
     coordinator = consumer._coordinator  # noqa: SLF001
     send, clock = coordinator._send_req, asyncio.get_running_loop()  # noqa: SLF001
 

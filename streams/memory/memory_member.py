@@ -3,7 +3,7 @@
 Owns its copy of the assignment, which may be out of date, and the positions; the decisions of the
 group are in `streams/memory/consumer_groups.py`. There are no heartbeats: a member has sent its
 last one when its client was suspended or cut off from the coordinator, or when the broker failed.
-A session time-out later it gives up its partitions by itself, as a real one does.
+A session time-out later it leaves its partitions by itself, as a real one does.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ class MemoryMember:
         self._context.copy().run(self._check_lease)
 
     def watch_lease(self) -> None:
-        """No heartbeat is answered from now on: give up the partitions if that goes on."""
+        """Leave the partitions after a session time-out without an answered heartbeat."""
         session_s = self._connection.broker.session_timeout_s
         loop, context = asyncio.get_running_loop(), self._context.copy()
         loop.call_later(session_s, self._check_lease, context=context)
 
     @property
     def _is_connected(self) -> bool:
-        """Whether requests to the coordinator are answered."""
+        """True while requests to the coordinator are answered."""
         return self._connection.broker.available and self._connection.cut_off_at is None
 
     def _silent_since(self) -> float:

@@ -4,7 +4,7 @@ A position is the number of units up to the end of a piece: each token is one. I
 token ids each character of the text is one, and each item of `data`. So it is the number of tokens
 of an answer whose pieces all have token ids, as those of engines that generate tokens.
 
-Every reader counts the same units, whatever its pieces are merged from: an item of `data` comes
+Every reader counts the same units for every merge of pieces: an item of `data` comes
 before the text at its place, and pieces with token ids are merged with such pieces only. Pure
 functions of visible Chunks, from the beginning of the answer.
 """

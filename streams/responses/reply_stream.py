@@ -265,7 +265,7 @@ class Reply:
         self._wake()
 
     def _is_known(self, piece: Chunk) -> bool:
-        """Whether the reader has all tokens of a Chunk, and more follow."""
+        """True if the reader has all tokens of a Chunk, and more follow."""
         end = self._position.pass_over(piece)
         return bool(piece.token_ids) and piece.finish_reason is None and end <= self._after
 

@@ -137,7 +137,7 @@ class Transcript:
         return None
 
     def _is_next(self, chunk: Chunk | ChunkPlace) -> bool:
-        """Whether a Chunk is the next of the run that is shown; counts the others."""
+        """True for the next Chunk of the run that is shown; counts the others."""
         if chunk.attempt != self.attempt or self._next is None:
             self.skipped_chunks += 1
             return False

@@ -98,7 +98,7 @@ AS_SENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
          RESULT | {"tool_call_id": "call00001"}, GO],
     ),
 }  # fmt: skip
-"""What a client sends, and the same history in full."""
+"""A history in the form that a client sends, and the same history in full."""
 
 
 def rendered(name: str, messages: list[dict[str, Any]], **options: Any) -> str:

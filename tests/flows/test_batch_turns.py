@@ -1,4 +1,4 @@
-"""Batch jobs beside others: whose turn it is, and that each ends when it is to end."""
+"""Turns of batch jobs, and the end of each job in time, while other jobs run."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class Sent(NamedTuple):
     parts: list[bytes]
     must: bool
     closes: bool
-    """Whether nothing behind it has to be answered."""
+    """Requests after it need no answer."""
     is_old: bool
-    """Whether it is of HTTP/1.0."""
+    """The request has the version HTTP/1.0."""
 
 
 class Generator:
@@ -238,10 +238,10 @@ async def hold(port: int, generator: Generator, number: int, figures: Figures) -
 
 
 def faults(requests: list[Sent], got: Conversation, certain: int) -> Iterator[str]:
-    """What is wrong about the responses.
+    """The faults of the responses.
 
-    Each is that of the request in its place, up to the first fault: behind that, the server may
-    take what follows for other requests than the client meant, but none twice and none earlier.
+    Each response is that of the request in its place, up to the first invalid request. Behind
+    that, the server may read other requests than the client meant, but none twice and none earlier.
     """
     valid = next((n for n, request in enumerate(requests) if not request.must), len(requests))
     names = [request.id for request in requests]

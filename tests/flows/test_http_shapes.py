@@ -72,7 +72,7 @@ def chunk(data: bytes, extension: bytes = b"") -> bytes:
 
 END = b"0\r\n\r\n"
 
-# --- shapes that are answered, and after which the connection goes on -----------------------------
+# --- shapes that are answered, and leave the connection open --------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a reader got: text, arguments of a call, a server's reasoning, and the end."""
+    """The parts that a reader got: text, arguments of a call, a server's reasoning, the end."""
 
     text: str = ""
     arguments: str = ""
@@ -116,7 +116,7 @@ class AnswerWriter:
         self._next = 0
 
     def write(self, count: int | None = None) -> None:
-        """Write so many Chunks, or all that are left."""
+        """Write a number of Chunks, or all that are left."""
         for part in self._parts[self._next :][:count]:
             self._write(part)
             self._next += 1

@@ -12,7 +12,7 @@ WAIT_S = 10.0
 
 
 class Response(NamedTuple):
-    """One response. `headers`: by lower-case name; several with one name stand side by side."""
+    """One response. `headers`: the values of each, by lower-case name."""
 
     status: int
     headers: dict[str, list[str]]
@@ -31,7 +31,7 @@ class Conversation(NamedTuple):
 
     responses: list[Response]
     is_closed: bool
-    """Whether the server closed the connection while the client waited for more."""
+    """The server closed the connection while the client waited for more."""
 
     @property
     def statuses(self) -> list[int]:
@@ -46,7 +46,7 @@ async def converse(
     port: int, *parts: bytes | float, methods: Sequence[str] = (), count: int = 1,
     ends: str = "", more_s: float = 0.0, wait_s: float = WAIT_S,
 ) -> Conversation:  # fmt: skip
-    """Send parts, with pauses of so many seconds between them, and read `count` responses.
+    """Send parts, with pauses between them in seconds, and read `count` responses.
 
     `methods`: those of the requests, where they are not GET or POST. `more_s`: time to wait for
     more responses, or for the end of the connection. `ends`: "half" closes the sending side behind

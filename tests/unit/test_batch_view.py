@@ -33,7 +33,7 @@ def job(**over: Any) -> BatchJob:
 
 
 def compacted(*records: tuple[int, Any]) -> list[tuple[int, Any]]:
-    """What compaction leaves of records of files and jobs: the last of each key."""
+    """The records of files and jobs after compaction: the last of each key."""
     last: dict[str, tuple[int, Any]] = {}
     for at_ms, record in records:
         key = record.key if isinstance(record, Tombstone) else record.id

@@ -154,7 +154,7 @@ def test_line_has_the_bounds_of_a_body_and_is_read_in_steps(metadata: str) -> No
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_other_tasks_run_while_a_file_is_read(wanted: bool) -> None:
-    """Whether its lines are wanted or skipped; some 64 KiB are read at a time."""
+    """For lines that are wanted and for skipped ones: about 64 KiB are read at a time."""
     body = {"model": "demo", "input": "x" * (UNCHECKED_BYTES // 3)}
     content = json.dumps(chat_line("a", body=body)).encode() + b"\n"
     turns = 0

@@ -101,7 +101,7 @@ async def _next(events: AsyncGenerator[bytes, None], *, is_over: bool) -> bytes 
 
 
 def _has_content(output: EngineOutput) -> bool:
-    """Whether it has a part of the answer, besides fields about it."""
+    """True for an output with a part of the answer, not only fields about it."""
     return bool(output.token_ids or output.text or any(aside.delta for aside in output.data))
 
 

@@ -74,12 +74,12 @@ class PassthroughStream(AnswerStream):
             del delta["role"]
         reason = parse_finish_reason(choice.pop("finish_reason", None))
         stop_reason = choice.get("stop_reason")
-        more, beside = non_empty(delta), non_empty(choice)
+        delta, choice = non_empty(delta), non_empty(choice)
         self._held_back |= self._changed_fields(non_empty(fields))
-        self._begun = self._begun or bool(text or more or beside or reason)
+        self._begun = self._begun or bool(text or delta or choice or reason)
         if not self._begun:
             return EngineOutput()
-        aside = PassthroughDelta(delta=more, choice=beside, event=self._held_back)
+        aside = PassthroughDelta(delta=delta, choice=choice, event=self._held_back)
         self._held_back = {}
         return EngineOutput(
             text=text or "",

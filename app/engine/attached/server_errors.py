@@ -95,7 +95,7 @@ def error_of_text(text: bytes | bytearray) -> EngineError:
 
 
 def is_json(text: bytes | bytearray) -> bool:
-    """Whether it is one JSON object, or `[DONE]`."""
+    """True for one JSON object, or `[DONE]`."""
     if text.strip() == DONE:
         return True
     try:
@@ -227,7 +227,7 @@ def _status_of_word(word: str) -> int | None:
 
 
 def _is_exhausted(error: Any) -> bool:
-    """Whether an account of the operator is used up."""
+    """True for an error by which the operator's account at the server has no credit left."""
     words = [level.get(name) for level in _levels(error) if isinstance(level, dict)
              for name in ("code", "type")]  # fmt: skip
     return any(isinstance(w, str) and re.search("quota|balance|billing", w.lower()) for w in words)

@@ -177,7 +177,7 @@ class FilesEndpoint:
                 self._arriving.pop(caller.tenant, None)
 
     def _check_size(self, more: int, caller: Caller) -> None:
-        """Raises ApiError if the tenant may not have so many bytes more."""
+        """Raises ApiError if `more` bytes exceed the quota of the tenant."""
         if (limit := caller.terms.file_bytes) is not None:
             used = sum(card.size for card in self._batches.view.files(caller.tenant))
             if used + more > limit:

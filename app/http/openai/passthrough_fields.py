@@ -130,8 +130,8 @@ def _call_id(item: Any) -> Hashable:
 
 
 def _has_name(item: Any) -> bool:
-    """Whether a part of a tool call begins one: a part without index, id and name continues the
-    last call."""
+    """True for a part of a tool call with the name of a function, which begins a call. A part
+    without index, id and name continues the last call."""
     function = item.get("function") if isinstance(item, dict) else None
     return not isinstance(function, dict) or bool(function.get("name"))
 

@@ -17,7 +17,7 @@ MAX_COST = 1_200_000
 fields, or 8192 choices of 30 characters."""
 
 _BRANCH = 20
-"""An alternative, a group, a class, a field of a schema, beside its characters."""
+"""An alternative, a group, a class, a field of a schema, in addition to its characters."""
 _ESCAPE = 4
 _CLASS = 3
 """A class that is repeated."""

@@ -70,7 +70,7 @@ class ChatTemplate:
             raise BadModel(f"chat template: {e}") from e
 
     def has_variable(self, name: str) -> bool:
-        """Whether the template reads a variable of this name."""
+        """True if the template reads a variable of this name."""
         return name in self._variables
 
     def render(
@@ -135,12 +135,12 @@ class _GenerationTag(Extension):
 
 
 class _Shape(NamedTuple):
-    """What a template takes, as far as it can be seen in its syntax."""
+    """The input that a template takes, by its syntax."""
 
     parts: bool
-    """It goes through the parts of a content …"""
+    """It loops over the parts of a content."""
     texts: bool
-    """… and tells a text from them, or takes texts only."""
+    """It takes content that is a text."""
     developer: bool
     """It has a role developer."""
 
@@ -170,7 +170,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 def _worded(messages: Sequence[Message], shape: _Shape) -> list[dict[str, Any]]:
-    """Messages as templates expect them, whatever clients leave out or write as null.
+    """Messages in the form that templates expect.
 
     - Content is always there: a text where the template takes texts, otherwise parts.
     - Fields that are null or empty are left out.

@@ -22,7 +22,7 @@ MAX_SHARES = 256
 """Tenants with a share; the one without a request for the longest time loses its share to a new
 one."""
 ENTRY_BYTES = 256
-"""Memory of an entry beside its text and its tokens: its key, and its place in two tables."""
+"""Memory of an entry without its text and tokens: its key, and its place in two tables."""
 
 
 class Scope(NamedTuple):

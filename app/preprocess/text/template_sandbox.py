@@ -77,7 +77,7 @@ _WIDE = re.compile(
 
 
 class RenderBudget:
-    """What is left to one rendering, or to one compilation."""
+    """The remaining time, rounds and memory of one rendering, or of one compilation."""
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock = clock
@@ -229,7 +229,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _made(value[slice(*bounds)])
 
     def iterated(self, value: Any) -> Any:
-        """What a loop goes through."""
+        """The value that a loop iterates over."""
         if isinstance(value, str | list | tuple | dict) and len(value) > MAX_LOOP_ROUNDS:
             raise SecurityError(f"a loop over {len(value)} items is too long")
         return value

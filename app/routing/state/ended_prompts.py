@@ -8,9 +8,10 @@ is kept for a day, and `LaneState` has outcomes for the dedup window only. So th
 a time (`app/lanes/ended_ids_writer.py`). What is not there yet comes from the ledger
 (`LedgerState`), which a router reads from the offset up to which the last record reaches.
 
-Why a topic of its own: seven days of the ledger, or of `results`, are hundreds of gigabytes to
-read at a start. An id is 12 bytes here, a digest of 8 and its second: a million prompts a day are
-92 MB in each router after a week. Requests over HTTP are not among them: they have no copies.
+The ids have their own topic because seven days of the ledger, or of `results`, are hundreds of
+gigabytes to read at a start. An id is 12 bytes here, a digest of 8 and its second: a million
+prompts a day are 92 MB in each router after a week. Requests over HTTP are not among them: they
+have no copies.
 
 Two ids with one digest: among 10 million ids, a new one meets one in 10^12.
 """
@@ -68,7 +69,7 @@ class _LaneEnds:
         self.unsaved: deque[_UnsavedEnd] = deque()
 
     def close_block(self, kept_s: int) -> None:
-        """Sort the recent ids into a block, and drop those that no copy can repeat any more."""
+        """Sort the recent ids into a block, and drop blocks that no copy can repeat."""
         ends = sorted(self.recent.items())
         last_s = max(self.recent.values())
         self.blocks.append(
@@ -91,7 +92,7 @@ class EndedPrompts:
         self._position: int | None = None
 
     def is_repetition(self, lane: int, request_id: str, appended_ms: int) -> bool:
-        """Whether a prompt that was appended then repeats one that has ended."""
+        """True if a prompt, by its append time, repeats one that has ended."""
         ends = self._lanes.get(lane)
         if ends is None:
             return False

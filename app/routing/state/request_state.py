@@ -82,7 +82,7 @@ class RequestState(msgspec.Struct):
     failure_reason: str = ""
     last_ms: int = 0
     is_prompt: bool = False
-    """Whether it came from Kafka."""
+    """It came from Kafka, not over HTTP."""
     indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
     """Its open runs, as `LaneState.open_runs` has them."""
     stalls: int = 0

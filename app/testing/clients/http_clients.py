@@ -70,7 +70,7 @@ class HttpClient:
 
     @property
     def is_over(self) -> bool:
-        """Whether all its answers are over."""
+        """True once all its answers have ended."""
         return all(answer.outcome for answer in self.answers)
 
     async def run(self) -> None:

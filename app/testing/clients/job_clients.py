@@ -1,7 +1,7 @@
 """Clients of batch jobs in a simulation: upload, create, wait or cancel, download the output.
 
-A client goes on at any gateway when its own is gone. A call without an answer is sent again: a file
-may then be there twice, and a job too, of which the client follows the later one.
+A client continues at any gateway when its own is gone. It repeats a call without an answer: the
+file or the job may then exist twice, and the client follows the later job.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JobClient:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it cancels its job."""
+        """True if the client cancels its job."""
         return self._cancels_after_s is not None
 
     async def run(self) -> None:

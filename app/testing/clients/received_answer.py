@@ -47,7 +47,7 @@ class AnswerReader(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether all its answers are over."""
+        """True once all its answers have ended."""
 
     @property
     def unexpected_errors(self) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """Kafka clients of a simulation that read long answers with the client library, from any position.
 
-A reader leaves now and then, and goes on from a position that it has got before. Readers only read:
+A reader leaves now and then, and resumes from an earlier position. Readers only read:
 the requests are those of `kafka_clients.py`.
 """
 
