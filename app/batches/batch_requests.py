@@ -46,7 +46,7 @@ class InputLine(msgspec.Struct):
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
     body: dict[str, Any]
     url: str
-    method: str = "POST"
+    method: str | None = None
 
 
 async def requests_of(
@@ -88,7 +88,7 @@ def parse_line(
         message = f"no JSON object in UTF-8: {json_error(line.content, e)}"
         return BatchError(code="invalid_json_line", message=message, line=line.number)
     for is_wrong, code, param, message in (
-        (parsed.method != "POST", "invalid_method", "method", "POST is the one method"),
+        ((parsed.method or "POST") != "POST", "invalid_method", "method", "POST is the one method"),
         (parsed.url != endpoint, "mismatched_url", "url", f"the batch is for {endpoint}"),
         *_body_rules(parsed.body),
     ):
@@ -107,7 +107,10 @@ def _body_rules(body: Mapping[str, Any]) -> list[tuple[bool, str, str, str]]:
             "missing_required_parameter", "body.model", "is needed, the name of a model",
         ),
         (bool(body.get("stream")), unsupported, "body.stream", "a batch streams no answers"),
-        ("nvext" in body, unsupported, "body.nvext", "a batch takes no routing options"),
+        (
+            body.get("nvext") is not None,
+            unsupported, "body.nvext", "a batch takes no routing options",
+        ),
     ]  # fmt: skip
 
 

@@ -118,6 +118,11 @@ def test_wrong_line_is_an_error_with_its_number(line: Any, code: str, param: str
     assert len(found.message) < 300
 
 
+def test_null_in_a_line_is_not_given() -> None:
+    body = chat_line("a")["body"] | {"stream": None, "nvext": None}
+    assert parsed(chat_line("a", method=None, body=body)) == JobRequest(3, 7, "a", body)
+
+
 def test_line_that_is_too_long_is_an_error() -> None:
     found = run_now(parse_line(JsonlLine(7, None), 3, CHATS))
     assert isinstance(found, BatchError)
