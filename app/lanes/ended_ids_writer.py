@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from app.lanes.context import RouterContext
 from app.lanes.owner import LaneOwner
-from streams.errors import AppendFailed
+from streams.errors import AppendFailed, BrokerUnavailable
 from streams.ports import Partition
 from streams.topics import ENDED_IDS, LEDGER
 
@@ -39,12 +39,18 @@ class EndedIdsWriter:
 
     async def _save(self, lane: int) -> None:
         s = self._context
-        position = s.ledger.position(Partition(LEDGER, lane))
-        record = None if position is None else s.ledger.ended_prompts.unsaved(lane, position)
-        if record is None:
+        ended, position = s.ledger.ended_prompts, s.ledger.position(Partition(LEDGER, lane))
+        if position is None:
             return
-        until = s.ctx.clock.now() + APPEND_TIMEOUT_S
         try:
+            if position < (saved := ended.saved_until(lane) or 0):
+                end = (await s.log.end_offsets(LEDGER, [lane]))[lane]
+                if end < saved:
+                    log.warning("lane %d: its ledger was made anew, or lost its end", lane)
+                    ended.restart(lane)
+            if (record := ended.unsaved(lane, position)) is None:
+                return
+            until = s.ctx.clock.now() + APPEND_TIMEOUT_S
             await s.publisher.publish(ENDED_IDS, str(lane), record, 0, until=until)
-        except AppendFailed as e:  # the next record has these ids as well
+        except (AppendFailed, BrokerUnavailable) as e:  # the next record has these ids as well
             log.warning("lane %d: ids of ended prompts are not written yet: %s", lane, e)

@@ -243,10 +243,11 @@ class EndedIds(InternalRecord, frozen=True):
 
     With the records before it, it has those that end below offset `until` of the lane's ledger.
     `digests`: of the ids, 8 bytes each; `ended_s`: u32 each, seconds since 1970; both little
-    endian.
+    endian. `restarts`: the ledger was made anew, and offsets before count no more.
     """
 
     lane: int
     until: int
     digests: bytes = b""
     ended_s: bytes = b""
+    restarts: bool = False

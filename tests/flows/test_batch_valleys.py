@@ -20,7 +20,7 @@ from streams.codecs import decode
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry
 from streams.prompt import APPENDED_HEADER
-from streams.records import Assigned, Assignment, CancelRun, Chunk, RequestOffset
+from streams.records import Assigned, Assignment, CancelRun, Chunk, EndedIds, RequestOffset
 from streams.topics import BATCH, ENDED_IDS, LEDGER, PROMPTS, RESPONSES, partition_of
 from tests.harness.fake_worker import FakeWorker, append_record, start_router
 from tests.harness.gateway_harness import memory_settings
@@ -273,6 +273,25 @@ async def test_ids_of_prompts_outlive_all_routers(world: MemoryWorld, after_s: i
     await valley.settle()
     valley.check_once("x", "y")
     assert valley.router._ledger.lane(0).finished.keys() >= {"y"}
+
+
+@valley_test
+async def test_ids_of_prompts_are_kept_with_a_ledger_that_was_made_anew(world: MemoryWorld) -> None:
+    """The topic has offsets of the ledger before, which the new one has not reached."""
+    valley = await Valley.begin(world)
+    world.append(ENDED_IDS, 0, EndedIds(lane=0, until=1_000_000), key="0")
+    await valley.start("p1")
+    valley.ask("x")
+    await valley.wait_results(1)
+    await valley.stop("p1")
+    valley.ask("x")
+    await world.sleep(90)
+    await valley.kill_router()
+    await world.sleep(3600)
+    await valley.start_router("r2")
+    await valley.start("p2")
+    await valley.settle()
+    valley.check_once("x")
 
 
 @valley_test

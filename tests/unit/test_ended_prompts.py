@@ -88,6 +88,23 @@ def test_record_of_a_former_owner_moves_nothing_back() -> None:
     assert view.saved_until(3) == 9
 
 
+def test_ledger_that_was_made_anew_is_saved_again() -> None:
+    view = ended("a", offset=50)
+    records = [save(view, 60)]
+    view.add(3, 0, "b", 1_000_000)  # of the new ledger
+    assert view.unsaved(3, 1) is None
+    view.restart(3)
+    view.add(3, 1, "c", 1_000_000)
+    records.append(save(view, 2))
+    view.add(3, 2, "d", 1_000_000)
+    records.append(save(view, 3))
+    assert len(records[-1].digests) == 8
+    other = EndedPrompts(WINDOW_MS)
+    other.apply(SOURCE, [LogRecord(n, 0, record) for n, record in enumerate(records)], 3)
+    assert other.saved_until(3) == 3
+    assert all(other.is_repetition(3, name, 0) for name in "abcd")
+
+
 def test_damaged_record_is_read_as_far_as_it_goes() -> None:
     view = EndedPrompts(WINDOW_MS)
     record = save(ended("a", "b"), 9)

@@ -67,6 +67,7 @@ class _LaneEnds:
         self.recent: dict[int, int] = {}
         self.blocks: deque[_Block] = deque()
         self.unsaved: deque[_UnsavedEnd] = deque()
+        self.restarts = False
 
     def close_block(self, kept_s: int) -> None:
         """Sort the recent ids into a block, and drop blocks that no copy can repeat."""
@@ -118,6 +119,13 @@ class EndedPrompts:
         ends = self._lanes.get(lane)
         return None if ends is None or ends.until == NEVER else ends.until
 
+    def restart(self, lane: int) -> None:
+        """The ledger of a lane was made anew: its offsets begin again, below those of the topic.
+        The next record has the ids since, which are among the recent ones."""
+        ends = self._of(lane)
+        ends.until, ends.restarts = NEVER, True
+        ends.unsaved = deque(_UnsavedEnd(NEVER, *end) for end in ends.recent.items())
+
     def unsaved(self, lane: int, position: int) -> EndedIds | None:
         """The next record for the topic, if one is due. `position`: that of the ledger's view."""
         ends = self._of(lane)
@@ -131,6 +139,7 @@ class EndedPrompts:
             until=until,
             digests=struct.pack(f"<{len(saved)}Q", *(each.digest for each in saved)),
             ended_s=struct.pack(f"<{len(saved)}I", *(each.ended_s for each in saved)),
+            restarts=ends.restarts,
         )
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
@@ -147,7 +156,8 @@ class EndedPrompts:
                 digests, struct.unpack_from(f"<{count}I", record.ended_s), strict=True
             ):
                 self._take(ends, digest, ended_s)
-            ends.until = max(ends.until, record.until)
+            ends.until = record.until if record.restarts else max(ends.until, record.until)
+            ends.restarts = False
             while ends.unsaved and ends.unsaved[0].offset < ends.until:
                 ends.unsaved.popleft()
 
