@@ -72,13 +72,15 @@ class BatchLog:
         """The partition of a file or job."""
         return partition_of(entity_id.encode(), await self._log.partitions(BATCH_JOBS))
 
-    async def id_beside(self, tenant: str, new: Callable[[], str]) -> str:
-        """The first new id in the partition of a tenant, where all processes see its entities in
-        one order. For a tenant with a limit; those of others are spread."""
-        count = await self._log.partitions(BATCH_JOBS)
-        wanted = partition_of(tenant.encode(), count)
-        while partition_of((entity_id := new()).encode(), count) != wanted:
-            pass
+    async def new_id(self, tenant: str, new: Callable[[], str], limit: int | None) -> str:
+        """A new id. With a limit of the tenant it is in the partition of the tenant, where all
+        processes see its entities in one order; the others are spread."""
+        entity_id = new()
+        if limit is not None:
+            count = await self._log.partitions(BATCH_JOBS)
+            wanted = partition_of(tenant.encode(), count)
+            while partition_of(entity_id.encode(), count) != wanted:
+                entity_id = new()
         return entity_id
 
     async def read_to_end(self, partition: int) -> None:

@@ -72,7 +72,7 @@ class BatchesEndpoint:
                 message = "input_file_id: there is no such file of the purpose batch"
                 raise invalid_request(message, "input_file_id", code="file_not_found")
             job = BatchJob(
-                id=await self._new_id(caller),
+                id=await self._batches.new_id(caller.tenant, self._new_id, limit),
                 endpoint=wanted.endpoint,
                 input_file_id=file.id,
                 created_s=self._now_s(),
@@ -152,13 +152,8 @@ class BatchesEndpoint:
             self._creating[tenant] -= 1
             self._creating += Counter()  # without the tenants that create none
 
-    async def _new_id(self, caller: Caller) -> str:
-        def new() -> str:
-            return f"batch_{self._parts.entity_ids.new()}"
-
-        if caller.terms.batches is None:
-            return new()
-        return await self._batches.id_beside(caller.tenant, new)
+    def _new_id(self) -> str:
+        return f"batch_{self._parts.entity_ids.new()}"
 
     def _cache_salt(self, caller: Caller) -> str:
         if not caller.tenant or caller.terms.share_cache:

@@ -121,7 +121,7 @@ class FilesEndpoint:
     async def _write(self, body: MultipartBody, caller: Caller, counted: Counted) -> FileCard:
         """The card of a file that is completely in the log, once all fields are known."""
         file, tenant = await body.file(), caller.tenant
-        file_id = await self._new_id(caller)
+        file_id = await self._batches.new_id(tenant, self._new_id, caller.terms.file_bytes)
         written = await self._store.write(file_id, counted(file.content()))
         card = FileCard(
             id=file_id, purpose=PURPOSE, created_s=self._parts.ctx.clock.wall_ms() // 1000,
@@ -134,20 +134,19 @@ class FilesEndpoint:
             raise
         return card
 
-    async def _new_id(self, caller: Caller) -> str:
-        def new() -> str:
-            return f"file-{self._parts.entity_ids.new()}"
+    def _new_id(self) -> str:
+        return f"file-{self._parts.entity_ids.new()}"
 
-        if caller.terms.file_bytes is None:
-            return new()
-        return await self._batches.id_beside(caller.tenant, new)
+    def _used(self, caller: Caller) -> int:
+        """Bytes of the files of a tenant."""
+        return sum(card.size for card in self._batches.view.files(caller.tenant))
 
     def _room(self, caller: Caller) -> int:
         """Bytes that a new file of the caller may have. Raises ApiError, 429, for none."""
         most, limit = self._parts.settings.http_max_file_bytes, caller.terms.file_bytes
         if limit is None:
             return most
-        used = sum(card.size for card in self._batches.view.files(caller.tenant))
+        used = self._used(caller)
         if used + sum(self._arriving.get(caller.tenant, {}).values()) >= limit:
             raise _quota_error(limit)
         return min(most, limit - used)
@@ -178,10 +177,9 @@ class FilesEndpoint:
 
     def _check_size(self, more: int, caller: Caller) -> None:
         """Raises ApiError if `more` bytes exceed the quota of the tenant."""
-        if (limit := caller.terms.file_bytes) is not None:
-            used = sum(card.size for card in self._batches.view.files(caller.tenant))
-            if used + more > limit:
-                raise _quota_error(limit)
+        limit = caller.terms.file_bytes
+        if limit is not None and self._used(caller) + more > limit:
+            raise _quota_error(limit)
 
     async def _check_kept(self, card: FileCard, caller: Caller) -> None:
         """Withdraw a file that is beyond the limit with those before it in the log, which other
