@@ -216,7 +216,7 @@ class ReplySender:
         del self._queues[place]
 
     def _count_failure(self, queue: _Queue, cause: str) -> None:
-        """The partition has taken no records. No one of its replies is left to wait for long."""
+        """The partition has taken no records. Each reply is left out after MAX_FAILURES."""
         if not self._ctx.broker_answers:
             return
         for reply in list(queue):
@@ -313,7 +313,7 @@ class ReplySender:
         reply.claim.mark_done(reply.offset)
 
     def _leave_out(self, reply: DueReply, reason: str, cause: str) -> None:
-        """Give a reply up. `reason`: as in the metric; `cause`: about its topic."""
+        """Leave a reply unsent. `reason`: as in the metric; `cause`: about its topic."""
         if reply.queue is None:
             return
         self._finish(reply)
