@@ -167,8 +167,9 @@ class _StoredRow(_Stored, array_like=True, tag="BlockStored", gc=False):
     pass
 
 
-class _StoredMap(_Stored, tag="BlockStored", gc=False):
-    pass
+class _StoredMap(_Stored, tag="BlockStored", kw_only=True, gc=False):
+    parent_block_hash: int | bytes | None = None
+    """Some writers of maps leave fields out that are null."""
 
 
 class _Removed(msgspec.Struct, gc=False):

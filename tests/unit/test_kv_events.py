@@ -209,6 +209,12 @@ def test_events_are_maps_or_arrays() -> None:
     )  # fmt: skip
 
 
+def test_map_without_a_parent_begins_a_sequence() -> None:
+    fields = {"type": "BlockStored", "block_hashes": [7], "token_ids": [1, 2], "block_size": 2}
+    assert events_in(fields) == events_in(fields | {"parent_block_hash": None})
+    assert isinstance(events_in(fields)[0], BlocksStored)
+
+
 def test_rows_of_the_oldest_engines_are_short() -> None:
     assert events_in(["BlockStored", [7], None, [1, 2], 2], ["BlockRemoved", [7]]) == (
         BlocksStored([7], None, [1, 2], 2), BlocksRemoved([7]),
