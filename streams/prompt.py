@@ -23,8 +23,8 @@ MAX_METADATA_BYTES = 16 * 1024
 """Largest metadata of a prompt, as JSON: they travel with the request and with its result."""
 MAX_CUSTOM_ID_CHARS = 512
 APPENDED_HEADER = "kvlane-appended-ms"
-"""Header of a prompt that was moved from another topic long after its append there: the time of
-that in ms of broker time, in decimals. It is the time by which a copy is recognised."""
+"""Header of a prompt that is appended again long after its first append: the time of that or a time
+before, in ms of broker time, in decimals. It is the time by which a copy is recognised."""
 _TIME_DIGITS = 18
 MAX_DEADLINE_S = (TOPICS_BY_NAME[BATCH].retention_ms or 0) / 1000
 """Longest time limit, in seconds: a prompt is kept no longer. Each class has its own bound, by

@@ -1,7 +1,9 @@
 """Prompts of one batch job: their publication within a window, and their withdrawal.
 
 Ids of prompts follow from job and line, so a prompt that is published twice is a duplicate, which
-routers ignore. At most `WINDOW` prompts are under way.
+routers ignore. Its second append may come long after the end of the first one, if all collectors
+were down. So it has the time at which the job began as its append time, by which routers recognise
+it. At most `WINDOW` prompts are under way.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from streams.batch_records import BatchEnding, BatchJob
 from streams.clock import Clock
 from streams.errors import RecordTooLarge
 from streams.ports import Entry, Log
-from streams.prompt import Prompt, encode_prompt
+from streams.prompt import Prompt, encode_prompt, with_append_time
 from streams.reading.part_format import PART_BYTES
 from streams.record_publisher import RecordPublisher
 from streams.topics import BATCH
@@ -151,14 +153,17 @@ class JobPrompts:
 
     def _prompt(self, request: JobRequest) -> _Prompt | None:
         """The prompt of a request; None for one that is none, which gets its line."""
-        deadline_s = max(1.0, self._job.expires_s - self._clock.wall_ms() // 1000)
-        index, custom_id = request.index, request.custom_id
+        job, index, custom_id = self._job, request.index, request.custom_id
+        may_be_copy = self._is_continued or index in self.under_way
+        since_s = job.in_progress_s if may_be_copy else self._clock.wall_ms() // 1000
         try:
-            entry = encode_prompt(prompt_of(self._job, request, deadline_s))
+            entry = encode_prompt(prompt_of(job, request, max(1.0, job.expires_s - since_s)))
         except ValidationError as e:
             message = "; ".join(problem["msg"] for problem in e.errors(include_url=False))
             self._fail(index, custom_id, "invalid_request", message)
             return None
+        if may_be_copy:
+            entry = entry._replace(headers=with_append_time(entry.headers, since_s * 1000))
         return _Prompt(index, custom_id, entry)
 
     async def _publish(self, prompts: Sequence[_Prompt]) -> bool:

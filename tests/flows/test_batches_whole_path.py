@@ -14,8 +14,10 @@ from app.preprocess.text.byte_level import render_chat
 from app.preprocess.thread_pool import InlinePool
 from app.preprocessor import Preprocessor
 from app.runtime.process import ProcessContext
+from streams.codecs import decode
 from streams.ports import Partition, Reader
-from streams.topics import BATCH, RESULTS
+from streams.records import Assigned, Ended
+from streams.topics import BATCH, LEDGER, RESULTS
 from tests.harness.batch_harness import AnsweringFleet, BatchHarness, chat_line, jsonl
 from tests.harness.decoded import decode_bytes
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
@@ -23,6 +25,8 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness
 
 TOKENS = 8
+WINDOW_S = 30
+SETTINGS = {"dedup_window_s": WINDOW_S, "max_lifetime_s": WINDOW_S, "deadline_s": WINDOW_S}
 
 
 def answer(name: str) -> str:
@@ -30,16 +34,19 @@ def answer(name: str) -> str:
     return decode_bytes(echo_answer(render_chat([("user", f"say {name}")]), TOKENS))
 
 
+@pytest.mark.parametrize("outage_s", [0, 3 * WINDOW_S])
 @scenario_test
 async def test_batch_answers_equal_http_answers(
-    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+    world: MemoryWorld, outage_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each prompt has one result, though the second collector publishes all of them again."""
-    gateway = await GatewayHarness.with_backend(world)
+    """Each prompt has one run and one result, though the second collector publishes all of them
+    again, even after an outage that is longer than the recognition of duplicates."""
+    gateway = await GatewayHarness.open(world, **SETTINGS)
+    await gateway.start_backend(**SETTINGS)
     ctx = ProcessContext("p1", world.clock, random.Random("p1"))
     log = await world.connect("p1")
-    await Preprocessor(log, memory_settings(), ctx, InlinePool()).start()
-    collectors = ResultsHarness(world)
+    await Preprocessor(log, memory_settings(**SETTINGS), ctx, InlinePool()).start()
+    collectors = ResultsHarness(world, **SETTINGS)
     await collectors.start()
     harness = BatchHarness(gateway, AnsweringFleet(world))
     names = [f"line-{n}" for n in range(12)]
@@ -56,6 +63,9 @@ async def test_batch_answers_equal_http_answers(
         batch_id = await harness.submit(jsonl(*lines))
         await world.wait_until(lambda: len(world.all_records(BATCH)) == 12)
         await collectors.kill("c1")
+    await world.sleep(outage_s)
+    for lane in range(world.lanes):  # other requests went on
+        world.append(LEDGER, lane, Ended(id="other", code="cancelled"), key="other")
 
     take = JobRun._take_results
 
@@ -74,6 +84,8 @@ async def test_batch_answers_equal_http_answers(
     assert batch["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
     await world.sleep(60)
     assert sorted(Counter(r.id for r in collectors.results()).values()) == [1] * 12
+    assigned = [r for r in map(decode, world.all_records(LEDGER)) if isinstance(r, Assigned)]
+    assert sorted(Counter(r.id for r in assigned).values()) == [1] * 11
     done = {line["custom_id"]: line for line in await harness.lines(batch["output_file_id"])}
     assert sorted(done) == sorted(name for name in names if name != "line-5")
     body = done["line-3"]["response"]["body"]
