@@ -148,7 +148,7 @@ def test_process_that_others_reach_does_not_start_without_keys(kind: str) -> Non
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 1
-    first, _ = done.stderr.splitlines()
+    (first,) = done.stderr.splitlines()
     assert "KVLANE_HTTP_HOST=0.0.0.0 is reached from other machines" in first
     assert "KVLANE_API_KEYS_FILE" in first
     assert "KVLANE_HTTP_ALLOW_ANONYMOUS=true" in first
