@@ -37,7 +37,7 @@ class MetricSet:
         self.loop_delay = LoopDelayMonitor(self)
         self.http_connections = self.gauge("kvlane_http_connections", "Open HTTP connections")
         self.http_overflow = self.counter(
-            "kvlane_http_connections_over_limit",
+            "kvlane_http_over_limit_connections",
             "New HTTP connections while the table was full: each closed the longest idle one, or "
             "was answered for probes only",
         )

@@ -419,7 +419,7 @@ async def test_idle_connections_lock_nobody_out(tmp_path: Path) -> None:
         for _, writer in sockets:
             writer.transport.abort()
     assert open_files < 900
-    (closed,) = re.findall(rb"\nkvlane_http_connections_over_limit_total (\S+)", page)
+    (closed,) = re.findall(rb"\nkvlane_http_over_limit_connections_total (\S+)", page)
     assert 400 < float(closed) < 700
     assert len([line for line in lines if "HTTP connections of this port are in use" in line]) == 1
     assert len([line for line in lines if "the limit of open files is 1024" in line]) == 1

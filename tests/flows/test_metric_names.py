@@ -19,14 +19,14 @@ from tests.harness.worker_harness import WorkerHarness
 
 SUBSYSTEMS = (
     "gateway", "router", "worker", "preprocessor", "backlog", "collector", "indexer", "view",
-    "event_loop",
+    "event_loop", "http",
 )  # fmt: skip
-"""The processes; `backlog` is of preprocessors, `view` and `event_loop` are the same in several."""
+"""The processes; `backlog` is of preprocessors, `view`, `event_loop` and `http` of several."""
 PREFIXES = tuple(f"kvlane_{subsystem}_" for subsystem in SUBSYSTEMS)
 UNITS = (
     "bytes", "tokens", "blocks", "records", "requests", "runs", "prompts", "chunks", "completions",
     "responses", "assignments", "decisions", "partitions", "snapshots", "events", "gaps", "models",
-    "rebuilds", "steps", "results", "transactions", "replies",
+    "rebuilds", "steps", "results", "transactions", "replies", "connections",
 )  # fmt: skip
 """Nouns that say what is counted; times are in seconds, fractions are ratios."""
 NO_BASE_UNITS = frozenset({

@@ -78,7 +78,7 @@ def test_full_table_is_counted_each_time_and_logged_now_and_then(
         clock.now += LOG_PERIOD_S
         added(table, 1)
     assert len(caplog.records) == 2
-    assert metrics.registry.get_sample_value("kvlane_http_connections_over_limit_total") == 96
+    assert metrics.registry.get_sample_value("kvlane_http_over_limit_connections_total") == 96
     assert metrics.registry.get_sample_value("kvlane_http_connections") == 5
 
 
