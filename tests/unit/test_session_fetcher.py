@@ -212,6 +212,24 @@ async def test_end_in_a_response_for_an_older_position_is_kept(consumer: Consume
     assert not consumer.values
 
 
+async def test_response_for_an_older_position_does_not_confirm_the_new_one(
+    consumer: Consumer,
+) -> None:
+    await consumer.assign_steady()
+    answers = consumer.node.answers
+    answers.clear()
+    await asyncio.sleep(4 * ANSWER_S)
+    known_ms = {tp: consumer.state(tp).timestamp for tp in LANES}
+    consumer.fetcher.seek_to(LANES[0], 2)
+    answers.set()
+    await asyncio.sleep(0)
+    answers.clear()  # for the request behind it, which lists the new position
+    await consumer.until(lambda: consumer.state(LANES[1]).timestamp != known_ms[LANES[1]])
+    assert consumer.state(LANES[0]).timestamp == known_ms[LANES[0]]
+    answers.set()
+    await consumer.until(lambda: (LANES[0], 4) in consumer.values)
+
+
 async def test_position_in_a_lost_request_is_listed_again(consumer: Consumer) -> None:
     await consumer.assign_steady()
     consumer.node.is_away = True
