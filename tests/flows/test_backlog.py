@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import partial
 from typing import Any
 
 import pytest
 
+from app.lanes.dispatch import Dispatcher
+from app.lanes.scheduling.waiting_requests import RemainingWork
 from app.preprocessor import Preprocessor
 from app.prompts.prompt_source import MAX_BATCH
 from app.router import Router
@@ -246,6 +249,38 @@ async def test_router_reports_its_room_and_how_far_it_has_read(world: MemoryWorl
     count = len(reports)
     await world.sleep(10)
     assert 8 <= len(world.all_records(CAPACITY)) - count <= 11
+
+
+@scenario_test
+async def test_room_for_batch_requests_is_without_those_that_are_read_and_not_queued_yet(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens may still be hashed; they take none of the room for interactive requests."""
+    queued = asyncio.Event()
+    assign = Dispatcher.assign
+
+    async def assign_later(dispatcher: Dispatcher, work: RemainingWork) -> None:
+        await queued.wait()
+        await assign(dispatcher, work)
+
+    monkeypatch.setattr(Dispatcher, "assign", assign_later)
+    FakeWorker(world, model="m", state="draining")
+    await start_router(world, max_queued_batch_requests=5, max_queued_requests=10)
+
+    async def room() -> tuple[int, int]:
+        await world.sleep(3)
+        (last,) = [decode(r) for r in world.all_records(CAPACITY)][-1:]
+        assert isinstance(last, RouterCapacity)
+        return last.requests, last.batch_requests
+
+    assert await room() == (5, 5)
+    now_ms = world.broker.now_ms()
+    for n in range(3):
+        append_record(world, REQUESTS, prompt(f"b{n}", service_class="batch", queued_ms=now_ms))
+    append_record(world, REQUESTS, prompt("a", queued_ms=now_ms))
+    assert await room() == (4, 2)
+    queued.set()
+    assert await room() == (4, 2)
 
 
 # --- prompts beyond the room of their router -----------------------------------------------------

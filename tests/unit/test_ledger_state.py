@@ -216,6 +216,24 @@ def test_started_without_a_decision_has_the_load_of_its_whole_prompt() -> None:
     assert on(load, rank=1) == WorkerLoad(1, 100, 30, 1, 1000)
 
 
+@pytest.mark.parametrize("service_class", ["interactive", "batch"])
+def test_late_first_token_of_a_superseded_attempt_leaves_the_load_of_the_next_one(
+    service_class: Any,
+) -> None:
+    """Also where both are on the same worker."""
+    fence = Fencing(id="a", attempt=1, reason="lost")
+    again = assigned(attempt=1, prefill_tokens=5, service_class=service_class)
+    load = applied(assigned(service_class=service_class), started(), fence, again)
+    place = WorkerRank("w1", 10, 0)
+    before = on(load), load.batch_runs.load(place)
+    applied(prefilled(), load=load)
+    assert states(load) == {RunId(1, "aggregated", "w1", 10): "assigned"}
+    assert (on(load), load.batch_runs.load(place)) == before
+    assert load.active_load.last_first_token_ms == {}
+    applied(prefilled(attempt=1), load=load)
+    assert (on(load), load.batch_runs.load(place)) != before
+
+
 def test_prefill_that_was_handed_off_is_not_the_end_of_its_request() -> None:
     load = applied(assigned(phase="prefill"), prefilled(phase="prefill"))
     applied(finished("handed_off", phase="prefill"), load=load)
