@@ -82,7 +82,9 @@ class BenchEnvironment:
             "log_level": "INFO",  # of the line that reports readiness
             **changes,
         }
-        environment = {variable_name(key): str(value) for key, value in values.items()}
+        environment = {
+            variable_name(key): "" if value is None else str(value) for key, value in values.items()
+        }
         output = self.output_folder / f"{name}.log"
         output.unlink(missing_ok=True)  # of a process with the same name before it
         child = launch(self._guard, name, arguments, environment, output)
