@@ -239,6 +239,8 @@ class ReplyReader:
             await self._judge_end(number, reply, reply.unconfirmed_end)
         if reply.is_over:
             self.detach(reply)
+        elif reply.is_broken:
+            self._give_up(reply, PositionLost(RESPONSES, number, reply.start - 1, reply.start))
         elif reply.is_missing_start and reply.attached is not None:
             self._seek_beginning(number, reply)
 

@@ -102,7 +102,10 @@ class Reply:
         """An End without earlier records, held back until it is confirmed: earlier text may have
         been deleted."""
         self._doubts = doubts
-        self._unfenced = False
+        self._lacks_earlier = False
+        """Whether a record has shown that earlier ones of the request were not read."""
+        self._is_held = False
+        """Whether nothing more is applied until the reader has found the earlier records."""
         self._transcript = Transcript(request_id, keep=False)
         self._after = after
         self._position = Position()
@@ -130,7 +133,13 @@ class Reply:
 
         Also one of an attempt without a Fence: the Fence is earlier in the log.
         """
-        return not self.has_begun and (self._transcript.gaps > 0 or self._unfenced)
+        return not self.has_begun and (self._transcript.gaps > 0 or self._lacks_earlier)
+
+    @property
+    def is_broken(self) -> bool:
+        """Records are missing before the visible pieces, or among them: their text may be of an
+        abandoned attempt, and the rest does not follow it."""
+        return self.has_begun and self._is_held
 
     @property
     def gaps(self) -> int:
@@ -146,7 +155,7 @@ class Reply:
         """Restart at an earlier offset. Only before anything was visible."""
         assert not self.has_begun, "visible pieces cannot be withdrawn"
         self.start = self._next = start
-        self._unfenced = False
+        self._lacks_earlier = self._is_held = False
         self.unconfirmed_end = None
         self._transcript = Transcript(self.request_id, keep=False)
         self._position = Position()
@@ -170,7 +179,8 @@ class Reply:
         Returns whether its reader must act: the reply is over, held back, or misses its start.
         """
         transcript = self._transcript
-        if record.offset < self._next or transcript.is_over or self._error is not None:
+        is_done = transcript.is_over or self._is_held or self._error is not None
+        if record.offset < self._next or is_done:
             return True
         self._next = record.offset + 1
         try:
@@ -185,9 +195,22 @@ class Reply:
             return False
         if (piece := transcript.apply(decoded)) is not None:
             return self._show(piece, record)
-        if type(decoded) is Chunk and decoded.attempt > transcript.attempt:
-            self._unfenced = True
+        if type(decoded) is Chunk:
+            self._look_for_loss(decoded)
         return True
+
+    def _look_for_loss(self, chunk: Chunk | ChunkPlace) -> None:
+        """See whether a Chunk that is not shown proves that earlier records were not read: it has
+        an attempt without a Fence, or begins a run further on than the visible text."""
+        transcript = self._transcript
+        if chunk.attempt > transcript.attempt or (
+            chunk.attempt == transcript.attempt
+            and chunk.seq == 0
+            and chunk.index > transcript.shown_tokens
+        ):
+            self._lacks_earlier = True
+        may_lack = self.attached is not None and self.start > 0
+        self._is_held = may_lack and (self._lacks_earlier or self.is_missing_start)
 
     def suspect(self, record: Record) -> None:
         """Note a record that may be of any reply of its lane, and cannot be read."""
@@ -202,8 +225,8 @@ class Reply:
         if end is not None:
             log.error("%s: its reply ends: %s", self.request_id, end.message)
             return self._show(end, record)
-        if isinstance(place, ChunkPlace) and place.attempt > self._transcript.attempt:
-            self._unfenced = True
+        if isinstance(place, ChunkPlace):
+            self._look_for_loss(place)
         return True
 
     def _show(self, piece: Chunk | End, record: Record) -> bool:

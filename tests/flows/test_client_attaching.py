@@ -244,6 +244,27 @@ async def test_stream_without_its_last_fence_raises_its_error(world: MemoryWorld
         await read(client, "job-17")
 
 
+@pytest.mark.parametrize("kept", ["first Chunk", "late Chunk", "last Fence"])
+@scenario_test
+async def test_late_chunk_is_no_beginning_where_the_fence_before_it_was_deleted(
+    world: MemoryWorld, kept: str
+) -> None:
+    abandoned, worker = Worker(world, "job-17"), Worker(world, "job-17", attempt=1)
+    worker.append(Fence(id="job-17", attempt=1))
+    if kept == "first Chunk":
+        worker.write("h")
+    abandoned.write("x")
+    if kept != "last Fence":
+        worker.write("el")
+    worker.append(Fence(id="job-17", attempt=2))
+    Worker(world, "job-17", attempt=2, index=3).write("lo", "stop")
+    cut(world, "job-17", 1)
+    client = await connect(world)
+    for from_token in (0, 1):
+        with pytest.raises(PositionLost):
+            await read(client, "job-17", from_token)
+
+
 @scenario_test
 async def test_stream_that_moved_is_found_although_its_clock_is_ahead(world: MemoryWorld) -> None:
     request_id = await id_of_a_clock_that_is_ahead(world)
