@@ -27,7 +27,7 @@ from app.routing.state.ledger import LedgerState
 from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
 from app.testing.checks.job_checks import job_violations
 from app.testing.checks.result_checks import result_violations
-from app.testing.checks.stream_checks import decode_or_none, stream_violations
+from app.testing.checks.stream_checks import decode_or_none, stream_violations, waiting_answers
 from app.testing.clients.all_clients import Clients
 from app.testing.simulated_world import SimulatedWorld
 from app.worker import WorkerIdTaken
@@ -86,6 +86,7 @@ def violations(world: SimulatedWorld, clients: Clients) -> list[str]:
         *differing_indexes(world),
         *incomplete_indexes(world),
         *_busy(world),
+        *_listening(world, clients),
         *_failed(world),
     ]
 
@@ -230,13 +231,21 @@ def _busy(world: SimulatedWorld) -> Iterator[str]:
             yield f"task: {node.label} still has {sorted(more)}"
         if fewer := STEADY_TASKS[node.kind] - tasks:
             yield f"missing: {node.label} has no task {sorted(fewer)}"
-        if isinstance(node.process, Gateway) and (left := node.process.parts.streams.open_streams):
-            yield f"listening: {node.label} has {left} open responses"
         if node.engine is not None and node.engine.running:
             yield f"running: the engine of {node.label} has {node.engine.running} streams"
     for name, node in world.current.items():
         if not node.exists:
             yield f"dead: {name} was not started again"
+
+
+def _listening(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
+    left = {
+        node.label: node.process.parts.streams.open_streams
+        for node in world.running("gateway")
+        if node.state == "up" and isinstance(node.process, Gateway)
+    }
+    if sum(left.values()) > waiting_answers(world, clients.http_readers):
+        yield f"listening: open responses of gateways: {left}"
 
 
 def _failed(world: SimulatedWorld) -> Iterator[str]:

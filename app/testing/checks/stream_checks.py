@@ -9,7 +9,8 @@ HTTP    the same stream as on Kafka, once, however often and at which position t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from app.engine.echo import echo_answer
 from app.preprocess.text.byte_level import ByteDetokenizer
@@ -57,6 +58,13 @@ def shown_streams(world: SimulatedWorld) -> dict[str, Transcript]:
             if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
                 shown[record.id].apply(record)
     return shown
+
+
+def waiting_answers(world: SimulatedWorld, readers: Iterable[AnswerReader]) -> int:
+    """Number of answers for which readers wait rightly, although their requests have ended."""
+    causes = _Causes(world)
+    answers = (answer for reader in readers for answer in reader.answers)
+    return sum(not answer.outcome and causes.may_wait(answer) for answer in answers)
 
 
 def decode_or_none(raw: MemoryRecord) -> AnyRecord | None:
@@ -113,8 +121,9 @@ def _misread(question: ExpectedRequest, seen: Transcript, causes: _Causes) -> It
 
 def _misheard(reader: AnswerReader, shown: dict[str, Transcript], causes: _Causes) -> Iterator[str]:
     if not reader.is_over:
-        open_ids = [answer.id for answer in reader.answers if not answer.outcome]
-        yield f"waiting: {reader.name} got no end of {open_ids}"
+        open_answers = [answer for answer in reader.answers if not answer.outcome]
+        if due := [answer.id for answer in open_answers if not causes.may_wait(answer)]:
+            yield f"waiting: {reader.name} got no end of {due}"
     if reader.unexpected_errors:
         yield f"surprise: {reader.name} got {reader.unexpected_errors}"
     for answer in reader.answers:
@@ -192,6 +201,21 @@ class _Causes:
         """Whether records that its answer needs may be deleted."""
         lane, cut = lane_of(request_id, self._world.parameters.lanes), self._world.truncated
         return Partition(RESPONSES, lane) in cut or Partition(REQUESTS, lane) in cut
+
+    def may_wait(self, answer: ReceivedAnswer) -> bool:
+        """Whether a reader may wait for an answer whose request has ended: it has got no position,
+        and all records of the answer were deleted. For the reader it is as a request that is still
+        queued: the wait lasts as long as requests may, and an error would end queued ones."""
+        return not answer.marks and answer.id in self._deleted
+
+    @cached_property
+    def _deleted(self) -> set[str]:
+        """The requests of whose answers all records were deleted."""
+        world = self._world
+        lanes = [Partition(RESPONSES, lane) for lane in range(world.parameters.lanes)]
+        kept = {raw.key for lane in lanes for raw in world.broker.records(*lane)}
+        gone = {raw.key for lane in lanes for raw in world.truncated.get(lane, ())}
+        return {key.decode() for key in gone - kept if key is not None}
 
     def justify(self, question: ExpectedRequest, code: str) -> bool:
         """Whether this end of it has a cause."""

@@ -33,6 +33,11 @@ class Clients:
         return [*self._http.clients, *self._readers.readers]
 
     @property
+    def http_readers(self) -> Sequence[AnswerReader]:
+        """Those over HTTP."""
+        return self._http.clients
+
+    @property
     def jobs(self) -> Sequence[JobClient]:
         """The clients of batch jobs."""
         return self._jobs.clients

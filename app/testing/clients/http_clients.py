@@ -96,7 +96,7 @@ class HttpClient:
         for answer in list(self.answers):
             for _ in range(SECOND_READINGS if answer.marks else 0):
                 self.answers.append(again := ReceivedAnswer(answer.id))
-                again.position, again.text = self._rng.choice(answer.marks)
+                again.marks = [self._rng.choice(answer.marks)]
 
     async def _try(self, gateway: SimulatedProcess) -> None:
         if self.answers[0].id:
