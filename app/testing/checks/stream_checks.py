@@ -23,7 +23,18 @@ from streams.codecs import AnyRecord, decode, unpack_tokens
 from streams.errors import RecordError
 from streams.memory.partition_log import MemoryRecord
 from streams.ports import Partition
-from streams.records import Assigned, Cancel, Chunk, End, Ended, Fence, Fencing, Finished
+from streams.records import (
+    Assigned,
+    Cancel,
+    Chunk,
+    End,
+    Ended,
+    Fence,
+    Fencing,
+    Finished,
+    RequestOffset,
+    Started,
+)
 from streams.request import Request
 from streams.responses.transcript import Transcript
 from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
@@ -172,17 +183,28 @@ def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> 
 
 
 def _run_again(world: SimulatedWorld) -> Iterator[str]:
-    """Requests that begin anew, long after their end: their ids were forgotten."""
+    """Requests that begin anew, long after their end: their ids were forgotten.
+
+    The first decision about a run that has begun before is no such beginning: its router did not
+    reach the leader of the ledger meanwhile.
+    """
     for lane in range(world.parameters.lanes):
         ended_ms: dict[str, int] = {}
+        begun: set[tuple[str, RequestOffset]] = set()
+        decisions: dict[tuple[str, RequestOffset], Assigned] = {}
         for raw in world.all_records(LEDGER, lane):
             record = decode_or_none(raw)
             if isinstance(record, Ended | Finished):
                 ended_ms.setdefault(record.id, raw.timestamp)
-            elif isinstance(record, Assigned) and record.attempt == 0 and record.id in ended_ms:
-                late_s = (raw.timestamp - ended_ms[record.id]) / 1000
-                if late_s > MAX_LATE_S:
-                    yield f"again: {record.id} is assigned {late_s:.0f} s after its end"
+            elif isinstance(record, Started) and record.id not in ended_ms:
+                begun.add((record.id, record.origin))
+            elif isinstance(record, Assigned) and record.attempt == 0:
+                run = (record.id, record.origin)
+                is_late_append = decisions.setdefault(run, record) == record and run in begun
+                if record.id in ended_ms and not is_late_append:
+                    late_s = (raw.timestamp - ended_ms[record.id]) / 1000
+                    if late_s > MAX_LATE_S:
+                        yield f"again: {record.id} is assigned {late_s:.0f} s after its end"
 
 
 class _Causes:
