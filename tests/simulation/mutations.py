@@ -219,6 +219,17 @@ MUTATIONS: dict[str, Mutation] = {
             edge.commit_prompts_early,
         ),
         Mutation(
+            "prompts-by-poll",
+            "again",
+            "prompts committed as they are acknowledged",
+            edge.commit_whole_polls,
+            MaskingRule(
+                "ended-forgotten",
+                "a prompt that is published again after its end is known by its append",
+            ),
+            scenarios=("backlog",),
+        ),
+        Mutation(
             "prompts-refused",
             "causeless",
             "prompts are queued, not rejected",
@@ -342,6 +353,20 @@ MUTATIONS: dict[str, Mutation] = {
             "no second result of a request that has one",
             reading.results_are_written_unseen,
             scenarios=("batch jobs",),
+        ),
+        Mutation(
+            "results-unread",
+            "results",
+            "reading the results of other owners of a lane",
+            reading.results_of_others_are_not_looked_for,
+            scenarios=("backlog",),
+        ),
+        Mutation(
+            "ended-forgotten",
+            "again",
+            "ids of ended prompts for as long as a copy can be read",
+            router.ended_prompts_are_forgotten,
+            scenarios=("backlog",),
         ),
         Mutation("any-model", "misrouted", "workers of the model only", edge.any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", edge.any_lane),

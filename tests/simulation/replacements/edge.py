@@ -32,6 +32,15 @@ def commit_prompts_early() -> Iterator[Replacement]:
     yield prompt_source.PromptSource, "publish_requests", handle
 
 
+def commit_whole_polls() -> Iterator[Replacement]:
+    """A prompt is done with all others that were read together."""
+
+    def acknowledge(self: Any) -> None:
+        self.appends -= 1
+
+    yield prompt_source._OpenPrompt, "acknowledge", acknowledge
+
+
 def prompts_are_refused() -> Iterator[Replacement]:
     def excess(self: Any, _: Any, wanted: Any, __: Any) -> Any:
         crowded = self._context.scheduler.waiting.is_full(wanted.queue_key)

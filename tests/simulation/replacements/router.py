@@ -8,7 +8,7 @@ from typing import Any
 from app.lanes import dispatch, handovers, owner, shared_reads, termination
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
-from app.routing.state import ledger, request_state, request_transitions
+from app.routing.state import ended_prompts, ledger, request_state, request_transitions
 from app.serving import run_executor, run_queue
 from streams import record_publisher
 from streams.errors import AppendFailed, BrokerUnavailable
@@ -223,6 +223,11 @@ def preempt_without_a_fence() -> Iterator[Replacement]:
         return await original(self, topic, key, record, partition)
 
     yield record_publisher.RecordPublisher, "publish", publish
+
+
+def ended_prompts_are_forgotten() -> Iterator[Replacement]:
+    """The dedup window alone remembers ends."""
+    yield ended_prompts.EndedPrompts, "is_repetition", lambda *_: False
 
 
 def commit_before_the_result() -> Iterator[Replacement]:
