@@ -47,7 +47,6 @@ Scenario = Literal[
     "compaction",
     "cut links",
     "clock skew",
-    "long faults",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -60,7 +59,6 @@ Scenario = Literal[
     compaction    compacted topics keep the last record of each key when a process starts
     cut links     a process reaches all brokers but one, which may be the coordinator of its groups
     clock skew    the clocks of brokers differ by seconds; those of processes always do by more
-    long faults   one fault lasts longer than any time limit and ended ids are kept
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
