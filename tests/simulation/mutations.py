@@ -217,6 +217,7 @@ MUTATIONS: dict[str, Mutation] = {
             "hanging",
             "prompts committed when published",
             edge.commit_prompts_early,
+            scenarios=("backlog",),
         ),
         Mutation(
             "prompts-by-poll",
