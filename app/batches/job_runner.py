@@ -71,6 +71,7 @@ class JobRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._errors: dict[str, list[str]] = {}
         """By job, the errors of this program that ended its runs."""
+        self._assigned = asyncio.Event()
         self._changed = asyncio.Event()
 
     @property
@@ -87,6 +88,7 @@ class JobRunner:
         """Return when all jobs are read."""
         self._ctx.spawn("batch jobs", self._batches.follower.run())
         await self._batches.follower.wait_caught_up()
+        self._ctx.spawn("jobs of new partitions", self._read_assigned())
         self._ctx.spawn("ownership of jobs", self._membership.run())
         self._ctx.spawn("jobs", self._run())
 
@@ -99,9 +101,8 @@ class JobRunner:
 
     def assigned(self, starts: Mapping[int, int]) -> None:
         """Own partitions from now on; their jobs start when the view has them all."""
-        for partition in starts:
-            self._owned[partition] = token = object()
-            self._ctx.spawn(f"jobs of partition {partition}", self._read_to_end(partition, token))
+        self._owned |= {partition: object() for partition in starts}
+        self._assigned.set()
 
     def revoked(self, partitions: frozenset[int]) -> None:
         """Stop the jobs of these partitions, which another runner owns now."""
@@ -115,19 +116,29 @@ class JobRunner:
     def _applied(self, _: Partition, __: Sequence[LogRecord]) -> None:
         self._changed.set()
 
-    async def _read_to_end(self, partition: int, token: object) -> None:
-        """A job may be older than the assignment, and its last record just written."""
-        while self._owned.get(partition) is token:
-            try:
-                await self._batches.read_to_end(partition)
-            except StreamError as e:
-                log.info("jobs of partition %d are not read yet: %s", partition, e)
+    async def _read_assigned(self) -> None:
+        """Read each new partition to its end: a job may be older than the assignment, and its last
+        record just written."""
+        while True:
+            self._assigned.clear()
+            async with asyncio.TaskGroup() as reads:
+                for partition, token in self._owned.items():
+                    if self._read.get(partition) is not token:
+                        reads.create_task(self._read_to_end(partition, token))
+            if self._read == self._owned:
+                await self._assigned.wait()
+            elif not self._assigned.is_set():
                 await self._ctx.clock.sleep(CHECK_S)
-            else:
-                if self._owned.get(partition) is token:
-                    self._read[partition] = token
-                    self._changed.set()
-                return
+
+    async def _read_to_end(self, partition: int, token: object) -> None:
+        try:
+            await self._batches.read_to_end(partition)
+        except StreamError as e:
+            log.info("jobs of partition %d are not read yet: %s", partition, e)
+            return
+        if self._owned.get(partition) is token:
+            self._read[partition] = token
+            self._changed.set()
 
     async def _run(self) -> None:
         while True:
