@@ -16,7 +16,7 @@ from app.engine.interface import InvalidRequest
 ALL_HOSTS = "*"
 
 _FIELDS = frozenset({"audio", "image", "images", "input_image", "uri", "url", "video"})
-"""Names of fields with media, beside those that end with _url."""
+"""Names of fields with media, in addition to those that end with _url."""
 _TEXTS = frozenset({"content", "name", "text"})
 """Names of fields whose strings are text."""
 _CALLS = frozenset({"function_call", "tool_calls"})

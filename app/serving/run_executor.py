@@ -69,7 +69,7 @@ _CODES: dict[FinishReason, RunCode] = {
 
 COMPILE_TIMEOUT_S = 60.0
 """From the start of a run with guided decoding to its first output. The gateway bounds the cost of
-a form, so that a compile takes seconds; a run waits for other prompts besides."""
+a form, so that a compile takes seconds; a run also waits for other prompts."""
 
 Consumer = Callable[[EngineOutput], Awaitable[bool]]
 """Processes an output of the engine; returns whether no more are needed."""
