@@ -29,6 +29,8 @@ from tests.harness.memory_world import MemoryWorld
 from tests.harness.results_harness import ResultsHarness
 
 SEEDS = range(12)
+MUTATION_SEEDS = range(60)
+"""Until the first that shows the harm: the seeds of two writers at once are 1 in 7."""
 LANES = 2
 FAULTS_S = 40.0
 DRAIN_S = 90.0
@@ -228,4 +230,5 @@ def test_every_finished_request_has_one_result(seed: int) -> None:
 def test_removed_rule_is_detected(name: str) -> None:
     harm = set(MUTATIONS[name][3].split())
     with mutated(name):
-        assert any(harm & {p.partition(":")[0] for p in problems_of(seed)} for seed in SEEDS)
+        seen = ({p.partition(":")[0] for p in problems_of(seed)} for seed in MUTATION_SEEDS)
+        assert any(harm & kinds for kinds in seen)

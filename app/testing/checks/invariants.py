@@ -63,6 +63,7 @@ STEADY_TASKS = {
         "checks",
         "batch jobs",
         "ownership of jobs",
+        "jobs of new partitions",
         "jobs",
     },
     "indexer": {"tail", "index", "fleet", "loop delay", "ownership", "snapshots"},
