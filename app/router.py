@@ -324,12 +324,12 @@ class Router(ObservedProcess):
             await self._ctx.clock.sleep(RESPONSE_ENDS_INTERVAL_S)
 
     async def _ledger_start(self, source: Partition) -> int:
-        """Far enough back for the window of known ids, for a request with the longest time limit
-        that no router has ended for `max_lifetime_s` more, and for ends of prompts that are not on
-        `ended-ids`."""
+        """Far enough back for a request with the longest time limit that no router has ended for
+        `max_lifetime_s` more, for the ids that a copy with this time limit may repeat, and for ends
+        of prompts that are not on `ended-ids`."""
         s = self._settings
-        longest_s = s.batch_run_limit_s + s.max_lifetime_s
-        start = await self._offset_before(source, max(longest_s, s.dedup_window_s))
+        longest_s = max(s.batch_run_limit_s, s.dedup_window_s) + s.max_lifetime_s
+        start = await self._offset_before(source, longest_s)
         saved = self._ledger.ended_prompts.saved_until(source.partition)
         return start if saved is None else min(start, saved)
 

@@ -28,8 +28,8 @@ class RequestSettings(BaseModel):
         1200,
         gt=0,
         description="time after the end of a request during which its id is recognised and not run "
-        "again; a prompt on Kafka counts by its append, however late it is read; also the longest "
-        "session affinity; in seconds",
+        "again; a copy counts by its append, however late it is read; also the longest session "
+        "affinity; in seconds",
     )
     max_attempts: int = Field(
         3, ge=1, description="failed attempts after which a request ends with an error"

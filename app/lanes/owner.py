@@ -412,8 +412,7 @@ class LaneOwner:
         if self._is_known(record.id):
             return True
         appended_ms = record.queued_ms or fact.timestamp_ms
-        ended = self._context.ledger.ended_prompts
-        if not ended.is_repetition(self._lane, record.id, appended_ms):
+        if not self._context.ledger.is_repetition(self._lane, record.id, appended_ms):
             return False
         await self._termination.write_terminal(record.id, "seen")
         return True

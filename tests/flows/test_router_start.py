@@ -12,7 +12,7 @@ from app.router import Router
 from app.testing.virtual_time import VirtualClock
 from streams.codecs import decode
 from streams.ports import Entry
-from streams.records import Assignment, Ended, Fence, Lost, RunProgress, Tombstone
+from streams.records import Assigned, Assignment, Ended, Fence, Lost, RunProgress, Tombstone
 from streams.topics import (
     DEAD_LETTERS,
     KV_EVENTS,
@@ -44,6 +44,27 @@ def count_finds(router: Router) -> list[Any]:
 
     router._context.scheduler.schedule = counted  # type: ignore[method-assign]
     return found
+
+
+@partial(scenario_test, lanes=1)
+async def test_copy_counts_by_its_append_however_late_it_is_read(world: MemoryWorld) -> None:
+    """Its window has passed when it is read, after another router's start, but not its deadline."""
+    worker = FakeWorker(world)
+    settings = {"dedup_window_s": 60, "max_lifetime_s": 60, "deadline_s": 60}
+    first = await start_router(world, "r1", **settings)
+    append_record(world, REQUESTS, PROMPT)
+    run = worker.start((await wait_for_items(world, lambda: worker.received(Assignment)))[0])
+    worker.finish(run, "stop")
+    await world.sleep(40)
+    await first.stop()
+    await first._ctx.cancel_tasks()
+    append_record(world, REQUESTS, PROMPT)
+    await world.sleep(25)
+    append_record(world, LEDGER, Ended(id="later", code="cancelled"))
+    await start_router(world, "r2", **settings)
+    append_record(world, REQUESTS, replace(PROMPT, id="b"))
+    await wait_for_items(world, lambda: worker.received(Assignment), 2)
+    assert [a.id for a in read_records(world, LEDGER, Assigned)].count("a") == 1
 
 
 @scenario_test

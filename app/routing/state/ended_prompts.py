@@ -10,8 +10,8 @@ a time (`app/lanes/ended_ids_writer.py`). What is not there yet comes from the l
 
 The ids have their own topic because seven days of the ledger, or of `results`, are hundreds of
 gigabytes to read at a start. An id is 12 bytes here, a digest of 8 and its second: a million
-prompts a day are 92 MB in each router after a week. Requests over HTTP are not among them: they
-have no copies.
+prompts a day are 92 MB in each router after a week. Requests over HTTP are not among them: the only
+copies of one are appends that its producer repeats, and the ledger alone has their ids (`EndIds`).
 
 Two ids with one digest: among 10 million ids, a new one meets one in 10^12.
 """
@@ -59,26 +59,48 @@ class _UnsavedEnd(NamedTuple):
     ended_s: int
 
 
-class _LaneEnds:
-    """The ids of one lane."""
+class EndIds:
+    """Ids with the seconds of their ends, for `kept_s` at least."""
 
-    def __init__(self) -> None:
-        self.until = NEVER
+    def __init__(self, kept_s: int) -> None:
         self.recent: dict[int, int] = {}
-        self.blocks: deque[_Block] = deque()
-        self.unsaved: deque[_UnsavedEnd] = deque()
-        self.restarts = False
+        self._kept_s = kept_s
+        self._blocks: deque[_Block] = deque()
 
-    def close_block(self, kept_s: int) -> None:
+    def add(self, digest: int, ended_s: int) -> None:
+        """Take an end, in any order."""
+        self.recent[digest] = max(ended_s, self.recent.get(digest, NEVER))
+        if len(self.recent) >= BLOCK_IDS:
+            self._close_block()
+
+    def ended_after(self, digest: int, since_s: int) -> bool:
+        """True if the id ended at this second or later."""
+        ended_s = self.recent.get(digest)
+        if ended_s is not None and ended_s >= since_s:
+            return True
+        blocks = (block for block in self._blocks if block.last_s >= since_s)
+        return any(block.ended_after(digest, since_s) for block in blocks)
+
+    def _close_block(self) -> None:
         """Sort the recent ids into a block, and drop blocks that no copy can repeat."""
         ends = sorted(self.recent.items())
         last_s = max(self.recent.values())
-        self.blocks.append(
+        self._blocks.append(
             _Block(array("Q", (d for d, _ in ends)), array("I", (s for _, s in ends)), last_s)
         )
         self.recent.clear()
-        while self.blocks[0].last_s < last_s - kept_s:
-            self.blocks.popleft()
+        while self._blocks[0].last_s < last_s - self._kept_s:
+            self._blocks.popleft()
+
+
+class _LaneEnds:
+    """The prompts of one lane."""
+
+    def __init__(self, kept_s: int) -> None:
+        self.ids = EndIds(kept_s)
+        self.until = NEVER
+        self.unsaved: deque[_UnsavedEnd] = deque()
+        self.restarts = False
 
 
 class EndedPrompts:
@@ -95,22 +117,16 @@ class EndedPrompts:
     def is_repetition(self, lane: int, request_id: str, appended_ms: int) -> bool:
         """True if a prompt, by its append time, repeats one that has ended."""
         ends = self._lanes.get(lane)
-        if ends is None:
-            return False
-        digest, since_s = _digest(request_id), (appended_ms - self._window_ms) // 1000
-        ended_s = ends.recent.get(digest)
-        if ended_s is not None and ended_s >= since_s:
-            return True
-        blocks = (block for block in ends.blocks if block.last_s >= since_s)
-        return any(block.ended_after(digest, since_s) for block in blocks)
+        since_s = (appended_ms - self._window_ms) // 1000
+        return ends is not None and ends.ids.ended_after(id_digest(request_id), since_s)
 
     def add(self, lane: int, offset: int, request_id: str, ended_ms: int) -> None:
         """A record of the ledger ends a prompt."""
         ends = self._of(lane)
-        digest, ended_s = _digest(request_id), -(-ended_ms // 1000)
+        digest, ended_s = id_digest(request_id), -(-ended_ms // 1000)
         if offset >= ends.until:
             ends.unsaved.append(_UnsavedEnd(offset, digest, ended_s))
-        self._take(ends, digest, ended_s)
+        ends.ids.add(digest, ended_s)
 
     # --- the topic ---
 
@@ -124,7 +140,7 @@ class EndedPrompts:
         The next record has the ids since, which are among the recent ones."""
         ends = self._of(lane)
         ends.until, ends.restarts = NEVER, True
-        ends.unsaved = deque(_UnsavedEnd(NEVER, *end) for end in ends.recent.items())
+        ends.unsaved = deque(_UnsavedEnd(NEVER, *end) for end in ends.ids.recent.items())
 
     def unsaved(self, lane: int, position: int) -> EndedIds | None:
         """The next record for the topic, if one is due. `position`: that of the ledger's view."""
@@ -155,21 +171,16 @@ class EndedPrompts:
             for digest, ended_s in zip(
                 digests, struct.unpack_from(f"<{count}I", record.ended_s), strict=True
             ):
-                self._take(ends, digest, ended_s)
+                ends.ids.add(digest, ended_s)
             ends.until = record.until if record.restarts else max(ends.until, record.until)
             ends.restarts = False
             while ends.unsaved and ends.unsaved[0].offset < ends.until:
                 ends.unsaved.popleft()
 
-    def _take(self, ends: _LaneEnds, digest: int, ended_s: int) -> None:
-        ends.recent[digest] = max(ended_s, ends.recent.get(digest, NEVER))
-        if len(ends.recent) >= BLOCK_IDS:
-            ends.close_block(self._kept_s)
-
     def _of(self, lane: int) -> _LaneEnds:
         ends = self._lanes.get(lane)
         if ends is None:
-            ends = self._lanes[lane] = _LaneEnds()
+            ends = self._lanes[lane] = _LaneEnds(self._kept_s)
         return ends
 
     # --- the rest of a view ---
@@ -194,6 +205,7 @@ class EndedPrompts:
         return ""
 
 
-def _digest(request_id: str) -> int:
+def id_digest(request_id: str) -> int:
+    """The digest of an id."""
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -3,7 +3,8 @@
 One `LaneState` per ledger partition, made of that partition's records alone: no clock, no input
 of this process. Two replicas at the same position have the same lane (`state_hash`). Next actions
 are found in `reconcile.py`; decisions of this router that it has not read back are not in here. Ids
-of prompts are known for longer than outcomes: `EndedPrompts` has them.
+are known for longer than outcomes, as a copy of a request may be read long after it was appended:
+those of prompts in `EndedPrompts`, all others for another window.
 
 The rules by which a record changes the state of its request are in `request_transitions.py`.
 """
@@ -18,7 +19,7 @@ import msgspec
 
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.batch_runs import BatchRuns
-from app.routing.state.ended_prompts import EndedPrompts
+from app.routing.state.ended_prompts import EndedPrompts, EndIds, id_digest
 from app.routing.state.request_state import (
     OPEN,
     FinishedRequest,
@@ -56,6 +57,8 @@ class LaneState:
         self._ended: deque[str] = deque()
         """Their ids in that order: the first key of a dict is found behind all deleted ones."""
         self._window_ms = dedup_window_ms
+        self._forgotten = EndIds(dedup_window_ms // 1000)
+        """Ids of outcomes that are no longer in `finished`."""
         self._orphans: deque[tuple[int, str]] = deque()
         self._open_runs: dict[WorkerEpoch, dict[RunKey, None]] | None = None
 
@@ -144,13 +147,21 @@ class LaneState:
         """Drop requests that ended, or stayed unknown, before the window, by the ledger's time."""
         since_ms = now_ms - self._window_ms
         while self._ended and self.finished[self._ended[0]].last_ms < since_ms:
-            del self.finished[self._ended.popleft()]
+            request_id = self._ended.popleft()
+            ended_ms = self.finished.pop(request_id).last_ms
+            self._forgotten.add(id_digest(request_id), -(-ended_ms // 1000))
         while self._orphans and self._orphans[0][0] < since_ms:
             at_ms, request_id = self._orphans.popleft()
             state = self.requests.get(request_id)
             if state is not None and not state.is_known and state.last_ms <= at_ms:
                 clear_runs(request_id, state, loads)
                 del self.requests[request_id]
+
+    def has_forgotten(self, request_id: str, appended_ms: int) -> bool:
+        """True if a record, by its append time, repeats a request whose outcome was dropped. A copy
+        waits in the log for its time limit at most, which is no longer than the window."""
+        since_s = (appended_ms - self._window_ms) // 1000
+        return self._forgotten.ended_after(id_digest(request_id), since_s)
 
     def clear(self, loads: RunLoads) -> None:
         """Forget everything; the load of its open runs is removed too."""
@@ -217,6 +228,12 @@ class LedgerState:
     def request(self, lane: int, request_id: str) -> RequestState | None:
         """The state of a request."""
         return self.lane(lane).request(request_id)
+
+    def is_repetition(self, lane: int, request_id: str, appended_ms: int) -> bool:
+        """True if a request without an outcome, by its append time, repeats one that has ended."""
+        return self.lane(lane).has_forgotten(
+            request_id, appended_ms
+        ) or self.ended_prompts.is_repetition(lane, request_id, appended_ms)
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
         """Take in records of one ledger partition; `position` is the next offset after them."""

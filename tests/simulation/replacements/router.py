@@ -227,7 +227,7 @@ def preempt_without_a_fence() -> Iterator[Replacement]:
 
 def ended_prompts_are_forgotten() -> Iterator[Replacement]:
     """The dedup window alone remembers ends."""
-    yield ended_prompts.EndedPrompts, "is_repetition", lambda *_: False
+    yield ended_prompts.EndIds, "ended_after", lambda *_: False
 
 
 def commit_before_the_result() -> Iterator[Replacement]:
