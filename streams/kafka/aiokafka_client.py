@@ -40,10 +40,10 @@ from aiokafka.errors import (
 )
 
 from streams.errors import AccessDenied
-from streams.kafka import record_batches
-from streams.kafka.fetching.session_fetcher import SessionFetcher
+from streams.kafka.client_patches import record_batches
+from streams.kafka.client_patches.session_fetcher import SessionFetcher
+from streams.kafka.client_patches.stuck_broker import watch_connection
 from streams.kafka.key_filter import KeyFilter
-from streams.kafka.stuck_broker import watch_connection
 from streams.topics import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ class LazyConsumer:
             await asyncio.wait(self._ending)
 
     async def _start(self) -> AIOKafkaConsumer:
-        # `streams/kafka/record_batches.py` parses the records of consumers with a filter.
+        # `client_patches/record_batches.py` parses the records of consumers with a filter.
         consumer = AIOKafkaConsumer(**{"key_deserializer": KeyFilter(), **self._options})
         _mend(consumer)
         await start_client(consumer, self._options)

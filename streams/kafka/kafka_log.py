@@ -3,13 +3,12 @@
 `KafkaLog` is one process's connection. It adds the prefix of the deployment to the names of topics
 and groups, and translates every error of the client (`streams/errors.py`), with the cause kept.
 
-    producer.py      appending            batch_queue.py      batches that wait to be sent
-                                          batch_sender.py     their requests and responses
-    kafka_reader.py  reading without a group
+    producer.py            appending
     kafka_transactions.py  appending in transactions
-    group_member.py  reading in a group   aiokafka_client.py  connections of all clients
-    stuck_broker.py  detecting hung brokers, on every connection
-    fetching/        fetching in sessions: their state, the bytes, their place in the fetcher
+    kafka_reader.py        reading without a group
+    group_member.py        reading in a group
+    aiokafka_client.py     connections of all clients
+    client_patches/        replaced parts of aiokafka
 
 Each reader and member has its own consumer, because a consumer has one pending request per broker,
 and waits until its response is consumed. Offset queries use another consumer that never reads: a

@@ -24,10 +24,10 @@ from streams.kafka.aiokafka_client import (
     LazyConsumer,
     to_access_denied,
 )
-from streams.kafka.fetching.session_fetcher import SessionFetcher
+from streams.kafka.client_patches.record_batches import ReadRecord
+from streams.kafka.client_patches.session_fetcher import SessionFetcher
 from streams.kafka.kafka_session import KafkaSession
 from streams.kafka.key_filter import KeyFilter
-from streams.kafka.record_batches import ReadRecord
 from streams.ports import Batches, Partition
 from streams.topics import READ_COMMITTED
 
@@ -40,7 +40,7 @@ less one batch of 8 MiB). That cannot have happened while no more than this was 
 
 _GATHER_BYTES = 1024 * 1024
 """A broker answers a reader that gathers records when it has so many bytes, or after its time; an
-idle reader at the first record (`streams/kafka/fetching/session_fetcher.py`)."""
+idle reader at the first record (`streams/kafka/client_patches/session_fetcher.py`)."""
 
 _PATIENCE = 0.75
 """Fraction of the request time-out, which is meant for appends. A broker answers a reader in 250

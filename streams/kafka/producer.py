@@ -1,7 +1,7 @@
 """Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
-Owns the producer of a process; the queue in front of it is in `streams/kafka/batch_queue.py`.
-Guarantees, beyond those of the client:
+Owns the producer of a process; the queue in front of it is in
+`streams/kafka/client_patches/batch_queue.py`. Guarantees, beyond those of the client:
 
 - Appends to one partition are in the log in the order of the calls, even if several are pending.
 - An idempotent producer numbers its batches; one that is abandoned leaves a gap in the numbers,
@@ -24,8 +24,13 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError, RecordListTooL
 
 from streams.errors import AppendFailed, LogClosed, RecordTooLarge, StreamError
 from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
-from streams.kafka.batch_queue import MAX_BATCH_BYTES, BatchQueue, PendingAppend, size_bytes
-from streams.kafka.batch_sender import BatchSender
+from streams.kafka.client_patches.batch_queue import (
+    MAX_BATCH_BYTES,
+    BatchQueue,
+    PendingAppend,
+    size_bytes,
+)
+from streams.kafka.client_patches.batch_sender import BatchSender
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 

@@ -19,12 +19,12 @@ from streams.brokers.broker_factory import Broker
 from streams.clock import SystemClock
 from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicMismatch
 from streams.kafka import provision
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.fetching.fetch_session import (
+from streams.kafka.client_patches.fetch_session import (
     REQUESTS_WITHOUT_SESSION,
     FetchSession,
     SessionRequest,
 )
+from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.group_member import KafkaMember
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.kafka_reader import KafkaReader

@@ -18,11 +18,11 @@ from aiokafka.errors import KafkaConnectionError
 
 from streams.errors import AccessDenied, BrokerUnavailable, LogClosed
 from streams.kafka.aiokafka_client import LazyConsumer, LogRateLimiter, limit_client_logs
+from streams.kafka.client_patches.record_batches import ReadRecord
 from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.kafka_reader import _LastResponse, _Tails
 from streams.kafka.provision import describe_topics
-from streams.kafka.record_batches import ReadRecord
 from streams.ports import Appended, Entry
 
 LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)

@@ -20,8 +20,7 @@ from aiokafka.producer.transaction_manager import TransactionManager
 
 from streams.errors import AccessDenied, AppendFailed, LogClosed, RecordTooLarge
 from streams.kafka import producer as kafka_producer
-from streams.kafka.aiokafka_client import RETRY_S
-from streams.kafka.batch_queue import BatchQueue, PendingBatch
+from streams.kafka.client_patches.batch_queue import LEADER_RETRY_S, BatchQueue, PendingBatch
 from streams.kafka.producer import Producer
 from streams.ports import Appended, Entry
 
@@ -194,7 +193,7 @@ async def test_append_waits_for_the_leader_of_its_partition(producer: Producer) 
     assert client.sent == []
     assert client.looked == 1
     client.known = {LANE.partition, OTHER.partition}
-    await asyncio.sleep(2 * RETRY_S)
+    await asyncio.sleep(2 * LEADER_RETRY_S)
     client.acknowledge(0)
     assert (await task).partition == OTHER.partition
 

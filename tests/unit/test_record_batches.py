@@ -19,17 +19,17 @@ from aiokafka.consumer import fetcher
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
-from streams.kafka import record_batches
-from streams.kafka.decompression import DecompressionError, decompress
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.kafka_reader import KafkaReader
-from streams.kafka.key_filter import KeyFilter
-from streams.kafka.record_batches import (
+from streams.kafka.client_patches import record_batches
+from streams.kafka.client_patches.decompression import DecompressionError, decompress
+from streams.kafka.client_patches.record_batches import (
     MAX_HEADERS,
     MAX_POLLED_BYTES,
     FetchedBatches,
     PartitionRecords,
 )
+from streams.kafka.kafka_log import KafkaLog
+from streams.kafka.kafka_reader import KafkaReader
+from streams.kafka.key_filter import KeyFilter
 from streams.ports import Partition, Unreadable
 from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 

@@ -30,7 +30,7 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.fetch import FetchRequest
 
-from streams.kafka.fetching.fetch_codec import (
+from streams.kafka.client_patches.fetch_codec import (
     API_KEY,
     API_VERSION,
     FetchOptions,
@@ -40,7 +40,7 @@ from streams.kafka.fetching.fetch_codec import (
     encode_header,
     encode_request,
 )
-from streams.kafka.fetching.fetch_session import FetchSession
+from streams.kafka.client_patches.fetch_session import FetchSession
 
 log = logging.getLogger(__name__)
 

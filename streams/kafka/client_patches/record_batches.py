@@ -2,10 +2,10 @@
 
 aiokafka decompresses a batch to any size, assumes that header names are UTF-8, and its consumer
 raises the resulting error at every poll. Here a batch is decompressed within a bound
-(`streams/kafka/decompression.py`), header names that are not UTF-8 are escaped, and an unreadable
-record becomes an `Unreadable` at its offset, so that the reader gets its neighbours and moves past
-it. A record that exceeds the uncompressed size limit, or has too many headers, is unreadable as
-well; and one poll returns a bounded number of bytes per partition.
+(`decompression.py`), header names that are not UTF-8 are escaped, and an unreadable record becomes
+an `Unreadable` at its offset, so that the reader gets its neighbours and moves past it. A record
+that exceeds the uncompressed size limit, or has too many headers, is unreadable as well; and one
+poll returns a bounded number of bytes per partition.
 
 Owns the path from the bytes of a response to the records of a poll in the consumers that have a
 `KeyFilter`: aiokafka's `MemoryRecords` is replaced by `FetchedBatches`, `PartitionRecords` by the
@@ -37,7 +37,7 @@ from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from aiokafka.record.memory_records import MemoryRecords
 
-from streams.kafka.decompression import DecompressionError, decompress
+from streams.kafka.client_patches.decompression import DecompressionError, decompress
 from streams.kafka.key_filter import KeyFilter
 from streams.ports import Headers, Unreadable
 from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES

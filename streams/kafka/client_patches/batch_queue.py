@@ -23,12 +23,14 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, NotLeaderForPartitionError, TopicAuthorizationFailedError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from streams.kafka.aiokafka_client import RETRY_S
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 
 MAX_BATCH_BYTES = 1024 * 1024
 """Bound of a batch of several records. One record may have `MAX_RECORD_BYTES` by itself."""
+
+LEADER_RETRY_S = 0.1
+"""Pause between two questions for the leader of a partition."""
 
 _BATCH_BYTES = 61  # header of a batch
 _ENTRY_BYTES = 26  # attributes, length, offset, time, lengths of key and value, number of headers
@@ -298,7 +300,7 @@ class BatchQueue:
         return batch
 
     def _find_leader(self, tp: TopicPartition) -> None:
-        """Ask for the leader of a partition, at most every `RETRY_S`."""
+        """Ask for the leader of a partition, at most every `LEADER_RETRY_S`."""
         assert self._producer is not None
         client, batch = self._producer.client, self._unsent[tp][0]
         error: Exception | None = None
@@ -314,7 +316,7 @@ class BatchQueue:
             return
         client.add_topic(tp.topic)
         if self._retry is None:
-            self._retry = self._loop.call_later(RETRY_S, self._wake_later)
+            self._retry = self._loop.call_later(LEADER_RETRY_S, self._wake_later)
             client.force_metadata_update().add_done_callback(self.look_again)
 
     def _wake_later(self) -> None:
