@@ -201,6 +201,24 @@ async def test_connection_that_breaks_or_stays_open_after_the_reason_ends_a_whol
         assert (text_of(outputs), outputs[-1].finish_reason) == ("abc", "stop")
 
 
+async def test_answer_without_text_ends_shortly_after_its_reason(
+    server: ShapedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def repeats_nothing(x: ServerExchange) -> None:
+        while True:
+            await x.event(NO_USAGE)
+            await asyncio.sleep(0.02)
+
+    async def stays(x: ServerExchange) -> None:
+        await x.wait_closed()
+
+    monkeypatch.setattr(answer_stream, "EMPTY_END_TIMEOUT_S", 0.1)
+    for end in (stays, repeats_nothing):
+        server.answers(("", "stop"), end)
+        (last,) = await server.outputs()
+        assert (last.text, last.token_ids, last.finish_reason) == ("", (), "stop")
+
+
 @pytest.mark.parametrize(
     ("reasons", "expected"),
     [

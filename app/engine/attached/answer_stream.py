@@ -2,8 +2,8 @@
 
 A finish reason is no end: servers send it twice, empty, with or before the last text, and before or
 after the token counts. An answer with a finish reason ends with `[DONE]`, with the end of the
-response, or when nothing more comes for a while. All text up to there is part of it. Of several
-reasons the last one counts; `stop`, the general one, replaces no other.
+response, or when nothing more of it comes for a while. All text up to there is part of it. Of
+several reasons the last one counts; `stop`, the general one, replaces no other.
 
 One rule for all APIs. Subclasses parse the events.
 """
@@ -27,7 +27,11 @@ from streams.records import FinishReason, Usage
 log = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
-"""Longest silence after a finish reason, in seconds. Token counts that come later are missing."""
+"""Longest time after a finish reason or the text that follows it, in seconds. Token counts that
+come later are missing."""
+EMPTY_END_TIMEOUT_S = 30.0
+"""The same for an answer that has a finish reason and no text: a reason may precede all of the
+text, and the prefill with it."""
 
 
 class AnswerStream(ABC):
@@ -61,9 +65,11 @@ class AnswerStream(ABC):
         """
         last: EngineOutput | None = None
         has_content = False
+        until: float | None = None
+        loop = asyncio.get_running_loop()
         async with aclosing(self._events(stream)) as events:
             while True:
-                event = await _next(events, is_over=last is not None and has_content)
+                event = await _next(events, until, has_content=has_content)
                 if event is None or event == DONE:
                     break
                 if context.is_stopped:
@@ -75,6 +81,9 @@ class AnswerStream(ABC):
                     if not output.is_empty:
                         yield output
                     continue
+                if _has_content(output) or output.finish_reason is not None:
+                    timeout_s = END_TIMEOUT_S if has_content else EMPTY_END_TIMEOUT_S
+                    until = loop.time() + timeout_s
                 if last is not None and _has_content(last) and _has_content(output):
                     yield replace(last, finish_reason=None, stop_reason=None)
                     last = replace(last, token_ids=(), text="", log_probs=None, data=(), usage=None)
@@ -87,15 +96,20 @@ class AnswerStream(ABC):
 _UNFINISHED = "the server ended the stream before the end of the answer"
 
 
-async def _next(events: AsyncGenerator[bytes, None], *, is_over: bool) -> bytes | None:
-    """The next event; None after the last one. `is_over`: an answer that is complete as it is, if
-    nothing more comes, or the connection breaks."""
-    if not is_over:
-        return await anext(events, None)
+async def _next(
+    events: AsyncGenerator[bytes, None], until: float | None, *, has_content: bool
+) -> bytes | None:
+    """The next event; None after the last one.
+
+    `until`: time of the event loop at which an answer with a finish reason ends as it is. If it has
+    content, a broken connection ends it, too; without content another server may give the answer.
+    """
     try:
-        async with asyncio.timeout(END_TIMEOUT_S):
+        async with asyncio.timeout_at(until):
             return await anext(events, None)
     except (TimeoutError, ConnectionBroken) as e:
+        if until is None or (isinstance(e, ConnectionBroken) and not has_content):
+            raise
         log.debug("an answer ended with its finish reason: %s", e)
         return None
 
