@@ -23,17 +23,17 @@ from typing import NamedTuple, Self
 
 from streams.clock import Clock
 from streams.errors import LogClosed
-from streams.ids import RequestIds, has_tenant_tag, issued_ms, new_request_id
+from streams.ids import RequestIds, new_request_id
 from streams.ports import Log
 from streams.prompt import Prompt, encode_prompt
 from streams.record_base import ServiceClass
 from streams.record_publisher import RecordPublisher
 from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
 from streams.responses.positions import Position, rest_after
-from streams.responses.reply_reader import CLOCK_MARGIN_MS, MAX_REQUEST_LIFETIME_MS, ReplyReader
+from streams.responses.reply_reader import ReplyReader, may_begin
 from streams.responses.reply_stream import Reply
 from streams.retry import retry_while_unavailable
-from streams.topics import BATCH, PROMPTS, RESPONSES, TOPICS_BY_NAME
+from streams.topics import BATCH, PROMPTS, RESPONSES
 
 __all__ = ["Client", "ReplyResult", "new_request_id"]
 
@@ -261,7 +261,7 @@ class Client:
             if not from_token:
                 return reply
             replies.detach(reply)
-        may_begin_s = math.inf if _may_begin(request_id, self._clock.wall_ms()) else 0.0
+        may_begin_s = math.inf if may_begin(request_id, self._clock.wall_ms()) else 0.0
         return await retry_while_unavailable(
             self._clock,
             lambda: replies.attach(
@@ -274,12 +274,3 @@ class Client:
         if self._replies is None:
             raise LogClosed("the client was not started")
         return self._replies
-
-
-def _may_begin(request_id: str, now_ms: int) -> bool:
-    """Whether a reply may still begin: a prompt may wait as long as `batch` keeps it, a gateway's
-    request begins within its lifetime. True for an id without a time."""
-    drawn_ms = issued_ms(request_id)
-    waits_ms = 0 if has_tenant_tag(request_id) else TOPICS_BY_NAME[BATCH].retention_ms or 0
-    longest_ms = waits_ms + MAX_REQUEST_LIFETIME_MS + CLOCK_MARGIN_MS
-    return drawn_ms is None or now_ms - drawn_ms < longest_ms

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 from streams.clock import BrokerClock, Clock
 from streams.errors import BrokerUnavailable, LogClosed, NotFound, PositionLost
-from streams.ids import issued_ms
+from streams.ids import has_tenant_tag, issued_ms
 from streams.ports import Log
 from streams.records import EndCode
 from streams.responses.catch_up_reader import CatchUpReader, ReaderTask
 from streams.responses.live_reader import LiveReader, PartitionTail
 from streams.responses.reply_stream import NO_OFFSET, AttachPoint, Reply, UnconfirmedEnd
 from streams.retry import retry_while_unavailable
-from streams.topics import RESPONSES, TOPICS_BY_NAME, lane_of
+from streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME, lane_of
 
 IDLE_LANE_TTL_S = 60.0
 """A lane is read for this long after its last reply, so that the next request in it need not wait
@@ -44,6 +44,17 @@ requests have begun by then, and one pass over a lane serves all of them."""
 
 MAX_REQUEST_LIFETIME_MS = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) // 2
 """The longest lifetime of a request, enforced by the settings."""
+
+
+def may_begin(
+    request_id: str, now_ms: int, lifetime_ms: float = MAX_REQUEST_LIFETIME_MS + CLOCK_MARGIN_MS
+) -> bool:
+    """Whether a reply may still begin: a prompt may wait as long as `batch` keeps it, a gateway's
+    request begins within its lifetime. True for an id without a time."""
+    drawn_ms = issued_ms(request_id)
+    waits_ms = 0 if has_tenant_tag(request_id) else TOPICS_BY_NAME[BATCH].retention_ms or 0
+    return drawn_ms is None or now_ms - drawn_ms < waits_ms + lifetime_ms
+
 
 REJECTED_BEFORE_START: frozenset[EndCode] = frozenset(
     {"refused", "invalid", "too_large", "queue_full"}

@@ -17,6 +17,8 @@ from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker
 
+DAY_MS = 24 * 3600 * 1000
+
 
 @scenario_test
 async def test_broken_stream_resumes_where_it_broke_at_any_gateway(world: MemoryWorld) -> None:
@@ -105,13 +107,31 @@ async def test_disconnect_of_an_attached_client_does_not_cancel_the_request(
 @scenario_test
 async def test_unknown_stream_is_not_found(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_card(world)
-    old = new_request_id(world.clock, random.Random(1))
+    drawn = new_request_id(world.clock, random.Random(1))
+    old = harness.gateway.parts.streams.seal.tagged(drawn, "")
     await world.sleep(harness.gateway.parts.settings.max_lifetime_s + DEADLINE_MARGIN_S + 1)
     for unknown, within_s in ((old, 0.0), ("job-17", UNDATED_START_S), ("a/b c", UNDATED_START_S)):
         began = world.clock.now()
         answer = await harness.send("GET", f"/v1/streams/{unknown}").wait_done()
         assert (answer.status, answer.error["code"]) == (404, "stream_not_found")
         assert within_s <= world.clock.now() - began <= within_s + 1
+
+
+@scenario_test
+async def test_prompt_on_kafka_that_waits_longer_than_a_request_is_awaited(
+    world: MemoryWorld,
+) -> None:
+    harness = await GatewayHarness.with_card(world)
+    waiting, gone = (
+        new_request_id(VirtualClock(world.clock._loop, ahead_ms=-days * DAY_MS), random.Random(1))
+        for days in (6, 8)
+    )
+    reading = harness.send("GET", f"/v1/streams/{waiting}")
+    await world.sleep(60)
+    Worker(world, waiting).write("hello", "stop")
+    answer = await reading.wait_done()
+    assert (answer.status, answer.text) == (200, "hello")
+    assert (await harness.send("GET", f"/v1/streams/{gone}").wait_done()).status == 404
 
 
 @scenario_test

@@ -156,16 +156,17 @@ class ActiveStreams:
         if has_tenant_tag(request_id) or self._settings.stream_secret:
             raise unknown_stream()
 
-    def age_ms(self, issued_ms: int) -> int:
-        """Minimum age of an id, by its timestamp.
+    @property
+    def now_ms(self) -> int:
+        """The time by which ids have their age.
 
-        Of the broker's clock and this gateway's the one that makes it younger: the first ids of a
+        Of the broker's clock and this gateway's the one that makes them younger: the first ids of a
         gateway have the time of its own. Before a record of the present was seen, the broker's is
         at least that of the newest record of the registry.
         """
         wall_ms = self._clock.wall_ms()
         broker_ms = self._broker_clock.now_ms() or self._registry_clock.now_ms()
-        return min(broker_ms or wall_ms, wall_ms) - issued_ms
+        return min(broker_ms or wall_ms, wall_ms)
 
     @property
     def stalled_s(self) -> float:

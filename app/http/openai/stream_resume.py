@@ -24,6 +24,7 @@ from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeade
 from app.http.openai.response_writer import CompletionResponse
 from streams.ids import issued_ms
 from streams.records import MAX_ID_CHARS
+from streams.responses.reply_reader import may_begin
 
 UNDATED_START_S = 5.0
 """Time within which a request must start whose id has no timestamp."""
@@ -53,7 +54,7 @@ class StreamResume:
         if issued is None:
             may_begin_s = UNDATED_START_S
         else:  # it may be queued for all of its lifetime, without a record
-            is_young = parts.streams.age_ms(issued) < lifetime_s * 1000
+            is_young = may_begin(request_id, parts.streams.now_ms, 1000 * lifetime_s)
             may_begin_s = math.inf if is_young else 0.0
         created_ms = parts.ctx.clock.wall_ms() if issued is None else issued
         choice = Choice(keep=not (stream := _switch(request, "stream", default=True)))
