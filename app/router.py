@@ -32,6 +32,7 @@ from app.metrics.drift_metrics import DriftCollector
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from app.runtime.process import ProcessContext, faststream_app
 from app.settings import Settings
@@ -65,7 +66,7 @@ GROUP = "router"
 
 RECONCILE_INTERVAL_S = 0.25
 """Interval between checks for actions that time makes due: bounds how late the end of a back-off, a
-deadline or a run that does not start is noticed."""
+deadline, a run that does not start or a silent worker is noticed."""
 
 DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
@@ -95,11 +96,12 @@ class Router(ObservedProcess):
         self._broker_clock = BrokerClock(ctx.clock)
         self._owners: dict[int, LaneOwner] = {}
         self._fleet = Fleet()
+        self._silent_workers = SilentWorkers(self._fleet, settings.worker_timeout_s)
         self._ledger = LedgerState(int(settings.dedup_window_s * 1000))
         self._index = KvIndexView(settings.block_key_secret())
         self._name = name or settings.router_id or f"{socket.gethostname()}-{os.getpid()}"
         self._drift = DriftTracker()
-        self._fleet_version = self._fleet.version
+        self._fleet_versions = self._present_fleet_versions
         self._has_joined = False
         self._intake = GroupConsumer(
             log, REQUESTS, GROUP, self, ctx.clock, broker_clock=self._broker_clock,
@@ -138,6 +140,7 @@ class Router(ObservedProcess):
             ledger_follower=ledger_follower,
             fleet=self._fleet,
             fleet_follower=fleet_follower,
+            silent_workers=self._silent_workers,
             kv_index=self._index,
             partitions={
                 t: await self._log.partitions(t) for t in (REQUESTS, ASSIGNMENTS, KV_EVENTS)
@@ -257,6 +260,8 @@ class Router(ObservedProcess):
 
     def _fleet_applied(self, _: Partition, facts: Sequence[LogRecord]) -> None:
         context, is_news = self._context, self._context.fleet_follower.caught_up
+        broker_ms = None if is_news else self._broker_clock.now_ms()
+        self._silent_workers.on_records(facts, self._ctx.clock.now(), broker_ms)
         for fact in facts:
             context.scheduler.on_fleet_record(fact)
             beat = fact.record
@@ -268,12 +273,16 @@ class Router(ObservedProcess):
             elif is_news:
                 renotified = self._failure_detector.renotify(beat.worker, beat.epoch)
                 self._ctx.spawn("notify again", renotified)
-        if self._fleet_version != self._fleet.version:
-            self._fleet_version = self._fleet.version
+        if self._fleet_versions != (versions := self._present_fleet_versions):
+            self._fleet_versions = versions
             context.scheduler.on_fleet_changed()
             context.batch_scheduler.on_fleet_changed()
             for owner in self._owners.values():
                 owner.reconcile_due()
+
+    @property
+    def _present_fleet_versions(self) -> tuple[int, int]:
+        return self._fleet.version, self._silent_workers.version
 
     def _reconcile(self, beat: Heartbeat) -> None:
         """Compare the runs that a worker lists with the ledger, in the lanes of this router."""
@@ -287,6 +296,7 @@ class Router(ObservedProcess):
 
     async def _tick(self) -> None:
         while True:
+            self._silent_workers.update(self._ctx.clock.now())
             for owner in self._owners.values():
                 owner.reconcile_due()
                 owner.resume_if_relieved()

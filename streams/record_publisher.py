@@ -76,18 +76,15 @@ class RecordPublisher:
         self._broker_clock = broker_clock
         self._under_way: dict[object, float] = {}
         """Start times of pending appends, the oldest first."""
-        self._slow_ms = 0
+        self._slow_s = -math.inf
         self._repeating: dict[AppendTarget, asyncio.Event] = {}
         """Targets with an append that is being retried; set when that is over."""
 
     @property
-    def slow_until_ms(self) -> int:
-        """Broker time of the latest slow append: now, if one is pending; 0 for never."""
-        assert self._broker_clock is not None, "slow_until_ms needs a broker clock"
-        began_at = next(iter(self._under_way.values()), None)
-        if began_at is not None and self._clock.now() - began_at > SLOW_APPEND_S:
-            return self._broker_clock.now_ms()
-        return self._slow_ms
+    def slow_until_s(self) -> float:
+        """When the latest slow append ended: now, if one is pending; -inf for never."""
+        now_s, began_s = self._clock.now(), next(iter(self._under_way.values()), math.inf)
+        return now_s if now_s - began_s > SLOW_APPEND_S else self._slow_s
 
     async def publish_once(
         self, topic: str, key: str, record: AnyRecord, partition: int | None = None
@@ -286,6 +283,6 @@ class RecordPublisher:
 
     def _note_end(self, key: object) -> None:
         """An append has ended; note whether it was slow."""
-        took_s = self._clock.now() - self._under_way.pop(key)
-        if self._broker_clock is not None and took_s > SLOW_APPEND_S:
-            self._slow_ms = max(self._slow_ms, self._broker_clock.now_ms())
+        now_s = self._clock.now()
+        if now_s - self._under_way.pop(key) > SLOW_APPEND_S:
+            self._slow_s = now_s

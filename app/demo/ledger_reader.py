@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from app.routing.state.fleet import Fleet
+from app.routing.state.silent_workers import SilentWorkers
 from app.runtime.process import ProcessContext
 from streams.clock import BrokerClock
 from streams.codecs import AnyRecord, decode
 from streams.errors import RecordError
 from streams.ports import Log, Partition
 from streams.reading.range_reader import tail
-from streams.records import Assigned, Finished, PrefillDone
+from streams.records import Assigned, Finished, LogRecord, PrefillDone
 from streams.topics import KV_EVENTS, LEDGER, REGISTRY
 from streams.views.follower import Follower
 
@@ -93,10 +94,11 @@ class FleetObserver:
         self._fleet = Fleet()
         self._clock = BrokerClock(ctx.clock)
         self._ctx = ctx
-        self._timeout_ms = int(worker_timeout_s * 1000)
+        self._silent = SilentWorkers(self._fleet, worker_timeout_s)
         self._follower = Follower(
-            log, self._fleet, [REGISTRY, KV_EVENTS], ctx.clock, broker_clock=self._clock
-        )
+            log, self._fleet, [REGISTRY, KV_EVENTS], ctx.clock, broker_clock=self._clock,
+            on_applied=self._on_records,
+        )  # fmt: skip
 
     def follow(self) -> None:
         self._ctx.spawn("crew", self._follower.run())
@@ -118,9 +120,13 @@ class FleetObserver:
         return True
 
     def _ready(self, since: int) -> int:
-        now_ms = self._clock.now_ms()
-        routable = self._fleet.is_routable
+        self._silent.update(self._ctx.clock.now())
         return sum(
-            member.epoch >= since and routable(worker, now_ms, self._timeout_ms)
+            member.epoch >= since and self._fleet.is_ready(worker)
             for worker, member in self._fleet.members.items()
+            if worker not in self._silent.names
         )
+
+    def _on_records(self, _: Partition, facts: Sequence[LogRecord]) -> None:
+        broker_ms = None if self._follower.caught_up else self._clock.now_ms()
+        self._silent.on_records(facts, self._ctx.clock.now(), broker_ms)

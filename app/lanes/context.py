@@ -31,6 +31,7 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
 from app.routing.state.request_state import RunId
+from app.routing.state.silent_workers import SilentWorkers
 from app.runtime.process import ProcessContext
 from app.settings import Settings
 from app.wait_queue import WaitQueue
@@ -122,6 +123,7 @@ class RouterContext:
     ledger_follower: Follower
     fleet: Fleet
     fleet_follower: Follower
+    silent_workers: SilentWorkers
     kv_index: KvIndexView
     partitions: dict[str, int]
     """Partition counts of the topics this router addresses by key."""
@@ -151,7 +153,7 @@ class RouterContext:
         self.scheduler = Scheduler(
             self.fleet, self.ledger, self.kv_index, self._unconfirmed,
             routing_config(self.settings),
-            self.broker_clock, self.worker_timeout_ms, _interactive_bound(self.settings),
+            self.broker_clock, self.silent_workers, _interactive_bound(self.settings),
             unconfirmed_batch=self._unconfirmed_batch,
             herd_avoidance=self._herd_avoidance, counts_output=self.settings.track_output_blocks,
             absence_ms=1000 * self.settings.no_worker_timeout_s,
@@ -169,11 +171,6 @@ class RouterContext:
             _batch_bound(self.settings),
             self.broker_clock,
         )  # fmt: skip
-
-    @property
-    def worker_timeout_ms(self) -> int:
-        """Silence after which a worker is suspected, in ms."""
-        return int(self.settings.worker_timeout_s * 1000)
 
     def scheduler_of(self, service_class: ServiceClass) -> Scheduler | BatchScheduler:
         """The scheduler of the requests of a class."""

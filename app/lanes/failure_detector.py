@@ -2,8 +2,11 @@
 
 Silence alone proves nothing: this router may be behind, or the broker may be down. So before it
 writes `Lost`, the detector sends a probe of its own through the worker's partition of kv-events and
-reads up to it. The verdict is then a matter of that partition's own times: how long before the
-probe the worker's last heartbeat was appended. While probes into a partition fail, no worker in it
+reads up to it. The silence that counts is from when this router read the worker's last heartbeat
+before the probe until it sent the probe: the heartbeat was appended before it was read, and the
+probe after it was sent, so the worker was silent at least so long. Both times are of this router's
+monotonic clock, since the clocks of brokers differ and the leader of a partition may change. While
+probes into a partition fail, no worker in it
 is declared lost, and silence counts from when they go through again. Partitions are examined
 independently: one that has no leader protects its own workers, and others' for one time-out more at
 most. All workers get that much while this router's own appends are slow, wherever: a worker waits
@@ -16,6 +19,7 @@ All routers do this; several Lost for one epoch have the effect of one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Coroutine
 from typing import Any
 
@@ -47,9 +51,9 @@ class FailureDetector:
 
     def __init__(self, context: RouterContext) -> None:
         self._context = context
-        self._works_since_ms: dict[Partition, int] = {}
-        """Append time from which on silence counts in a partition, where probes have failed."""
-        self._began_ms = 0
+        self._works_since_s: dict[Partition, float] = {}
+        """Time from which on silence counts in a partition, where probes have failed."""
+        self._began_s = math.inf
         self._under_way: set[object] = set()
         """Partitions under examination, and lost epochs whose cards are being removed."""
 
@@ -57,9 +61,9 @@ class FailureDetector:
         """Check every live worker once per heartbeat, until cancelled."""
         s = self._context
         await s.fleet_follower.wait_caught_up()
-        # The broker's time now: silence while it did not work does not count.
-        began = await s.publisher.publish(KV_EVENTS, s.name, Probe(by=s.name))
-        self._began_ms = began.timestamp_ms
+        # Silence while the broker did not work does not count.
+        await s.publisher.publish(KV_EVENTS, s.name, Probe(by=s.name))
+        self._began_s = s.ctx.clock.now()
         while True:
             for events in {s.kv_events_partition(worker) for worker, _ in self._suspects()}:
                 self._begin(events, self._examine(events))
@@ -89,51 +93,53 @@ class FailureDetector:
 
     def _suspects(self) -> list[tuple[str, int]]:
         """Workers that are silent too long, or soon will be, by the heartbeats read here."""
-        settings, now_ms = self._context.settings, self._context.broker_clock.now_ms()
-        early_ms = self._silence_limit_ms() - PROBE_LEAD * settings.request_timeout_ms
+        settings, now_s = self._context.settings, self._context.ctx.clock.now()
+        early_s = self._silence_limit_s(now_s) - PROBE_LEAD * settings.request_timeout_ms / 1000
         # A worker that missed only one heartbeat is not examined yet.
-        silence_ms = max(early_ms, 2000 * settings.heartbeat_interval_s)
+        limit_s = max(early_s, 2 * settings.heartbeat_interval_s)
         return [
             (worker, member.epoch)
             for worker, member in self._context.fleet.live_members()
-            if self._silent_ms(worker, now_ms) > silence_ms
+            if self._silence_s(worker, member.epoch, now_s) > limit_s
         ]
 
-    def _silence_limit_ms(self) -> int:
+    def _silence_limit_s(self, now_s: float) -> float:
         """The silence that is tolerated now.
 
         When more than a third of the workers are silent at once, or the only one, the cause is more
         likely this router or the network: they get twice the time.
         """
         s = self._context
-        now_ms, timeout_ms = s.broker_clock.now_ms(), s.worker_timeout_ms
-        living = [worker for worker, _ in s.fleet.live_members()]
-        silent = sum(self._silent_ms(worker, now_ms) > timeout_ms for worker in living)
+        timeout_s = s.settings.worker_timeout_s
+        living = [(worker, member.epoch) for worker, member in s.fleet.live_members()]
+        silent = sum(self._silence_s(*each, now_s) > timeout_s for each in living)
         mass_silence = len(living) >= MIN_FLEET and silent * 3 > len(living)
-        return 2 * timeout_ms if mass_silence or len(living) == 1 else timeout_ms
+        return 2 * timeout_s if mass_silence or len(living) == 1 else timeout_s
 
-    def _silent_ms(self, worker: str, at_ms: int) -> int:
+    def _silence_s(self, worker: str, epoch: int, until_s: float) -> float:
         """How long a worker was silent while its partition worked.
 
         Silence before the last slow append of this router does not count, up to one time-out.
         """
         s = self._context
-        works_since_ms = self._began_ms
-        if self._works_since_ms:  # seldom, and all workers are looked at twice a heartbeat
+        works_since_s = self._began_s
+        if self._works_since_s:  # seldom, and all workers are looked at twice a heartbeat
             events = s.kv_events_partition(worker)
-            works_since_ms = self._works_since_ms.get(events, works_since_ms)
-        since_ms = max(s.fleet.last_seen_ms(worker), works_since_ms)
-        slow_ms = min(max(s.publisher.slow_until_ms - since_ms, 0), s.worker_timeout_ms)
-        return at_ms - since_ms - slow_ms
+            works_since_s = self._works_since_s.get(events, works_since_s)
+        since_s = max(s.silent_workers.last_read_s(worker, epoch), works_since_s)
+        slow_s = min(max(s.publisher.slow_until_s - since_s, 0), s.settings.worker_timeout_s)
+        return until_s - since_s - slow_s
 
     def _stale_cards(self) -> list[tuple[str, int]]:
         """Lost epochs whose cards are still in the registry long after their last record."""
         s = self._context
-        before_ms = s.broker_clock.now_ms() - TOMBSTONE_AFTER_TIMEOUTS * s.worker_timeout_ms
+        silence_s = TOMBSTONE_AFTER_TIMEOUTS * s.settings.worker_timeout_s
+        before_s = s.ctx.clock.now() - silence_s
         return [
             (worker, member.epoch)
             for worker, member in s.fleet.members.items()
-            if s.fleet.is_lost(worker, member.epoch) and s.fleet.last_seen_ms(worker) < before_ms
+            if s.fleet.is_lost(worker, member.epoch)
+            and s.silent_workers.last_read_s(worker, member.epoch) < before_s
         ]
 
     # --- lost and removed workers ----------------------------------------------------------------
@@ -141,20 +147,21 @@ class FailureDetector:
     async def _examine(self, events: Partition) -> None:
         """Give a verdict on all suspects of one partition, by one probe into it."""
         s = self._context
+        sent_s = s.ctx.clock.now()
         probe = await self._probe(events)
         if probe is None:
             return
         await s.fleet_follower.wait_for(events, probe.offset + 1)
-        limit_ms = self._silence_limit_ms()
+        limit_s = self._silence_limit_s(s.ctx.clock.now())
         for worker, member in list(s.fleet.live_members()):
-            silent_ms = self._silent_ms(worker, probe.timestamp_ms)
-            if s.kv_events_partition(worker) == events and silent_ms > limit_ms:
-                await self._declare(worker, member.epoch, silent_ms)
+            silence_s = self._silence_s(worker, member.epoch, sent_s)
+            if s.kv_events_partition(worker) == events and silence_s > limit_s:
+                await self._declare(worker, member.epoch, int(1000 * silence_s))
 
     async def _probe(self, events: Partition) -> Appended | None:
         """Send a probe; None when the partition did not take it as quickly as it should."""
         s = self._context
-        began_at = s.ctx.clock.now()
+        sent_s = s.ctx.clock.now()
         try:
             probe = await s.publisher.publish_once(
                 KV_EVENTS, s.name, Probe(by=s.name), events.partition
@@ -163,10 +170,10 @@ class FailureDetector:
             log.warning(
                 "suspending failure detection for %s[%d]: broker not responding: %s", *events, e
             )
-            self._works_since_ms[events] = s.broker_clock.now_ms()
+            self._works_since_s[events] = s.ctx.clock.now()
             return None
-        if s.ctx.clock.now() - began_at > SLOW_APPEND_S:
-            self._works_since_ms[events] = probe.timestamp_ms
+        if (now_s := s.ctx.clock.now()) - sent_s > SLOW_APPEND_S:
+            self._works_since_s[events] = now_s
             return None
         return probe
 

@@ -8,6 +8,7 @@ known as of the last one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from app.engine.simulated.batch import EngineLimits, StepResult
@@ -25,6 +26,7 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import PerformanceModel
 from app.routing.state.request_state import RunStatus
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from app.simulation.simulated_worker import SimulatedWorker
 from app.simulation.trace_requests import MODEL, SIMULATION_SECRET
@@ -47,7 +49,6 @@ from streams.records import (
 )
 
 HEARTBEAT_MS = 1000.0
-TIMEOUT_MS = 5000
 REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
 _ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 
@@ -201,7 +202,7 @@ class RouterState:
         self.own_load = ActiveLoad()
         self.batch_runs: BatchRuns | None = None
         """Those of batch work beside the trace."""
-        self._pools = CandidatePools(views.fleet, TIMEOUT_MS)
+        self._pools = CandidatePools(views.fleet, SilentWorkers(views.fleet, math.inf))
 
     def routing_state(
         self, now_ms: float, others: PlannedReservations = NOTHING_PLANNED

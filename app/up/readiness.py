@@ -40,10 +40,9 @@ class HttpAnswer(NamedTuple):
 class WorkerObserver:
     """The workers of a deployment, read from its topics."""
 
-    def __init__(self, log: Log, clock: Clock, timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, log: Log, clock: Clock, heartbeat_s: float) -> None:
         self._log = log
         self._local_clock = clock
-        self._timeout_ms = int(timeout_s * 1000)
         self._heartbeat_s = heartbeat_s
         self._reading: asyncio.Task[None] | None = None
         self._fleet = Fleet()
@@ -83,13 +82,9 @@ class WorkerObserver:
 
     def find_ready(self, names: Collection[str], since: int) -> list[str]:
         """The workers of these that accept requests, with epochs of at least `since`."""
-        now_ms = self._clock.now_ms()
+        members = self._fleet.members
         return [
-            name
-            for name in names
-            if (member := self._fleet.members.get(name)) is not None
-            and member.epoch >= since
-            and self._fleet.is_routable(name, now_ms, self._timeout_ms)
+            name for name in names if self._fleet.is_ready(name) and members[name].epoch >= since
         ]
 
     def _is_silent(self, name: str) -> bool:

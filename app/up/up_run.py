@@ -207,7 +207,7 @@ class _Deployment:
     async def _run(self, cleanup: AsyncExitStack) -> None:
         s = self._settings
         log = KafkaLog(s.kafka_connection("up"), prefix=s.topic_prefix)
-        workers = WorkerObserver(log, self._clock, s.worker_timeout_s, s.heartbeat_interval_s)
+        workers = WorkerObserver(log, self._clock, s.heartbeat_interval_s)
         try:
             await log.start()
             await provision.create_topics(log, **s.topic_options())

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import pytest
+
 from app.lanes.failure_detector import PROBE_LEAD
 from app.router import Router
 from app.settings import Settings
+from app.testing.virtual_time import VirtualClock
 from streams.codecs import decode
 from streams.errors import AppendFailed
 from streams.ports import Appended
@@ -64,20 +67,10 @@ def without(router: Router, number: int, refuse: Callable[[], Any]) -> None:
     router._context.publisher.publish_once = some_are_sent  # type: ignore[method-assign]
 
 
-class Fast:
-    """A clock that goes twice as fast as the broker's."""
-
-    def __init__(self, world: MemoryWorld) -> None:
-        self._clock = world.clock
-
-    def now(self) -> float:
-        return 2 * self._clock.now()
-
-    def wall_ms(self) -> int:
-        return self._clock.wall_ms()
-
-    async def sleep(self, seconds: float) -> None:
-        await self._clock.sleep(seconds / 2)
+def lead(world: MemoryWorld, worker: str, ahead_ms: int) -> None:
+    """A broker whose clock differs leads a worker's partition of kv-events from now on."""
+    clock = VirtualClock(world.clock._loop, ahead_ms)
+    world.broker.set_leader_clock(KV_EVENTS, partition(world, worker), clock)
 
 
 async def pair(world: MemoryWorld) -> tuple[list[FakeWorker], Router]:
@@ -192,17 +185,54 @@ async def test_slightly_late_heartbeats_cause_no_probes(world: MemoryWorld) -> N
     assert [probes(world, partition(world, worker.name)) for worker in workers] == before
 
 
+@pytest.mark.parametrize("ahead_ms", [-40_000, 40_000])
 @scenario_test
-async def test_silence_is_measured_in_log_time_and_not_by_a_fast_clock(world: MemoryWorld) -> None:
+async def test_worker_of_a_new_leader_with_another_clock_is_not_lost(
+    world: MemoryWorld, ahead_ms: int
+) -> None:
     workers = [FakeWorker(world, f"w{n}") for n in range(2)]
-    await start_router(world, clock=Fast(world))
-    for worker in workers:
-        worker.heartbeat_task.cancel()
-    for _ in range(20):
-        await world.sleep(3)  # for this router they are silent for 6 seconds
-        for worker in workers:
-            worker.send_heartbeat()
+    await start_router(world)
+    await world.sleep(3)
+    workers[0].heartbeat_task.cancel()
+    lead(world, "w0", ahead_ms)
+    for _ in range(10):
+        await world.sleep(0.1)
+        world.append(KV_EVENTS, partition(world, "w0"), Probe(by="r2"), key="r2")
+        await world.sleep(1.8)
+        workers[0].send_heartbeat()
     assert deaths(world) == []
+    await world.wait_until(lambda: deaths(world) == ["w0"], within_s=7.5)
+
+
+@pytest.mark.parametrize("ahead_ms", [-40_000, 40_000])
+@scenario_test
+async def test_worker_that_died_before_a_leader_change_is_lost_in_time(
+    world: MemoryWorld, ahead_ms: int
+) -> None:
+    dead, _ = FakeWorker(world, "w0"), FakeWorker(world, "w1")
+    await start_router(world)
+    await world.sleep(3)
+    dead.heartbeat_task.cancel()
+    await world.sleep(1)
+    lead(world, "w0", ahead_ms)
+    await world.sleep(2.5)
+    assert deaths(world) == []
+    await world.wait_until(lambda: deaths(world) == ["w0"], within_s=4)
+
+
+@pytest.mark.parametrize("ahead_ms", [-40_000, 40_000])
+@scenario_test
+async def test_workers_of_a_broker_with_another_clock_get_requests(
+    world: MemoryWorld, ahead_ms: int
+) -> None:
+    lead(world, "w0", ahead_ms)
+    worker = FakeWorker(world, "w0")
+    FakeWorker(world, "w1", model="another")
+    await start_router(world)
+    await world.sleep(20)
+    assert deaths(world) == []
+    append_record(world, REQUESTS, PROMPT)
+    await wait_for_items(world, lambda: worker.received(Assignment))
 
 
 @scenario_test

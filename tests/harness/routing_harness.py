@@ -21,6 +21,7 @@ from app.routing.selection.select import select_worker
 from app.routing.state.active_load import ActiveLoad, WorkerLoad
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from indexer.block_keys import derive_secret, prompt_keys
 from indexer.events import CacheEvent, EventKind, Tier, encode_events
@@ -50,7 +51,8 @@ class RoutingHarness:
     def __init__(self) -> None:
         self.fleet, self.index = Fleet(), KvIndexView(SECRET)
         self.got, self.own = ActiveLoad(), ActiveLoad()
-        self.pools = CandidatePools(self.fleet, TIMEOUT_MS)
+        self.silent = SilentWorkers(self.fleet, TIMEOUT_MS / 1000)
+        self.pools = CandidatePools(self.fleet, self.silent)
         self.fleet.apply(REGISTRY, [], 100)
         self.epochs: dict[str, int] = {}
 
@@ -76,6 +78,7 @@ class RoutingHarness:
         for view in (self.fleet, self.index):
             position = view.position(EVENTS) or 0
             view.apply(EVENTS, [LogRecord(position, at_ms, record)], position + 1)
+        self.silent.on_records([LogRecord(0, at_ms, record)], at_ms / 1000)
 
     def send_heartbeat(self, name: str, at_ms: int = 1500, **over: Any) -> None:
         fields = {"worker": name, "epoch": self.epochs[name], "slot_offset": 0} | over
@@ -105,6 +108,7 @@ class RoutingHarness:
         request: Request | None = None, known: dict[str, Any] | None = None, **over: Any,
     ) -> Decision:  # fmt: skip
         """`known`: what else is in the view; `over`: arguments of `select_worker`."""
+        self.silent.update(now_ms / 1000)
         base = RoutingState(self.fleet, self.pools, self.index, self.got, self.own, now_ms)
         view = replace(base, **known or {})
         tuning = RoutingConfig(tuning) if isinstance(tuning, str) else tuning

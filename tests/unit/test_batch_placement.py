@@ -26,6 +26,7 @@ from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, batch
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import RECENT_MS, EngineProfile, RecentPrefill
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from app.simulation.trace_requests import SIMULATION_SECRET
 from indexer.epochs import CacheId
@@ -126,7 +127,7 @@ def view_after(pool: CandidatePool, *loads_ms: float, later_ms: int = 0) -> Rout
         recent.add(pool.workers[0], load_ms, now_ms)
     fleet = Fleet()
     return RoutingState(
-        fleet, CandidatePools(fleet, 1000), KvIndexView(SIMULATION_SECRET),
+        fleet, CandidatePools(fleet, SilentWorkers(fleet, 1.0)), KvIndexView(SIMULATION_SECRET),
         ActiveLoad(), ActiveLoad(), now_ms + later_ms, recent_prefill=recent,
     )  # fmt: skip
 

@@ -42,31 +42,25 @@ def fleet(registry: dict[int, Any], events: list[Any], registry_end: int = 100) 
 def test_offset_of_the_first_card_is_the_epoch() -> None:
     view = fleet({7: card(None), 8: card(7)}, [beat(7)])
     assert view.members["w1"].epoch == 7
-    assert view.is_routable("w1", now_ms=1100, timeout_ms=5000)
+    assert view.is_ready("w1")
 
 
 def test_worker_without_a_complete_card_gets_no_work() -> None:
-    assert not fleet({7: card(None)}, [beat(7)]).is_routable("w1", 1100, 5000)
-
-
-def test_silent_worker_gets_no_work_but_is_not_lost() -> None:
-    view = fleet({7: card(None), 8: card(7)}, [beat(7)])
-    assert not view.is_routable("w1", now_ms=7000, timeout_ms=5000)
-    assert not view.is_lost("w1", 7)
+    assert not fleet({7: card(None)}, [beat(7)]).is_ready("w1")
 
 
 def test_lost_holds_for_the_epoch_and_all_before_it() -> None:
     view = fleet({7: card(None), 8: card(7)}, [beat(7), Lost(worker="w1", epoch=7)])
     assert view.is_lost("w1", 7)
     assert view.is_lost("w1", 6)
-    assert not view.is_routable("w1", 1100, 5000)
+    assert not view.is_ready("w1")
 
 
 def test_newer_card_makes_the_older_epoch_lost() -> None:
     view = fleet({7: card(None), 8: card(7), 20: card(None)}, [beat(7)])
     assert view.is_lost("w1", 7)
     assert not view.is_lost("w1", 20)
-    assert not view.is_routable("w1", 1100, 5000)
+    assert not view.is_ready("w1")
 
 
 def test_card_of_a_lower_epoch_is_ignored() -> None:

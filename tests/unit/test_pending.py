@@ -30,6 +30,7 @@ from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from streams.records import CandidateRows
 from streams.request import Hints, Request
@@ -41,7 +42,12 @@ REFUSED = Rejection("none_eligible", "")
 FLEET = Fleet()
 NO_WORKERS = PlanningContext(
     RoutingState(
-        FLEET, CandidatePools(FLEET, 5000), KvIndexView(SECRET), ActiveLoad(), ActiveLoad(), 0
+        FLEET,
+        CandidatePools(FLEET, SilentWorkers(FLEET, 5.0)),
+        KvIndexView(SECRET),
+        ActiveLoad(),
+        ActiveLoad(),
+        0,
     ),
     RoutingConfig(),
 )

@@ -42,6 +42,7 @@ from app.routing.state.active_load import ActiveLoad, WorkerLoad
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.performance import PerformanceModel
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from app.runtime.process import tune_interpreter
 from app.settings import Settings
@@ -203,7 +204,7 @@ def loaded_fleet(workers: int) -> LoadedFleet:
             ))], n + 1)  # fmt: skip
     view = RoutingState(
         fleet,
-        CandidatePools(fleet, 5000),
+        CandidatePools(fleet, SilentWorkers(fleet, 5.0)),
         index,
         committed,
         ActiveLoad(),

@@ -56,19 +56,12 @@ from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
 from app.routing.state.performance import PerformanceModel
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from app.wait_queue import Priority, QueueName, WaitQueue
 from indexer.events import Tier
 from streams.clock import BrokerClock
-from streams.records import (
-    Finished,
-    Heartbeat,
-    LogRecord,
-    ModelCard,
-    Phase,
-    PrefillDone,
-    WorkerCard,
-)
+from streams.records import Finished, LogRecord, ModelCard, Phase, PrefillDone, WorkerCard
 from streams.request import Request
 
 log = logging.getLogger(__name__)
@@ -97,10 +90,10 @@ class Scheduler:
     """One per router.
 
     `unconfirmed`, `unconfirmed_batch`: this router's decisions that it has not read back.
-    `worker_timeout_ms`: the silence after which nothing is sent to a worker. `absence_ms`: for how
-    long requests wait while their model has no worker. `herd_avoidance`: the delays of this router
-    among others. `handover_rules`: when prompts are handed over. `count_awaited`: called with each
-    change of the number of requests that wait, for which records of the ledger arrive sooner.
+    `silent`: the workers to which nothing is sent. `absence_ms`: for how long requests wait while
+    their model has no worker. `herd_avoidance`: the delays of this router among others.
+    `handover_rules`: when prompts are handed over. `count_awaited`: called with each change of the
+    number of requests that wait, for which records of the ledger arrive sooner.
     """
 
     def __init__(
@@ -111,7 +104,7 @@ class Scheduler:
         unconfirmed: ActiveLoad,
         tuning: RoutingConfig,
         broker_clock: BrokerClock,
-        worker_timeout_ms: int,
+        silent: SilentWorkers,
         bound: QueueSize,
         *,
         unconfirmed_batch: BatchRuns,
@@ -139,9 +132,8 @@ class Scheduler:
         self._without_queueing = tuning._replace(predictive_weights=no_queueing)
         self.handover_rules = handover_rules
         needed = handover_rules.domain if handover_rules.is_domain_required else ""
-        self._pools = CandidatePools(fleet, worker_timeout_ms, needed)
+        self._pools = CandidatePools(fleet, silent, needed)
         self._broker_clock = broker_clock
-        self._timeout_ms = worker_timeout_ms
         self._herd_avoidance = herd_avoidance
         self._counts_output = counts_output
         self._count_awaited = count_awaited
@@ -149,7 +141,6 @@ class Scheduler:
         self.model_availability = ModelAvailability(
             fleet, broker_clock, absence_ms, needs_prefill=handover_rules.is_enforced
         )
-        self._heartbeat_ms: dict[str, int] = {}
         self._performance = PerformanceModel()
         self._prompt_workers: Sequence[str] = ()
         """The workers that compute prompts, of all models."""
@@ -263,9 +254,7 @@ class Scheduler:
     def first_phase(self, wanted: LaneRequest, *, stays_whole: bool) -> FirstPhase:
         """The phase that a request begins with; see `handover_rules.first_phase`."""
         now_ms, model = self._broker_clock.now_ms(), wanted.prompt.request.model
-        if not self._pools.pool(model, "prefill", now_ms).rows and (
-            not self.handover_rules.is_enforced
-        ):
+        if not self._pools.pool(model, "prefill").rows and not self.handover_rules.is_enforced:
             return WHOLE
         others = self._pending.reservations_of_others(wanted.key)
         return first_phase(
@@ -284,9 +273,9 @@ class Scheduler:
             return False
         if not self.waiting.is_full(wanted.queue_key, planned=self._planning_new):
             return False
-        model, now_ms = wanted.prompt.request.model, self._broker_clock.now_ms()
+        model = wanted.prompt.request.model
         phases: tuple[Phase, ...] = ("aggregated", "prefill")
-        pools = [self._pools.pool(model, phase, now_ms) for phase in phases]
+        pools = [self._pools.pool(model, phase) for phase in phases]
         places = [place for pool in pools for place in pool.table.worker_ranks]
         return bool(places) and self._pending.has_reservations(places)
 
@@ -396,7 +385,7 @@ class Scheduler:
     def start_waiting(self, wanted: LaneRequest) -> None:
         """Add a request that found no place at once to the queue."""
         prompt, model = wanted.prompt, wanted.prompt.request.model
-        block = self._pools.pool(model, wanted.phase, self._broker_clock.now_ms()).block_size
+        block = self._pools.pool(model, wanted.phase).block_size
         depths = self._index.depths(prompt.local_hashes(block)).depths  # found when it was planned
         cached = int(depths[:, Tier.DEVICE].max(initial=0)) * block
         self.waiting.add(wanted, max(prompt.tokens - cached, 0))
@@ -423,15 +412,13 @@ class Scheduler:
                 wait_queue.notify_all()
 
     def on_fleet_changed(self) -> None:
-        """Wake all requests, since other workers may be eligible now."""
+        """Other workers may be eligible now: wake all requests."""
         self._prompt_workers = [
             name
             for name, member in self._fleet.members.items()
             if can_take(member.card, "aggregated") or can_take(member.card, "prefill")
         ]
         self.worker_capacity.on_fleet_changed()
-        for worker in self._heartbeat_ms.keys() - self._fleet.members.keys():
-            del self._heartbeat_ms[worker]
         self.model_availability.on_fleet_changed()
         self._wake_all()
 
@@ -486,10 +473,5 @@ class Scheduler:
     def on_fleet_record(self, fact: LogRecord) -> None:
         """A record of the registry or of kv-events was applied."""
         match fact.record:
-            case Heartbeat(worker=worker):
-                before_ms = self._heartbeat_ms.get(worker, 0)
-                self._heartbeat_ms[worker] = fact.timestamp_ms
-                if fact.timestamp_ms - before_ms > self._timeout_ms:
-                    self._wake_all()  # nothing was sent there while it was silent
             case WorkerCard(model=model) | ModelCard(name=model):
                 self.model_availability.on_card(model)

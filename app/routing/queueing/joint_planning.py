@@ -114,7 +114,7 @@ def uniform_groups(
     pool: CandidatePool | None = None
     for wanted in looking:
         model, phase = wanted.prompt.request.model, wanted.phase
-        its_own = by.state.pools.pool(model, phase, by.state.now_ms)
+        its_own = by.state.pools.pool(model, phase)
         is_plain = _is_plain(wanted, its_own, by)
         if group and (not is_plain or its_own is not pool):
             yield pool, group

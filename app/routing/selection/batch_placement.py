@@ -242,7 +242,7 @@ def place_batch_request(
     are not read back. `awaited`: ranks that interactive requests wait for.
     """
     request = prompt.request
-    pool = view.pools.pool(request.model, "aggregated", view.now_ms)
+    pool = view.pools.pool(request.model, "aggregated")
     rows = filter_eligible(
         request, "aggregated", pool, view.fleet,
         excluded=excluded, full=full_workers, loads=(view.committed, view.unconfirmed),
@@ -298,7 +298,7 @@ def ranks_with_headroom(
     model: str, view: RoutingState, runs: BatchLoads, bounds: BatchBounds
 ) -> list[WorkerRank]:
     """The ranks to which the smallest batch request could go."""
-    pool = view.pools.pool(model, "aggregated", view.now_ms)
+    pool = view.pools.pool(model, "aggregated")
     bounds = bounds_in(pool, view, bounds)
     reserved = reserved_ranks(pool, view, bounds)
     return [

@@ -17,6 +17,7 @@ from app.routing.selection.lora import can_serve, placement
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.fleet import Fleet, FleetMember
 from app.routing.state.performance import EngineProfile, profile_from_card
+from app.routing.state.silent_workers import SilentWorkers
 from app.routing.worker_rank import WorkerRank
 from indexer.epochs import CacheId
 from indexer.xxh3 import xxh3
@@ -57,8 +58,7 @@ class CandidatePool(NamedTuple):
     """The places for a phase of requests for one model, by name and rank, and their `workers`; its
     prompts' block size. `table`: the places in columns.
 
-    Right for one version of the fleet, until one of the workers has been silent for too long
-    (`until_ms`), or one of the `silent` ones sent a heartbeat again. `has_load_limits`: some cards
+    Right for one version of the fleet and of its silent workers. `has_load_limits`: some cards
     limit the load of their workers. `kinds`: the kinds of requests that the workers take.
     `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have performance
     curves; `has_prefill_role`, `has_decode_role`: some workers have that role.
@@ -68,8 +68,7 @@ class CandidatePool(NamedTuple):
     workers: list[str]
     block_size: int
     version: int
-    until_ms: int
-    silent: tuple[tuple[str, int], ...]
+    silence: int
     table: CandidateTable
     has_load_limits: bool = False
     kinds: frozenset[ModelKind] = frozenset({"tokens"})
@@ -104,22 +103,26 @@ def worker_number(worker: str) -> str:
 class CandidatePools:
     """The pools of a fleet; remembers those it made."""
 
-    def __init__(self, fleet: Fleet, timeout_ms: int, transfer_domain: str = "") -> None:
-        """`timeout_ms`: silence after which a worker gets no new work. `transfer_domain`: topology
-        domain that a prefill worker must share with a decode worker; "" for none."""
+    def __init__(self, fleet: Fleet, silent: SilentWorkers, transfer_domain: str = "") -> None:
+        """`silent`: those of the fleet that get no new work. `transfer_domain`: topology domain
+        that a prefill worker must share with a decode worker; "" for none."""
         self._fleet = fleet
-        self._timeout_ms = timeout_ms
+        self._silent = silent
         self._transfer_domain = transfer_domain
         self._pools: dict[tuple[str, Phase], CandidatePool] = {}
 
-    def pool(self, model: str, phase: Phase, now_ms: int) -> CandidatePool:
-        """The pool of a model, "" for any model, at a time of the broker."""
+    def pool(self, model: str, phase: Phase) -> CandidatePool:
+        """The present pool of a model, "" for any model."""
         known = self._pools.get((model, phase))
-        if known is not None and self._holds(known, now_ms):
+        if (
+            known is not None
+            and known.version == self._fleet.version
+            and known.silence == self._silent.version
+        ):
             return known
         if known is None and len(self._pools) >= MAX_POOLS:
             self._pools.clear()
-        pool = self._pools[model, phase] = self._make(model, phase, now_ms, known)
+        pool = self._pools[model, phase] = self._make(model, phase, known)
         return pool
 
     def _transfer_taints(self, model: str) -> set[str]:
@@ -131,17 +134,9 @@ class CandidatePools:
         )
         return {taint for taint in taints if taint is not None}
 
-    def _holds(self, pool: CandidatePool, now_ms: int) -> bool:
-        if pool.version != self._fleet.version or now_ms > pool.until_ms:
-            return False
-        beats = self._fleet.heartbeats
-        return not pool.silent or all(w in beats and beats[w].at_ms == at for w, at in pool.silent)
-
-    def _make(
-        self, model: str, phase: Phase, now_ms: int, before: CandidatePool | None
-    ) -> CandidatePool:
-        """`before`: the previous pool; mostly it is kept, its workers having sent heartbeats."""
-        fleet, timeout_ms = self._fleet, self._timeout_ms
+    def _make(self, model: str, phase: Phase, before: CandidatePool | None) -> CandidatePool:
+        """`before`: the previous pool; its rows are kept while its workers are the same."""
+        fleet, silence = self._fleet, self._silent.version
         serving = {
             worker: member
             for worker, member in sorted(fleet.members.items())
@@ -154,15 +149,12 @@ class CandidatePools:
                 for worker, member in serving.items()
                 if domain_taint(member.card.taints, self._transfer_domain) in reachable
             }
-        last_ms = {w: fleet.heartbeats[w].at_ms for w in serving if w in fleet.heartbeats}
-        routable = [w for w in serving if fleet.is_routable(w, now_ms, timeout_ms)]
-        until_ms = min((last_ms[w] for w in routable), default=now_ms) + timeout_ms
-        silent = tuple((w, at) for w, at in last_ms.items() if now_ms - at > timeout_ms)
+        routable = [w for w in serving if fleet.is_ready(w) and w not in self._silent.names]
         if before is not None and (before.version, before.workers) == (fleet.version, routable):
-            return before._replace(until_ms=until_ms, silent=silent)
+            return before._replace(silence=silence)
         for (name, _), other in self._pools.items():
             if (name, other.version, other.workers) == (model, fleet.version, routable):
-                return other._replace(until_ms=until_ms, silent=silent)  # of another phase
+                return other._replace(silence=silence)  # of another phase
         size = block_size_of(fleet, model, (serving[w] for w in routable))
         rows = [row for w in routable for row in _rows(w, serving[w], size)]
         return CandidatePool(
@@ -170,8 +162,7 @@ class CandidatePools:
             workers=routable,
             block_size=size,
             version=fleet.version,
-            until_ms=until_ms,
-            silent=silent,
+            silence=silence,
             table=CandidateTable(rows),
             has_load_limits=any(_is_bounded(row.card) for row in rows),
             kinds=frozenset(row.card.config.kind for row in rows),

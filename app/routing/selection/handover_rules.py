@@ -99,7 +99,7 @@ def first_phase(
     that a fault of the transfer does not end it. `seed`, `full_workers`: as for `select_worker`.
     """
     request = prompt.request
-    has_decode_worker = state.pools.pool(request.model, "decode", state.now_ms).rows
+    has_decode_worker = state.pools.pool(request.model, "decode").rows
     if not (_can_be_split(request) and has_decode_worker):
         return WHOLE  # without it a prompt that is computed would wait in vain
     if rules.is_enforced:
@@ -108,7 +108,7 @@ def first_phase(
         return WHOLE
     if (request.hints.prefill_worker_id, request.hints.decode_worker_id) != (None, None):
         return FirstPhase("prefill")
-    pool = state.pools.pool(request.model, "prefill", state.now_ms)
+    pool = state.pools.pool(request.model, "prefill")
     if config.policy == "predictive" and pool.has_curves and not pool.has_prefill_role:
         choice = _choose(prompt, state, config, rules, seed, full_workers)
         if choice is not None:
@@ -165,7 +165,7 @@ def _choose(
 
     def best(prompt: PromptHashes, phase: Phase, transfer_ms: float = 0.0) -> _Best | None:
         request = prompt.request
-        pool = state.pools.pool(request.model, phase, state.now_ms)
+        pool = state.pools.pool(request.model, phase)
         rows = filter_eligible(
             request, phase, pool, state.fleet,
             full=full_workers, loads=(state.committed, state.unconfirmed),
@@ -213,9 +213,7 @@ def _is_prefill_busier(request: Request, state: RoutingState) -> bool:
     that would take all of it."""
 
     def waiting_tokens(phase: Phase, steps: int) -> float:
-        features = refreshed_table(
-            state.pools.pool(request.model, phase, state.now_ms), state
-        ).features
+        features = refreshed_table(state.pools.pool(request.model, phase), state).features
         tokens = features[:, cost_kernels.PREFILL_TOKENS]
         tokens = tokens + steps * features[:, cost_kernels.CHUNK_TOKENS_COLUMN]
         return float(tokens.min(initial=math.inf))
@@ -230,7 +228,7 @@ def _has_prefill_worker(request: Request, state: RoutingState) -> bool:
         return True  # where that is none, the request ends with the reason
     if hints.backend_instance_id is not None or request.stop.max_tokens == 0:
         return False  # one worker is named for all of it; or there is nothing to decode
-    pool = state.pools.pool(request.model, "prefill", state.now_ms)
+    pool = state.pools.pool(request.model, "prefill")
     found = filter_eligible(request, "prefill", pool, state.fleet)
     may_wait = not isinstance(found, NotEligible) or found.retry == "wait"
     return bool(pool.rows) and may_wait
@@ -238,7 +236,7 @@ def _has_prefill_worker(request: Request, state: RoutingState) -> bool:
 
 def _is_short(prompt: PromptHashes, state: RoutingState, rules: HandOverRules) -> bool:
     """Whether a decode worker computes the part of a prompt that it has not cached."""
-    pool = state.pools.pool(prompt.request.model, "decode", state.now_ms)
+    pool = state.pools.pool(prompt.request.model, "decode")
     hashes = prompt.local_hashes(pool.block_size)
     cached = refreshed_table(pool, state).overlap_blocks(state.kv_index, hashes)
     uncached = prompt.tokens - int(cached[:, Tier.DEVICE].max(initial=0)) * pool.block_size

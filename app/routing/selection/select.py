@@ -112,7 +112,7 @@ def select_worker(
             )
     if fault := invalid_weight(request):
         return Rejection("invalid", f"{fault} must be a number up to {MAX_WEIGHT:g}")
-    pool = view.pools.pool(request.model, part, view.now_ms)
+    pool = view.pools.pool(request.model, part)
     rows = filter_eligible(
         request, part, pool, view.fleet, excluded=excluded, full=full_workers,
         loads=(view.committed, view.unconfirmed), pin_phase=phase,

@@ -2,9 +2,9 @@
 live.
 
 Sources are the registry's one partition (cards, tombstones) and the partitions of kv-events
-(heartbeats, Lost). There is no clock in here: how long a worker has been silent is a question with
-a time in it. Death is a record: an epoch is dead when a Lost names it or a later one, when the
-worker has a newer card, or when its card is gone; never because of a time-out alone.
+(heartbeats, Lost). There is no clock in here: silence is measured by each reader
+(`silent_workers.py`). Death is a record: an epoch is dead when a Lost names it or a later one, when
+the worker has a newer card, or when its card is gone; never because of a time-out alone.
 
 An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
 together, and an epoch at or beyond the registry position read so far is simply not known yet.
@@ -99,8 +99,8 @@ class Fleet:
         member = self.members.get(worker)
         return member is None or member.epoch != epoch
 
-    def is_routable(self, worker: str, now_ms: int, timeout_ms: int) -> bool:
-        """Whether new work may go there: card complete, not lost, ready, heard of lately."""
+    def is_ready(self, worker: str) -> bool:
+        """Whether new work may go there, unless it is silent: card complete, not lost, ready."""
         member = self.members.get(worker)
         beat = self.heartbeats.get(worker)
         return (
@@ -109,7 +109,6 @@ class Fleet:
             and member.card.epoch is not None
             and beat.epoch == member.epoch
             and beat.state == "ready"
-            and now_ms - beat.at_ms <= timeout_ms
             and not self.is_lost(worker, member.epoch)
         )
 
@@ -118,14 +117,6 @@ class Fleet:
         for worker, member in self.members.items():
             if not self.is_lost(worker, member.epoch):
                 yield worker, member
-
-    def last_seen_ms(self, worker: str) -> int:
-        """Append time of the last record of the worker's present epoch; 0 for none."""
-        member = self.members.get(worker)
-        if member is None:
-            return 0
-        beat = self.heartbeats.get(worker)
-        return beat.at_ms if beat is not None and beat.epoch == member.epoch else member.since_ms
 
     # --- the view --------------------------------------------------------------------------------
 
