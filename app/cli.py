@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from app.bench.commands import bench_commands
 from app.commands import (
     audit_commands,
     capture_commands,
@@ -22,13 +23,12 @@ from app.commands import (
     key_commands,
     local_commands,
     request_commands,
-    simulate_command,
     size_command,
     topic_commands,
 )
-from app.commands.bench import bench_commands
 from app.commands.console import escape_lines
 from app.commands.gateway_client import batch_commands
+from app.commands.simulation import simulate_command
 
 
 class _Commands(TyperGroup):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from app.bench.process_pool import process_pool
-from app.bench.report import Report, none_of
+from app.commands.simulation.report import Report, none_of
 
 
 class SeedResult(NamedTuple):

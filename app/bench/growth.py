@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.report import Report, Threshold, at_most, figure
 from app.bench.routing.baseline_kafka import BareProducer
 from app.bench.routing.decision_latency import SECRET, decision_times, loaded_fleet, queued_times
 from app.bench.routing.router_load import MODEL, RegisteredWorkers, SharedPrefixPrompts
 from app.bench.streaming.token_latency import STREAMS, TOKENS_PER_S, token_round
+from app.commands.simulation.report import Report, Threshold, at_most, figure
 from app.local.processes import ManagedProcess, process_command
 from app.settings import Settings
 from indexer.block_keys import prompt_keys

@@ -1,21 +1,19 @@
-"""Plots of benchmark results.
-
-matplotlib is needed only here, and imported when a plot is drawn.
-"""
+"""Plots of benchmark results; matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.commands.simulation.policy_plot import axes
+
 if TYPE_CHECKING:
     from app.bench.chaos.overload import OverloadResult
-    from app.bench.report import Threshold
+    from app.commands.simulation.report import Threshold
 
-WIDTH_IN, ROW_IN, THRESHOLD_IN = 9.0, 0.5, 0.14
+ROW_IN, THRESHOLD_IN = 0.5, 0.14
 """Inches."""
 TICKS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 
@@ -30,8 +28,7 @@ def plot_chaos(rounds: Sequence[Mapping[str, Any]], file: Path) -> None:
         for kind, gaps_ms in line.get("gaps_ms", {}).items():
             found.setdefault(kind, []).extend(gap / 1000 for gap in gaps_ms)
     kinds = sorted(found)
-    figure, axes = _axes(1, 1 + ROW_IN * max(1, len(kinds)))
-    (ax,) = axes
+    figure, (ax,) = axes(1, 1 + ROW_IN * max(1, len(kinds)))
     for place, kind in enumerate(kinds):
         gaps = found[kind]
         spread = [place + 0.3 * ((n * 0.618) % 1 - 0.5) for n in range(len(gaps))]
@@ -49,7 +46,7 @@ def plot_chaos(rounds: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def plot_overload(result: OverloadResult, file: Path) -> None:
     """Memory of every process and outcomes of requests over time."""
-    figure, (memory, latency_axis) = _axes(2, 8.0)
+    figure, (memory, latency_axis) = axes(2, 8.0)
     began = min(sample.at for sample in result.samples)
     parts: dict[str, tuple[list[float], list[float]]] = {}
     for sample in result.samples:
@@ -75,7 +72,7 @@ def plot_overload(result: OverloadResult, file: Path) -> None:
 def plot_thresholds(thresholds: Sequence[Threshold], file: Path) -> None:
     """Ratios: a dot for the figure, a line for its threshold; red: failed."""
     ratios = [each for each in thresholds if each.unit == "x" and math.isfinite(each.value)]
-    figure, (ax,) = _axes(1, 1 + THRESHOLD_IN * max(1, len(ratios)))
+    figure, (ax,) = axes(1, 1 + THRESHOLD_IN * max(1, len(ratios)))
     for place, each in enumerate(ratios):
         ax.plot(
             each.value, place, "o", color="tab:green" if each.passed else "tab:red", markersize=4
@@ -91,50 +88,3 @@ def plot_thresholds(thresholds: Sequence[Threshold], file: Path) -> None:
     )
     ax.grid(axis="x", alpha=0.3)
     figure.savefig(file, dpi=120)
-
-
-def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed.
-
-    An `.html` file is a self-contained page with the plot.
-    """
-    names = list(dict.fromkeys(row["policy"] for row in rows))
-    figure, axes = _axes(len(POLICY_FIGURES), len(POLICY_FIGURES) * (0.7 + 0.25 * len(names)))
-    for ax, (title, value) in zip(axes, POLICY_FIGURES.items(), strict=True):
-        for place, name in enumerate(names):
-            found = [value(row) for row in rows if row["policy"] == name]
-            ax.barh(place, sum(found) / len(found), height=0.7, color="tab:blue", alpha=0.6)
-            ax.plot(found, [place] * len(found), ".", color="black", markersize=4)
-        ax.set_yticks(range(len(names)), names)
-        ax.invert_yaxis()
-        ax.set_title(title, loc="left", fontsize="medium")
-        ax.grid(axis="x", alpha=0.3)
-    first = rows[0]
-    figure.suptitle(
-        f"{first['requests']} requests, {first['workers']} workers, {first['speed']:g}x speed"
-    )
-    if file.suffix != ".html":
-        figure.savefig(file, dpi=120)
-        return
-    picture = StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    head = "<!doctype html><meta charset=utf-8><title>kvlane simulate</title>"
-    file.write_text(head + svg[svg.index("<svg") :], "utf-8")
-
-
-POLICY_FIGURES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "time to the first token, mean, ms": lambda row: row["ttft_ms"]["mean"],
-    "time to the first token, p99, ms": lambda row: row["ttft_ms"]["p99"],
-    "from token to token, mean, ms": lambda row: row["itl_ms"]["mean"],
-    "time to the last token, mean, ms": lambda row: row["e2e_ms"]["mean"],
-    "prompt tokens found in a cache, %": lambda row: 100 * row["reuse"],
-}
-
-
-def _axes(rows: int, height_in: float) -> tuple[Any, Sequence[Any]]:
-    """A matplotlib figure with diagrams below each other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    return figure, list(figure.subplots(rows, 1, squeeze=False)[:, 0])

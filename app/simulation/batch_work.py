@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -45,6 +45,7 @@ BATCH_CHUNK = 1 << 40
 
 BatchMode = Literal["classes", "no preemption", "no classes"]
 """`no classes`: batch requests are routed as all others, so many at a time for each worker."""
+MODES: tuple[BatchMode, ...] = get_args(BatchMode)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ A row is the form of a run in tables and files, with units in the field names.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -133,6 +134,23 @@ def run_metrics(
     replay = _simulator(trace, run, progress)
     requests = replay.run()[run.warmup_requests :]
     return metrics_of(requests, () if run.warmup_requests else replay.workers)
+
+
+class TimedRun(NamedTuple):
+    """A run, its figures and its duration."""
+
+    run: SimulationRun
+    figures: RunMetrics
+    wall_s: float
+
+
+def run_timed(
+    trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
+) -> TimedRun:
+    """Run and time it. `progress` gets numbers of arrived requests."""
+    began = time.perf_counter()
+    found = run_metrics(trace, run, progress)
+    return TimedRun(run, found, time.perf_counter() - began)
 
 
 def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.bench.report import Report, Threshold
 from app.cli import app
+from app.commands.simulation.report import Report, Threshold
 from app.preprocess.text.byte_level import encode_bytes as tokens_of
 from streams.clock import SystemClock
 from streams.codecs import encode

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.bench.chaos.chaos_run import ChaosScale, bench_chaos, read_rounds
-from app.bench.report import Report
+from app.commands.simulation.report import Report
 from app.settings import Settings
 from streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from app.bench import fleet_size
-from app.bench.fleet_size import FleetLoad, SizeError, router_cores, routers_needed, size_of
 from app.cli import app
+from app.commands import fleet_size
+from app.commands.fleet_size import FleetLoad, SizeError, router_cores, routers_needed, size_of
 from streams.topics import PER_LANE, TOPICS
 from tests.unit.test_ledger_size import bytes_of
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from app.bench.bench_environment import BenchFailed
-from app.bench.report import Report, Threshold
 from app.bench.routing import policy_scenarios, policy_simulation, result_cache
 from app.bench.routing.policy_scenarios import (
     ARRIVAL_JITTER_S,
@@ -30,6 +29,7 @@ from app.bench.routing.policy_scenarios import (
 )
 from app.bench.routing.policy_simulation import TraceSet
 from app.bench.routing.result_cache import ResultCache
+from app.commands.simulation.report import Report, Threshold
 from app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
 from app.simulation.trace_requests import ArrivalRate
 from app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace

@@ -36,7 +36,7 @@ from app.bench.chaos.fault_injection import RESTARTS, FaultInjector, InjectedFau
 from app.bench.chaos.impact import ROUND_S
 from app.bench.chaos.load_generator import LoadGenerator
 from app.bench.process_group import PROCESS_KINDS, ProcessGroup
-from app.bench.report import Report, Threshold, at_least, at_most, none_of
+from app.commands.simulation.report import Report, Threshold, at_least, at_most, none_of
 from app.demo.expected_answers import AnswerOracle
 from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
 from app.engine.simulated.step import add_sequence, run_step

@@ -37,7 +37,7 @@ from app.bench.chaos.load_generator import Conversation, LoadGenerator
 from app.bench.chaos.log_observer import LogObserver
 from app.bench.process_group import PROCESS_KINDS as PARTS
 from app.bench.process_group import ProcessGroup, ProcessSpec
-from app.bench.report import Report
+from app.commands.simulation.report import Report
 from app.demo.expected_answers import AnswerOracle
 from app.local.processes import free_port
 from app.settings import Settings

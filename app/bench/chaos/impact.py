@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from app.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFault
 from app.bench.chaos.load_generator import Conversation
 from app.bench.chaos.log_observer import ObservedRequest, WorkerLoss
-from app.bench.report import Report, Threshold, at_most, figure, none_of
+from app.commands.simulation.report import Report, Threshold, at_most, figure, none_of
 from app.percentiles import percentile
 
 ROUND_S = 10.0

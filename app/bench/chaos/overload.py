@@ -22,8 +22,8 @@ import msgspec
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from app.bench.chaos.chaos_run import deployment_processes
 from app.bench.process_group import ProcessGroup
-from app.bench.report import Report, Threshold, at_most, none_of
 from app.bench.streaming.raw_http import http_request, wait_listening
+from app.commands.simulation.report import Report, Threshold, at_most, none_of
 from app.demo.expected_answers import AnswerOracle, DemoAnswer
 from app.local.processes import free_port
 from app.percentiles import percentile

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from app.bench.bench_environment import PrintLine, bench_environment
 from app.bench.chaos.chaos_run import ChaosDeployment, ChaosScale, chaos_deployment
 from app.bench.process_group import ProcessGroup
-from app.bench.report import Report, Threshold, at_most, none_of
+from app.commands.simulation.report import Report, Threshold, at_most, none_of
 from app.percentiles import percentile
 from app.settings import Settings
 

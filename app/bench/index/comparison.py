@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.bench.index.index_workload import IndexSetup
-from app.bench.report import Threshold, at_least
+from app.commands.simulation.report import Threshold, at_least
 
 OUR_INDEX = "ours"
 LESS_IS_BETTER = frozenset({"us", "B"})

@@ -51,7 +51,7 @@ from app.bench.index.python_overhead import (
     reader_pauses,
     record_rates,
 )
-from app.bench.report import Report, Threshold, at_least, at_most, machine_info
+from app.commands.simulation.report import Report, Threshold, at_least, at_most, machine_info
 from app.traces.mooncake_trace import BUNDLED_TRACE
 from indexer.block_hashes import local_hashes
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report, at_most, none_of
 from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
 from app.bench.streaming.raw_http import metrics_page
+from app.commands.simulation.report import Report, at_most, none_of
 from app.local.processes import ManagedProcess, free_port, process_command
 from app.settings import Settings
 from indexer.events import CLEARED, CacheEvent, EventKind, encode_events

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from app.bench.bench_environment import PrintLine
-from app.bench.report import Report, Threshold
 from app.bench.routing import cost_reference
+from app.commands.simulation.report import Report, Threshold
 from app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
 from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection.decision import (

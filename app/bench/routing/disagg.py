@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine
-from app.bench.report import Report, Threshold, at_most
 from app.bench.routing.policy_scenarios import (
     OWN_POLICY,
     PUBLISHED_TOLERANCE,
     REQUESTS,
     max_deviation,
 )
-from app.bench.routing.policy_simulation import TraceSet, published_trace, run_timed
+from app.bench.routing.policy_simulation import TraceSet, published_trace
+from app.commands.simulation.report import Report, Threshold, at_most
 from app.routing.selection.decision import TransferSpeed
 from app.routing.selection.handover_rules import DEFAULT_RULES
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import RunMetrics
-from app.simulation.simulation_runs import SimulationRun, result_row
+from app.simulation.simulation_runs import SimulationRun, result_row, run_timed
 from app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
 from app.simulation.trace_requests import ArrivalRate
 from indexer.precompile import compile_all

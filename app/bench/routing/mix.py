@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine
-from app.bench.report import Report, Threshold, at_least, at_most
-from app.simulation.batch_work import BatchMode
+from app.commands.simulation.report import Report, Threshold, at_least, at_most
+from app.simulation.batch_work import MODES
 from app.simulation.mixed_runs import Mix, MixedMetrics, MixedRun, mixed_row, recomputed_share
 from app.simulation.synthetic_traces import TraceSize, generate_trace
 from app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
 from indexer.precompile import compile_all
 
-MODES: tuple[BatchMode, ...] = ("classes", "no preemption", "no classes")
 MAX_TTFT, MAX_ITL, MIN_IDLE_SHARE, MAX_RECOMPUTED = 1.05, 1.10, 0.85, 0.05
 
 

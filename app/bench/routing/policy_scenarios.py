@@ -19,7 +19,7 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from app.bench.report import Threshold, at_least, at_most
+from app.commands.simulation.report import Threshold, at_least, at_most
 from app.perf_curves import PerfCurves
 from app.simulation import synthetic_traces
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions

@@ -14,16 +14,13 @@ parallel, each in a process; the speed of the simulation is measured when no oth
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine
 from app.bench.process_pool import process_pool
-from app.bench.report import Report, Threshold, at_least
 from app.bench.routing.policy_scenarios import (
     CONVERSATION,
     REQUESTS,
@@ -36,8 +33,8 @@ from app.bench.routing.policy_scenarios import (
     scenario_runs,
 )
 from app.bench.routing.result_cache import ResultCache
-from app.simulation.run_metrics import RunMetrics
-from app.simulation.simulation_runs import PreparedTrace, SimulationRun, result_row, run_metrics
+from app.commands.simulation.report import Report, Threshold, at_least
+from app.simulation.simulation_runs import PreparedTrace, SimulationRun, result_row, run_timed
 from app.simulation.synthetic_traces import NAME_PREFIX, TraceSize, generate_trace
 from app.simulation.trace_requests import ArrivalRate
 from app.traces.mooncake_trace import InvalidTrace, TraceRow, read_trace
@@ -152,23 +149,6 @@ def _done_apart(play: ScenarioRun, file: Path | None) -> ScenarioResult:
 def _traces_apart(file: Path | None) -> TraceSet:
     compile_all()
     return TraceSet(file)
-
-
-class TimedRun(NamedTuple):
-    """A run, its figures and its duration."""
-
-    run: SimulationRun
-    figures: RunMetrics
-    wall_s: float
-
-
-def run_timed(
-    trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
-) -> TimedRun:
-    """Run and time it. `progress` gets numbers of arrived requests."""
-    began = time.perf_counter()
-    found = run_metrics(trace, run, progress)
-    return TimedRun(run, found, time.perf_counter() - began)
 
 
 def _row(done: ScenarioResult) -> dict[str, object]:

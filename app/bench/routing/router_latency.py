@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from app.bench.cpu_limit import limit_cpu
 from app.bench.cpu_profile import ProfiledProcess
-from app.bench.report import Report, Threshold, at_least, at_most, figure, none_of
 from app.bench.routing.baseline_kafka import BareProducer
 from app.bench.routing.router_load import (
     IN_FLIGHT,
@@ -43,6 +42,7 @@ from app.bench.routing.router_load import (
     SharedPrefixPrompts,
 )
 from app.bench.statistics import spread
+from app.commands.simulation.report import Report, Threshold, at_least, at_most, figure, none_of
 from app.local.processes import ManagedProcess, process_command
 from app.settings import Settings
 from streams.kafka.kafka_log import KafkaLog

@@ -25,7 +25,6 @@ import aiohttp
 from app.audit.collisions import ConcurrentDecisions, find_concurrent
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
 from app.bench.process_group import ProcessGroup, ProcessSpec
-from app.bench.report import Report, figure, none_of
 from app.bench.routing.bursty_workload import (
     BURST_ARRIVALS,
     SINGLE_ARRIVALS,
@@ -40,6 +39,7 @@ from app.bench.routing.router_views import (
     disagreements,
     parse_view,
 )
+from app.commands.simulation.report import Report, figure, none_of
 from app.local.processes import free_port
 from app.percentiles import percentile
 from app.routing.state.kv_index import KvIndexView

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine
-from app.bench.report import Report, Threshold, at_most
 from app.bench.routing.policy_scenarios import ARRIVAL_JITTER_S, OWN_POLICY
 from app.bench.routing.policy_simulation import TRACE_MISSING
+from app.commands.simulation.report import Report, Threshold, at_most
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
 from app.simulation.simulated_request import SimulatedRequest

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from app.bench.bench_environment import PrintLine, bench_environment
-from app.bench.report import Report, at_most, none_of
+from app.commands.simulation.report import Report, at_most, none_of
 from app.percentiles import percentile
 from app.settings import Settings
 from streams.clock import Clock

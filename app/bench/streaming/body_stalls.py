@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from app.bench.report import Report, at_most
 from app.bench.streaming.body_shapes import SHAPE_NAMES, BodyShape, body_shape
+from app.commands.simulation.report import Report, at_most
 from app.gateway import Gateway
 from app.preprocess.models.artifacts import ArtifactStore
 from app.preprocess.models.model import publish_folder

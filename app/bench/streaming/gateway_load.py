@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report, at_least, at_most
 from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
 from app.bench.streaming.raw_http import (
     HttpConnection,
@@ -24,6 +23,7 @@ from app.bench.streaming.raw_http import (
     read_stream,
     wait_listening,
 )
+from app.commands.simulation.report import Report, at_least, at_most
 from app.local.processes import ManagedProcess, free_port
 from app.percentiles import percentile
 from app.preprocess.models.artifacts import ArtifactStore

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from app.access import key_file
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report, at_most
 from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream
+from app.commands.simulation.report import Report, at_most
 from app.percentiles import percentile
 from app.settings import Settings
 

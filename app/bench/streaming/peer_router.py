@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report
 from app.bench.statistics import spread
 from app.bench.streaming.mock_server import MODEL
 from app.bench.streaming.peer_process import PEER_PYTHON
 from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
+from app.commands.simulation.report import Report
 from app.local.processes import ManagedProcess, free_port, process_command
 from app.percentiles import percentile
 from app.settings import Settings

@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report, Threshold, at_most
 from app.bench.statistics import spread
 from app.bench.streaming.raw_http import http_request, read_stream, wait_listening
+from app.commands.simulation.report import Report, Threshold, at_most
 from app.local.processes import ManagedProcess, free_port
 from app.percentiles import percentile
 from app.settings import Settings

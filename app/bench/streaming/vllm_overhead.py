@@ -26,8 +26,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from app.bench.bench_environment import BenchFailed, PrintLine, bench_environment
-from app.bench.report import Report, Threshold
 from app.bench.statistics import spread
+from app.commands.simulation.report import Report, Threshold
 from app.demo import tiny_model
 from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, KvEventListener
 from app.engine.vllm.async_llm import VllmEngine

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.bench.benchmark_command import Benchmark, Full, Json, benchmark, measure
+from app.bench.commands.benchmark_command import Benchmark, Full, Json, benchmark, measure
 from app.settings import Settings
 
 app = typer.Typer()

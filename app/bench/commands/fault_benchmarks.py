@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.commands import console as screen
-from app.commands.bench.benchmark_command import (
+from app.bench.commands.benchmark_command import (
     Benchmark,
     Callback,
     Full,
@@ -19,10 +18,11 @@ from app.commands.bench.benchmark_command import (
     measure,
     require_passed,
 )
+from app.commands import console as screen
 from app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.bench.report import Report
+    from app.commands.simulation.report import Report
 
 app = typer.Typer()
 

@@ -129,8 +129,7 @@ def simulate(
 
     - `kvlane simulate --from-ledger -1h`: the last hour under other policies
     """
-    from app.bench.report import Report
-    from app.bench.routing.policy_simulation import run_timed
+    from app.commands.simulation.report import Report
     from app.perf_curves import PerfCurves, curves_from
     from app.simulation.network_conditions import NetworkConditions
     from app.simulation.simulation_runs import (
@@ -139,6 +138,7 @@ def simulate(
         UnknownPolicy,
         parse_policy,
         result_row,
+        run_timed,
     )
     from app.simulation.trace_requests import ArrivalRate
     from indexer.precompile import compile_all
@@ -158,7 +158,7 @@ def simulate(
         staggers_routers=not no_stagger,
     )
     if from_ledger:
-        from app.commands.counterfactual_table import show_counterfactuals
+        from app.commands.simulation.counterfactual_table import show_counterfactuals
 
         _refuse_others(context)
         show_counterfactuals(from_ledger, policies, seeds, conditions, json)
@@ -191,7 +191,7 @@ def simulate(
     if json is not None:
         Report("simulate", rows, []).write(json)
     if plot is not None:
-        from app.bench.plots import plot_policies
+        from app.commands.simulation.policy_plot import plot_policies
 
         plot_policies(rows, plot)
 
@@ -234,8 +234,8 @@ def _show_mix(
     rows: list[TraceRow], batch: str, workers: int, speed: float, blocks: int, json: Path | None
 ) -> None:
     """Print the comparison of modes of batch work."""
-    from app.bench.report import Report
-    from app.bench.routing.mix import MODES
+    from app.commands.simulation.report import Report
+    from app.simulation.batch_work import MODES
     from app.simulation.mixed_runs import Mix, MixedRun, mixed_row
     from indexer.precompile import compile_all
 

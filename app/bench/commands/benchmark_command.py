@@ -14,7 +14,7 @@ from app.commands import console as screen
 from app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.bench.report import Report
+    from app.commands.simulation.report import Report
 
 Callback = Callable[[Any], None]
 RunBenchmark = Callable[[Callback, Callback], Coroutine[Any, Any, "Report"]]

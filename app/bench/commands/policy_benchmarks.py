@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands import console as screen
-from app.commands.bench.benchmark_command import (
+from app.bench.commands.benchmark_command import (
     Benchmark,
     Full,
     Json,
@@ -19,6 +18,7 @@ from app.commands.bench.benchmark_command import (
     require_passed,
     trace_benchmark,
 )
+from app.commands import console as screen
 from app.settings import Settings
 
 app = typer.Typer()
