@@ -65,6 +65,7 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "choices": 0.1,
     "backlog": 0.08,
     "batch jobs": 0.0,
+    "cut links": 0.06,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
 CLOCK_SKEWS_MS = (1_500, 2_500)
