@@ -112,6 +112,7 @@ class SimulationFaults:
         world.network.clear()
         world.broker.available = True
         world.faults_stopped.set()
+        world.faults_stopped_ms = world.broker.now_ms()
         world.broker.on_append = None
         world.on_response_event = None
         world.network.on_answer = None

@@ -9,6 +9,7 @@ network is fast and loses nothing.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,6 +44,9 @@ DEPARTED_SHARE = 0.5
 """Share of the pending appends that still reach the broker when their process is killed."""
 
 
+_REPEATED = (AppendFate.TWICE, AppendFate.LATE, AppendFate.OVERTAKEN)
+
+
 class NetworkFaults(BrokerFaults):
     """Network faults drawn from a seed."""
 
@@ -55,6 +59,10 @@ class NetworkFaults(BrokerFaults):
         self.cut_links: set[tuple[str, int]] = set()
         """Clients, each with a broker that it does not reach: nothing is appended there. Its reads
         go on, as from a follower."""
+        self.dead_topics: frozenset[str] = frozenset()
+        """Topics whose brokers are gone for ever: nothing is appended there."""
+        self.repeated: Counter[str] = Counter()
+        """By topic, the appends that a client may have repeated without a fault of its own."""
         self.leader_of: Callable[[str, int], int] = lambda *_: 0
         """The number of the broker that leads a partition of a topic."""
 
@@ -86,7 +94,9 @@ class NetworkFaults(BrokerFaults):
         return draw * climate.usual_latency_s
 
     def fate(self, client: str, topic: str, partition: int) -> AppendFate:
-        if self.cut_links and (client, self.leader_of(topic, partition)) in self.cut_links:
+        if topic in self.dead_topics or (
+            self.cut_links and (client, self.leader_of(topic, partition)) in self.cut_links
+        ):
             return AppendFate.LOST
         draw, climate = self._random(), self.profile
         for fate, likely in (
@@ -97,6 +107,7 @@ class NetworkFaults(BrokerFaults):
             (AppendFate.OVERTAKEN, climate.reordered),
         ):
             if (draw := draw - likely) < 0:
+                self.repeated[topic] += fate in _REPEATED
                 return fate
         return AppendFate.KEPT
 

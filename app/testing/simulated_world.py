@@ -24,7 +24,13 @@ from app.testing.network_faults import NetworkFaults
 from app.testing.simulated_process import SimulatedProcess
 from app.testing.simulation_engines import new_transfers
 from app.testing.virtual_time import VirtualClock, VirtualLoop, process_context
-from app.testing.world_parameters import MODELS, ProcessKind, WorldParameters
+from app.testing.world_parameters import (
+    DEAD_REPLIES,
+    MODELS,
+    REPLY_TOPICS,
+    ProcessKind,
+    WorldParameters,
+)
 from streams.codecs import encode
 from streams.memory.memory_broker import MemoryBroker
 from streams.memory.partition_log import MemoryRecord
@@ -37,6 +43,7 @@ MEAN_RESTART_S = 3.0
 BROKER_COUNT = 3
 COORDINATOR = 0
 """The broker that coordinates all groups."""
+HOUR_MS = 3_600_000
 MAX_BROKER_CLOCK_DRIFT = 0.0002
 """Largest drift of a broker's clock."""
 
@@ -71,6 +78,8 @@ class SimulatedWorld:
         self.rng = random.Random(f"{seed} world")
         self.faults_stopped = asyncio.Event()
         """Set when faults have stopped."""
+        self.faults_stopped_ms = 0
+        """The same in broker time."""
         self.network = NetworkFaults(random.Random(f"{seed} weather"), shape.network)
         self.history = EventHistory(loop)
         ahead_ms = self.rng.randint(-5000, 5000)
@@ -92,6 +101,10 @@ class SimulatedWorld:
             )
             for _ in range(BROKER_COUNT)
         ]
+        if "replies" in shape.scenarios:
+            for topic, partitions in REPLY_TOPICS.items():
+                self.broker.create_topic(topic, partitions, retention_ms=HOUR_MS)
+            self.network.dead_topics = frozenset({DEAD_REPLIES})
         self._leaders: dict[Partition, int] = {}
         for topic, count in self.broker.partitions.items():
             for partition in range(count):

@@ -47,6 +47,7 @@ Scenario = Literal[
     "compaction",
     "cut links",
     "clock skew",
+    "replies",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -58,6 +59,7 @@ Scenario = Literal[
     batch jobs    files are uploaded, and jobs run over them
     compaction    compacted topics keep the last record of each key when a process starts
     cut links     a process reaches all brokers but one, which may be the coordinator of its groups
+    replies       prompts name topics for replies, of which one takes none and one does not exist
     clock skew    the clocks of brokers differ by seconds; those of processes always do by more
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
@@ -66,6 +68,7 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "backlog": 0.08,
     "batch jobs": 0.0,
     "cut links": 0.06,
+    "replies": 0.06,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
 CLOCK_SKEWS_MS = (1_500, 2_500)
@@ -76,6 +79,9 @@ PENDING_PIECES = 2
 SHORT_WINDOW_S = 15.0
 """Time for which the ids of ended requests are kept, and longest time limit of interactive ones,
 in a world with a backlog."""
+OPEN_REPLIES, DEAD_REPLIES, UNKNOWN_REPLIES = "replies.open", "replies.dead", "replies.unknown"
+REPLY_TOPICS = {OPEN_REPLIES: 2, DEAD_REPLIES: 1}
+"""Topics for replies that exist, and their partitions; no append reaches `DEAD_REPLIES`."""
 BATCH_SHARE = 0.2
 ROLE_SHARE = 0.2
 BOOTSTRAP_SHARE = 0.5
@@ -146,6 +152,8 @@ class WorldParameters(NamedTuple):
         if "backlog" in self.scenarios:
             limits = ("dedup_window_s", "max_lifetime_s", "deadline_s")
             changes |= {**dict.fromkeys(limits, SHORT_WINDOW_S), "max_queued_batch_requests": 2}
+        if "replies" in self.scenarios:
+            changes["reply_topic_prefixes"] = "replies."
         return settings.model_copy(update=changes) if changes else settings
 
     @property
@@ -217,12 +225,12 @@ class WorldParameters(NamedTuple):
         scenarios = frozenset(wanted)
         shape = self.with_take_overs() if "take-overs" in scenarios else self
         has_http = scenarios & {"long answers", "choices", "batch jobs"}
-        has_jobs = "batch jobs" in scenarios
+        has_results = scenarios & {"batch jobs", "replies"}
         shape = shape._replace(
             scenarios=scenarios,
             gateways=max(shape.gateways, 1 if has_http else 0),
-            preprocessors=max(shape.preprocessors, int(has_jobs)),
-            collectors=max(shape.collectors, int(has_jobs)),
+            preprocessors=max(shape.preprocessors, int(bool(has_results))),
+            collectors=max(shape.collectors, int(bool(has_results))),
         )
         if "clock skew" in scenarios:
             shape = shape._replace(skew_ms=rng.choice(CLOCK_SKEWS_MS))

@@ -369,6 +369,27 @@ MUTATIONS: dict[str, Mutation] = {
             router.ended_prompts_are_forgotten,
             scenarios=("backlog",),
         ),
+        Mutation(
+            "replies-awaited",
+            "held",
+            "results that wait for no topic of a client",
+            reading.results_wait_for_replies,
+            scenarios=("replies",),
+        ),
+        Mutation(
+            "reply-early",
+            "reply",
+            "a request with a reply is done when that is sent",
+            reading.requests_are_done_before_their_replies,
+            scenarios=("replies",),
+        ),
+        Mutation(
+            "reply-again",
+            "reply",
+            "looking for a reply that may be there",
+            reading.replies_are_not_looked_for,
+            scenarios=("replies",),
+        ),
         Mutation("any-model", "misrouted", "workers of the model only", edge.any_model),
         Mutation("any-lane", "poison", "dead letters for records of other lanes", edge.any_lane),
         Mutation(

@@ -4,6 +4,7 @@
     routers      hold the same Load at the same positions; no open request, no load left
     jobs         one line of output for each line of input (`job_checks.py`)
     results      one for each request that asks for one, equal to its stream (`result_checks.py`)
+    replies      are copies of results, and hold no others (`reply_checks.py`)
     groups       have committed everything
     credit       of a report is used once (`credit_recount.py`), and shared without overlap
     hand-overs   are used once, in time; no block is held past its lease; no client's cancel
@@ -26,6 +27,7 @@ from app.router import Router
 from app.routing.state.ledger import LedgerState
 from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
 from app.testing.checks.job_checks import job_violations
+from app.testing.checks.reply_checks import reply_violations
 from app.testing.checks.result_checks import result_violations
 from app.testing.checks.stream_checks import decode_or_none, stream_violations, waiting_answers
 from app.testing.clients.all_clients import Clients
@@ -79,6 +81,7 @@ def violations(world: SimulatedWorld, clients: Clients) -> list[str]:
         *_uncommitted(world),
         *stream_violations(world, clients),
         *result_violations(world, clients),
+        *reply_violations(world, clients),
         *job_violations(world, clients),
         *_unfinished(world),
         *_handovers(world),

@@ -18,7 +18,7 @@ from app.engine.echo import echo_answer
 from app.preprocess.text.byte_level import ASSISTANT, encode_bytes
 from app.testing.simulated_world import SimulatedWorld
 from app.testing.virtual_time import VirtualClock, process_context
-from app.testing.world_parameters import MODELS
+from app.testing.world_parameters import DEAD_REPLIES, MODELS, OPEN_REPLIES, UNKNOWN_REPLIES
 from streams.codecs import encode as entry_of
 from streams.codecs import pack_tokens
 from streams.memory.memory_log import MemoryLog
@@ -46,7 +46,7 @@ UNSERVED_MODEL = "nobody's"
 class ExpectedRequest(NamedTuple):
     """One request and its whole expected answer. `is_refused`: it is to be rejected. `via_prompts`:
     it is published to a topic of prompts, not to `requests`. `may_expire`: once begun, it has less
-    time than a peak may take from it."""
+    time than a peak may take from it. `reply_topic`: the topic that a copy of its result is for."""
 
     request: Request
     expected_tokens: list[int]
@@ -55,6 +55,7 @@ class ExpectedRequest(NamedTuple):
     via_prompts: bool = False
     wants_result: bool = False
     may_expire: bool = False
+    reply_topic: str = ""
 
     @property
     def may_time_out(self) -> bool:
@@ -84,6 +85,7 @@ class KafkaClients:
         self._rng = rng = random.Random(f"{world.seed} asking")
         self.requests: dict[str, ExpectedRequest] = {}
         self._publications: list[Publication] = []
+        self._reply_rng = random.Random(f"{world.seed} replies")
         within_s = BURST_S if world.parameters.is_burst else world.parameters.faults_s
         for number in range(world.parameters.requests):
             self._draw(f"r{number}", rng.random() * within_s)
@@ -125,9 +127,11 @@ class KafkaClients:
         nonsense = not prompted and rng.random() < 0.04
         if nonsense:
             request, refused = _nonsense(rng, request), True
+        reply_topic = self._draw_reply_topic() if prompted else ""
         question = ExpectedRequest(
-            request, echo_answer(prompt, max_tokens), cancelled, refused, prompted
-        )
+            request, echo_answer(prompt, max_tokens), cancelled, refused, prompted,
+            wants_result=bool(reply_topic), reply_topic=reply_topic,
+        )  # fmt: skip
         self.requests[request_id] = question
         if prompted:
             topic, entry = PROMPTS, _prompt(question, text, prompt)
@@ -161,10 +165,13 @@ class KafkaClients:
             deadline_s=NO_DEADLINE_S,
             stop=StopConditions(max_tokens=max_tokens),
         )
+        is_refused = rng.random() < 0.06
+        wants_result = bool(shape.collectors) and rng.random() < 0.8
+        reply_topic = self._draw_reply_topic()
         question = ExpectedRequest(
-            request, echo_answer(prompt, max_tokens), cancelled, rng.random() < 0.06,
-            via_prompts=True, wants_result=bool(shape.collectors) and rng.random() < 0.8,
-            may_expire=shape.peak_s is not None,
+            request, echo_answer(prompt, max_tokens), cancelled, is_refused, via_prompts=True,
+            wants_result=wants_result or bool(reply_topic),
+            may_expire=shape.peak_s is not None, reply_topic=reply_topic,
         )  # fmt: skip
         self.requests[request_id] = question
         entry = _prompt(question, text, prompt, "batch")
@@ -175,6 +182,14 @@ class KafkaClients:
         if cancelled:
             cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
             self._publish_at(at + rng.expovariate(0.3), request_id, BATCH, cancel)
+
+    def _draw_reply_topic(self) -> str:
+        """The topic that a prompt names for its reply; "" for none."""
+        if "replies" not in self._world.parameters.scenarios:
+            return ""
+        return self._reply_rng.choice(
+            ("", OPEN_REPLIES, OPEN_REPLIES, DEAD_REPLIES, UNKNOWN_REPLIES)
+        )
 
     def _draw_peak(self, rng: random.Random, begins_s: float, ends_s: float) -> None:
         """Interactive requests that take all places of all workers, until they are cancelled."""
@@ -253,7 +268,11 @@ def _prompt(
         "id": request.id, "kind": kind, "body": body, "deadline_s": request.deadline_s,
         "service_class": service_class, "result": question.wants_result,
     }  # fmt: skip
-    return encode_prompt(Prompt.model_validate(fields))
+    entry = encode_prompt(Prompt.model_validate(fields))
+    if not question.reply_topic:
+        return entry
+    reply = (("reply_to", question.reply_topic.encode()), ("correlation_id", request.id.encode()))
+    return entry._replace(headers=(*entry.headers, *reply))
 
 
 async def _publish_after(
