@@ -202,7 +202,7 @@ class Router(ObservedProcess):
         context, ctx = self._context, self._ctx
         metrics = context.metrics
         queue, batch_queue = context.scheduler.waiting, context.batch_scheduler.waiting
-        metrics.watch(context.scheduler, queue, batch_queue, followers, self._index)
+        metrics.watch(context.scheduler.queue, queue, batch_queue, followers, self._index)
         metrics.registry.register(
             DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )

@@ -15,14 +15,10 @@ from msgspec.structs import replace
 
 from app.lanes.context import RouterContext
 from app.lanes.handovers import HandOver, HandOvers
-from app.lanes.scheduling.deferred_prompts import QueueSize
-from app.lanes.scheduling.waiting_requests import (
-    DeferredRequest,
-    LaneRequest,
-    RemainingWork,
-    RequestKey,
-)
+from app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
 from app.lanes.termination import CancellableWaits
+from app.routing.queueing.deferred_prompts import QueueSize
+from app.routing.queueing.pending import LaneRequest, RequestKey
 from app.routing.selection.decision import Placement, Rejection, Wait
 from app.routing.selection.handover_rules import FirstPhase
 from app.routing.selection.prompt_hashes import PromptHashes
@@ -92,75 +88,73 @@ class Admission:
         wait = Wait("")
         scheduler = s.scheduler_of(request.service_class)
         until_ms = min(rest.deadline_ms, math.inf if handover is None else handover.until_ms)
-        wanted = self._wanted(rest, handover)
-        key = wanted.key
-        if handover is None and self._is_shed(rest, wanted):
+        lane_request = self._lane_request_of(rest, handover)
+        if handover is None and self._is_shed(rest, lane_request):
             return rejection("queue_full", "requests wait for every worker of its model")
         try:
             while s.broker_clock.now_ms() <= until_ms:
-                first = DECODE if handover else self._first_phase(rest, wanted)
-                if first.phase != wanted.phase:
-                    wanted = replace(wanted, phase=first.phase)
+                first = DECODE if handover else self._first_phase(rest, lane_request)
+                if first.phase != lane_request.phase:
+                    lane_request = replace(lane_request, phase=first.phase)
                 planned = (
-                    s.scheduler.dry_run(wanted)
+                    s.scheduler.dry_run(lane_request)
                     if request.is_query
-                    else await scheduler.schedule(wanted)
+                    else await scheduler.schedule(lane_request)
                 )
                 if isinstance(planned, Placement):
                     return replace(planned, choice=first.choice)
                 if not isinstance(planned, Wait):
                     return planned
                 wait = planned
-                if refusal := self._refusal(rest, wanted, wait):
+                if refusal := self._refusal(rest, lane_request, wait):
                     return refusal
                 if s.broker_clock.now_ms() >= rest.renewal_ms and not rest.has_begun:
                     raise RenewalDue(request)
-                if key not in scheduler.waiting.keys:
-                    scheduler.start_waiting(wanted)
                 with self._waits.begin(request.id, is_cancellable=is_cancellable):
-                    ends_ms = self._wait_ends_ms(until_ms, rest, wanted, wait)
-                    await scheduler.wait_for_change(wanted, planned, ends_ms)
+                    ends_ms = self._wait_ends_ms(until_ms, rest, lane_request, wait)
+                    await scheduler.wait_for_change(lane_request, planned, ends_ms)
         finally:
-            scheduler.leave(wanted)
+            scheduler.leave(lane_request)
         if not s.scheduler.model_availability.has_worker(request.model):
             return rejection("no_workers", wait.reason)
         code: EndCode = "deadline" if wait.code == "no_workers" else wait.code
         return rejection(code, wait.reason)
 
     def _wait_ends_ms(
-        self, until_ms: float, rest: RemainingWork, wanted: LaneRequest, wait: Wait
+        self, until_ms: float, rest: RemainingWork, lane_request: LaneRequest, wait: Wait
     ) -> float:
         """The broker time at which a wait ends: at `until_ms`, or before that for the renewal of
         the request, or for its refusal for want of a worker."""
         if rest.has_begun:
             return until_ms
         ends_ms = min(until_ms, rest.renewal_ms)
-        if wait.code == "no_workers" and wanted.phase != "decode":
+        if wait.code == "no_workers" and lane_request.phase != "decode":
             availability = self._context.scheduler.model_availability
             ends_ms = min(ends_ms, availability.absent_until_ms(rest.request.model))
         return ends_ms
 
-    def _wanted(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
+    def _lane_request_of(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
         """The request as the scheduler plans it; a decode keeps the place of its prefill."""
         s, request = self._context, rest.request
-        wanted = s.scheduler_of(request.service_class).waiting.new_request(
+        lane_request = s.scheduler_of(request.service_class).waiting.new_request(
             RequestKey(self._lane, request.id),
             PromptHashes(request, pack_tokens(rest.emitted)),
             s.ctx.rng.getrandbits(32),
+            s.broker_clock.now_ms(),
             rest.deadline_ms,
             rest.excluded,
         )
         if handover is None:
-            return wanted
-        since_ms = min(handover.since_ms, wanted.since_ms)
-        return replace(wanted, phase="decode", since_ms=since_ms)
+            return lane_request
+        since_ms = min(handover.since_ms, lane_request.since_ms)
+        return replace(lane_request, phase="decode", since_ms=since_ms)
 
-    def _first_phase(self, rest: RemainingWork, wanted: LaneRequest) -> FirstPhase:
+    def _first_phase(self, rest: RemainingWork, lane_request: LaneRequest) -> FirstPhase:
         is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
         stays_whole = bool(rest.excluded) or is_late or not self._handovers.has_room
-        return self._context.scheduler.first_phase(wanted, stays_whole=stays_whole)
+        return self._context.scheduler.first_phase(lane_request, stays_whole=stays_whole)
 
-    def _is_shed(self, rest: RemainingWork, wanted: LaneRequest) -> bool:
+    def _is_shed(self, rest: RemainingWork, lane_request: LaneRequest) -> bool:
         """Load shedding: whether a new request over HTTP is refused before it is planned.
 
         A plan would reserve a place, which changes the order of the queue; the refusal would change
@@ -170,43 +164,43 @@ class Admission:
         if rest.attempt or rest.has_begun or request.queued_ms or request.is_query:
             return False
         is_batch = request.service_class == "batch"
-        return not is_batch and self._context.scheduler.is_backed_up(wanted)
+        return not is_batch and self._context.scheduler.is_backed_up(lane_request)
 
     def _refusal(
-        self, rest: RemainingWork, wanted: LaneRequest, wait: Wait
+        self, rest: RemainingWork, lane_request: LaneRequest, wait: Wait
     ) -> Rejection | DeferredRequest | None:
         """Why a request may not wait; one that has begun is refused only for a missing model."""
         scheduler, model = self._context.scheduler, rest.request.model
         if wait.needs_new_worker and not rest.has_begun:
             return rejection(wait.code, wait.reason)
         queue = self._context.scheduler_of(rest.request.service_class).waiting
-        is_new = wanted.key not in queue.keys
+        is_new = lane_request.key not in queue.keys
         if is_new and not scheduler.model_availability.is_known(model):
             return rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
-        if rest.has_begun or wanted.phase == "decode":
+        if rest.has_begun or lane_request.phase == "decode":
             return None
         if wait.code == "no_workers" and scheduler.model_availability.is_timed_out(model):
             return rejection("no_workers", wait.reason)
-        return self._excess(rest, wanted, wait) if is_new else None
+        return self._excess(rest, lane_request, wait) if is_new else None
 
     def _excess(
-        self, rest: RemainingWork, wanted: LaneRequest, wait: Wait
+        self, rest: RemainingWork, lane_request: LaneRequest, wait: Wait
     ) -> Rejection | DeferredRequest | None:
         """The result if the queue is full: prompts from Kafka, and batch requests, are deferred; of
         the others those are refused of which no prompt was computed by a prefill worker."""
         queue = self._context.scheduler_of(rest.request.service_class).waiting
         if rest.request.queued_ms or rest.request.service_class == "batch":
-            return _reference(rest, wanted) if queue.must_defer(wanted) else None
-        split_attempts = 1 if wanted.phase == "prefill" else MAX_SPLIT_ATTEMPTS
-        is_full = rest.attempt < split_attempts and queue.is_full(wanted.queue_key)
+            return _reference(rest, lane_request) if queue.must_defer(lane_request) else None
+        split_attempts = 1 if lane_request.phase == "prefill" else MAX_SPLIT_ATTEMPTS
+        is_full = rest.attempt < split_attempts and queue.is_full(lane_request.queue_key)
         return rejection("queue_full", wait.reason) if is_full else None
 
 
-def _reference(rest: RemainingWork, wanted: LaneRequest) -> DeferredRequest:
+def _reference(rest: RemainingWork, lane_request: LaneRequest) -> DeferredRequest:
     size = QueueSize(1, rest.prompt_tokens, rest.request.prompt_bytes)
     return DeferredRequest(
         rest.request.id, rest.attempt, rest.origin, rest.responses_from, rest.deadline_ms,
-        rest.excluded, wanted.queue_key, size, rest.request.service_class,
+        rest.excluded, lane_request.queue_key, size, rest.request.service_class,
         rest.renewal_ms,
     )  # fmt: skip
 

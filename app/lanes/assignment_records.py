@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from app.lanes.continuation import continuation_blocker
-from app.lanes.scheduling.waiting_requests import RemainingWork
+from app.lanes.scheduling.remaining_work import RemainingWork
 from app.routing.selection.decision import Placement
 from app.routing.selection.handover_rules import prefill_request
 from app.routing.state.request_state import RunId

@@ -12,21 +12,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-from app.lanes.scheduling.batch_scheduler import BatchScheduler, batch_run
-from app.lanes.scheduling.deferred_prompts import QueueSize
+from app.lanes.scheduling.batch_scheduler import BatchScheduler
+from app.lanes.scheduling.model_availability import ModelAvailability
 from app.lanes.scheduling.scheduler import Scheduler
 from app.lanes.shared_reads import EndOffsets, SharedScanner
 from app.metrics.router_metrics import RouterMetrics
-from app.routing.queueing.fair_share import UNBOUNDED, FairQueue
-from app.routing.queueing.herd_avoidance import HerdAvoidance
+from app.routing.queueing.deferred_prompts import QueueSize
+from app.routing.queueing.fair_share import UNBOUNDED
+from app.routing.queueing.router_queue import QueueConfig, RouterQueue
 from app.routing.reconcile import ReconcileTimeouts
 from app.routing.selection.batch_placement import BatchBounds
 from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
 from app.routing.selection.handover_rules import HandOverRules
 from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.predictive import PredictiveWeights
-from app.routing.state.active_load import ActiveLoad
-from app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState
@@ -142,28 +141,26 @@ class RouterContext:
     response_end_offsets: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
-    _unconfirmed: ActiveLoad = field(default_factory=ActiveLoad)
-    _unconfirmed_batch: BatchRuns = field(default_factory=BatchRuns)
     _end_offsets: EndOffsets = field(init=False)
-    _herd_avoidance: HerdAvoidance = field(init=False)
 
     def __post_init__(self) -> None:
-        self._herd_avoidance = HerdAvoidance(self.name)
         self._end_offsets = EndOffsets(self.log, self.ctx)
-        self.scheduler = Scheduler(
-            self.fleet, self.ledger, self.kv_index, self._unconfirmed,
-            routing_config(self.settings),
-            self.broker_clock, self.silent_workers, _interactive_bound(self.settings),
-            unconfirmed_batch=self._unconfirmed_batch,
-            herd_avoidance=self._herd_avoidance, counts_output=self.settings.track_output_blocks,
-            absence_ms=1000 * self.settings.no_worker_timeout_s,
-            queue_order=self.settings.queue_order,
-            classes=FairQueue(self.settings.queue_classes),
-            handover_rules=_handover_rules(self.settings),
-            count_awaited=self.count_awaited,
+        rules = _handover_rules(self.settings)
+        queue = RouterQueue(
+            self.name, self.fleet, self.silent_workers, self.ledger, self.kv_index,
+            QueueConfig(
+                routing_config(self.settings), _interactive_bound(self.settings),
+                self.settings.queue_order, self.settings.queue_classes, rules,
+                self.settings.track_output_blocks,
+            ),
         )  # fmt: skip
+        availability = ModelAvailability(
+            self.fleet, self.broker_clock, 1000 * self.settings.no_worker_timeout_s,
+            needs_prefill=rules.is_enforced,
+        )  # fmt: skip
+        self.scheduler = Scheduler(queue, availability, self.broker_clock, self.count_awaited)
         self.batch_scheduler = BatchScheduler(
-            self.scheduler, self.fleet, self.ledger, self._unconfirmed_batch,
+            self.scheduler, self.fleet, self.ledger,
             BatchBounds(
                 max_slowdown=self.settings.batch_max_slowdown,
                 max_blocked_share=self.settings.batch_max_blocked_share,
@@ -180,23 +177,13 @@ class RouterContext:
     def count_unconfirmed(self, run: RunId, request: Request, choice: Placement) -> Iterator[None]:
         """Count the load of a decision until it is read back, or given up."""
         began_s = self.ctx.clock.now()
-        place, load = choice.worker_rank, choice.load
-        adapter = request.hints.lora_name or ""
-        key = BatchRunKey(request.id, run.attempt, run.worker, run.epoch)
-        is_batch = request.service_class == "batch"
-        if is_batch:
-            self._unconfirmed_batch.put(place, key, batch_run(request.id, choice))
-        else:
-            self._unconfirmed.add(place, load, adapter)
-        self.scheduler.worker_capacity.on_assigned(run.worker, run.epoch)
+        queue = self.scheduler.queue
+        queue.add_unconfirmed(run, request, choice)
         try:
             yield
-            self._herd_avoidance.observe_lag(1000 * (self.ctx.clock.now() - began_s))
+            queue.herd_avoidance.observe_lag(1000 * (self.ctx.clock.now() - began_s))
         finally:
-            if is_batch:
-                self._unconfirmed_batch.discard(key)
-            else:
-                self._unconfirmed.remove(place, load, adapter)
+            queue.remove_unconfirmed(run, request, choice)
 
     async def end_offset(self, source: Partition) -> int:
         """The next offset of a partition, as of now or later; asks until the broker answers."""

@@ -21,8 +21,10 @@ from app.lanes.admission import REJECTION_REASONS, RETRY_AFTER_BY_CODE, Admissio
 from app.lanes.assignment_records import assignment_record, decision_record
 from app.lanes.context import RouterContext, ViewStopped
 from app.lanes.handovers import HandOver, HandOvers, bootstrap_info
-from app.lanes.scheduling.waiting_requests import DeferredRequest, RemainingWork, RequestKey
+from app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
+from app.lanes.scheduling.waiting_tasks import wait_for_room
 from app.lanes.termination import CancellableWaits, RequestTermination
+from app.routing.queueing.pending import RequestKey
 from app.routing.selection.decision import Placement, Rejection
 from app.routing.selection.eligibility import domain_taint
 from app.routing.selection.prompt_hashes import PromptHashes
@@ -95,8 +97,8 @@ class Dispatcher:
             with self._waits.begin(deferred.id):
                 until_ms = min(deferred.deadline_ms, deferred.renewal_ms)
                 left_s = (until_ms - s.broker_clock.now_ms()) / 1000
-                has_room = await waiting.wait_for_room(
-                    key, deferred.queue_key, deferred.size, left_s
+                has_room = await wait_for_room(
+                    waiting, key, deferred.queue_key, deferred.size, left_s
                 )
                 if has_room or deferred.renewal_ms < deferred.deadline_ms:
                     async with asyncio.timeout(LOG_LOOKUP_TIMEOUT_S):
@@ -197,7 +199,7 @@ class Dispatcher:
 
     def _decode_work(self, handover: HandOver) -> RemainingWork:
         """The work of the decode worker."""
-        rules = self._context.scheduler.handover_rules
+        rules = self._context.scheduler.queue.handover_rules
         member = self._context.fleet.members.get(handover.prefill.worker)
         taint = None
         if rules.domain and member is not None:
@@ -287,7 +289,6 @@ class Dispatcher:
             rest, run, choice, bootstrap, s.broker_clock.now_ms(), handover_until_ms
         )
         slot = s.assignments_partition(run.worker).partition
-        s.scheduler.on_dispatched(request, run.phase)
         try:
             with s.count_unconfirmed(run, request, choice):
                 decision, _ = await s.publisher.publish_together(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from app.lanes.context import RouterContext
 from app.lanes.continuation import continuation_blocker
 from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
-from app.lanes.scheduling.waiting_requests import RemainingWork
+from app.lanes.scheduling.remaining_work import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestTermination
 from app.routing.reconcile import Restart, RestartReason, is_run_listed
 from app.routing.state.request_state import OPEN, RequestState, RunId

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.lanes.scheduling.waiting_requests import RemainingWork
+from app.lanes.scheduling.remaining_work import RemainingWork
 from app.routing.selection.handover_rules import HandOverRules, decode_request, within_domain
 from app.routing.state.request_state import RunId
 from streams.records import LogRecord, PrefillDone, WorkerCard

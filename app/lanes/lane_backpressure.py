@@ -2,7 +2,7 @@
 
 Counts the jobs of the lane that do not wait for a worker, and the bytes of their prompts, which are
 in memory. The other lanes are read on. The bounds of requests that wait for workers are in
-`scheduling/waiting_requests.py`.
+`app/routing/queueing/waiting_requests.py`.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ from app.lanes.context import RouterContext
 from app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
 from app.lanes.failover import Failover
 from app.lanes.lane_backpressure import LaneBackpressure
-from app.lanes.scheduling.waiting_requests import RemainingWork, RequestKey
+from app.lanes.scheduling.remaining_work import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
 from app.request_timers import RequestTimers
+from app.routing.queueing.pending import RequestKey
 from app.routing.reconcile import (
     Action,
     Decode,

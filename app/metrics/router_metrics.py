@@ -49,7 +49,7 @@ HandOverUse = Literal["used", "unused"]
 
 
 class RouterGauges(Protocol):
-    """State of a router that is read for each scrape: of its `Scheduler`."""
+    """State of a router that is read for each scrape: of its `RouterQueue`."""
 
     @property
     def slowdown_by_worker(self) -> Mapping[str, float]:

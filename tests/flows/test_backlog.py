@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.lanes.dispatch import Dispatcher
-from app.lanes.scheduling.waiting_requests import RemainingWork
+from app.lanes.scheduling.remaining_work import RemainingWork
 from app.preprocessor import Preprocessor
 from app.prompts.prompt_source import MAX_BATCH
 from app.router import Router

@@ -415,7 +415,7 @@ async def test_wait_of_many_requests_ends_in_time(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch, model: str, deadline_s: int, code: str
 ) -> None:
     """Each of them retries every 10 s, and its wait ends after 5."""
-    monkeypatch.setattr("app.lanes.scheduling.scheduler.MAX_FREQUENT_RETRIES", 10)
+    monkeypatch.setattr("app.routing.queueing.router_queue.MAX_FREQUENT_RETRIES", 10)
     FakeWorker(world, state="draining")
     world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
     await start_router(world, no_worker_timeout_s=5)

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from app.lanes.scheduling.scheduler import Scheduler
-from app.lanes.scheduling.waiting_requests import LaneRequest
+from app.routing.queueing.pending import LaneRequest
 from app.routing.selection.decision import Decision
 from app.testing.virtual_time import VirtualClock
 from streams.codecs import decode as decoded

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 
-from app.lanes.scheduling import scheduler
 from app.perf_curves import PerfCurves
 from app.router import Router
+from app.routing.queueing import router_queue
 from app.routing.queueing.herd_avoidance import MIN_REQUESTS, NO_STAGGER
 from app.routing.queueing.pending import MAX_WAKEUPS
 from app.routing.selection.select import select_worker
@@ -156,7 +157,7 @@ async def test_unplannable_request_does_not_block_the_others(world: MemoryWorld)
         return select_worker(prompt, *args, **over)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "select_worker", broken)
+        patch.setattr(router_queue, "select_worker", broken)
         patch.setattr("app.routing.queueing.joint_planning.plan_uniform", lambda *_: 1 // 0)
         for name in ("a", "poison", "b"):
             send(world, name, 100)
@@ -172,7 +173,7 @@ async def test_requests_are_planned_one_by_one_if_the_batch_plan_fails(world: Me
     await start_router(world, policy="predictive")
     await world.sleep(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "plan_together", lambda *_: 1 // 0)
+        patch.setattr(router_queue, "plan_together", lambda *_: 1 // 0)
         for name in ("a", "b"):
             send(world, name, 100)
         await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=5)
@@ -226,7 +227,7 @@ async def test_next_in_the_queue_follows_when_the_first_is_cancelled(world: Memo
     await world.sleep(0.5)
     assert taken(hand) == ["a", "long"]
     assert not router._context.scheduler.waiting.keys
-    assert len(router._context.scheduler._pending) == 0
+    assert router._context.scheduler.queue.reservations == 0
 
 
 @scenario_test
@@ -235,14 +236,14 @@ async def test_revoked_lane_takes_its_queued_requests_along(world: MemoryWorld) 
     for n in range(5):
         send(world, f"b{n}", 60_000)
     await world.sleep(0.1)
-    scheduler = router._context.scheduler
-    assert len(scheduler._pending) == 5
+    queue = router._context.scheduler.queue
+    assert queue.reservations == 5
     await router.stop()
     await world.sleep(0.1)
-    assert (len(scheduler._pending), len(scheduler.waiting.keys), len(scheduler._wait_queues)) == (
+    assert (queue.reservations, len(queue.waiting.keys), queue.waiting.wake_ups.next_ms) == (
         0,
         0,
-        0,
+        math.inf,
     )
 
 
@@ -269,7 +270,7 @@ async def test_simultaneous_requests_are_all_assigned(world: MemoryWorld) -> Non
     await world.wait_until(lambda: len(taken(*hands)) == 60, within_s=60)
     assert all(len(taken(hand)) >= 15 for hand in hands)
     assert len(found) <= 60 * 20, "each token wakes sixteen at most"
-    assert len(router._context.scheduler._pending) == 0
+    assert router._context.scheduler.queue.reservations == 0
 
 
 @scenario_test
@@ -293,7 +294,7 @@ async def test_records_of_one_turn_wake_the_next_request_of_each_worker_and_few_
 async def stir(world: MemoryWorld, router: Router) -> None:
     """Let everybody look again, all the time."""
     while True:
-        router._context.scheduler._wake_all()
+        router._context.scheduler.on_fleet_changed()
         await world.sleep(0.003)
 
 
@@ -404,7 +405,7 @@ async def test_full_queue_hides_no_missing_model(world: MemoryWorld) -> None:
 @scenario_test
 async def test_router_takes_turns_with_another_only_during_bursts(world: MemoryWorld) -> None:
     hand, router = await busy_worker(world)
-    scheduler = router._context.scheduler
+    queue = router._context.scheduler.queue
 
     async def decided(names: range, apart_s: float) -> None:
         for number in names:
@@ -418,6 +419,6 @@ async def test_router_takes_turns_with_another_only_during_bursts(world: MemoryW
         await world.sleep(0.1)
 
     await decided(range(MIN_REQUESTS), 0.1)
-    assert scheduler.routing_state(0).stagger_ms is NO_STAGGER
+    assert queue.routing_state(0).stagger_ms is NO_STAGGER
     await decided(range(100, 140), 0.0)
-    assert set(scheduler.routing_state(0).stagger_ms) == {hand.name}
+    assert set(queue.routing_state(0).stagger_ms) == {hand.name}

@@ -16,9 +16,9 @@ import pytest
 
 from app.lanes.owner import LaneOwner
 from app.lanes.scheduling.scheduler import Scheduler
-from app.lanes.scheduling.waiting_requests import LaneRequest
 from app.perf_curves import PerfCurves
 from app.request_timers import TIMER_RESOLUTION_MS
+from app.routing.queueing.pending import LaneRequest
 from app.routing.reconcile import next_action
 from app.routing.selection.decision import Wait
 from app.routing.state import performance

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from app.lanes.scheduling.deferred_prompts import MAX_CONCURRENT_FETCHES, DeferredPrompts, QueueSize
+from app.lanes.scheduling.waiting_tasks import wait_for_room
+from app.routing.queueing.deferred_prompts import MAX_CONCURRENT_FETCHES, DeferredPrompts, QueueSize
 from app.routing.queueing.fair_share import QueueKey
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
@@ -29,7 +30,7 @@ class DeferredQueue:
         await self.world.sleep(0)
 
     async def _wait(self, key: str, queue: QueueKey, within_s: float) -> None:
-        if await self.deferred.wait_for_room(key, queue, ONE, within_s):
+        if await wait_for_room(self.deferred, key, queue, ONE, within_s):
             self.went.append(key)
 
     async def make_room(self, **room: int) -> None:
@@ -69,7 +70,7 @@ async def test_oldest_goes_first_among_classes_with_room(world: MemoryWorld) -> 
 async def test_expired_or_cancelled_prompt_leaves_nothing(world: MemoryWorld) -> None:
     queue = DeferredQueue(world)
     await queue.come("1", within_s=5)
-    task = world.spawn(queue.deferred.wait_for_room("2", A, ONE, 60))
+    task = world.spawn(wait_for_room(queue.deferred, "2", A, ONE, 60))
     await world.sleep(6)
     assert queue.deferred.size == ONE
     task.cancel()
@@ -86,7 +87,7 @@ async def test_reservation_ends_with_a_task_that_is_cancelled_at_that_moment(
 ) -> None:
     queue = DeferredQueue(world)
     for cancels_first in (True, False):
-        task = world.spawn(queue.deferred.wait_for_room("1", A, ONE, 60))
+        task = world.spawn(wait_for_room(queue.deferred, "1", A, ONE, 60))
         await world.sleep(0)
         if cancels_first:
             task.cancel()

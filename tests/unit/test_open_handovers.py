@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.lanes.handovers import LEASE_SHARE, HandOver, HandOvers
-from app.lanes.scheduling.waiting_requests import RemainingWork
+from app.lanes.scheduling.remaining_work import RemainingWork
 from app.routing.state.request_state import RunId
 from streams.codecs import pack_tokens
 from streams.records import Finished, LogRecord, PrefillDone, RequestOffset

@@ -20,10 +20,14 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from app.lanes.scheduling.deferred_prompts import QueueSize
 from app.lanes.scheduling.scheduler import Scheduler
-from app.lanes.scheduling.waiting_requests import LaneRequest, WaitingRequests
+from app.lanes.scheduling.waiting_tasks import WaitingTasks
+from app.routing.queueing.deferred_prompts import QueueSize
 from app.routing.queueing.fair_share import FairQueue
+from app.routing.queueing.pending import LaneRequest
+from app.routing.queueing.router_queue import batch_run
+from app.routing.queueing.waiting_requests import WaitingRequests
+from app.routing.queueing.wake_ups import QueueName
 from app.routing.selection.batch_placement import (
     RESUME_ELSEWHERE_MS,
     BatchBounds,
@@ -33,13 +37,12 @@ from app.routing.selection.batch_placement import (
 )
 from app.routing.selection.decision import Decision, Placement, RoutingState, Wait
 from app.routing.state.active_load import WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from app.routing.state.batch_runs import BatchRun, BatchRunKey
 from app.routing.state.fleet import Fleet
 from app.routing.state.ledger import LedgerState
 from app.routing.state.performance import profile_from_card
 from app.routing.state.request_state import OPEN, RequestState
 from app.routing.worker_rank import WorkerRank
-from app.wait_queue import QueueName
 from streams.clock import BrokerClock
 from streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
 
@@ -61,28 +64,24 @@ class _SearchInputs(NamedTuple):
 
 
 class BatchScheduler:
-    """One per router. `unconfirmed`: runs of this router's decisions that it has not read back.
-
-    `bound`: of the queue. `interactive`: the scheduler of the other requests.
-    """
+    """One per router. `bound`: of the queue. `interactive`: the scheduler of the other requests."""
 
     def __init__(
         self,
         interactive: Scheduler,
         fleet: Fleet,
         ledger: LedgerState,
-        unconfirmed: BatchRuns,
         bounds: BatchBounds,
         bound: QueueSize,
         broker_clock: BrokerClock,
     ) -> None:
-        self.waiting = WaitingRequests(
-            FairQueue(), broker_clock, bound, bound, MAX_FREQUENT_RETRIES
-        )
+        self.waiting = WaitingRequests(FairQueue(), bound, bound, MAX_FREQUENT_RETRIES)
+        self._tasks = WaitingTasks(self.waiting.wake_ups, broker_clock)
         self._interactive = interactive
+        self._queue = interactive.queue
         self._fleet = fleet
         self._ledger = ledger
-        self._unconfirmed = unconfirmed
+        self._unconfirmed = self._queue.unconfirmed_batch
         self._bounds = bounds
         self._broker_clock = broker_clock
         self._wake_up: asyncio.TimerHandle | None = None
@@ -91,31 +90,32 @@ class BatchScheduler:
 
     # --- waiting ---------------------------------------------------------------------------------
 
-    def start_waiting(self, wanted: LaneRequest) -> None:
-        """Add a request that found no place at once to the queue."""
-        self.waiting.add(wanted, wanted.prompt.tokens)
-
-    def leave(self, wanted: LaneRequest) -> None:
+    def leave(self, request: LaneRequest) -> None:
         """Remove a request that has a place, or that ended."""
-        self.waiting.remove(wanted)
+        self.waiting.remove(request)
 
-    async def wait_for_change(self, wanted: LaneRequest, _: Wait, until_ms: float) -> None:
+    async def wait_for_change(self, request: LaneRequest, _: Wait, until_ms: float) -> None:
         """Wait until a place for this request may be free, or its wait ends."""
-        name = _queue_name(wanted.prompt.request.model, wanted.prompt.has_output)
-        await self.waiting.wait_for_change(name, (float(wanted.arrival),), until_ms)
+        if request.key not in self.waiting.keys:
+            self.waiting.add(request, request.prompt.tokens)
+        name = _queue_name(request.prompt.request.model, request.prompt.has_output)
+        retry_ms = self.waiting.retry_ms(self._broker_clock.now_ms(), until_ms)
+        self.waiting.wake_ups.add(request.key, retry_ms, name, (float(request.arrival),))
+        await self._tasks.wait(request.key)
 
-    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
+    def on_record(self, record: LogRecord, *, is_replay: bool) -> None:
         """A record of the ledger was applied: a place may be free."""
         if is_replay or not self.waiting.keys or self._wake_up is not None:
             return
-        if isinstance(fact.record, PrefillDone | Finished | Fencing | Ended):
+        if isinstance(record.record, PrefillDone | Finished | Fencing | Ended):
             loop = asyncio.get_running_loop()
             self._wake_up = loop.call_later(WAKE_INTERVAL_S, self._wake_all_models)
 
     def on_fleet_changed(self) -> None:
         """Wake all requests, since other workers may be eligible now."""
         self._giving_way.clear()
-        self.waiting.changed.notify_all()
+        self.waiting.wake_ups.wake_lines()
+        self._tasks.resume()
 
     def _wake_all_models(self) -> None:
         self._wake_up = None
@@ -127,46 +127,47 @@ class BatchScheduler:
         cache, which holds back no other.
         """
         for is_preempted in (True, False):
-            self.waiting.changed.notify_one([_queue_name(model, is_preempted)])
+            self.waiting.wake_ups.wake_first([_queue_name(model, is_preempted)])
+        self._tasks.resume()
 
     # --- placement -------------------------------------------------------------------------------
 
-    async def schedule(self, wanted: LaneRequest) -> Decision:
+    async def schedule(self, request: LaneRequest) -> Decision:
         """Decide about a request: a place, a wait, or a rejection.
 
         A place is free for as long as nothing is awaited after this.
         """
         await self._interactive.wait_planned()
         now_ms = self._broker_clock.now_ms()
-        view = self._interactive.routing_state(now_ms)
-        planned = self._plan(wanted, view)
+        state = self._queue.routing_state(now_ms)
+        planned = self._plan(request, state)
         if isinstance(planned, Placement):
-            self._wake_next(wanted.prompt.request.model)  # there may be more room
+            self._wake_next(request.prompt.request.model)  # there may be more room
         return planned
 
-    def _plan(self, wanted: LaneRequest, view: RoutingState) -> Decision:
+    def _plan(self, request: LaneRequest, state: RoutingState) -> Decision:
         """The place with the least prefill of those where the request may stay.
 
         The bounds on placement use the length of its own answer, those on preemption the mean; no
         request goes where it, or another for it, would have to give way at once. Decisions that are
         not read back count.
         """
-        waited_ms = view.now_ms - wanted.since_ms
-        awaited = self._interactive.ranks_with_reservations()
+        waited_ms = state.now_ms - request.since_ms
+        awaited = self._queue.ranks_with_reservations()
         place = partial(
             place_batch_request,
-            wanted.prompt, view, self, self._bounds,
-            seed=wanted.seed,
-            waits_for_cache=wanted.prompt.has_output and waited_ms < RESUME_ELSEWHERE_MS,
-            excluded=wanted.excluded,
-            full_workers=self._interactive.worker_capacity.full_for_batch(view.now_ms),
+            request.prompt, state, self, self._bounds,
+            seed=request.seed,
+            waits_for_cache=request.prompt.has_output and waited_ms < RESUME_ELSEWHERE_MS,
+            excluded=request.excluded,
+            full_workers=self._queue.worker_capacity.full_for_batch(state.now_ms),
         )  # fmt: skip
         while isinstance(planned := place(awaited=awaited), Placement):
             rank = planned.worker_rank
-            key, run = BatchRunKey(wanted.key.id, -1), batch_run(wanted.key.id, planned)
+            key, run = BatchRunKey(request.key.id, -1), batch_run(request.key.id, planned)
             known = {**self._ledger.batch_runs.on_rank(rank), **self._unconfirmed.on_rank(rank)}
-            interactive = view.committed.load(rank).add(view.unconfirmed.load(rank))
-            if not self._victims(rank, view, interactive, {**known, key: run}):
+            interactive = state.committed.load(rank).add(state.unconfirmed.load(rank))
+            if not self._victims(rank, state, interactive, {**known, key: run}):
                 break
             awaited.add(rank)
         return planned
@@ -180,19 +181,19 @@ class BatchScheduler:
     def giving_way_on(self, rank: WorkerRank) -> Collection[str]:
         """The ids of the requests whose runs on a rank give way, by the ledger.
 
-        They are searched again only after a change, since each of them is asked for by itself.
+        Cached: callers ask once for each request, so the search is repeated only after a change.
         """
         runs = self._ledger.batch_runs
         if not runs.on_rank(rank):
             return ()
-        view = self._interactive.routing_state(self._broker_clock.now_ms())
+        state = self._queue.routing_state(self._broker_clock.now_ms())
         inputs = _SearchInputs(
-            self._fleet.version, runs.changes.count, view.committed.load(rank),
-            view.slowdown.get(rank.worker, 1.0), view.mean_output_tokens,
+            self._fleet.version, runs.changes.count, state.committed.load(rank),
+            state.slowdown.get(rank.worker, 1.0), state.mean_output_tokens,
         )  # fmt: skip
         found = self._giving_way.get(rank)
         if found is None or found[0] != inputs:
-            victims = self._victims(rank, view, inputs.interactive, runs.on_rank(rank))
+            victims = self._victims(rank, state, inputs.interactive, runs.on_rank(rank))
             found = self._giving_way[rank] = (inputs, dict.fromkeys(key.id for key in victims))
         return found[1]
 
@@ -214,7 +215,7 @@ class BatchScheduler:
     def _victims(
         self,
         rank: WorkerRank,
-        view: RoutingState,
+        state: RoutingState,
         interactive: WorkerLoad,
         runs: Mapping[BatchRunKey, BatchRun],
     ) -> list[BatchRunKey]:
@@ -223,23 +224,17 @@ class BatchScheduler:
         if member is None or member.epoch != rank.epoch:
             return []
         profile = profile_from_card(member.card.config)._replace(
-            slowdown=view.slowdown.get(rank.worker, 1.0)
+            slowdown=state.slowdown.get(rank.worker, 1.0)
         )
         return runs_to_preempt(
             profile,
             interactive,
             runs,
             self._bounds,
-            view.mean_output_tokens,
+            state.mean_output_tokens,
             max_sequences(member.card),
         )
 
 
 def _queue_name(model: str, is_preempted: bool) -> QueueName:  # noqa: FBT001
     return model, "preempted" if is_preempted else "new"
-
-
-def batch_run(request_id: str, planned: Placement) -> BatchRun:
-    """The run of a placed request."""
-    prefill_tokens = max(planned.prefill_tokens, 1)
-    return BatchRun(request_id, planned.tokens, prefill_tokens, planned.at_ms)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -45,6 +45,13 @@ MAX_WAKEUPS = 16
 loop, besides the next request of each place: planning them takes a few milliseconds."""
 
 K = TypeVar("K", bound=Hashable)
+
+
+class RequestKey(NamedTuple):
+    """A request, by its lane and its id."""
+
+    lane: int
+    id: str
 
 
 class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
@@ -77,6 +84,9 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
     def cost(self) -> ShareCost:
         """Its cost in the share of its class."""
         return ShareCost(self.queue_key, self.prompt.tokens)
+
+
+LaneRequest: TypeAlias = PendingRequest[RequestKey]
 
 
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):

@@ -168,9 +168,10 @@ def _cards(router: Router) -> str:
 
 def _left_over(label: str, router: Router) -> Iterator[str]:
     context = router._context
+    queue = context.scheduler.queue
     if left := (
-        router._ledger.active_load or router._ledger.batch_runs or context._unconfirmed
-        or context._unconfirmed_batch or context.scheduler.waiting.keys
+        router._ledger.active_load or router._ledger.batch_runs or queue.unconfirmed
+        or queue.unconfirmed_batch or queue.waiting.keys
         or context.batch_scheduler.waiting.keys
     ):  # fmt: skip
         yield f"load: {label} still counts {left}"

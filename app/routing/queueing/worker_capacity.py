@@ -7,7 +7,7 @@ that no ledger knew. A refusal that is not retryable is that of an expired hand-
 limit.
 
 Interactive runs and batch runs fill a worker together. For an interactive request only the former
-count, since the latter give way to it (`batch_scheduler.py`).
+count, since the latter give way to it (`app/lanes/scheduling/batch_scheduler.py`).
 
 Only workers that were full once are remembered, so that the check costs nothing in a fleet with
 free capacity.
@@ -74,21 +74,21 @@ class WorkerCapacity:
         if most < math.inf and self._open_runs(worker, epoch) >= most:
             self._limits.setdefault((worker, epoch), _Limit(int(most)))
 
-    def on_record(self, fact: LogRecord) -> None:
+    def on_record(self, record: LogRecord) -> None:
         """A new record of the ledger was applied."""
-        record = fact.record
-        if type(record) is Assigned:
-            self.on_assigned(record.worker, record.epoch)
-        elif type(record) is Started:
-            key = record.worker, record.epoch
+        content = record.record
+        if type(content) is Assigned:
+            self.on_assigned(content.worker, content.epoch)
+        elif type(content) is Started:
+            key = content.worker, content.epoch
             if (limit := self._limits.get(key)) is not None:
                 limit.runs = max(limit.runs, self._known_runs(*key))
-        elif type(record) is Finished and record.code == "worker_full" and record.retryable:
-            key = record.worker, record.epoch
+        elif type(content) is Finished and content.code == "worker_full" and content.retryable:
+            key = content.worker, content.epoch
             runs = self._known_runs(*key)
             if (before := self._limits.get(key)) is not None:
                 runs = min(runs, before.runs)
-            self._limits[key] = _Limit(runs, fact.timestamp_ms)
+            self._limits[key] = _Limit(runs, record.timestamp_ms)
 
     def on_fleet_changed(self) -> None:
         """Drop lost workers."""

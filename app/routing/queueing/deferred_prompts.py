@@ -14,7 +14,6 @@ Never here: how much room there is, the fetching, and deadlines.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ class _DeferredEntry:
     number: int
     queue: QueueKey
     size: QueueSize
-    has_room: asyncio.Future[None]
+    on_room: Callable[[], None]
 
 
 class DeferredPrompts(Generic[K]):
@@ -85,26 +84,13 @@ class DeferredPrompts(Generic[K]):
         """Number of prompts of a class with a reservation."""
         return self._by_class[queue.class_name]
 
-    async def wait_for_room(
-        self, key: K, queue: QueueKey, size: QueueSize, timeout_s: float
-    ) -> bool:
-        """Wait for a reservation; `release` ends it. False when the time was over before."""
-        line = self._waiting.setdefault(queue.class_name, OrderedDict())
-        has_room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def add(self, key: K, queue: QueueKey, size: QueueSize, on_room: Callable[[], None]) -> None:
+        """Let a prompt wait for a reservation; `on_room` is called with it, perhaps at once."""
         self._arrived += 1
-        line[key] = _DeferredEntry(self._arrived, queue, size, has_room)
+        entry = _DeferredEntry(self._arrived, queue, size, on_room)
+        self._waiting.setdefault(queue.class_name, OrderedDict())[key] = entry
         self.size = self.size.plus(size)
         self.grant_next()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await has_room
-        except TimeoutError:
-            has_room.cancel()
-        finally:
-            self._forget(key, queue.class_name)
-            if has_room.cancelled():
-                self.release(key)
-        return not has_room.cancelled()
 
     def grant_next(self) -> None:
         """Give reservations to those that have waited longest, as far as there is room."""
@@ -114,12 +100,11 @@ class DeferredPrompts(Generic[K]):
             if not fitting:
                 return
             _, key, waiter = min(fitting, key=lambda head: head[0])
-            self._forget(key, waiter.queue.class_name)
+            self.discard(key, waiter.queue)
             self._reserved[key] = (waiter.queue, waiter.size)
             self._by_class[waiter.queue.class_name] += 1
             self.granted = self.granted.plus(waiter.size)
-            if not waiter.has_room.done():  # else its task ends the reservation in a moment
-                waiter.has_room.set_result(None)
+            waiter.on_room()
 
     def release(self, key: K) -> bool:
         """End the reservation of a request; whether it had one."""
@@ -130,10 +115,11 @@ class DeferredPrompts(Generic[K]):
         self.granted = self.granted.plus(size, -1)
         return True
 
-    def _forget(self, key: K, name: str) -> None:
-        line = self._waiting.get(name)
+    def discard(self, key: K, queue: QueueKey) -> None:
+        """Let a prompt of a queue wait no longer, if it does."""
+        line = self._waiting.get(queue.class_name)
         if line is None or (waiter := line.pop(key, None)) is None:
             return
         self.size = self.size.plus(waiter.size, -1)
         if not line:
-            del self._waiting[name]
+            del self._waiting[queue.class_name]

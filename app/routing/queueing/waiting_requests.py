@@ -1,92 +1,25 @@
-"""Waiting requests: the queue of a scheduler, with its size, its bounds and its wake-ups.
-
-A request waits as the work that is left of it: `RemainingWork` is ready to be dispatched, a
-`DeferredRequest` waits in the log until there is room.
+"""Waiting requests: those of one queue, with their size, its bounds and their wake-ups.
 
 One more request than the bound is refused (`is_full`) or, where it can be read again, deferred
 (`must_defer`): it waits in the log (`deferred_prompts.py`) and comes when there is room.
 
-Never here: the order of the requests, and their workers (`scheduler.py`, `batch_scheduler.py`).
+Never here: the order of the requests, and their workers (`router_queue.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection
 
-from app.lanes.scheduling.deferred_prompts import DeferredPrompts, QueueSize
+from app.routing.queueing.deferred_prompts import DeferredPrompts, QueueSize
 from app.routing.queueing.fair_share import FairQueue, QueueKey
-from app.routing.queueing.pending import PendingRequest
+from app.routing.queueing.pending import LaneRequest, RequestKey
+from app.routing.queueing.wake_ups import MIN_WAIT_MS, WakeUps
 from app.routing.selection.prompt_hashes import PromptHashes
-from app.wait_queue import Priority, QueueName, WaitQueue
-from streams.clock import BrokerClock
-from streams.record_base import ServiceClass
-from streams.records import Phase, RequestOffset
-from streams.request import Request
 
-RETRY_INTERVAL_S = 1.0
+RETRY_INTERVAL_MS = 1000
 """How often a waiting request retries without being woken, since a wake-up may have gone to one
 that could not use it."""
-
-
-class RequestKey(NamedTuple):
-    """A request, by its lane and its id."""
-
-    lane: int
-    id: str
-
-
-LaneRequest = PendingRequest[RequestKey]
-
-
-class RemainingWork(NamedTuple):
-    """The remaining work of a request: all of it, or the rest after the tokens already emitted."""
-
-    request: Request
-    attempt: int
-    origin: RequestOffset
-    responses_from: int
-    deadline_ms: int
-    excluded: frozenset[str] = frozenset()
-    """Workers on which it failed."""
-    emitted: Sequence[int] = ()
-    """Token ids that readers have; `emitted_chars`: the length of their text."""
-    emitted_chars: int = 0
-    renewal_ms: float = math.inf
-    """Broker time at which it is appended again, if no worker has begun it."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a worker has worked on it, successfully or not."""
-        return bool(self.emitted or self.emitted_chars or self.excluded)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt, in tokens."""
-        return self.request.prompt_tokens
-
-
-class DeferredRequest(NamedTuple):
-    """A `RemainingWork` without emitted tokens and without its request, which is in the log."""
-
-    id: str
-    attempt: int
-    origin: RequestOffset
-    responses_from: int
-    deadline_ms: int
-    excluded: frozenset[str]
-    queue_key: QueueKey
-    size: QueueSize
-    service_class: ServiceClass
-    renewal_ms: float
-
-
-def wait_queue_name(queue: QueueKey, phase: Phase) -> QueueName:
-    """The name under which requests wait for workers of the same roles: those of phase prefill
-    apart, since no other worker serves them."""
-    return (*queue, "prefill" if phase == "prefill" else "decode")
 
 
 class WaitingRequests:
@@ -99,7 +32,6 @@ class WaitingRequests:
     def __init__(
         self,
         classes: FairQueue,
-        broker_clock: BrokerClock,
         bound: QueueSize,
         deferrable_bound: QueueSize,
         max_frequent_retries: int,
@@ -108,10 +40,8 @@ class WaitingRequests:
         """The requests that wait: for a worker, or backing off after a refusal."""
         self.deferred = DeferredPrompts[RequestKey](self._has_room_for)
         """Requests beyond `deferrable_bound`, which wait in the log."""
-        self.changed = WaitQueue()
-        """Notified when a worker may have capacity."""
+        self.wake_ups = WakeUps[RequestKey]()
         self._classes = classes
-        self._broker_clock = broker_clock
         self._bound = bound
         self._deferrable_bound = deferrable_bound
         self._max_frequent_retries = max_frequent_retries
@@ -164,12 +94,12 @@ class WaitingRequests:
         size = size._replace(requests=size.requests + planned)
         return not size.has_room_below(self._bound) or self._is_class_full(queue)
 
-    def must_defer(self, wanted: LaneRequest) -> bool:
+    def must_defer(self, request: LaneRequest) -> bool:
         """Whether a request that finds no worker has to wait in the log."""
-        is_its_turn = self.deferred.release(wanted.key) or not self.deferred.has_waiting(
-            wanted.queue_key
+        is_its_turn = self.deferred.release(request.key) or not self.deferred.has_waiting(
+            request.queue_key
         )
-        return not (is_its_turn and self._has_room_for(wanted.queue_key))
+        return not (is_its_turn and self._has_room_for(request.queue_key))
 
     def remaining_capacity(self, admitted: int) -> QueueSize:
         """The room for requests that can wait in the log, with `admitted` not yet assigned."""
@@ -198,53 +128,49 @@ class WaitingRequests:
         key: RequestKey,
         prompt: PromptHashes,
         seed: int,
-        deadline_ms: int,
-        excluded: Collection[str],
+        now_ms: int,
+        deadline_ms: float | None = None,
+        excluded: Collection[str] = (),
     ) -> LaneRequest:
         """A request that begins to look for a worker."""
         self._arrived += 1
-        now_ms = self._broker_clock.now_ms()
         queue = self._classes.classify(prompt.request)
         return LaneRequest(key, self._arrived, prompt, seed, now_ms, deadline_ms, excluded, queue)
 
-    def add(self, wanted: LaneRequest, tokens: int) -> None:
+    def add(self, request: LaneRequest, tokens: int) -> None:
         """Add a request that found no worker at once. `tokens`: its part of the bound."""
-        self.keys.add(wanted.key)
-        self._subtract(wanted)
-        size = self._sizes[wanted.key] = QueueSize(1, tokens, wanted.prompt.request.prompt_bytes)
+        self.keys.add(request.key)
+        self._subtract(request)
+        size = self._sizes[request.key] = QueueSize(1, tokens, request.prompt.request.prompt_bytes)
         self._size = self._size.plus(size)
-        self._lane_bytes[wanted.key.lane] += size.bytes
-        self._count_decode(wanted, 1)
-        self._classes.add_waiting(wanted.queue_key, tokens)
+        self._lane_bytes[request.key.lane] += size.bytes
+        self._count_decode(request, 1)
+        self._classes.add_waiting(request.queue_key, tokens)
 
-    def remove(self, wanted: LaneRequest) -> None:
+    def remove(self, request: LaneRequest) -> None:
         """Remove a request that has a worker, or that ended; its room is for a deferred one."""
-        self.keys.discard(wanted.key)
-        self._subtract(wanted)
-        self.deferred.release(wanted.key)
+        self.keys.discard(request.key)
+        self.wake_ups.discard(request.key)
+        self._subtract(request)
+        self.deferred.release(request.key)
         self.deferred.grant_next()
 
-    def _subtract(self, wanted: LaneRequest) -> None:
-        size = self._sizes.pop(wanted.key, None)
+    def _subtract(self, request: LaneRequest) -> None:
+        size = self._sizes.pop(request.key, None)
         if size is not None:
             self._size = self._size.plus(size, -1)
-            self._lane_bytes[wanted.key.lane] -= size.bytes
-            self._count_decode(wanted, -1)
-            self._classes.remove_waiting(wanted.queue_key, size.tokens)
+            self._lane_bytes[request.key.lane] -= size.bytes
+            self._count_decode(request, -1)
+            self._classes.remove_waiting(request.queue_key, size.tokens)
 
-    def _count_decode(self, wanted: LaneRequest, change: int) -> None:
-        if wanted.phase == "decode":
-            model = wanted.prompt.request.model
+    def _count_decode(self, request: LaneRequest, change: int) -> None:
+        if request.phase == "decode":
+            model = request.prompt.request.model
             self._decodes[model] += change
             if not self._decodes[model]:
                 del self._decodes[model]
 
-    def max_wait_s(self, until_ms: float) -> float:
-        """The time in seconds until a request retries that is not woken; its wait ends at the
-        broker time `until_ms`."""
-        interval_s = RETRY_INTERVAL_S * max(1, len(self.keys) / self._max_frequent_retries)
-        return min(interval_s, (until_ms + 1 - self._broker_clock.now_ms()) / 1000)
-
-    async def wait_for_change(self, name: QueueName, rank: Priority, until_ms: float) -> None:
-        """Wait until a worker may have capacity; under a name the lowest rank is woken first."""
-        await self.changed.wait(self.max_wait_s(until_ms), name, rank)
+    def retry_ms(self, now_ms: float, until_ms: float) -> float:
+        """The time at which a request retries that is not woken; its wait ends at `until_ms`."""
+        interval_ms = RETRY_INTERVAL_MS * max(1, len(self.keys) / self._max_frequent_retries)
+        return max(min(now_ms + interval_ms, until_ms + 1), now_ms + MIN_WAIT_MS)

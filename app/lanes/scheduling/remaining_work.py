@@ -1,0 +1,59 @@
+"""The work of a request that waits in a router: all of it, or the rest after a failure.
+
+A request waits as the work that is left of it: `RemainingWork` is ready to be dispatched, a
+`DeferredRequest` waits in the log until there is room (`app/routing/queueing/deferred_prompts.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from app.routing.queueing.deferred_prompts import QueueSize
+from app.routing.queueing.fair_share import QueueKey
+from streams.record_base import ServiceClass
+from streams.records import RequestOffset
+from streams.request import Request
+
+
+class RemainingWork(NamedTuple):
+    """The remaining work of a request: all of it, or the rest after the tokens already emitted."""
+
+    request: Request
+    attempt: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str] = frozenset()
+    """Workers on which it failed."""
+    emitted: Sequence[int] = ()
+    """Token ids that readers have; `emitted_chars`: the length of their text."""
+    emitted_chars: int = 0
+    renewal_ms: float = math.inf
+    """Broker time at which it is appended again, if no worker has begun it."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has worked on it, successfully or not."""
+        return bool(self.emitted or self.emitted_chars or self.excluded)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return self.request.prompt_tokens
+
+
+class DeferredRequest(NamedTuple):
+    """A `RemainingWork` without emitted tokens and without its request, which is in the log."""
+
+    id: str
+    attempt: int
+    origin: RequestOffset
+    responses_from: int
+    deadline_ms: int
+    excluded: frozenset[str]
+    queue_key: QueueKey
+    size: QueueSize
+    service_class: ServiceClass
+    renewal_ms: float

@@ -1,0 +1,472 @@
+"""The queue of a router: its interactive requests, when each is planned, and the place it gets.
+
+    look ──► plan_pass ──► decide ──► Placement: the caller counts it, and lets the request leave
+     ▲                       │
+     └── a wake-up ◄── wait ◄┴─ Wait: until a record, a freed place or the retry time
+
+Plain and synchronous: times are arguments, and the caller acts on the results. A router
+(`app/lanes/scheduling/scheduler.py`) and the simulation (`app/simulation/simulated_router.py`) use
+the same object.
+
+Requests wait in the router, since one that is queued at a worker can no longer be moved. Their
+number is bounded, also by class: `waiting.is_full` means that one more has to be refused,
+`waiting.must_defer` that one from Kafka has to wait in the log.
+
+When a worker frees a place, the first waiting request of each phase that it serves is woken, by
+priority, class and age. If that request finds a place, the next one is woken, since there may be
+more. Every second each request retries by itself, less often where many wait. While computed
+prompts wait to be decoded, new ones wait behind them, so the bound holds for both.
+
+A request that policy predictive queues for a place retries when that is predicted free; see
+`pending.py`, also for the requests that a record wakes. Requests that look at one moment, such as
+those of one poll, are planned together in a pass before one of them goes.
+
+Never here: futures, the cost of waiting, and the end of a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from app.routing.queueing.deferred_prompts import QueueSize
+from app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
+from app.routing.queueing.herd_avoidance import HerdAvoidance
+from app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
+from app.routing.queueing.pending import (
+    MAX_WAKEUPS,
+    LaneRequest,
+    QueueOrder,
+    RequestKey,
+    ReservedRequests,
+)
+from app.routing.queueing.waiting_requests import WaitingRequests
+from app.routing.queueing.wake_ups import MIN_WAIT_MS, Priority, QueueName
+from app.routing.queueing.worker_capacity import WorkerCapacity
+from app.routing.selection.decision import (
+    NOTHING_PLANNED,
+    Decision,
+    Placement,
+    PlannedReservations,
+    Reservation,
+    RoutingConfig,
+    RoutingState,
+    Wait,
+)
+from app.routing.selection.eligibility import CandidatePools, can_take, pinned_worker
+from app.routing.selection.handover_rules import (
+    DEFAULT_RULES,
+    WHOLE,
+    FirstPhase,
+    HandOverRules,
+    first_phase,
+)
+from app.routing.selection.select import select_worker
+from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from app.routing.state.fleet import Fleet
+from app.routing.state.kv_index import KvIndexView
+from app.routing.state.ledger import LedgerState
+from app.routing.state.performance import PerformanceModel
+from app.routing.state.request_state import RunId
+from app.routing.state.silent_workers import SilentWorkers
+from app.routing.worker_rank import WorkerRank
+from indexer.events import Tier
+from streams.records import Finished, LogRecord, Phase, PrefillDone
+from streams.request import Request
+
+log = logging.getLogger(__name__)
+
+MAX_FREQUENT_RETRIES = 1000
+"""Waiting requests beyond which each retries less often than once a second: a try takes some 60 us.
+A request that no wake-up reaches, such as one behind others that is pinned to a free worker, is
+dispatched at most 4 s late with 4096 waiting. With 200 it would be 20 s, at the same capacity."""
+DEFERRABLE_SHARE = 0.5
+"""The share of the queue that prompts from Kafka may fill; the rest is left to HTTP, where a
+request beyond the bound is refused instead of waiting in the log."""
+FIRST_PHASES: tuple[Phase, ...] = ("aggregated", "prefill")
+
+
+class QueueConfig(NamedTuple):
+    """The settings of a queue. `classes`: of requests that share the workers.
+
+    `counts_output`: whether output tokens of running requests count as load.
+    """
+
+    routing: RoutingConfig
+    bound: QueueSize = QueueSize(UNBOUNDED, UNBOUNDED, UNBOUNDED)
+    order: QueueOrder = "sjf"
+    classes: Mapping[str, ClassConfig] | None = None
+    handover_rules: HandOverRules = DEFAULT_RULES
+    counts_output: bool = True
+
+
+class RouterQueue:
+    """One per router. `router`: its name in the ledger. `silent`: the workers to which nothing is
+    sent. The views are fed by their owner.
+    """
+
+    def __init__(
+        self, router: str, fleet: Fleet, silent: SilentWorkers, ledger: LedgerState,
+        index: KvIndexView, config: QueueConfig,
+    ) -> None:  # fmt: skip
+        bound, rules = config.bound, config.handover_rules
+        self.config = config.routing
+        no_queueing = self.config.predictive_weights._replace(max_hold_ms=0.0)
+        self._without_queueing = self.config._replace(predictive_weights=no_queueing)
+        self.handover_rules = rules
+        self._classes = FairQueue(config.classes)
+        self.waiting = WaitingRequests(
+            self._classes, bound,
+            QueueSize(*(max(1, int(DEFERRABLE_SHARE * each)) for each in bound)),
+            MAX_FREQUENT_RETRIES,
+        )  # fmt: skip
+        self._wake_ups = self.waiting.wake_ups
+        self._fleet = fleet
+        self._ledger = ledger
+        self._index = index
+        self.unconfirmed, self.unconfirmed_batch = ActiveLoad(), BatchRuns()
+        """The load of this router's decisions that it has not read back."""
+        self.worker_capacity = WorkerCapacity(
+            fleet, ledger, self.unconfirmed, self.unconfirmed_batch
+        )
+        self._pools = CandidatePools(
+            fleet, silent, rules.domain if rules.is_domain_required else ""
+        )
+        self._counts_output = config.counts_output
+        self.herd_avoidance = HerdAvoidance(router)
+        self._performance = PerformanceModel()
+        self._dispatched = Counter[Phase]()
+        self._prompt_workers: Sequence[str] = ()
+        """The workers that compute prompts, of all models."""
+        self._reserved = ReservedRequests[RequestKey](config.order, self._classes)
+        self._looking: dict[RequestKey, LaneRequest] = {}
+        """Requests of the next pass."""
+        self._new: set[RequestKey] = set()
+        """Requests between `look` and `decide` that do not wait yet."""
+        self._joint_waits: dict[RequestKey, Wait] = {}
+        """By request of a pass, the wait that was planned for it together with the others."""
+        self._wakeups_left = MAX_WAKEUPS
+        """Requests that records may still wake before the next pass, besides the next one of each
+        place."""
+
+    # --- planning --------------------------------------------------------------------------------
+
+    def look(self, request: LaneRequest) -> None:
+        """Let a request take part in the next pass: a new one, or one that was woken."""
+        self._looking[request.key] = request
+        if request.key not in self.waiting.keys:
+            self._new.add(request.key)
+
+    def plan_pass(self, now_ms: int) -> Sequence[RequestKey]:
+        """Plan all requests that look, together; returns the order in which to `decide` them."""
+        looking, self._looking = list(self._looking.values()), {}
+        self._wakeups_left = MAX_WAKEUPS
+        try:
+            planned = self._plan_together(looking, now_ms)
+        except Exception:
+            # One request cannot be planned; that error is raised again when it goes, alone.
+            log.exception(
+                "joint planning failed for %d queued requests; planning them individually",
+                len(looking),
+            )
+            planned = PlannedOrder(self._reserved.dispatch_order(looking), {}, ())
+        self._joint_waits |= planned.waiting
+        self._wake_ups.wake(planned.to_wake)
+        return [*planned.order, *planned.waiting]
+
+    def _plan_together(
+        self, looking: Sequence[LaneRequest], now_ms: int
+    ) -> PlannedOrder[RequestKey]:
+        context = None
+        if self.config.queues_for_places and len(looking) > 1:
+            full_workers = self.worker_capacity.full_workers(now_ms)
+            context = PlanningContext(self.routing_state(now_ms), self.config, full_workers)
+        return plan_together(
+            looking, self._reserved, context, lambda request: self._plan(request, now_ms)
+        )
+
+    def decide(self, request: LaneRequest, now_ms: int) -> Decision:
+        """Decide about a request of the last pass: a place, a wait, or a rejection.
+
+        A place is free until the next decision, so the caller counts the request there before. It
+        was planned for a place in the pass, and is planned again, now for good: a request that was
+        planned together with it and went before may have taken that place.
+        """
+        self._new.discard(request.key)
+        if (joint_wait := self._joint_waits.pop(request.key, None)) is not None:
+            return joint_wait
+        planned = self._wait_behind_decodes(request, now_ms) or self._plan(request, now_ms)
+        if isinstance(planned, Placement):
+            self._take(request, planned.worker_rank)
+        else:
+            self._reserve(request, planned.reservation if isinstance(planned, Wait) else None)
+        return planned
+
+    def _take(self, request: LaneRequest, place: WorkerRank) -> None:
+        """A request goes to a place: charge its class once, and wake those whose turn comes."""
+        waits_for_places = self._wake_ups.waiting_for_places
+        first = self._reserved.next_for(place) if waits_for_places else None
+        if request.phase != "decode":  # its class was charged with its prefill
+            self._classes.charge(request.cost)
+        self._reserve(request, None)
+        if waits_for_places and (now_first := self._reserved.next_for(place)) not in (first, None):
+            self._wake_ups.wake([now_first])  # another class is first now
+        self._wake_one(place.worker)
+
+    def _wait_behind_decodes(self, request: LaneRequest, now_ms: int) -> Wait | None:
+        """The wait of a prompt that no worker could decode now, while computed ones wait for that.
+
+        Computed now, it would wait with them, and its hand-over might expire. With no decode
+        waiting, prompts are computed ahead, so that decode workers need not wait for them.
+        """
+        model = request.prompt.request.model
+        if request.phase != "prefill" or not self.waiting.has_decodes(model):
+            return None
+        decode = self._plan(replace(request, phase="decode"), now_ms)
+        return decode if isinstance(decode, Wait) and not decode.needs_new_worker else None
+
+    def first_phase(
+        self, request: LaneRequest, now_ms: int, *, stays_whole: bool = False
+    ) -> FirstPhase:
+        """The phase that a request begins with; see `handover_rules.first_phase`."""
+        model = request.prompt.request.model
+        if not self._pools.pool(model, "prefill").rows and not self.handover_rules.is_enforced:
+            return WHOLE
+        others = self._reserved.reservations_of_others(request.key)
+        return first_phase(
+            request.prompt, self.routing_state(now_ms, others), self.config, self.handover_rules,
+            seed=request.seed, stays_whole=stays_whole,
+            full_workers=self.worker_capacity.full_workers(now_ms),
+        )  # fmt: skip
+
+    def is_backed_up(self, request: LaneRequest) -> bool:
+        """Whether the queue is full and every place for this request is reserved, of any phase that
+        it may begin with. False with a priority, by which it may go before the others, and with
+        policies that reserve no places.
+        """
+        hints = request.prompt.request.hints
+        if not len(self._reserved) or hints.strict_priority or hints.priority_jump:
+            return False
+        if not self.waiting.is_full(request.queue_key, planned=len(self._new)):
+            return False
+        model = request.prompt.request.model
+        pools = [self._pools.pool(model, phase) for phase in FIRST_PHASES]
+        places = [place for pool in pools for place in pool.table.worker_ranks]
+        return bool(places) and self._reserved.has_reservations(places)
+
+    def dry_run(self, request: LaneRequest, now_ms: int) -> Decision:
+        """The decision for a request now, without a reservation or any other effect."""
+        return self._plan(request, now_ms, self._without_queueing)
+
+    def _plan(
+        self, request: LaneRequest, now_ms: int, config: RoutingConfig | None = None
+    ) -> Decision:
+        if request.phase == "decode":
+            config = self._without_queueing  # the blocks of its prompt are held for it elsewhere
+        config = config or self.config
+        others = NOTHING_PLANNED
+        if config.queues_for_places:
+            others = self._reserved.reservations_of_others(request.key)
+        session = request.prompt.request.hints.session_control
+        bound: WorkerRank | None = None
+        if session is not None and session.action != "open":
+            bound = self._ledger.sessions.preferred_rank(session.session_id, request.phase, now_ms)
+        return select_worker(
+            request.prompt,
+            self.routing_state(now_ms, others),
+            config,
+            seed=request.seed,
+            phase=request.phase,
+            dispatched_count=self._dispatched[request.phase],
+            excluded=request.excluded,
+            full_workers=self.worker_capacity.full_workers(now_ms),
+            queued_since_ms=request.since_ms,
+            deadline_ms=request.deadline_ms,
+            session_rank=bound,
+        )
+
+    def ranks_with_reservations(self) -> set[WorkerRank]:
+        """The places that requests are queued for."""
+        return self._reserved.ranks_with_reservations()
+
+    def routing_state(
+        self, now_ms: int, others: PlannedReservations = NOTHING_PLANNED
+    ) -> RoutingState:
+        """The state for a decision, with the reservations of `others`."""
+        performance = self._performance
+        return RoutingState(
+            self._fleet, self._pools, self._index, self._ledger.active_load, self.unconfirmed,
+            now_ms, performance.mean_output_tokens, performance.slowdown, others,
+            count_output_tokens=self._counts_output,
+            expected_followups=performance.expected_followups,
+            prefill_shares=performance.prefill_shares,
+            transfer_token_ms=performance.transfer_token_ms,
+            recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
+            stagger_ms=self.herd_avoidance.stagger_ms(
+                self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
+            ),
+        )  # fmt: skip
+
+    # --- decisions that are carried out ----------------------------------------------------------
+
+    def add_unconfirmed(self, run: RunId, request: Request, placement: Placement) -> None:
+        """Count the load of a decision that is carried out, until it is read back."""
+        place = placement.worker_rank
+        if request.service_class == "batch":
+            self.unconfirmed_batch.put(
+                place, _batch_key(run, request), batch_run(request.id, placement)
+            )
+        else:
+            self.unconfirmed.add(place, placement.load, request.hints.lora_name or "")
+        if pinned_worker(request.hints, run.phase) is None:  # for policies that go in turn
+            self._dispatched[run.phase] += 1
+        self.worker_capacity.on_assigned(run.worker, run.epoch)
+
+    def remove_unconfirmed(self, run: RunId, request: Request, placement: Placement) -> None:
+        """A decision was read back, or given up: undo `add_unconfirmed`, but not the turn."""
+        if request.service_class == "batch":
+            self.unconfirmed_batch.discard(_batch_key(run, request))
+        else:
+            adapter = request.hints.lora_name or ""
+            self.unconfirmed.remove(placement.worker_rank, placement.load, adapter)
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    @property
+    def worker_loads(self) -> Mapping[str, WorkerLoad]:
+        """Load by worker according to the ledger, as far as it was read."""
+        loads = dict.fromkeys(self._fleet.members, NO_LOAD) | self._ledger.active_load.by_worker()
+        for rank in self._ledger.batch_runs.ranks():
+            before = loads.get(rank.worker, NO_LOAD)
+            loads[rank.worker] = before.add(self._ledger.batch_runs.load(rank))
+        return loads
+
+    @property
+    def unconfirmed_assignments(self) -> int:
+        """Decisions of this router that it has not read back."""
+        return sum(load.runs for load in self.unconfirmed.by_worker().values())
+
+    @property
+    def slowdown_by_worker(self) -> Mapping[str, float]:
+        """By worker, the measured factor on its curve."""
+        return self._performance.slowdown
+
+    @property
+    def reservations(self) -> int:
+        """Number of requests with a reserved place."""
+        return len(self._reserved)
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, request: LaneRequest, planned: Wait, now_ms: int, until_ms: float) -> None:
+        """Let a request wait until a place for it may be free, or its wait ends at `until_ms`."""
+        if request.key not in self.waiting.keys:
+            self.waiting.add(request, self._uncached_tokens(request))
+        retry_ms = self.waiting.retry_ms(now_ms, until_ms)
+        if planned.reservation is None:
+            name = _queue_name(request.queue_key, request.phase)
+            self._wake_ups.add(request.key, retry_ms, name, (*request.priority, request.arrival))
+        else:
+            place_ms = self._reserved.next_retry_ms(request.key, planned)
+            if place_ms is not None:
+                retry_ms = min(retry_ms, max(place_ms, now_ms + MIN_WAIT_MS))
+            self._wake_ups.add(request.key, retry_ms)
+
+    def _uncached_tokens(self, request: LaneRequest) -> int:
+        prompt, model = request.prompt, request.prompt.request.model
+        block = self._pools.pool(model, request.phase).block_size
+        depths = self._index.depths(prompt.local_hashes(block)).depths  # found when it was planned
+        cached = int(depths[:, Tier.DEVICE].max(initial=0)) * block
+        return max(prompt.tokens - cached, 0)
+
+    def leave(self, request: LaneRequest) -> None:
+        """Remove a request that has a place, or that ended. After the last decode of a model, new
+        prompts may be computed."""
+        key, model = request.key, request.prompt.request.model
+        self._looking.pop(key, None)
+        self._joint_waits.pop(key, None)
+        self._new.discard(key)
+        self.waiting.remove(request)
+        self._reserve(request, None)
+        if request.phase == "decode" and not self.waiting.has_decodes(model):
+            self._wake_first(model, "prefill")
+
+    def _reserve(self, request: LaneRequest, planned: Reservation | None) -> None:
+        if planned is None and not self._wake_ups.waiting_for_places:
+            self._reserved.remove(request.key)  # as below, without a request to wake
+        else:
+            self._wake_ups.wake(self._reserved.reserve(request, planned))
+
+    def _wake_for(self, worker: str) -> None:
+        """Wake the requests that a change of this worker concerns."""
+        self._wake_one(worker)
+        if self._wake_ups.waiting_for_places:
+            keys = self._reserved.to_wake(worker, self._wakeups_left)
+            self._wakeups_left = max(self._wakeups_left - len(keys), 0)
+            self._wake_ups.wake(keys)
+
+    def _wake_one(self, worker: str) -> None:
+        """Wake the first request of each phase that this worker serves."""
+        member = self._fleet.members.get(worker) if self._wake_ups.has_lines else None
+        if member is not None:
+            for phase in FIRST_PHASES:
+                if can_take(member.card, phase):
+                    self._wake_first(member.card.model, phase)
+
+    def _wake_first(self, model: str, phase: Phase) -> None:
+        queues = self._classes.waiting_queues(model, "")
+        self._wake_ups.wake_first([_queue_name(queue, phase) for queue in queues], self._by_class)
+
+    def _by_class(self, name: QueueName, priority: Priority) -> Priority:
+        model, class_name, _ = name
+        virtual_time = self._classes.virtual_time(QueueKey(model, class_name))
+        return priority[0], virtual_time, *priority[1:]
+
+    # --- records of the log -----------------------------------------------------------------------
+
+    def on_record(self, record: LogRecord, *, is_replay: bool = False) -> None:
+        """A record of the ledger was applied; old records only train the estimates."""
+        self._performance.on_record(record)
+        self.herd_avoidance.on_record(record)
+        if is_replay:
+            return
+        self.worker_capacity.on_record(record)
+        content = record.record
+        if type(content) is Finished:
+            if content.code == "worker_full" and content.retryable:
+                return  # it freed no place
+            self._wake_for(content.worker)
+        elif type(content) is PrefillDone:
+            self._wake_for(content.worker)  # it may have been too busy until now
+
+    def on_fleet_changed(self) -> None:
+        """Other workers may be eligible now: wake all requests."""
+        self._prompt_workers = [
+            name
+            for name, member in self._fleet.members.items()
+            if any(can_take(member.card, phase) for phase in FIRST_PHASES)
+        ]
+        self.worker_capacity.on_fleet_changed()
+        self._wake_ups.wake_lines()
+        self._wake_ups.wake(self._reserved.in_dispatch_order())
+
+
+def _queue_name(queue: QueueKey, phase: Phase) -> QueueName:
+    """The line of requests for workers of the same roles: those of phase prefill apart, since no
+    other worker serves them."""
+    return (*queue, "prefill" if phase == "prefill" else "decode")
+
+
+def _batch_key(run: RunId, request: Request) -> BatchRunKey:
+    return BatchRunKey(request.id, run.attempt, run.worker, run.epoch)
+
+
+def batch_run(request_id: str, placement: Placement) -> BatchRun:
+    """The run of a placed batch request."""
+    prefill_tokens = max(placement.prefill_tokens, 1)
+    return BatchRun(request_id, placement.tokens, prefill_tokens, placement.at_ms)
