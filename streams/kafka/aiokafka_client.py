@@ -1,8 +1,8 @@
 """Shared parts of all aiokafka clients.
 
-Owns four things: the classification of errors that a retry cannot cure, patches of aiokafka, the
-lifecycle of a consumer (connected on first use, always stopped), and the rate limit of aiokafka's
-log messages. Never here: topics and records.
+Owns three things: the classification of errors that a retry cannot cure, the lifecycle of a
+consumer (connected on first use, always stopped), and the rate limit of aiokafka's log messages.
+Never here: topics and records, and private names of aiokafka (`client_patches/`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import socket
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from aiokafka import AIOKafkaConsumer
-from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts, create_conn
+from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
     AuthenticationMethodNotSupported,
@@ -40,9 +35,7 @@ from aiokafka.errors import (
 )
 
 from streams.errors import AccessDenied
-from streams.kafka.client_patches import record_batches
-from streams.kafka.client_patches.session_fetcher import SessionFetcher
-from streams.kafka.client_patches.stuck_broker import watch_connection
+from streams.kafka.client_patches.client_parts import client_parts, close_connections, tasks_of
 from streams.kafka.key_filter import KeyFilter
 from streams.topics import MAX_RECORD_BYTES
 
@@ -90,15 +83,7 @@ MOVING_READER_OPTIONS: Mapping[str, Any] = {**READER_OPTIONS, "fetch_max_wait_ms
 """Options of consumers whose positions change while a caller waits for existing records."""
 
 
-record_batches.patch_aiokafka()
-
 _OF_A_CONNECTION = frozenset(inspect.signature(create_conn).parameters)
-_COORDINATOR_TASKS = (
-    "_coordination_task",
-    "_heartbeat_task",
-    "_commit_refresh_task",
-    "_reset_committed_task",
-)
 
 
 def to_access_denied(error: BaseException, what: str) -> AccessDenied:
@@ -110,86 +95,6 @@ def to_access_denied(error: BaseException, what: str) -> AccessDenied:
             "token's file)."
         )
     return AccessDenied(f"{what}: the broker refuses: {error!r}", correction=correction)
-
-
-_send = AIOKafkaConnection.send
-
-
-def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
-    """Send a request, and watch for the response.
-
-    Raises KafkaConnectionError if the transport is closed already. uvloop's transport raises a
-    RuntimeError before the connection is notified. aiokafka does not handle it: its fetching or
-    sending task would end for good, and the process with it.
-    """
-    try:
-        answer = _send(connection, *request, **options)
-    except RuntimeError as e:
-        connection.close(reason=CloseReason.CONNECTION_BROKEN)
-        raise KafkaConnectionError(f"the connection is broken: {e}") from e
-    watch_connection(connection)
-    return answer
-
-
-AIOKafkaConnection.send = _send_and_watch
-
-_get_conn = AIOKafkaClient._get_conn  # noqa: SLF001
-
-
-async def _get_conn_while_open(
-    client: AIOKafkaClient, node: int, **options: Any
-) -> AIOKafkaConnection | None:
-    """A connection to a broker; None if the client is closed, or is closed meanwhile.
-
-    aiokafka would connect all the same, and leak the connection.
-    """
-    if client._sync_task is None:  # noqa: SLF001  # there is one from its start until it is closed
-        return None
-    connection = await _get_conn(client, node, **options)
-    if connection is not None and client._sync_task is None:  # noqa: SLF001
-        connection.close(reason=CloseReason.SHUTDOWN)
-        return None
-    return connection
-
-
-AIOKafkaClient._get_conn = _get_conn_while_open  # noqa: SLF001
-
-
-_connect = AIOKafkaConnection.connect
-_lookups: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[Any]]] = (
-    WeakKeyDictionary()
-)
-
-
-async def _connect_after_lookup(connection: AIOKafkaConnection) -> Any:
-    """Connect to a broker whose name is known; one lookup of a name at a time.
-
-    An event loop has 4 to 6 threads for lookups, and one that was begun keeps its thread, also
-    after its caller has waited long enough: up to 10 s for the name of a dead container, where the
-    resolver does not answer. Lookups for each attempt of each client would take all threads, and
-    the names of the other brokers would wait behind them.
-    """
-    loop, host = asyncio.get_running_loop(), connection.host
-    lookups = _lookups.setdefault(loop, {})
-    if (lookup := lookups.get(host)) is None:
-        lookup = lookups[host] = asyncio.ensure_future(
-            loop.getaddrinfo(host, connection.port, type=socket.SOCK_STREAM)
-        )
-        lookup.add_done_callback(lambda done: _end_lookup(lookups, host, done))
-    async with asyncio.timeout(connection._request_timeout):  # noqa: SLF001
-        await asyncio.shield(lookup)
-    return await _connect(connection)
-
-
-def _end_lookup(
-    lookups: dict[str, asyncio.Future[Any]], host: str, done: asyncio.Future[Any]
-) -> None:
-    del lookups[host]
-    if not done.cancelled():
-        done.exception()  # retrieved, so that asyncio does not log it
-
-
-AIOKafkaConnection.connect = _connect_after_lookup
 
 
 async def start_client(client: Any, options: Mapping[str, Any]) -> None:
@@ -294,38 +199,18 @@ class LazyConsumer:
             await asyncio.wait(self._ending)
 
     async def _start(self) -> AIOKafkaConsumer:
-        # `client_patches/record_batches.py` parses the records of consumers with a filter.
+        # The replaced parser reads for consumers with a filter.
         consumer = AIOKafkaConsumer(**{"key_deserializer": KeyFilter(), **self._options})
-        _mend(consumer)
+        parts = client_parts()
+        parts.prepare(consumer)
         await start_client(consumer, self._options)
-        SessionFetcher.install(consumer)
+        parts.fetch_in_sessions(consumer)
         return consumer
 
     def _end(self, consumer: AIOKafkaConsumer) -> None:
         task = asyncio.create_task(stop_consumer(consumer, self._grace_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-
-def _mend(consumer: AIOKafkaConsumer) -> None:
-    """Make aiokafka count polls that end by an error or by cancellation.
-
-    It counts pending polls without a `finally`: after such a poll, a member that is never polled
-    again would stay in its group for ever.
-    """
-    state = consumer._subscription  # noqa: SLF001
-
-    @contextmanager
-    def fetch_context() -> Iterator[None]:
-        state._fetch_count += 1  # noqa: SLF001
-        try:
-            yield
-        finally:
-            state._fetch_count -= 1  # noqa: SLF001
-            if state._fetch_count == 0:  # noqa: SLF001
-                state._last_fetch_ended = time.monotonic()  # noqa: SLF001  # the client's clock
-
-    state.fetch_context = fetch_context
 
 
 async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
@@ -339,16 +224,11 @@ async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
     await asyncio.wait({stopping}, timeout=grace_s)
     if stopping.done() and not stopping.cancelled() and stopping.exception() is None:
         return
-    tasks = {stopping}
-    if (fetcher := consumer._fetcher) is not None:  # noqa: SLF001
-        tasks |= {fetcher._fetch_task, *fetcher._pending_tasks}  # noqa: SLF001
-    for name in _COORDINATOR_TASKS:
-        if (task := getattr(consumer._coordinator, name, None)) is not None:  # noqa: SLF001
-            tasks.add(task)
+    tasks = {stopping, *tasks_of(consumer)}
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=grace_s)
-    closing = asyncio.create_task(consumer._client.close())  # noqa: SLF001
+    closing = asyncio.create_task(close_connections(consumer))
     await asyncio.wait({closing}, timeout=grace_s)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -30,7 +31,6 @@ from aiokafka.errors import (
     NoOffsetForPartitionError,
     OffsetOutOfRangeError,
 )
-from aiokafka.protocol.group import HeartbeatRequest, SyncGroupRequest
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
 from streams.kafka.aiokafka_client import (
@@ -41,6 +41,7 @@ from streams.kafka.aiokafka_client import (
     LazyConsumer,
     to_access_denied,
 )
+from streams.kafka.client_patches.client_parts import client_parts
 from streams.kafka.kafka_session import KafkaSession
 from streams.ports import Batches, Partition, RebalanceListener
 from streams.topics import READ_COMMITTED
@@ -142,13 +143,7 @@ class KafkaMember:
             return position
         if partition not in self._reading:
             return position
-        assignment = consumer._subscription.subscription.assignment  # noqa: SLF001
-        if assignment is None or not assignment.active:
-            return position
-        state = assignment.state_value(self._full(partition))
-        if state is None or not state.has_valid_position:
-            return position
-        return max(position, int(state.position))
+        return max(position, client_parts().position(consumer, self._full(partition)) or 0)
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition, with one try."""
@@ -200,7 +195,7 @@ class KafkaMember:
             self._is_cut_off = False
             self._release()
 
-    def on_answer(self, consumer: Any, request: Any, sent_at: float) -> None:
+    def on_answer(self, consumer: Any, request: str, sent_at: float) -> None:
         """The coordinator has answered a request of a member whose assignment is valid."""
         if self._consumer is not consumer or self._closed:
             return
@@ -210,7 +205,7 @@ class KafkaMember:
             return
         if self._expiry is None:
             self._expiry = loop.call_at(end, self._expire)
-        if self._is_cut_off and isinstance(request, HeartbeatRequest):
+        if self._is_cut_off and request == "heartbeat":
             log.info("%s: %s answers again", self._topic, self._group)
             self.on_granted(consumer, consumer.assignment())
 
@@ -269,8 +264,8 @@ class KafkaMember:
                 return None
             self._consumer = consumer
             self._unsettled_from = asyncio.get_running_loop().time()
-            self._lease_end = 0.0
-            _observe_answers(self, consumer)
+            reports = client_parts().observe_answers(consumer, partial(self.on_answer, consumer))
+            self._lease_end = 0.0 if reports else _NEVER
             topic = self._kafka.prefix + self._topic
             consumer.subscribe([topic], listener=_Listener(self, consumer))
         return self._consumer
@@ -304,11 +299,9 @@ class KafkaMember:
     async def _committed(
         self, consumer: AIOKafkaConsumer, partitions: Sequence[int]
     ) -> dict[int, int | None]:
-        """By partition, None without a commit; `consumer.committed` asks for each by itself."""
-        wanted = {p: self._full(p) for p in partitions}
-        coordinator = consumer._coordinator  # noqa: SLF001
-        found = await coordinator.fetch_committed_offsets(list(wanted.values()))
-        return {p: found[tp].offset if tp in found else None for p, tp in wanted.items()}
+        """By partition, None without a commit."""
+        found = await client_parts().committed(consumer, [self._full(p) for p in partitions])
+        return {p: found.get(self._full(p)) for p in partitions}
 
     async def _fetch(
         self, consumer: AIOKafkaConsumer, timeout_s: float, max_records: int
@@ -411,21 +404,6 @@ class KafkaMember:
 
 def _isolation_level(topic: str) -> str:
     return "read_committed" if topic in READ_COMMITTED else "read_uncommitted"
-
-
-def _observe_answers(member: KafkaMember, consumer: AIOKafkaConsumer) -> None:
-    """Report answers of the coordinator that extend the membership."""
-    coordinator = consumer._coordinator  # noqa: SLF001
-    send, clock = coordinator._send_req, asyncio.get_running_loop()  # noqa: SLF001
-
-    async def send_and_report(request: Any) -> Any:
-        sent_at = clock.time()
-        answer = await send(request)
-        if isinstance(request, HeartbeatRequest | SyncGroupRequest) and answer.error_code == 0:
-            member.on_answer(consumer, request, sent_at)
-        return answer
-
-    coordinator._send_req = send_and_report  # noqa: SLF001
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped

@@ -24,11 +24,10 @@ from streams.kafka.aiokafka_client import (
     LazyConsumer,
     to_access_denied,
 )
-from streams.kafka.client_patches.record_batches import ReadRecord
-from streams.kafka.client_patches.session_fetcher import SessionFetcher
+from streams.kafka.client_patches.client_parts import client_parts
 from streams.kafka.kafka_session import KafkaSession
 from streams.kafka.key_filter import KeyFilter
-from streams.ports import Batches, Partition
+from streams.ports import Batches, Partition, Record
 from streams.topics import READ_COMMITTED
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class KafkaReader:
         assert self._gather_s, "the first requests of a consumer decide"
         self._gather_s = gather_s
         if self._consumer is not None:
-            SessionFetcher.set_gather_s(self._consumer, gather_s)
+            client_parts().set_gather_s(self._consumer, gather_s)
 
     def position(self, partition: Partition) -> int:
         """Every record below was returned by a poll, or is known to be gone."""
@@ -171,7 +170,7 @@ class KafkaReader:
 
     def _configure(self, consumer: AIOKafkaConsumer) -> None:
         if self._gather_s:
-            SessionFetcher.set_gather_s(consumer, self._gather_s)
+            client_parts().set_gather_s(consumer, self._gather_s)
         consumer.assign(list(self._next))
         self._seek(consumer)
 
@@ -179,7 +178,7 @@ class KafkaReader:
         for tp, offset in self._next.items():
             consumer.seek(tp, offset)
 
-    def _take(self, found: Mapping[TopicPartition, list[ReadRecord]]) -> Batches:
+    def _take(self, found: Mapping[TopicPartition, list[Record]]) -> Batches:
         batches: dict[Partition, list[Any]] = {}
         keys = self._selection.keys
         for tp, records in found.items():
@@ -287,7 +286,7 @@ class _Tails:
         self._empty: dict[TopicPartition, _LastResponse] = {}
         self._bytes = 0
 
-    def read(self, found: Mapping[TopicPartition, list[ReadRecord]]) -> None:
+    def read(self, found: Mapping[TopicPartition, list[Record]]) -> None:
         """Count records that were taken out of the client's buffer."""
         if self._first:
             self._bytes += sum(

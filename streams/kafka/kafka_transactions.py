@@ -24,6 +24,7 @@ from aiokafka.errors import (
 
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, RecordTooLarge
 from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
+from streams.kafka.client_patches.client_parts import client_parts
 from streams.kafka.producer import end_unflushed
 from streams.ports import TopicEntry
 from streams.topics import MAX_RECORD_BYTES, partition_of
@@ -171,8 +172,7 @@ async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> N
         await asyncio.gather(*sent)
         await producer.commit_transaction()
     except _CLIENT_ERRORS as e:
-        end = producer._txn_manager.wait_for_transaction_end()  # noqa: SLF001
-        cause = end.exception() if end is not None and end.done() else None
+        cause = client_parts().transaction_error(producer)
         if cause is None or cause is e:
             raise
         raise cause from e

@@ -1,7 +1,7 @@
 """Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
-Owns the producer of a process; the queue in front of it is in
-`streams/kafka/client_patches/batch_queue.py`. Guarantees, beyond those of the client:
+Owns the producer of a process; the queue in front of it is an `ProducerQueue` of `client_patches/`.
+Guarantees, beyond those of the client:
 
 - Appends to one partition are in the log in the order of the calls, even if several are pending.
 - An idempotent producer numbers its batches; one that is abandoned leaves a gap in the numbers,
@@ -24,13 +24,13 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError, RecordListTooL
 
 from streams.errors import AppendFailed, LogClosed, RecordTooLarge, StreamError
 from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
-from streams.kafka.client_patches.batch_queue import (
+from streams.kafka.client_patches.client_parts import client_parts, close_connections, tasks_of
+from streams.kafka.client_patches.producer_queue import (
     MAX_BATCH_BYTES,
-    BatchQueue,
     PendingAppend,
+    ProducerQueue,
     size_bytes,
 )
-from streams.kafka.client_patches.batch_sender import BatchSender
 from streams.ports import Appended, Entry
 from streams.topics import MAX_RECORD_BYTES
 
@@ -57,7 +57,7 @@ class Producer:
         self._look_every_s = request_timeout_s / 10
         self._grace_s = request_timeout_s
         self._options = dict(options)
-        self._queue: BatchQueue | None = None
+        self._queue: ProducerQueue | None = None
         self._connecting: asyncio.Task[AIOKafkaProducer] | None = None
         """The task that connected the producer of the queue, or that is connecting it."""
         self._look_at_deadlines: asyncio.TimerHandle | None = None
@@ -110,11 +110,11 @@ class Producer:
                 task.cancel()
             await asyncio.wait(self._ending, timeout=self._grace_s)
 
-    def _open_queue(self) -> BatchQueue:
+    def _open_queue(self) -> ProducerQueue:
         """The queue of the current producer; without one, a new one begins to connect."""
         self._check_open()
         if self._queue is None:
-            queue = BatchQueue(
+            queue = client_parts().new_queue(
                 self._translated, lambda error: self._replace(queue, error), self._grace_s
             )
             self._queue = queue
@@ -122,17 +122,18 @@ class Producer:
             self._connecting.add_done_callback(lambda task: self._connected(queue, task))
         return self._queue
 
-    async def _connect(self, queue: BatchQueue) -> AIOKafkaProducer:
-        producer = AIOKafkaProducer(**self._options, acks="all", enable_idempotence=True)
+    async def _connect(self, queue: ProducerQueue) -> AIOKafkaProducer:
+        producer = AIOKafkaProducer(
+            **self._options, acks="all", enable_idempotence=True, max_batch_size=MAX_BATCH_BYTES
+        )
         queue.attach(producer)
-        BatchSender.install(producer)
         await start_client(producer, self._options)
         return producer
 
-    def _connected(self, queue: BatchQueue, task: asyncio.Task[AIOKafkaProducer]) -> None:
+    def _connected(self, queue: ProducerQueue, task: asyncio.Task[AIOKafkaProducer]) -> None:
         error = KafkaError("cancelled") if task.cancelled() else task.exception()
         if error is None:
-            queue.heard_at = asyncio.get_running_loop().time()
+            queue.on_connected()
         elif queue is self._queue:
             self._queue = None
             queue.fail_all(error)
@@ -151,13 +152,13 @@ class Producer:
         elif queue.size:
             self._look_at_deadlines = loop.call_later(self._look_every_s, self._give_up_waiting)
 
-    def _replace(self, queue: BatchQueue, error: BaseException) -> None:
+    def _replace(self, queue: ProducerQueue, error: BaseException) -> None:
         """Drop a producer whose numbering is broken; the next append creates a new one."""
         if queue is self._queue:
             log.warning("replacing the Kafka producer after %r", error)
             self._abandon(queue, KafkaError(f"the producer was replaced after {error!r}"))
 
-    def _abandon(self, queue: BatchQueue, error: Exception) -> None:
+    def _abandon(self, queue: ProducerQueue, error: Exception) -> None:
         assert self._connecting is not None
         self._queue = None
         queue.fail_all(error)
@@ -200,16 +201,16 @@ async def end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: flo
     if not connecting.done() or connecting.cancelled() or connecting.exception() is not None:
         return
     producer = connecting.result()
-    sender = producer._sender.sender_task  # noqa: SLF001
+    tasks = tasks_of(producer)
     try:
-        if sender is not None:
-            sender.cancel()
-            await asyncio.wait({sender}, timeout=grace_s)
+        if tasks:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=grace_s)
     finally:
-        if sender is not None and not sender.done():
-            sender.cancel()  # the second one breaks off the request it waits for
-        await producer.client.close()
-        producer._closed = True  # noqa: SLF001  # else its destructor complains
+        for task in tasks:
+            task.cancel()  # the second one breaks off the request it waits for
+        await close_connections(producer)
 
 
 def _name(to: TopicPartition) -> str:

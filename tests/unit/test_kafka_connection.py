@@ -15,9 +15,9 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest, MetadataResponse_v1
 
-from streams.kafka import aiokafka_client
+from streams.kafka.client_patches.client_parts import client_parts
 
-assert aiokafka_client, "it mends the client's connections when it is loaded"
+client_parts()  # replaces the methods of connections
 
 
 async def _broker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -16,56 +16,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, NotLeaderForPartitionError, TopicAuthorizationFailedError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from streams.ports import Appended, Entry
+from streams.kafka.client_patches.batch_sender import BatchSender
+from streams.kafka.client_patches.producer_queue import (
+    MAX_BATCH_BYTES,
+    PendingAppend,
+    TranslateError,
+)
+from streams.ports import Appended
 from streams.topics import MAX_RECORD_BYTES
-
-MAX_BATCH_BYTES = 1024 * 1024
-"""Bound of a batch of several records. One record may have `MAX_RECORD_BYTES` by itself."""
 
 LEADER_RETRY_S = 0.1
 """Pause between two questions for the leader of a partition."""
-
-_BATCH_BYTES = 61  # header of a batch
-_ENTRY_BYTES = 26  # attributes, length, offset, time, lengths of key and value, number of headers
-_HEADER_BYTES = 10  # lengths of name and value
-
-_Translate = Callable[[BaseException, TopicPartition], Exception]
-
-
-def size_bytes(entries: Sequence[Entry]) -> int:
-    """An upper bound on the bytes of a batch with these entries."""
-    size = _BATCH_BYTES + _ENTRY_BYTES * len(entries)
-    for key, value, headers in entries:
-        if key is not None:
-            size += len(key)
-        if value is not None:
-            size += len(value)
-        else:
-            assert key is not None, "an entry without key and value"
-        for name, content in headers:
-            size += _HEADER_BYTES + len(name) + (0 if content is None else len(content))
-    return size
-
-
-class PendingAppend:
-    """Entries that are appended together, their size in bytes, and their deadline."""
-
-    __slots__ = ("deadline", "entries", "future", "size")
-
-    def __init__(
-        self, entries: Sequence[Entry], size: int, deadline: float, future: asyncio.Future[Appended]
-    ) -> None:
-        self.entries = entries
-        self.size = size
-        self.deadline = deadline
-        self.future = future
 
 
 class PendingBatch:
@@ -144,7 +112,7 @@ class BatchQueue:
 
     def __init__(
         self,
-        translate: _Translate,
+        translate: TranslateError,
         on_broken: Callable[[BaseException], None],
         leader_timeout_s: float,
     ) -> None:
@@ -170,8 +138,13 @@ class BatchQueue:
     def attach(self, producer: AIOKafkaProducer) -> None:
         """Let this producer, which is not started yet, send the batches."""
         self._producer = producer
-        producer._message_accumulator = self  # noqa: SLF001
-        producer._sender._message_accumulator = self  # noqa: SLF001
+        producer._message_accumulator = self
+        producer._sender._message_accumulator = self
+        BatchSender.install(producer)
+
+    def on_connected(self) -> None:
+        """The producer is started."""
+        self.heard_at = self._loop.time()
 
     def add(self, tp: TopicPartition, append: PendingAppend) -> None:
         """Queue an append behind all others of its partition."""
@@ -287,7 +260,7 @@ class BatchQueue:
             del self._unsent[tp]
         if not batch.is_sent:
             assert self._producer is not None
-            numbers = self._producer._txn_manager  # noqa: SLF001
+            numbers = self._producer._txn_manager
             try:
                 batch.build(
                     numbers.producer_id, numbers.producer_epoch, numbers.sequence_number(tp)

@@ -103,7 +103,7 @@ class BatchRequest:
 class _BatchHandler(SendProduceReqHandler):  # type: ignore[misc]  # the package has no types
     def create_request(self) -> BatchRequest:
         batches = {tp: batch.get_data_buffer() for tp, batch in self._batches.items()}
-        return BatchRequest(batches, self._sender._request_timeout_ms)  # noqa: SLF001
+        return BatchRequest(batches, self._sender._request_timeout_ms)
 
 
 class BatchSender(Sender):  # type: ignore[misc]
@@ -112,7 +112,7 @@ class BatchSender(Sender):  # type: ignore[misc]
     @classmethod
     def install(cls, producer: AIOKafkaProducer) -> None:
         """Give a producer, which is not started yet, this sender in place of its own."""
-        producer._sender.__class__ = cls  # noqa: SLF001
+        producer._sender.__class__ = cls
 
     async def _sender_routine(self) -> None:
         """Send the waiting batches to each broker without a request in flight; ends when

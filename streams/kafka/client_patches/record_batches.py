@@ -13,13 +13,6 @@ class of that name here, and `FetchResult.getall` by `next_records`. Other consu
 of a program that uses the client library, keep aiokafka's. Records of aborted transactions are left
 out as far as a response names them, which it does for consumers that read committed. Never here:
 topics and record types.
-
-CPU time of a record of 60 bytes with two headers, from the bytes of the response to the list of a
-poll, by the number of records in a batch (responses of one batch), in us:
-
-    records          1      3     12    100
-    aiokafka       7.3    3.6    2.0    1.4    with its iteration and records, and the bounds here
-    here           4.2    2.1    1.2     .9
 """
 
 from __future__ import annotations
@@ -357,15 +350,15 @@ class PartitionRecords:
 
 def next_records(result: Any, max_records: int | None = None) -> list[ReadRecord]:
     """The next records of a partition; replaces aiokafka's `FetchResult.getall`."""
-    if isinstance(result._partition_records, _aiokafka_records):  # noqa: SLF001
+    if isinstance(result._partition_records, _aiokafka_records):
         return _aiokafka_getall(result, max_records)  # type: ignore[no-any-return]
-    if not result.check_assignment(result._topic_partition) or not result.has_more():  # noqa: SLF001
+    if not result.check_assignment(result._topic_partition) or not result.has_more():
         return []
     found: list[ReadRecord]
-    found, has_more = result._partition_records.take(max_records)  # noqa: SLF001
-    result._update_position()  # noqa: SLF001
+    found, has_more = result._partition_records.take(max_records)
+    result._update_position()
     if not has_more:
-        result._partition_records = None  # noqa: SLF001
+        result._partition_records = None
     return found
 
 
@@ -390,7 +383,7 @@ def _records_of(
 _aiokafka_records, _aiokafka_getall = fetcher.PartitionRecords, fetcher.FetchResult.getall
 
 
-def patch_aiokafka() -> None:
+def patch_parser() -> None:
     """Replace the parser of consumers with a `KeyFilter` in this process. Idempotent."""
     fetcher.MemoryRecords = FetchedBatches
     fetcher.PartitionRecords = _records_of

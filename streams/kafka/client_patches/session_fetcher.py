@@ -7,11 +7,7 @@ partitions and preferred read replicas stay aiokafka's.
 
 aiokafka walks all partitions at every wake-up, and lists all of them in every request. Here a
 broker whose response is awaited is skipped as a whole, so each partition is looked at once per
-request. CPU time of the whole loop for a fetch without news (`python -m tests.fetch_times`), in us:
-
-    partitions                 1       8      32
-    aiokafka                  56     104     254
-    with sessions             30      30      37
+request (`python -m tests.fetch_times`; docs/kafka-client.md).
 """
 
 from __future__ import annotations
@@ -183,33 +179,33 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
 
         A consumer makes its fetcher itself, so the one that it has made changes its class.
         """
-        fetcher = consumer._fetcher  # noqa: SLF001
-        fetcher._sessions, fetcher._plan = {}, None  # noqa: SLF001
-        fetcher._options = options = FetchOptions(  # noqa: SLF001
-            fetcher._fetch_max_wait_ms,  # noqa: SLF001
-            fetcher._fetch_min_bytes,  # noqa: SLF001
-            fetcher._fetch_max_bytes,  # noqa: SLF001
-            fetcher._isolation_level,  # noqa: SLF001
-            fetcher._max_partition_fetch_bytes,  # noqa: SLF001
-            fetcher._client_rack or "",  # noqa: SLF001
+        fetcher = consumer._fetcher
+        fetcher._sessions, fetcher._plan = {}, None
+        fetcher._options = options = FetchOptions(
+            fetcher._fetch_max_wait_ms,
+            fetcher._fetch_min_bytes,
+            fetcher._fetch_max_bytes,
+            fetcher._isolation_level,
+            fetcher._max_partition_fetch_bytes,
+            fetcher._client_rack or "",
         )
-        fetcher._idle_options = fetcher._sparse_options = options  # noqa: SLF001
+        fetcher._idle_options = fetcher._sparse_options = options
         fetcher.__class__ = cls
         if options.min_bytes > 1:
             cls.set_gather_s(consumer, options.max_wait_ms / 1000)
-        fetcher._ended = []  # noqa: SLF001
-        fetcher._fetch_task.cancel()  # noqa: SLF001  # it waits for an assignment
-        fetcher._fetch_task = asyncio.create_task(fetcher._fetch_requests_routine())  # noqa: SLF001
+        fetcher._ended = []
+        fetcher._fetch_task.cancel()  # it waits for an assignment
+        fetcher._fetch_task = asyncio.create_task(fetcher._fetch_requests_routine())
 
     @staticmethod
     def set_gather_s(consumer: AIOKafkaConsumer, gather_s: float) -> None:
         """Change the time for which a consumer gathers records, from the next request on."""
-        fetcher, wait_ms = consumer._fetcher, int(1000 * gather_s)  # noqa: SLF001
-        options = fetcher._options._replace(max_wait_ms=wait_ms)  # noqa: SLF001
-        fetcher._options = options  # noqa: SLF001
-        fetcher._idle_options = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)  # noqa: SLF001
+        fetcher, wait_ms = consumer._fetcher, int(1000 * gather_s)
+        options = fetcher._options._replace(max_wait_ms=wait_ms)
+        fetcher._options = options
+        fetcher._idle_options = options._replace(min_bytes=1, max_wait_ms=IDLE_WAIT_MS)
         factor = SPARSE_WAIT_FACTOR if wait_ms >= MIN_SPARSE_WAIT_MS else 1
-        fetcher._sparse_options = options._replace(max_wait_ms=factor * wait_ms)  # noqa: SLF001
+        fetcher._sparse_options = options._replace(max_wait_ms=factor * wait_ms)
 
     async def _fetch_requests_routine(self) -> None:
         """As aiokafka's, which waits for a set of futures at every turn.
@@ -323,7 +319,7 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
             for tp, state in rows:
                 if tp in buffered:
                     continue
-                if (position := state._position) is None:  # noqa: SLF001
+                if (position := state._position) is None:
                     # Only a leader has the offsets; a follower may serve the records.
                     leader = self._node(self._client.cluster.leader_for_partition(tp))
                     has_leaderless |= leader is None
@@ -369,7 +365,7 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         return self._sessions[node]
 
     def _planned(self, assignment: Any) -> _Plan:
-        plan, metadata = self._plan, self._client.cluster._partitions  # noqa: SLF001
+        plan, metadata = self._plan, self._client.cluster._partitions
         if plan is not None and plan.assignment is not assignment:
             for session in self._sessions.values():  # ends of partitions are reported once
                 session.restart()
@@ -417,5 +413,5 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
         now_ms = int(1000 * time.time())
         for tp, offset in fetch.wanted.items():
             state = assignment.state_value(tp)
-            if state._position == offset:  # noqa: SLF001
+            if state._position == offset:
                 state.timestamp = now_ms

@@ -51,9 +51,9 @@ class _Watch:
 
     def __init__(self, connection: AIOKafkaConnection) -> None:
         self._connection = connection
-        writer = connection._writer  # noqa: SLF001
+        writer = connection._writer
         self._transport = None if writer is None else writer.transport
-        self._timeout_s: float = connection._request_timeout  # noqa: SLF001
+        self._timeout_s: float = connection._request_timeout
         self._late_s = max(self._timeout_s * LATE_FRACTION, LATE_S)
         self._every_s = self._late_s / 2
         self._waits_from = self._looked_at = time.monotonic()
@@ -67,7 +67,7 @@ class _Watch:
 
     def _check(self) -> None:
         connection = self._connection
-        if connection._requests:  # noqa: SLF001  # none are left of a connection that is closed
+        if connection._requests:  # none are left of a connection that is closed
             try:
                 self._judge(connection, time.monotonic())
             finally:
@@ -84,7 +84,7 @@ class _Watch:
             # this process was stopped: responses may be buffered
             self._waits_from = now
         self._looked_at = now
-        silent_s = now - max(self._waits_from, connection._last_action)  # noqa: SLF001
+        silent_s = now - max(self._waits_from, connection._last_action)
         if silent_s > self._timeout_s + self._every_s:  # the caller has timed out by now
             self._leave(CloseReason.CONNECTION_TIMEOUT, f"has not answered for {silent_s:.1f} s")
         elif silent_s > self._late_s and (self._look is None or self._look.done()):
@@ -94,7 +94,7 @@ class _Watch:
 
     async def _probe_others(self) -> None:
         """Close the connection if the broker is not, or no longer, a member of its cluster."""
-        client = getattr(self._connection._on_close_cb, "__self__", None)  # noqa: SLF001
+        client = getattr(self._connection._on_close_cb, "__self__", None)
         if not isinstance(client, AIOKafkaClient):
             return  # to an address that need not be that of a broker
         if self._is_member(client):
@@ -118,27 +118,27 @@ class _Watch:
         other = await self._other(client)
         if other is None:
             return
-        cluster, topics = client.cluster, set(client._topics)  # noqa: SLF001
-        known_ms = cluster._last_successful_refresh_ms  # noqa: SLF001
+        cluster, topics = client.cluster, set(client._topics)
+        known_ms = cluster._last_successful_refresh_ms
         question = MetadataRequest(list(topics) or None, allow_auto_topic_creation=False)
         answer = await other.send(question)
-        is_latest = cluster._last_successful_refresh_ms == known_ms  # noqa: SLF001
-        if answer.brokers and is_latest and topics == client._topics:  # noqa: SLF001
+        is_latest = cluster._last_successful_refresh_ms == known_ms
+        if answer.brokers and is_latest and topics == client._topics:
             cluster.update_metadata(answer)
 
     async def _other(self, client: AIOKafkaClient) -> AIOKafkaConnection | None:
         """A connection to another broker, to each of them in turn; None if there is none."""
         here = (self._connection.host, self._connection.port)
         ids = [b.nodeId for b in client.cluster.brokers() if (b.host, b.port) != here]
-        known = [client._conns.get((node, ConnectionGroup.DEFAULT)) for node in ids]  # noqa: SLF001
+        known = [client._conns.get((node, ConnectionGroup.DEFAULT)) for node in ids]
         others = [other for other in known if other is not None and other.connected()]
         self._turn += 1
         if others:
             return others[self._turn % len(others)]
         # A task that connects, maybe to the broker that hangs, holds the lock until that is done.
-        if not ids or client._get_conn_lock.locked():  # noqa: SLF001
+        if not ids or client._get_conn_lock.locked():
             return None
-        return await client._get_conn(ids[self._turn % len(ids)])  # noqa: SLF001
+        return await client._get_conn(ids[self._turn % len(ids)])
 
     def _leave(self, reason: CloseReason, why: str) -> None:
         connection = self._connection

@@ -1,0 +1,35 @@
+"""The contracts with aiokafka as it is (`KVLANE_TEST_PLAIN_CLIENT=1`).
+
+Its version counts as untested then. The promises that do not hold are left out by name;
+docs/kafka-client.md has them too.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from streams.kafka.client_patches import client_parts
+
+PROMISES_OF_REPLACED_PARTS = {
+    "test_member_cut_off_from_its_coordinator_gives_up_before_another_takes_over": "no lease",
+    "test_member_cut_off_from_its_coordinator_gives_up_without_being_polled": "no lease",
+    "test_positions_pass_what_transactions_leave_in_the_log": "no position without a record",
+    "test_fetch_lists_no_partition_while_nothing_changes": "no fetch sessions",
+}
+
+
+def pytest_configure() -> None:
+    if os.environ.get("KVLANE_TEST_PLAIN_CLIENT"):
+        client_parts.TESTED_VERSIONS = frozenset()
+        client_parts.client_parts.cache_clear()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("KVLANE_TEST_PLAIN_CLIENT"):
+        return
+    for item in items:
+        name = item.name.partition("[")[0]
+        if reason := PROMISES_OF_REPLACED_PARTS.get(name):
+            item.add_marker(pytest.mark.skip(reason=reason))
