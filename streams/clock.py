@@ -83,3 +83,30 @@ class BrokerClock:
         if ahead_ms == _NEVER:
             return 0
         return int(ahead_ms + self._clock.now() * 1000)
+
+
+class LeaderClock:
+    """The clock of the leader of one partition, by its records that were read without delay.
+
+    `lag_ms`: by how much it is behind the latest clock of all brokers, `broker_clock`. An append
+    time of the partition plus the lag is a time of `broker_clock`.
+    """
+
+    def __init__(self, clock: Clock, broker_clock: BrokerClock) -> None:
+        self._clock = clock
+        self._broker_clock = broker_clock
+        self._own = BrokerClock(clock)
+        self._last_ms = 0
+
+    def observe(self, timestamp_ms: int) -> None:
+        """Observe the append time of a record that was just read; `broker_clock` has it, too."""
+        if timestamp_ms < self._last_ms:  # one leader's times do not go back: this is another one
+            self._own = BrokerClock(self._clock)
+        self._last_ms = timestamp_ms
+        self._own.observe(timestamp_ms)
+
+    @property
+    def lag_ms(self) -> int:
+        """0 before the first record."""
+        own_ms = self._own.now_ms()
+        return max(self._broker_clock.now_ms() - own_ms, 0) if own_ms else 0

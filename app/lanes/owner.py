@@ -44,6 +44,7 @@ from app.routing.state.fleet import LastHeartbeat
 from app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
 from app.routing.state.request_transitions import LedgerRecord
 from app.settings import Settings
+from streams.clock import LeaderClock
 from streams.codecs import TOKEN_BYTES
 from streams.errors import RecordError, StreamError
 from streams.ports import Partition
@@ -78,6 +79,10 @@ class LaneOwner:
         self._renewed: dict[str, set[int]] = {}
         """Requests that were appended again, and not read since: the offsets of their records."""
         self._backpressure = LaneBackpressure(context, claim)
+        self._requests_clock = LeaderClock(context.ctx.clock, context.broker_clock)
+        self._ledger_clock = LeaderClock(context.ctx.clock, context.broker_clock)
+        self._unread_end = 0
+        """Requests before it waited in the log when this lane was assigned."""
         self.take_over = context.ctx.spawn(f"take over lane {self._lane}", self._begin())
 
     # --- from outside ----------------------------------------------------------------------------
@@ -90,6 +95,8 @@ class LaneOwner:
         """
         record = fact.record
         assert isinstance(record, Request | Cancel | Refused), "the intake lets no other types pass"
+        if fact.offset >= self._unread_end:
+            self._requests_clock.observe(fact.timestamp_ms)
         if (lane := lane_of(record.id, self._context.partitions[REQUESTS])) != self._lane:
             raise RecordError(
                 f"{record.id!r} belongs in lane {lane}, not in {self._lane}: "
@@ -121,8 +128,10 @@ class LaneOwner:
         """Whether a Cancel waits for the job of its request."""
         return any(isinstance(w.record, Cancel) for w in self._records_behind.get(request_id, ()))
 
-    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:  # noqa: ARG002  a lane looks at all
+    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
         """A record of this lane's ledger was applied."""
+        if not is_replay:
+            self._ledger_clock.observe(fact.timestamp_ms)
         if isinstance(fact.record, LedgerRecord):
             self._dispatcher.handovers.on_record(fact)
             self.reconcile(fact.record.id)
@@ -140,7 +149,8 @@ class LaneOwner:
         action = None if state is None else self._next_action(request_id, state, now_ms)
         at_ms = None
         if state is not None and action is None:
-            at_ms = next_action_ms(request_id, state, now_ms, s.timeouts)
+            lag_ms = self._ledger_clock.lag_ms
+            at_ms = next_action_ms(request_id, state, now_ms, s.timeouts, lag_ms)
         self._timers.set(request_id, at_ms)
         self._set_back_off(request_id, state if action is None else None)
         match action:
@@ -157,7 +167,8 @@ class LaneOwner:
 
     def _next_action(self, request_id: str, state: RequestState, now_ms: int) -> Action | None:
         s = self._context
-        action = next_action(request_id, state, s.fleet, now_ms, s.timeouts)
+        lag_ms = self._ledger_clock.lag_ms
+        action = next_action(request_id, state, s.fleet, now_ms, s.timeouts, lag_ms)
         if action is None and s.batch_scheduler.gives_way(request_id, state):
             return Restart(state.attempt + 1, "preempted")
         if action is None and self._is_decode_due(request_id, state):
@@ -303,6 +314,7 @@ class LaneOwner:
         s = self._context
         await self._termination.catch_up_with_ledger()
         s.response_end_offsets[self._lane] = await s.end_offset(Partition(RESPONSES, self._lane))
+        self._unread_end = await s.end_offset(Partition(REQUESTS, self._lane))
         self.serving = True
         s.resume(self.claim)
         self.reconcile_all()
@@ -430,7 +442,8 @@ class LaneOwner:
         if objection := _objection(request):
             await self._termination.end(request.id, "invalid", objection)
             return
-        deadline_ms, renewal_ms = _time_limits(fact, request, s.settings)
+        appended_ms = fact.timestamp_ms + self._requests_clock.lag_ms
+        deadline_ms, renewal_ms = _time_limits(appended_ms, request, s.settings)
         if s.broker_clock.now_ms() >= renewal_ms:
             raise RenewalDue(request)
         if s.broker_clock.now_ms() > deadline_ms:
@@ -471,8 +484,10 @@ class _TimeLimits(NamedTuple):
     renewal_ms: float = math.inf
 
 
-def _time_limits(fact: LogRecord, request: Request, settings: Settings) -> _TimeLimits:
+def _time_limits(appended_ms: int, request: Request, settings: Settings) -> _TimeLimits:
     """The deadline of a request: its time limit counts from the append of its prompt.
+
+    `appended_ms`: the append of its record.
 
     A batch request may wait for days, but not its record: this, and the shown part of its answer,
     must be in the log when it changes hands. So the record is appended again after half of
@@ -481,14 +496,14 @@ def _time_limits(fact: LogRecord, request: Request, settings: Settings) -> _Time
     """
     longest_ms = int(settings.max_lifetime_s * 1000)
     limit_ms = int(request.deadline_s * 1000)
-    since_ms = min(fact.timestamp_ms, request.queued_ms or fact.timestamp_ms)
+    since_ms = min(appended_ms, request.queued_ms or appended_ms)
     if request.service_class != "batch":
         return _TimeLimits(since_ms + min(limit_ms, longest_ms))
     run_limit_ms = int(settings.batch_run_limit_s * 1000)
-    last_ms, deadline_ms = since_ms + limit_ms, fact.timestamp_ms + run_limit_ms
+    last_ms, deadline_ms = since_ms + limit_ms, appended_ms + run_limit_ms
     if last_ms <= deadline_ms or not request.queued_ms:
         return _TimeLimits(min(last_ms, deadline_ms))
-    return _TimeLimits(deadline_ms, fact.timestamp_ms + longest_ms / 2)
+    return _TimeLimits(deadline_ms, appended_ms + longest_ms / 2)
 
 
 def _objection(request: Request) -> str:

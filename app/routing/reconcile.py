@@ -82,11 +82,17 @@ class ReconcileTimeouts(NamedTuple):
 
 
 def next_action(
-    request_id: str, state: RequestState, fleet: Fleet, now_ms: int, timeouts: ReconcileTimeouts
+    request_id: str,
+    state: RequestState,
+    fleet: Fleet,
+    now_ms: int,
+    timeouts: ReconcileTimeouts,
+    lag_ms: int = 0,
 ) -> Action | None:
     """The next action of the owner for this request; None when none is due.
 
-    `now_ms` is broker time. A function of its arguments only.
+    `now_ms` is broker time; `lag_ms`: by how much the clock of the ledger's leader is behind it. A
+    function of its arguments only.
     """
     if state.ended or state.origin is None:
         return None
@@ -99,7 +105,7 @@ def next_action(
         return Finish("deadline")
     if _is_handed_over(state):
         return Decode(state.attempt)
-    return _action_for_runs(request_id, state, runs, fleet, now_ms, timeouts)
+    return _action_for_runs(request_id, state, runs, fleet, now_ms - lag_ms, timeouts)
 
 
 def _action_for_runs(
@@ -126,7 +132,7 @@ def _action_for_runs(
 
 
 def next_action_ms(
-    request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts
+    request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts, lag_ms: int = 0
 ) -> int | None:
     """Broker time at which an action may become due without a new record; None if none may.
 
@@ -136,10 +142,11 @@ def next_action_ms(
         return None
     times = [state.deadline_ms + 1]
     for _, run in _current_runs(state):
+        since_ms = run.since_ms + lag_ms
         if run.state == "assigned":
-            times.append(run.since_ms + timeouts.start_timeout_ms + 1)
+            times.append(since_ms + timeouts.start_timeout_ms + 1)
         elif run.state == "worker_full":
-            times.append(run.since_ms + _back_off_ms(request_id, state.full_rejections, timeouts))
+            times.append(since_ms + _back_off_ms(request_id, state.full_rejections, timeouts))
     return min((at_ms for at_ms in times if at_ms > now_ms), default=None)
 
 

@@ -12,7 +12,6 @@ import pytest
 from app.lanes.failure_detector import PROBE_LEAD
 from app.router import Router
 from app.settings import Settings
-from app.testing.virtual_time import VirtualClock
 from streams.codecs import decode
 from streams.errors import AppendFailed
 from streams.ports import Appended
@@ -65,12 +64,6 @@ def without(router: Router, number: int, refuse: Callable[[], Any]) -> None:
         return await send(topic, key, record, partition)
 
     router._context.publisher.publish_once = some_are_sent  # type: ignore[method-assign]
-
-
-def lead(world: MemoryWorld, worker: str, ahead_ms: int) -> None:
-    """A broker whose clock differs leads a worker's partition of kv-events from now on."""
-    clock = VirtualClock(world.clock._loop, ahead_ms)
-    world.broker.set_leader_clock(KV_EVENTS, partition(world, worker), clock)
 
 
 async def pair(world: MemoryWorld) -> tuple[list[FakeWorker], Router]:
@@ -194,7 +187,7 @@ async def test_worker_of_a_new_leader_with_another_clock_is_not_lost(
     await start_router(world)
     await world.sleep(3)
     workers[0].heartbeat_task.cancel()
-    lead(world, "w0", ahead_ms)
+    world.lead(KV_EVENTS, partition(world, "w0"), ahead_ms)
     for _ in range(10):
         await world.sleep(0.1)
         world.append(KV_EVENTS, partition(world, "w0"), Probe(by="r2"), key="r2")
@@ -214,7 +207,7 @@ async def test_worker_that_died_before_a_leader_change_is_lost_in_time(
     await world.sleep(3)
     dead.heartbeat_task.cancel()
     await world.sleep(1)
-    lead(world, "w0", ahead_ms)
+    world.lead(KV_EVENTS, partition(world, "w0"), ahead_ms)
     await world.sleep(2.5)
     assert deaths(world) == []
     await world.wait_until(lambda: deaths(world) == ["w0"], within_s=4)
@@ -225,7 +218,7 @@ async def test_worker_that_died_before_a_leader_change_is_lost_in_time(
 async def test_workers_of_a_broker_with_another_clock_get_requests(
     world: MemoryWorld, ahead_ms: int
 ) -> None:
-    lead(world, "w0", ahead_ms)
+    world.lead(KV_EVENTS, partition(world, "w0"), ahead_ms)
     worker = FakeWorker(world, "w0")
     FakeWorker(world, "w1", model="another")
     await start_router(world)

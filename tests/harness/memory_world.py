@@ -100,6 +100,10 @@ class MemoryWorld:
     def append_raw(self, topic: str, partition: int, *entries: Entry) -> int:
         return self.broker.append(topic, partition, entries).offset
 
+    def lead(self, topic: str, partition: int, ahead_ms: int) -> None:
+        """A broker with a clock that is so much ahead leads a partition from now on."""
+        self.broker.set_leader_clock(topic, partition, VirtualClock(self.clock._loop, ahead_ms))
+
     def records(
         self, topic: str, partition: int | None = None, key: str = ""
     ) -> list[MemoryRecord]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.clock import WINDOW_S, BrokerClock
+from streams.clock import WINDOW_S, BrokerClock, LeaderClock
 
 DAY_S = 86_400
 
@@ -99,3 +99,26 @@ def test_one_old_record_after_a_silence_does_not_set_the_clock_back() -> None:
 
 def test_time_is_zero_before_the_first_record() -> None:
     assert BrokerClock(Hand()).now_ms() == 0
+
+
+def test_lag_of_a_leader_is_its_difference_to_the_latest_clock() -> None:
+    clock = Hand()
+    broker_clock = BrokerClock(clock)
+    leader = LeaderClock(clock, broker_clock)
+    for lag_ms in (20_000, 0, 40_000):  # leaders of one partition, one after the other
+        for delay_ms in (3000, 0, 500):
+            clock.at_s += 10
+            broker_clock.observe(int(clock.at_s * 1000))
+            leader.observe(int(clock.at_s * 1000) - lag_ms - delay_ms)
+        assert leader.lag_ms == pytest.approx(lag_ms, abs=2)
+
+
+def test_lag_of_a_leader_is_0_before_its_first_record_and_where_it_is_ahead() -> None:
+    clock = Hand()
+    broker_clock = BrokerClock(clock)
+    leader = LeaderClock(clock, broker_clock)
+    broker_clock.observe(int(clock.at_s * 1000))
+    assert leader.lag_ms == 0
+    broker_clock.observe(int(clock.at_s * 1000) + 20_000)
+    leader.observe(int(clock.at_s * 1000) + 20_000)
+    assert leader.lag_ms == 0

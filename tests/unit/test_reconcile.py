@@ -164,6 +164,17 @@ def test_refused_prefill_ends_a_decode_that_waits_for_it_after_the_back_off() ->
     assert owed(refused, now_ms=at_ms) == Restart(1, "worker_full")
 
 
+def test_ages_of_runs_count_by_the_clock_of_the_ledgers_leader() -> None:
+    lag_ms = 20_000
+    refused, assigned = timeline({RUN: "worker_full"}), timeline({RUN: "assigned"})
+    for got, view in ((refused, fleet()), (assigned, fleet(listed=False))):
+        at_ms = next_action_ms("a", got, 1001 + lag_ms, PATIENCE, lag_ms)
+        assert at_ms is not None
+        assert at_ms - lag_ms == next_action_ms("a", got, 1001, PATIENCE)
+        assert next_action("a", got, view, at_ms - 1, PATIENCE, lag_ms) is None
+        assert next_action("a", got, view, at_ms, PATIENCE, lag_ms) is not None
+
+
 def test_refused_decode_ends_the_prefill_beside_it() -> None:
     refused = timeline({PREFILL: "started", DECODE: "worker_full"})
     assert owed(refused, now_ms=59_000) == Restart(1, "worker_full")

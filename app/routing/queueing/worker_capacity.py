@@ -30,10 +30,14 @@ PROBE_INTERVAL_MS = 1_000
 
 @dataclass(slots=True)
 class _Limit:
-    """The open runs of a worker when it was full, and the time of its refusal if it refused one."""
+    """The open runs of a worker when it was full, and the time of its refusal if it refused one.
+
+    None: the refusal is new, and its time is that of the next query. Its append time may be by
+    another clock, that of the ledger's leader.
+    """
 
     runs: int
-    refused_ms: float = -math.inf
+    refused_ms: float | None = -math.inf
 
 
 class WorkerCapacity:
@@ -88,7 +92,7 @@ class WorkerCapacity:
             runs = self._known_runs(*key)
             if (before := self._limits.get(key)) is not None:
                 runs = min(runs, before.runs)
-            self._limits[key] = _Limit(runs, record.timestamp_ms)
+            self._limits[key] = _Limit(runs, None)
 
     def on_fleet_changed(self) -> None:
         """Drop lost workers."""
@@ -96,6 +100,8 @@ class WorkerCapacity:
             del self._limits[key]
 
     def _bound(self, key: tuple[str, int], limit: _Limit, now_ms: int) -> float:
+        if limit.refused_ms is None:
+            limit.refused_ms = now_ms
         one_more = now_ms - limit.refused_ms >= PROBE_INTERVAL_MS
         return min(limit.runs + one_more, self._most_runs(*key))
 
