@@ -8,7 +8,7 @@ open runs, and the counts of tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, get_args
@@ -17,6 +17,7 @@ import numpy as np
 
 from app.engine.simulated.batch import BatchSequence
 from app.prompts.job_order import BatchItem, JobOrder
+from app.routing.queueing.router_queue import RouterQueue
 from app.routing.selection.batch_placement import (
     RESUME_ELSEWHERE_MS,
     BatchBounds,
@@ -25,13 +26,12 @@ from app.routing.selection.batch_placement import (
     ranks_with_headroom,
     runs_to_preempt,
 )
-from app.routing.selection.decision import Placement, RoutingConfig
+from app.routing.selection.decision import Placement, RoutingState
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import select_worker
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.performance import profile_from_card
 from app.routing.worker_rank import WorkerRank
-from app.simulation.router_state import RouterState
 from app.simulation.simulated_worker import RemovedSequence, SimulatedWorker
 from app.simulation.trace_requests import SIMULATION_SECRET, SPREAD
 from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
@@ -85,16 +85,17 @@ class BatchCounts:
 
 @dataclass(slots=True)
 class BatchWork:
-    """The batch work of one run. `on_chunks`: called with chunks and keys of each new request."""
+    """The batch work of one run. `on_chunks`: called with chunks and keys of each new request.
+    `runs`: the open ones, as the ledger of the router has them."""
 
     rows: Sequence[TraceRow]
     mode: BatchMode
     bounds: BatchBounds
     block_size: int
     on_chunks: Callable[[Sequence[int], Sequence[int]], None]
+    runs: BatchRuns
     runs_per_worker: int = 16
     """Mode `no classes`: runs at a time for each worker."""
-    runs: BatchRuns = field(default_factory=BatchRuns)
     tasks: dict[str, BatchTask] = field(default_factory=dict)
     """Open ones by id."""
     counts: BatchCounts = field(default_factory=BatchCounts)
@@ -136,23 +137,18 @@ class BatchWork:
         return self._waiting[0]
 
     def place(
-        self,
-        state: RouterState,
-        config: RoutingConfig,
-        awaited: Sequence[WorkerRank],
-        workers: int,
-        now_ms: float,
+        self, queue: RouterQueue, awaited: Collection[WorkerRank], workers: int, now_ms: float
     ) -> tuple[BatchTask, Placement] | None:
         """The next request and its place, or None while there is none.
 
         A preempted one that has waited for RESUME_ELSEWHERE_MS goes to any worker.
         """
-        view = state.routing_state(now_ms)
+        state = queue.routing_state(int(now_ms))
         free: set[str] = set()
         if self.mode != "no classes":
             free = {
                 rank.worker
-                for rank in ranks_with_headroom("", view, self.runs, self.bounds)
+                for rank in ranks_with_headroom("", state, self.runs, self.bounds)
                 if rank not in awaited
             }
             if not free:
@@ -163,7 +159,7 @@ class BatchWork:
             if waits_for_cache and worker not in free:
                 continue
             planned = place_batch_request(
-                task.prompt(self.block_size), view, self.runs, self.bounds, seed=0,
+                task.prompt(self.block_size), state, self.runs, self.bounds, seed=0,
                 awaited=awaited,
                 waits_for_cache=waits_for_cache,
             )  # fmt: skip
@@ -177,10 +173,10 @@ class BatchWork:
         if self.mode == "no classes":
             if len(self.tasks) >= self.runs_per_worker * workers:
                 return None
-            planned = select_worker(prompt, view, config, seed=len(self.tasks))
+            planned = select_worker(prompt, state, queue.config, seed=len(self.tasks))
         else:
             planned = place_batch_request(
-                prompt, view, self.runs, self.bounds, seed=0, awaited=awaited
+                prompt, state, self.runs, self.bounds, seed=0, awaited=awaited
             )
         if not isinstance(planned, Placement):
             return None
@@ -241,19 +237,18 @@ class BatchWork:
         self.tasks.pop(task.id, None)
         task.sequence = task.worker = None
 
-    def victims(self, state: RouterState, rank: WorkerRank) -> list[BatchTask]:
+    def victims(self, state: RoutingState, rank: WorkerRank) -> list[BatchTask]:
         """The requests that give way to the interactive runs of a rank."""
         if self.mode != "classes":
             return []
-        ledger = state.ledger
-        load = ledger.active_load.load(rank).add(state.own_load.load(rank))
-        member = state.shared_views.fleet.members[rank.worker]
+        load = state.committed.load(rank).add(state.unconfirmed.load(rank))
+        member = state.fleet.members[rank.worker]
         profile = profile_from_card(member.card.config)._replace(
-            slowdown=ledger.performance.slowdown.get(rank.worker, 1.0)
+            slowdown=state.slowdown.get(rank.worker, 1.0)
         )
         keys = runs_to_preempt(
             profile, load, self.runs.on_rank(rank), self.bounds,
-            ledger.performance.mean_output_tokens, max_sequences(member.card),
+            state.mean_output_tokens, max_sequences(member.card),
         )  # fmt: skip
         for key in keys:
             self.runs.discard(key)

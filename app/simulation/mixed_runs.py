@@ -17,9 +17,10 @@ import numpy as np
 from app.engine.simulated.batch import DECODE, EngineLimits
 from app.routing.selection.batch_placement import BatchBounds
 from app.routing.selection.decision import RoutingConfig
+from app.routing.state.batch_runs import BatchRuns
 from app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
-from app.simulation.router_state import SharedViews
 from app.simulation.run_metrics import RunMetrics, metrics_of
+from app.simulation.shared_views import SharedViews
 from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulator import Simulator, new_simulator
 from app.simulation.trace_requests import (
@@ -113,9 +114,9 @@ class Mix:
         bounds: BatchBounds,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Simulator:
-        def work(views: SharedViews) -> BatchWork:
+        def work(views: SharedViews, runs: BatchRuns) -> BatchWork:
             assert mode is not None
-            return BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS, views.add_chunks)
+            return BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS, views.add_chunks, runs)
 
         limits = EngineLimits(BLOCK_TOKENS, self._run.cache_chunks * SPLIT)
         return new_simulator(

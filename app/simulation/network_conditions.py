@@ -1,7 +1,6 @@
 """Network conditions of a simulated deployment: delays between processes, and number of routers.
 
-Owns the numbers only; `app/simulation/simulator.py` and `app/simulation/router_state.py` apply
-them.
+Owns the numbers only; `app/simulation/simulator.py` applies them.
 """
 
 from __future__ import annotations

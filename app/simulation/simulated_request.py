@@ -25,7 +25,6 @@ class SimulatedRequest:
     first_token_ms: float = NEVER
     last_token_ms: float = NEVER
     cached_tokens: int = 0
-    number: int = 0
     prefill_worker: str = ""
     held: tuple[SimulatedWorker, BatchSequence] | None = None
 

@@ -7,8 +7,9 @@
 Where prompts are handed over, a prefill worker computes one and holds its blocks, until a decode
 worker, which is chosen then, has received them, has room for them and begins with decode.
 
-Decisions come from `app/routing/selection/select.py` and steps from `app/engine/simulated/step.py`,
-so the figures are those of the shipped code. No Kafka, no event loop, no clock: only engines and
+The queues of the routers and their decisions are those of a real router
+(`app/routing/queueing/router_queue.py`), and steps come from `app/engine/simulated/step.py`, so the
+figures are those of the shipped code. No Kafka, no event loop, no clock: only engines and
 the delays of `NetworkConditions` take time.
 
 Order at one time: steps end first, worker by worker; then routers read records and plan, router by
@@ -21,25 +22,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import NamedTuple
 from zlib import crc32
 
 from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from app.engine.simulated.step import release_held
-from app.routing.queueing.herd_avoidance import stagger_by_worker
+from app.routing.queueing.router_queue import QueueConfig, RouterQueue
 from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
-from app.routing.selection.handover_rules import NO_HASHES, HandOverRules, decode_request
+from app.routing.selection.handover_rules import (
+    DEFAULT_RULES,
+    NO_HASHES,
+    HandOverRules,
+    decode_request,
+)
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
+from app.routing.state.batch_runs import BatchRuns
+from app.routing.state.request_state import RunId
 from app.routing.worker_rank import WorkerRank
 from app.simulation.batch_work import BatchTask, BatchWork
 from app.simulation.event_queue import EventQueue
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
-from app.simulation.router_state import (
+from app.simulation.shared_views import (
     HEARTBEAT_MS,
-    LedgerReplica,
-    RouterState,
     SharedViews,
+    SimulatedLedger,
     SimulatedLedgerRecord,
     assigned_record,
     finished_record,
@@ -56,33 +62,12 @@ STARVATION_TIMEOUT_MS = 60_000.0
 """Idle time of all workers after which a waiting request counts as never scheduled."""
 
 
-class RouterSlot(NamedTuple):
-    """A router and its state. `router` plans the first phase of requests, `decode` the other one,
-    where there are transfers."""
-
-    router: SimulatedRouter
-    state: RouterState
-    decode: SimulatedRouter | None = None
-
-    @property
-    def phases(self) -> Sequence[SimulatedRouter]:
-        return (self.router,) if self.decode is None else (self.router, self.decode)
-
-    @property
-    def waiting_count(self) -> int:
-        return sum([len(router.waiting) for router in self.phases])
-
-    @property
-    def wake_ms(self) -> float:
-        return min([router.wake_ms for router in self.phases])
-
-
 @dataclass(slots=True)
 class Simulator:
     """One run of a trace. `progress` is called with the number of new arrivals."""
 
     workers: list[SimulatedWorker]
-    router_slots: list[RouterSlot]
+    routers: list[SimulatedRouter]
     shared_views: SharedViews
     conditions: NetworkConditions
     arrivals: Sequence[RequestArrival]
@@ -91,6 +76,7 @@ class Simulator:
     """Batch work beside the trace; the run ends with the last request of the trace."""
     progress: Callable[[int], None] = lambda _: None
     requests: list[SimulatedRequest] = field(default_factory=list)
+    _by_id: dict[str, SimulatedRequest] = field(default_factory=dict)
     _unfinished: int = 0
     """Requests that came and are not over."""
     _events: EventQueue = field(init=False)
@@ -101,8 +87,8 @@ class Simulator:
     _heartbeat_ms: float = 0.0
     _last_event_ms: float = 0.0
     """Time of the last arrival or end of a step."""
-    _progressed: dict[str, None] = field(default_factory=dict)
-    """Workers with records that routers have read since they planned last."""
+    _has_news: bool = False
+    """Whether routers have read records of workers since they planned last."""
     _idle: dict[int, SimulatedWorker] = field(default_factory=dict)
     """Workers that start a step once all requests of the current time are dispatched."""
 
@@ -126,7 +112,7 @@ class Simulator:
                 end == arrival == later == NEVER
                 and wake > self._last_event_ms + STARVATION_TIMEOUT_MS
             ):
-                held = sum(seat.waiting_count for seat in self.router_slots)
+                held = sum(router.waiting_count for router in self.routers)
                 raise SimulationFailed(f"{held} requests are never scheduled on idle workers")
             if self._heartbeat_ms <= min(end, news):
                 self._send_heartbeats(is_read=arrival < self._heartbeat_ms + HEARTBEAT_MS)
@@ -146,7 +132,7 @@ class Simulator:
         Batch work is placed at any time, so routers read them all.
         """
         is_read = is_read or self.batch is not None
-        if is_read or any(seat.waiting_count for seat in self.router_slots):
+        if is_read or any(router.waiting_count for router in self.routers):
             for worker in self.workers:
                 self.shared_views.on_heartbeat(worker, self._heartbeat_ms)
         self._heartbeat_ms += HEARTBEAT_MS
@@ -156,11 +142,12 @@ class Simulator:
         came = number = len(self.requests)
         while number < len(self.arrivals) and self.arrivals[number].at_ms <= now_ms:
             self._last_event_ms, request = self.arrivals[number]
-            simulated = SimulatedRequest(request, self._last_event_ms, number=number)
-            simulated.router = crc32(simulated.id.encode()) % len(self.router_slots)
+            simulated = SimulatedRequest(request, self._last_event_ms)
+            simulated.router = crc32(simulated.id.encode()) % len(self.routers)
             self.requests.append(simulated)
-            router = self.router_slots[simulated.router].router
-            router.on_arrival(request.prompt, number, self.rng.getrandbits(32), now_ms)
+            self._by_id[simulated.id] = simulated
+            router = self.routers[simulated.router]
+            router.on_arrival(request.prompt, self.rng.getrandbits(32), now_ms)
             number += 1
         self._unfinished += number - came
         self.progress(number - came)
@@ -181,7 +168,7 @@ class Simulator:
             if done.chunks or done.finished or done.received:
                 self._record_tokens(worker, done, now_ms)
         self._take_removed(worker, now_ms)
-        if self._progressed:
+        if self._has_news:
             self._plan(now_ms)
         self._begin(worker, now_ms)
 
@@ -218,34 +205,35 @@ class Simulator:
             simulated = request_of(sequence)
             simulated.last_token_ms = now_ms
             self._unfinished -= 1
-            self._write(
-                simulated,
-                finished_record(simulated.id, worker, simulated.request.output_tokens),
-                now_ms,
-            )
+            phase: Phase = "decode" if sequence.is_received else "aggregated"
+            output_tokens = simulated.request.output_tokens
+            end = finished_record(simulated.id, worker, output_tokens, phase)
+            self._write(simulated, end, now_ms)
 
     def _plan(self, now_ms: float) -> None:
         """Let the routers plan, then start steps on idle workers."""
-        for seat in self.router_slots:
-            for router in seat.phases:
-                if router.waiting:
-                    router.on_worker_progress(self._progressed)
-                    for number, decision in router.schedule(now_ms):
-                        self._send(self.requests[number], decision, decision.phase, now_ms)
+        self._has_news = False
+        for router in self.routers:
+            if router.has_due(now_ms):
+                self.shared_views.apply_cache_changes()
+                for request_id, decision in router.schedule(now_ms):
+                    self._send(self._by_id[request_id], decision, now_ms)
         if self.batch is not None:
             self._place_batch(now_ms)
-        self._wake_ms = min([seat.wake_ms for seat in self.router_slots])
-        self._progressed.clear()
+        self._wake_ms = min([router.wake_ms for router in self.routers])
         for worker in self._idle.values():
             self._begin(worker, now_ms)
         self._idle.clear()
 
     # --- actions ---------------------------------------------------------------------------------
 
-    def _send(
-        self, simulated: SimulatedRequest, decision: Placement, phase: Phase, now_ms: float
-    ) -> None:
+    def _send(self, simulated: SimulatedRequest, decision: Placement, now_ms: float) -> None:
         """Dispatch a request. Its own router counts it at once, others when they read it."""
+        router, phase, lag_ms = (
+            self.routers[simulated.router],
+            decision.phase,
+            self.conditions.ledger_lag_ms,
+        )
         worker = self.workers[decision.worker_rank.epoch]
         simulated.worker, simulated.sent_ms = worker.name, now_ms
         delay_ms = self.conditions.dispatch_delay_ms
@@ -253,20 +241,18 @@ class Simulator:
             delay_ms += self.conditions.transfer_ms(simulated.request.prompt.tokens)
         admit = partial(self._admit, simulated, worker, phase, now_ms + delay_ms)
         self._events.delay(now_ms, delay_ms, admit)
-        knowledge = self.router_slots[simulated.router].state
-        record = assigned_record(simulated.id, decision, phase)
-        if not self.conditions.ledger_lag_ms:
-            knowledge.ledger.on_record(record, now_ms)
-            self._preempt(knowledge, decision.worker_rank, now_ms)
-            return
-        knowledge.own_load.add(decision.worker_rank, decision.load)
-        self._preempt(knowledge, decision.worker_rank, now_ms)
+        queue, request = router.queue, simulated.request.prompt.request
+        run = RunId(0, phase, worker.name, worker.epoch)
+        queue.add_unconfirmed(run, request, decision)
+        self._preempt(queue, decision.worker_rank, now_ms)
 
         def read() -> None:
-            knowledge.own_load.remove(decision.worker_rank, decision.load)
-            knowledge.ledger.on_record(record, now_ms)
+            queue.remove_unconfirmed(run, request, decision)
+            queue.herd_avoidance.observe_lag(lag_ms)
+            record = assigned_record(simulated.id, decision, router.name)
+            router.ledger.on_record(record, now_ms)
 
-        self._events.delay(now_ms, self.conditions.ledger_lag_ms, read)
+        self._events.delay(now_ms, lag_ms, read)
 
     def _admit(
         self, simulated: SimulatedRequest, worker: SimulatedWorker, phase: Phase, now_ms: float
@@ -300,13 +286,12 @@ class Simulator:
             finished_record(simulated.id, worker, 0, "prefill"),
         ):
             self._write(simulated, record, now_ms)
-        router = self.router_slots[simulated.router].decode
-        assert router is not None, "a request is handed over where there are roles"
+        router = self.routers[simulated.router]
         seed, prompt = self.rng.getrandbits(32), simulated.request.prompt
         request = decode_request(prompt.request, worker.name, b"", sequence.cached_tokens)
         prompt = PromptHashes.from_hashes(request, prompt.tokens, NO_HASHES, CHUNK_TOKENS)
         came_ms = now_ms + self._event_delay_ms
-        arrive = partial(router.on_arrival, prompt, simulated.number, seed, came_ms)
+        arrive = partial(router.on_arrival, prompt, seed, came_ms, "decode")
         self._events.delay(now_ms, self._event_delay_ms, arrive)
 
     def _on_received(self, sequence: BatchSequence, now_ms: float) -> None:
@@ -329,14 +314,15 @@ class Simulator:
     def _place_batch(self, now_ms: float) -> None:
         """Send batch requests to workers, as far as they have capacity for them."""
         assert self.batch is not None
-        router, state = self.router_slots[0][:2]
-        awaited = router.ranks_with_reservations()
-        while found := self.batch.place(state, router.config, awaited, len(self.workers), now_ms):
+        router = self.routers[0]
+        awaited = router.queue.ranks_with_reservations()
+        self.shared_views.apply_cache_changes()
+        while found := self.batch.place(router.queue, awaited, len(self.workers), now_ms):
             task, decision = found
             worker = self.workers[decision.worker_rank.epoch]
             sequence = self.batch.begin(task, worker, decision)
             if self.batch.mode == "no classes":
-                state.ledger.on_record(assigned_record(task.id, decision), now_ms)
+                router.ledger.on_record(assigned_record(task.id, decision), now_ms)
             admit = partial(self._admit_batch, sequence, worker, now_ms)
             self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
 
@@ -347,11 +333,11 @@ class Simulator:
         worker.admit(sequence, sent_ms + self.conditions.dispatch_delay_ms)
         self._on_changed(worker, before)
 
-    def _preempt(self, state: RouterState, rank: WorkerRank, now_ms: float) -> None:
+    def _preempt(self, queue: RouterQueue, rank: WorkerRank, now_ms: float) -> None:
         """Let batch runs give way to the interactive runs of a rank."""
         if self.batch is None:
             return
-        for task in self.batch.victims(state, rank):
+        for task in self.batch.victims(queue.routing_state(int(now_ms)), rank):
             assert task.sequence is not None
             remove = partial(self._remove, task.sequence, self.workers[rank.epoch], now_ms)
             self._events.delay(now_ms, self.conditions.dispatch_delay_ms, remove)
@@ -373,26 +359,28 @@ class Simulator:
         self.batch.on_first_token(task, WorkerRank(worker.name, worker.epoch, 0))
         if self.batch.mode == "no classes":
             record = prefill_done_record(task.id, worker, 0, 0.0)
-            self.router_slots[0].state.ledger.on_record(record, now_ms)
-        self._progressed[worker.name] = None
+            self.routers[0].ledger.on_record(record, now_ms)
+        self.routers[0].queue.wake_for(worker.name)
+        self._has_news = True
 
     def _on_batch_end(self, task: BatchTask, worker: SimulatedWorker, now_ms: float) -> None:
         assert self.batch is not None
         self.batch.on_finished(task)
         if self.batch.mode == "no classes":
             record = finished_record(task.id, worker, task.output_tokens)
-            self.router_slots[0].state.ledger.on_record(record, now_ms)
-        self._progressed[worker.name] = None
+            self.routers[0].ledger.on_record(record, now_ms)
+        self.routers[0].queue.wake_for(worker.name)
+        self._has_news = True
 
     def _write(
         self, simulated: SimulatedRequest, record: SimulatedLedgerRecord, now_ms: float
     ) -> None:
         """Write a record of a worker; routers that read it plan again."""
-        books = self.router_slots[simulated.router].state.ledger
+        ledger = self.routers[simulated.router].ledger
 
         def read() -> None:
-            books.on_record(record, now_ms)
-            self._progressed[record.worker] = None
+            ledger.on_record(record, now_ms)
+            self._has_news = True
 
         self._events.delay(now_ms, self._event_delay_ms, read)
 
@@ -411,11 +399,11 @@ def new_simulator(
     arrivals: Sequence[RequestArrival],
     workers: int,
     shape: EngineLimits,
-    tuning: RoutingConfig,
+    config: RoutingConfig,
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
     conditions: NetworkConditions = DEFAULT_CONDITIONS,
-    batch: Callable[[SharedViews], BatchWork] | None = None,
+    batch: Callable[[SharedViews, BatchRuns], BatchWork] | None = None,
     *,
     prefill_workers: int = 0,
     handover_rules: HandOverRules | None = None,
@@ -447,32 +435,24 @@ def new_simulator(
     if handover_rules is not None:
         bytes_per_token = 0 if conditions.transfer is None else DEFAULT_BYTES_PER_TOKEN
         speed = conditions.transfer or TransferSpeed(latency_ms=0.0)
-        tuning = tuning._replace(transfer_speed=speed)
+        config = config._replace(transfer_speed=speed)
     views = SharedViews(
         fleet, shape, keys, publishes_curves=conditions.publishes_curves, roles=roles,
         transfer_bytes_per_token=bytes_per_token,
     )  # fmt: skip
-    books = LedgerReplica(conditions.ledger_lag_ms)
-    seats = []
-    routers = [f"router-{number}" for number in range(conditions.routers)]
-    prompt_workers = [
-        each for each, role in zip(worker_names(workers), roles, strict=True) if role != "decode"
-    ]
-    for router in routers:
-        turn_ms = conditions.ledger_lag_ms if conditions.staggers_routers else 0.0
-        later = stagger_by_worker(router, routers, prompt_workers, turn_ms)
-        if conditions.shares_ledger:
-            knowledge = RouterState(views, books, later)
-        else:
-            knowledge = RouterState(views, LedgerReplica())
-        first = SimulatedRouter(knowledge, tuning, handover_rules=handover_rules)
-        decode = None if handover_rules is None else SimulatedRouter(knowledge, tuning, "decode")
-        seats.append(RouterSlot(first, knowledge, decode))
-    work = None if batch is None else batch(views)
-    if work is not None:
-        for seat in seats:
-            seat.state.batch_runs = work.runs
-    return Simulator(fleet, seats, views, conditions, arrivals, Random(seed), work, progress)
+    queue_config = QueueConfig(config, handover_rules=handover_rules or DEFAULT_RULES)
+    ledger, routers = SimulatedLedger(), []
+    for number in range(conditions.routers):
+        read = ledger if conditions.shares_ledger or not number else SimulatedLedger()
+        name = f"router-{number}"
+        queue = RouterQueue(
+            name, views.fleet, views.silent, read.state, views.kv_index, queue_config
+        )
+        queue.on_fleet_changed()
+        read.queues.append(queue)
+        routers.append(SimulatedRouter(name if conditions.staggers_routers else "", queue, read))
+    work = None if batch is None else batch(views, ledger.state.batch_runs)
+    return Simulator(fleet, routers, views, conditions, arrivals, Random(seed), work, progress)
 
 
 def worker_names(workers: int) -> list[str]:

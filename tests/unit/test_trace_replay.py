@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.simulated.batch import BatchSequence, EngineLimits, PerfCurves
+from app.routing.queueing import router_queue
 from app.routing.selection.decision import Decision, Rejection, RoutingConfig, Wait
 from app.routing.selection.select import select_worker
-from app.routing.state.ledger import LedgerState
-from app.routing.worker_rank import WorkerRank
-from app.simulation import simulated_router, simulated_worker
+from app.simulation import simulated_worker
 from app.simulation.network_conditions import NetworkConditions
-from app.simulation.router_state import SimulatedLedgerRecord
 from app.simulation.run_metrics import metrics_of
 from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulated_router import SimulationFailed
@@ -35,8 +32,6 @@ from app.simulation.trace_requests import (
 )
 from app.traces.mooncake_trace import InvalidTrace, TraceRow
 from indexer.epochs import CacheId, Overlap
-from streams.ports import Partition
-from streams.records import LogRecord
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
 SIMPLE = EngineLimits(512, 64, curves=PerfCurves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))
@@ -204,33 +199,13 @@ def test_final_router_state_equals_the_caches(rows: list[TraceRow], policy: str)
         0,
     )
     played_out.run()
+    played_out.shared_views.apply_cache_changes()
     for request in requests:
-        known = played_out.shared_views.index.overlaps(request.prompt.local_hashes(512))
+        known = played_out.shared_views.kv_index.overlaps(request.prompt.local_hashes(512))
         for each in played_out.workers:
             held = each.state.cache.match(request.chunks, len(request.chunks)).blocks
             assert known.get(CacheId(each.name, 0), Overlap()).device == held
-    assert not any(seat.state.ledger.active_load for seat in played_out.router_slots)
-
-
-@given(ROWS, st.sampled_from(POLICY_NAMES))
-def test_simulated_ledger_has_the_loads_of_the_ledger(rows: list[TraceRow], policy: str) -> None:
-    coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
-    replay = new_simulator(coming, 2, SIMPLE, RoutingConfig(policy), 0)
-    books, load, read = replay.router_slots[0].state.ledger, LedgerState(60_000), count()
-    original = books.on_record
-
-    def write(record: SimulatedLedgerRecord, at_ms: float) -> None:
-        original(record, at_ms)
-        position = next(read)
-        load.apply(Partition("ledger", 0), [LogRecord(position, int(at_ms), record)], position + 1)
-        for each in replay.workers:
-            place = WorkerRank(each.name, each.epoch)
-            assert books.active_load.load(place) == load.active_load.load(place)
-        assert books.active_load.last_first_token_ms == load.active_load.last_first_token_ms
-
-    books.on_record = write  # type: ignore[method-assign]
-    replay.run()
-    assert next(read) == 3 * len(rows)
+    assert not any(router.ledger.state.active_load for router in played_out.routers)
 
 
 # --- a worker ------------------------------------------------------------------------------------
@@ -284,7 +259,7 @@ def holding(
     def planned(prompt: Any, view: Any, tuning: Any, **about: Any) -> Decision:
         return until(prompt.request.id, view) or select_worker(prompt, view, tuning, **about)
 
-    monkeypatch.setattr(simulated_router, "select_worker", planned)
+    monkeypatch.setattr(router_queue, "select_worker", planned)
 
 
 def second_until_prefilled(name: str, view: Any) -> Wait | None:
@@ -394,7 +369,7 @@ def test_late_record_counts_from_its_event_time() -> None:
         conditions=NetworkConditions(event_delay_ms=100),
     )
     seen = []
-    late.router_slots[0].state.ledger.on_record = lambda record, at_ms: seen.append(  # type: ignore[method-assign]
+    late.routers[0].ledger.on_record = lambda record, at_ms: seen.append(  # type: ignore[method-assign]
         (type(record).__name__, at_ms)
     )
     late.run()
@@ -434,8 +409,8 @@ def test_routers_without_a_shared_ledger_count_their_own_requests_only() -> None
     )
     replay = new_simulator(coming, 2, SIMPLE, RoutingConfig("dynamo"), 0, conditions=apart)
     received: list[set[str]] = [set(), set()]
-    for seat, own in zip(replay.router_slots, received, strict=True):
-        seat.state.ledger.on_record = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
+    for router, own in zip(replay.routers, received, strict=True):
+        router.ledger.on_record = lambda record, _, own=own: own.add(record.id)  # type: ignore[misc]
     requests = replay.run()
     assert received == [{x.id for x in requests if x.router == n} for n in (0, 1)]
 
@@ -481,6 +456,7 @@ def test_every_request_ends_and_no_load_remains_despite_delays(
         x.sent_ms + conditions.dispatch_delay_ms < x.first_token_ms < math.inf for x in requests
     )
     assert got(again.run()) == got(requests)
-    for seat in once.router_slots:
-        assert not seat.state.own_load
-        assert not seat.state.ledger.active_load
+    for router in once.routers:
+        assert not router.queue.unconfirmed
+        assert not router.ledger.state.active_load
+        assert (router.queue.reservations, router.waiting_count) == (0, 0)

@@ -368,13 +368,13 @@ class RouterQueue:
         if request.key not in self.waiting.keys:
             self.waiting.add(request, self._uncached_tokens(request))
         retry_ms = self.waiting.retry_ms(now_ms, until_ms)
+        planned_ms = self._reserved.next_retry_ms(request.key, planned)
+        if planned_ms is not None:
+            retry_ms = min(retry_ms, max(planned_ms, now_ms + MIN_WAIT_MS))
         if planned.reservation is None:
             name = _queue_name(request.queue_key, request.phase)
             self._wake_ups.add(request.key, retry_ms, name, (*request.priority, request.arrival))
         else:
-            place_ms = self._reserved.next_retry_ms(request.key, planned)
-            if place_ms is not None:
-                retry_ms = min(retry_ms, max(place_ms, now_ms + MIN_WAIT_MS))
             self._wake_ups.add(request.key, retry_ms)
 
     def _uncached_tokens(self, request: LaneRequest) -> int:
@@ -402,7 +402,7 @@ class RouterQueue:
         else:
             self._wake_ups.wake(self._reserved.reserve(request, planned))
 
-    def _wake_for(self, worker: str) -> None:
+    def wake_for(self, worker: str) -> None:
         """Wake the requests that a change of this worker concerns."""
         self._wake_one(worker)
         if self._wake_ups.waiting_for_places:
@@ -440,9 +440,9 @@ class RouterQueue:
         if type(content) is Finished:
             if content.code == "worker_full" and content.retryable:
                 return  # it freed no place
-            self._wake_for(content.worker)
+            self.wake_for(content.worker)
         elif type(content) is PrefillDone:
-            self._wake_for(content.worker)  # it may have been too busy until now
+            self.wake_for(content.worker)  # it may have been too busy until now
 
     def on_fleet_changed(self) -> None:
         """Other workers may be eligible now: wake all requests."""

@@ -61,6 +61,11 @@ class WakeUps(Generic[K]):
         return bool(self._lines)
 
     @property
+    def has_woken(self) -> bool:
+        """Whether `take_woken` returns any request."""
+        return bool(self._woken)
+
+    @property
     def next_ms(self) -> float:
         """The time of the next retry; inf without one."""
         while self._retries:
