@@ -105,8 +105,11 @@ class HandOvers:
             self._count_awaited(1)
         return begun
 
-    def on_record(self, fact: LogRecord) -> None:
-        """A record of the ledger was applied: the prompt may be computed."""
+    def on_record(self, fact: LogRecord, lag_ms: int = 0) -> None:
+        """A record of the ledger was applied: the prompt may be computed.
+
+        `lag_ms`: by how much the clock of the ledger's leader is behind broker time.
+        """
         done = fact.record
         if not (isinstance(done, PrefillDone) and done.phase == "prefill"):
             return
@@ -114,10 +117,10 @@ class HandOvers:
         run = RunId(done.attempt, "prefill", done.worker, done.epoch)
         if known is None or known.prefill != run or known.bootstrap is not None:
             return
-        left_ms = float(self._timeout_ms)
+        ended_ms, left_ms = fact.timestamp_ms + lag_ms, float(self._timeout_ms)
         if done.lease_until_ms:
-            left_ms = min(left_ms, LEASE_SHARE * (done.lease_until_ms - fact.timestamp_ms))
-        until_ms = max(fact.timestamp_ms + int(left_ms), 1)
+            left_ms = min(left_ms, LEASE_SHARE * (done.lease_until_ms - ended_ms))
+        until_ms = max(ended_ms + int(left_ms), 1)
         self._open[done.id] = known._replace(
             params=done.handoff, until_ms=until_ms, cached_tokens=done.cached_tokens
         )

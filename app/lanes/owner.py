@@ -133,7 +133,7 @@ class LaneOwner:
         if not is_replay:
             self._ledger_clock.observe(fact.timestamp_ms)
         if isinstance(fact.record, LedgerRecord):
-            self._dispatcher.handovers.on_record(fact)
+            self._dispatcher.handovers.on_record(fact, self._ledger_clock.lag_ms)
             self.reconcile(fact.record.id)
 
     def reconcile(self, request_id: str) -> None:

@@ -30,7 +30,9 @@ class Begun:
         run = RunId(attempt, "prefill", "p", 1)
         return self.handovers.begin(rest, run, BROKER_MS, room, 250.0)
 
-    def done(self, attempt: int = 0, at_ms: int = BROKER_MS, **fields: object) -> None:
+    def done(
+        self, attempt: int = 0, at_ms: int = BROKER_MS, lag_ms: int = 0, **fields: object
+    ) -> None:
         named = {
             "id": "a",
             "attempt": attempt,
@@ -40,7 +42,7 @@ class Begun:
             "run": 1,
         }
         record = PrefillDone(**(named | {"handoff": b"{}"} | fields))  # type: ignore[arg-type]
-        self.handovers.on_record(LogRecord(0, at_ms, record))
+        self.handovers.on_record(LogRecord(0, at_ms, record), lag_ms)
 
 
 def test_hand_over_is_usable_by_its_own_attempt_alone() -> None:
@@ -95,6 +97,9 @@ def test_time_of_a_hand_over_counts_from_the_append_of_its_end() -> None:
     known = begun.handovers.usable("a", 0)
     assert known is not None
     assert known.until_ms == BROKER_MS + 700 + LEASE_SHARE * 1000
+    slow_ms = BROKER_MS + 700 - 20_000  # its leader's clock is behind that of the lease
+    begun.done(at_ms=slow_ms, lag_ms=20_000, lease_until_ms=BROKER_MS + 1700)
+    assert begun.handovers.usable("a", 0) == known
 
 
 def test_hand_over_that_was_given_up_is_not_usable() -> None:

@@ -288,8 +288,8 @@ def handovers_never_expire() -> Iterator[Replacement]:
     yield run_queue.RunQueue, "_handoff_expired", lambda *_: None
     original = handovers.HandOvers.on_record
 
-    def on_record(self: Any, fact: Any) -> None:
-        original(self, fact)
+    def on_record(self: Any, fact: Any, lag_ms: int) -> None:
+        original(self, fact, lag_ms)
         known = self._open.get(fact.record.id)
         if known is not None and known.until_ms:
             self._open[fact.record.id] = known._replace(until_ms=known.rest.deadline_ms)
