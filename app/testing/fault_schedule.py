@@ -87,6 +87,8 @@ class SimulationFaults:
                 (2.0, self._add_preprocessor),
                 (1.0, self._evict_preprocessor),
             ]
+        if "clock skew" in world.parameters.scenarios:
+            faults += [(2.0, self._depose)]
         if "cut links" in world.parameters.scenarios:
             faults += [(3.0, self._cut_link)]
         self._cut_links: list[tuple[SimulatedProcess, int]] = []

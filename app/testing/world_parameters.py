@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from app.settings import Settings
 from app.testing.network_faults import FaultProfile
+from streams.clock import CLOCK_SKEW_MS
 from streams.records import Role
 from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 
@@ -60,7 +61,8 @@ Scenario = Literal[
     compaction    compacted topics keep the last record of each key when a process starts
     cut links     a process reaches all brokers but one, which may be the coordinator of its groups
     replies       prompts name topics for replies, of which one takes none and one does not exist
-    clock skew    the clocks of brokers differ by seconds; those of processes always do by more
+    clock skew    the clocks of brokers differ by more than the time-out of workers, and partitions
+                  move to other leaders more often; those of processes always differ by more
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
@@ -71,9 +73,9 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "replies": 0.06,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
-CLOCK_SKEWS_MS = (1_500, 2_500)
-"""Largest differences between the clocks of two brokers: less than the time-out of workers, as
-their silence is measured between the records of two brokers."""
+CLOCK_SKEWS_MS = (4_000, 20_000, CLOCK_SKEW_MS)
+"""Largest differences between the clocks of two brokers: more than the time-out of workers, and up
+to the one that is supported, or the time for which ids are kept."""
 PENDING_PIECES = 2
 """The limit of a reply's buffer where answers are long."""
 SHORT_WINDOW_S = 15.0
@@ -233,7 +235,9 @@ class WorldParameters(NamedTuple):
             collectors=max(shape.collectors, int(bool(has_results))),
         )
         if "clock skew" in scenarios:
-            shape = shape._replace(skew_ms=rng.choice(CLOCK_SKEWS_MS))
+            most_ms = SHORT_WINDOW_S * 1000 if "backlog" in scenarios else CLOCK_SKEW_MS
+            skews_ms = [skew_ms for skew_ms in CLOCK_SKEWS_MS if skew_ms <= most_ms]
+            shape = shape._replace(skew_ms=rng.choice(skews_ms))
         return shape.with_backlog(rng) if "backlog" in scenarios else shape
 
     def with_backlog(self, rng: random.Random) -> WorldParameters:
