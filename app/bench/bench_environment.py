@@ -29,6 +29,7 @@ from streams.kafka.kafka_log import KafkaLog
 from streams.kafka.provision import create_topics
 from streams.record_publisher import RecordPublisher
 from streams.records import EngineConfig, WorkerCard
+from streams.retry import retry_while_unavailable
 from streams.topics import ASSIGNMENTS, REGISTRY, partition_of
 
 READY_TIMEOUT_S = 60.0
@@ -204,7 +205,11 @@ async def bench_environment(
         await log.start()
         on = BenchEnvironment(settings, guard, log, clock, broker)
         try:
-            await create_topics(log, **settings.topic_options())
+            await retry_while_unavailable(  # the replicas of a new cluster may join late
+                clock,
+                lambda: create_topics(log, **settings.topic_options()),
+                until=clock.now() + READY_TIMEOUT_S,
+            )
             yield on
         finally:
             on.stop_all()

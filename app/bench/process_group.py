@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from app.bench.bench_environment import READY_LINE, BenchEnvironment, BenchFailed
 from app.local.processes import ManagedProcess, process_command
 
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 180.0
 """Start timeout of a process, with several of them starting on a busy machine."""
 STOP_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.05

@@ -1,4 +1,4 @@
-"""The runner that kills real processes under load: it works, and finds nothing wrong."""
+"""The benches that kill real processes and cut their links: they work, and find nothing wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.bench.chaos.backlog_drain import BacklogScale, bench_backlog
 from app.bench.chaos.chaos_run import ChaosScale, bench_chaos, read_rounds
 from app.commands.simulation.report import Report
 from app.settings import Settings
@@ -16,7 +17,7 @@ from tests.harness.topic_cleanup import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-KINDS = ("worker", "router", "gateway", "preprocessor", "collector", "gateway-pause")
+KINDS = ("worker", "router", "gateway", "gateway-pause")
 
 
 PREFIX = "chaos."
@@ -46,11 +47,11 @@ async def test_kills_lose_and_double_nothing_and_the_log_continues(
     settings = Settings(
         bootstrap_servers=shared.bootstrap_servers, topic_prefix=PREFIX, cache_dir=tmp_path
     )
-    form = ChaosScale(kills=4, kinds=KINDS, rate=3, tokens=40, workers=3)
+    form = ChaosScale(kills=2, kinds=KINDS, rate=3, tokens=40, workers=3)
     log = tmp_path / "rounds.jsonl"
     shares: list[float] = []
     report = await bench_chaos(settings, form, lambda _: None, shares.append, [], log_file=log)
-    check(report, kills=4)
+    check(report, kills=2)
     assert sum(shares) == pytest.approx(1.0)
 
     again = await bench_chaos(
@@ -71,3 +72,22 @@ async def test_brokers_that_die_and_hang_lose_and_double_nothing(tmp_path: Path)
     )
     settings = Settings(topic_prefix=PREFIX, cache_dir=tmp_path)
     check(await bench_chaos(settings, form, lambda _: None, lambda _: None, []), kills=2)
+
+
+@pytest.mark.kafka
+@pytest.mark.cluster
+async def test_backlog_has_one_result_each_beside_cut_links_and_restarts_of_its_readers(
+    tmp_path: Path,
+) -> None:
+    """One link of a process of each kind is cut; then preprocessors and collectors restart."""
+    scale = BacklogScale(
+        prompts=100, window_s=10.0, cuts_links=True, together=True, kills=6, round_s=0.0,
+        settle_s=3.0,
+    )  # fmt: skip
+    lines, shares = list[str](), list[float]()
+    settings = Settings(topic_prefix=PREFIX, cache_dir=tmp_path)
+    report = await bench_backlog(settings, scale, lines.append, shares.append)
+    missed = [each.name for each in report.thresholds if not each.passed]
+    assert missed == [], "\n".join(lines)
+    assert report.rows[0]["faults"] == 12
+    assert sum(shares) == pytest.approx(1.0)

@@ -5,6 +5,12 @@ drains a third of them without faults, a third while its processes are killed, s
 random, and a third beside interactive requests over HTTP as well. A reader of committed records
 counts the results of each id and compares every text with the engine's.
 
+Two other forms have one phase with a number of faults, beside interactive requests: kills and
+restarts of preprocessors and collectors, or cuts of every link between a process and a broker; with
+both, the cuts come first. As
+long as faults are to come, more prompts are published when few are left, so the number of faults
+does not depend on the speed of the machine, and each of them meets a backlog.
+
 The capacity of the fleet is that of its simulated engines alone, always with requests waiting, for
 as long as workers are not hit. The memory of a process is that of one start, with or without
 requests over HTTP, which no gateway has before the last third: after a warm-up, the last third of
@@ -19,12 +25,31 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import cycle
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.chaos.broker_links import BrokerLink, BrokerLinks, links_between
+from app.bench.chaos.backlog_prompts import (
+    ENGINE_SPEEDUP,
+    MAX_SEQS,
+    POLL_S,
+    RETRIED_CODES,
+    TOKENS,
+    ResultCounter,
+    engine_requests_per_s,
+    publish_prompts,
+)
+from app.bench.chaos.backlog_report import (
+    RETRY,
+    SAMPLE_INTERVAL_S,
+    BacklogResult,
+    MemorySeries,
+    PhaseFigures,
+    backlog_report,
+    waiting_report,
+)
+from app.bench.chaos.broker_links import BrokerLinks, LinkEnds, links_between
 from app.bench.chaos.chaos_run import (
     CLUSTER_BROKERS,
     CLUSTER_LANES,
@@ -34,64 +59,47 @@ from app.bench.chaos.chaos_run import (
 )
 from app.bench.chaos.fault_injection import RESTARTS, FaultInjector, InjectedFault, draw_faults
 from app.bench.chaos.impact import ROUND_S
-from app.bench.chaos.load_generator import LoadGenerator
+from app.bench.chaos.load_generator import Conversation, LoadGenerator
 from app.bench.process_group import PROCESS_KINDS, ProcessGroup
-from app.commands.simulation.report import Report, Threshold, at_least, at_most, none_of
+from app.commands.simulation.report import Report
 from app.demo.expected_answers import AnswerOracle
-from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
-from app.engine.simulated.step import add_sequence, run_step
 from app.local.processes import free_port
-from app.percentiles import percentile
 from app.settings import Settings
 from streams.client import Client
 from streams.clock import Clock
-from streams.codecs import decode
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.records import Result
-from streams.topics import RESULTS
 
-WORKERS, MAX_SEQS = 3, 8
-ENGINE_SPEEDUP = 0.3
+WORKERS = 3
 PROCESS_SETTINGS: dict[str, Any] = {
     "engine_speedup": ENGINE_SPEEDUP,
     "max_num_seqs": MAX_SEQS,
     "max_attempts": 10,
-    "batch_max_slowdown": 10.0,
-    "batch_max_blocked_share": 1.0,
 }
-"""Engines that are slower than two cores with all processes, so that the engines are the limit, and
-a fleet set for throughput: by default two of three workers are kept free for interactive prompts,
-and their steps free of batch runs.
+"""Engines that are slower than two cores with all processes, so that the engines are the limit."""
+THROUGHPUT_SETTINGS: dict[str, Any] = {"batch_max_slowdown": 10.0, "batch_max_blocked_share": 1.0}
+"""A fleet set for throughput: by default two of three workers are kept free for interactive
+prompts, and their steps free of batch runs. These preempt no run then, which they would prolong
+beyond the limits of a short window.
 """
-TOKENS, TOKENS_SPREAD = 32, 7
-"""Shortest answer, and number of lengths: equal ones would begin and end in step."""
-PROMPT_TOKENS = 48
-"""About the length of the prompts, for the capacity."""
-CAPACITY_REQUESTS = 4000
 INTERACTIVE_RATE = 2.0
-"""Requests a second over HTTP, beside the last third."""
-PUBLISHED_TOGETHER = 500
+"""Requests a second over HTTP, beside the last phase."""
 QUIET, FAULTS, BESIDE = "no faults", "faults", "faults, beside HTTP"
 PHASES = (QUIET, FAULTS, BESIDE)
 WAITING = "preprocessors and collectors restart"
 CUT = "links are cut"
 CUT_S, PAUSE_S = 12.0, 3.0
 """Time for which a link is cut, longer than a session of a group, and time until the next cut."""
-PROMPTS_PER_CUT = 400
-PROMPTS_PER_KILL = 100
-"""Prompts for each kill or stop that has to come while they wait."""
-SAMPLE_INTERVAL_S = POLL_S = 1.0
+FAULT_TIMEOUT_S = 30.0
+"""Time for a fault on average. Later the run ends, and lacks faults."""
+REFILL = 300
+"""Waiting prompts below which as many are published. The engines take at least 15 s for them, which
+is longer than the readers of prompts are away, and than ended ids are known in a short window."""
+LINE_INTERVAL_S, WRONG_SHOWN = 30.0, 5
 STALL_S = 120.0
 """Without any result for this time the rest counts as lost. Longer than any takeover."""
-SETTLE_S = 15.0
-"""Time for results of requests that have one already: longer than a takeover by a collector."""
 HEAD_REQUESTS = 2 * WORKERS * MAX_SEQS
 """The first results: all engines begin with full batches at the same time."""
 TAIL_REQUESTS = 4 * WORKERS * MAX_SEQS
 """The last results, among which the engines are not full, do not count as throughput."""
-THROUGHPUT_SHARE, GROWTH_LIMIT = 0.9, 0.1
-MB = 1024 * 1024
 
 
 class BacklogScale(NamedTuple):
@@ -99,7 +107,10 @@ class BacklogScale(NamedTuple):
 
     `window_s`: if set, ended ids are kept for so long, much less than prompts wait here, and one
     phase with faults of preprocessors and collectors alone takes the place of the three.
-    `cuts_links`: the one phase has three brokers, and cuts each process off from one in turn.
+    `cuts_links`: the one phase has three brokers, and cuts each process off from each in turn, with
+    `together` the first process of each kind at once, each from another broker. `kills`: number of
+    kills and restarts in the phase with a window. `round_s`: time of a round of them; `settle_s`:
+    for second results at the end, by default longer than a takeover by a collector.
     """
 
     prompts: int = 20_000
@@ -107,6 +118,10 @@ class BacklogScale(NamedTuple):
     warm_up_s: float = 60.0
     window_s: float | None = None
     cuts_links: bool = False
+    together: bool = False
+    kills: int = 200
+    round_s: float = ROUND_S
+    settle_s: float = 15.0
 
     @property
     def is_plain(self) -> bool:
@@ -116,6 +131,8 @@ class BacklogScale(NamedTuple):
     @property
     def process_settings(self) -> dict[str, Any]:
         """Settings of all processes."""
+        if self.is_plain:
+            return PROCESS_SETTINGS | THROUGHPUT_SETTINGS
         if self.window_s is None:
             return PROCESS_SETTINGS
         limits = ("dedup_window_s", "max_lifetime_s", "deadline_s")
@@ -138,41 +155,6 @@ QUICK, DEFAULT = BacklogScale(2000, warm_up_s=20.0), BacklogScale()
 FULL = BacklogScale(200_000)
 
 
-class PhaseFigures(NamedTuple):
-    """A phase of the drain. `results`: records over `seconds` of the clock; `capacity`: requests
-    that the engines had taken meanwhile; `ttft_s`: of interactive requests."""
-
-    name: str
-    seconds: float
-    results: int
-    interactive: int
-    capacity: float
-    faults: int
-    ttft_s: Sequence[float] = ()
-
-
-class MemorySeries(NamedTuple):
-    """Resident memory of one start of a process under one load, a sample a second, in bytes."""
-
-    process: str
-    rss_bytes: Sequence[int]
-
-
-@dataclass
-class BacklogResult:
-    """Result of the drain. `results_of`: number of results, by prompt; `verdicts`: of the
-    interactive requests."""
-
-    phases: list[PhaseFigures]
-    results_of: Sequence[int]
-    wrong: int
-    unknown: int
-    verdicts: Counter[str]
-    memory: list[MemorySeries]
-    warm_up_s: float
-    crashes: list[str]
-
-
 async def bench_backlog(
     settings: Settings,
     scale: BacklogScale,
@@ -191,20 +173,28 @@ async def bench_backlog(
     ):
         oracle = AnswerOracle(on.settings, on.clock)
         await oracle.load()
-        ids = await publish_prompts(on, scale.prompts)
-        print_line(f"{scale.prompts} prompts are in the log; the processes start")
         if links is not None:
             parts = [links.through_links(part) for part in parts]
         processes = ProcessGroup(on, parts, scale.process_settings)
-        results = ResultCounter(on, oracle, ids)
-        processes.start()
+        results = ResultCounter(on, oracle)
         async with Client(on.log, on.clock) as client:
+            await publish_prompts(client, results, scale.prompts)
+            print_line(f"{scale.prompts} prompts are in the log; the processes start")
+            processes.start()
             load = LoadGenerator(
                 {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client,
                 oracle, on.clock, rate=INTERACTIVE_RATE, tokens=TOKENS, on_kafka=0,
                 rng=random.Random(scale.seed),
             )  # fmt: skip
-            drain = BacklogDrain(on, processes, load, results, scale, progress, links)
+            faults: list[FaultSource] = []
+            if links is not None:
+                faults.append(_LinkCuts(on.clock, links, scale))
+            if not scale.cuts_links or scale.window_s is not None:
+                faults.append(_Kills(on, processes, scale))
+            drain = BacklogDrain(
+                on.clock, processes, load, results, scale, faults, client=client,
+                progress=progress, print_line=print_line,
+            )  # fmt: skip
             watching = (processes.restart_crashed(), results.run(), drain.sample_memory())
             try:
                 async with background(*watching):
@@ -215,10 +205,12 @@ async def bench_backlog(
                 await load.close()
     for crash in processes.crashes:
         print_line(f"{crash.name} ended with {crash.status}:\n{crash.tail}")
+    for result in results.wrong[:WRONG_SHOWN]:
+        print_line(f"wrong: {msgspec.json.encode(result).decode()}")
     found = drain.result()
     if scale.is_plain:
         return backlog_report(found)
-    return waiting_report(found, PROMPTS_PER_CUT if scale.cuts_links else PROMPTS_PER_KILL)
+    return waiting_report(found, sum(source.count for source in faults))
 
 
 @asynccontextmanager
@@ -234,92 +226,86 @@ async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         raise errors.exceptions[0] from None
 
 
-async def publish_prompts(on: BenchEnvironment, count: int) -> list[str]:
-    """Publish prompts of class batch; returns their ids. Raises BrokerUnavailable."""
-    async with Client(on.log, on.clock) as client:
-        ids = [client.new_request_id() for _ in range(count)]
-        for first in range(0, count, PUBLISHED_TOGETHER):
-            prompts = [backlog_prompt(n, ids[n]) for n in range(count)[first:][:PUBLISHED_TOGETHER]]
-            await asyncio.gather(*(client.publish(p, subscribe=False) for p in prompts))
-    return ids
+class FaultSource(Protocol):
+    """The faults of a phase, in rounds. `count`: their number in a phase of their own."""
+
+    count: int
+
+    @property
+    def is_done(self) -> bool: ...
+
+    async def inject(self, stop: asyncio.Event) -> list[InjectedFault]:
+        """The next round and its time, which `stop` ends early; the targets have recovered."""
 
 
-def backlog_prompt(number: int, request_id: str) -> Prompt:
-    """A prompt by its number, which is also its `custom_id`."""
-    return Prompt(
-        id=request_id, kind="chat", body=chat_body(number), service_class="batch", result=True,
-        deadline_s=24 * 3600, custom_id=str(number),
-    )  # fmt: skip
+class _Kills:
+    """Faults of processes."""
+
+    def __init__(self, on: BenchEnvironment, processes: ProcessGroup, scale: BacklogScale) -> None:
+        self.count = scale.kills
+        self._left: int | None = None if scale.is_plain else self.count
+        self._scale = scale
+        self._round = 0
+        self._names = {kind: processes.names_of_kind(kind) for kind in PROCESS_KINDS}
+        self._injector = FaultInjector(processes, None, on.log, on.clock)
+        self._clock = on.clock
+
+    @property
+    def is_done(self) -> bool:
+        return self._left == 0
+
+    async def inject(self, stop: asyncio.Event) -> list[InjectedFault]:
+        began = self._clock.now()
+        kinds, seed = self._scale.fault_kinds, self._scale.seed
+        faults = draw_faults(seed, self._round, kinds, self._names, 0)[: self._left]
+        self._round += 1
+        if self._left is not None:
+            self._left -= len(faults)
+        injected = await self._injector.inject(faults, lambda: None)
+        await _unless(stop, began + self._scale.round_s - self._clock.now())
+        return injected
 
 
-def chat_body(number: int) -> dict[str, Any]:
-    """The body of a prompt by its number."""
-    text = f"The {number}th letter: what does it say of the river, and of the harbour?"
-    return {
-        "model": "demo",
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": TOKENS + number % TOKENS_SPREAD,
-        "ignore_eos": True,
-    }
+class _LinkCuts:
+    """Cuts of links."""
+
+    def __init__(self, clock: Clock, links: BrokerLinks, scale: BacklogScale) -> None:
+        self._clock = clock
+        self._links = links.links
+        self._left = cut_rounds(self._links, together=scale.together)
+        self.count = sum(map(len, self._left))
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    async def inject(self, stop: asyncio.Event) -> list[InjectedFault]:
+        ends, at = self._left.pop(0), self._clock.now()
+        for each in ends:
+            self._links[each].cut()
+        await _unless(stop, CUT_S)
+        for each in ends:
+            self._links[each].restore()
+        now = self._clock.now()
+        await _unless(stop, PAUSE_S)
+        return [InjectedFault("link", f"{name} to broker {n}", at, now) for name, n in ends]
 
 
-def engine_requests_per_s() -> float:
-    """Requests a second of one engine that always has requests waiting."""
-    state = BatchState(EngineLimits(16, 16_384, max_sequences=MAX_SEQS))
-    added = done = 0
-    duration_ms = 0.0
-    while done < CAPACITY_REQUESTS:
-        while state.waiting_count < MAX_SEQS:
-            tokens = TOKENS + added % TOKENS_SPREAD
-            add_sequence(state, BatchSequence(added, PROMPT_TOKENS, tokens))
-            added += 1
-        step = run_step(state)
-        assert step is not None, "there are requests"
-        duration_ms += step.duration_ms
-        done += len(step.finished)
-    return 1000 * ENGINE_SPEEDUP * done / duration_ms
+def cut_rounds(links: Iterable[LinkEnds], *, together: bool) -> list[list[LinkEnds]]:
+    """The links that are cut at the same time, in order: each alone, broker by broker, or
+    `together` one of the first process of each kind, to the brokers in turn."""
+    links = sorted(links, key=lambda ends: (ends[1], ends[0]))
+    if not together:
+        return [[ends] for ends in links]
+    brokers = sorted({number for _, number in links})
+    names = {name.partition("-")[0]: name for name, _ in reversed(links)}
+    return [[(name, brokers[n % len(brokers)]) for n, name in enumerate(sorted(names.values()))]]
 
 
-class ResultCounter:
-    """Reads `results` from its beginning, and counts the records of each prompt."""
-
-    def __init__(self, on: BenchEnvironment, oracle: AnswerOracle, ids: Sequence[str]) -> None:
-        self._on = on
-        self._oracle = oracle
-        self._ids = ids
-        self.counts = [0] * len(ids)
-        self.received = 0
-        """Prompts with a result."""
-        self.wrong = 0
-        self.unknown = 0
-        """Results of other requests."""
-
-    async def run(self) -> None:
-        """Read until cancelled; raises the errors of the reader."""
-        numbers = range(await self._on.log.partitions(RESULTS))
-        reader = self._on.log.reader(moving=False)
-        reader.assign({Partition(RESULTS, n): 0 for n in numbers})
-        try:
-            while True:
-                for records in (await reader.poll(POLL_S)).values():
-                    for record in records:
-                        result = decode(record)
-                        assert isinstance(result, Result), "results has no other records"
-                        await self._count(result)
-        finally:
-            await reader.close()
-
-    async def _count(self, result: Result) -> None:
-        number = int(result.custom_id or -1)
-        if not 0 <= number < len(self._ids) or self._ids[number] != result.id:
-            self.unknown += 1
-            return
-        self.counts[number] += 1
-        self.received += self.counts[number] == 1
-        expected = await self._oracle.expect_answer(result.id, "chat", chat_body(number))
-        choices = (result.body or {}).get("choices", ())
-        texts = [choice["message"]["content"] for choice in choices]
-        self.wrong += texts != [expected.expected.text]
+async def _unless(stop: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, seconds)):
+            await stop.wait()
 
 
 @dataclass
@@ -337,23 +323,26 @@ class BacklogDrain:
 
     def __init__(
         self,
-        on: BenchEnvironment,
+        clock: Clock,
         processes: ProcessGroup,
         load: LoadGenerator,
         results: ResultCounter,
         scale: BacklogScale,
+        faults: Sequence[FaultSource],
+        *,
+        client: Client,
         progress: Callable[[float], None],
-        links: BrokerLinks | None = None,
+        print_line: PrintLine,
     ) -> None:
-        self._links = links
-        self._clock: Clock = on.clock
+        self._clock = clock
         self._processes = processes
         self._load = load
         self._results = results
         self._scale = scale
+        self._faults = faults
+        self._client = client
         self._progress = progress
-        self._injector = FaultInjector(processes, None, on.log, on.clock)
-        self._round = 0
+        self._print_line = print_line
         self._shown = 0
         """Results that `progress` got."""
         self._capacity = engine_requests_per_s()
@@ -369,20 +358,22 @@ class BacklogDrain:
         for number, name in enumerate(phases, 1):
             await self._run_phase(name, self._scale.prompts * number // len(phases))
         await self._load.drain()
-        await self._wait_received(self._scale.prompts)
-        await self._clock.sleep(SETTLE_S)
+        await self._wait_received(len(self._results.counts))
+        await self._clock.sleep(self._scale.settle_s)
 
     async def _run_phase(self, name: str, until: int) -> None:
-        self._is_beside = name == BESIDE
+        self._is_beside = name not in (QUIET, FAULTS)
         phase = _Phase(name, self._clock.now(), self._results.received)
         stop = asyncio.Event()
-        inject = self._inject if self._links is None else self._cut_links
-        injecting = asyncio.create_task(inject(phase, stop)) if name != QUIET else None
-        sending = [self._load.run()] if name == BESIDE else []
+        injecting = asyncio.create_task(self._inject(phase, stop)) if name != QUIET else None
+        sending = [self._load.run()] if self._is_beside else []
         try:
             async with background(*sending):
+                if injecting is not None and not self._scale.is_plain:
+                    await self._keep_waiting(phase, injecting)
+                    until = len(self._results.counts)
                 # The last results come while engines are no longer full.
-                counted = min(until, self._scale.prompts - TAIL_REQUESTS)
+                counted = min(until, len(self._results.counts) - TAIL_REQUESTS)
                 await self._wait_received(max(counted, phase.received + 1))
                 ended, received = self._clock.now(), self._results.received
                 answered = [c for c in self._load.conversations if c.ended_at is not None]
@@ -404,10 +395,37 @@ class BacklogDrain:
                 received - phase.received,
                 len(answered),
                 self._capacity * (WORKERS * seconds - down_s),
-                len(phase.faults),
+                len(phase.faults) if injecting is not None else None,
                 [c.expected.ttft_s for c in answered],
             )
         )
+
+    async def _inject(self, phase: _Phase, stop: asyncio.Event) -> None:
+        """Rounds of faults until `stop`, in a phase of their own until all are done."""
+        for source in self._faults:
+            while not (stop.is_set() or source.is_done):
+                phase.faults += await source.inject(stop)
+
+    async def _keep_waiting(self, phase: _Phase, injecting: asyncio.Task[None]) -> None:
+        """Publish prompts where few are left, until all faults are done or late."""
+        results, count = self._results, sum(source.count for source in self._faults)
+        until = self._clock.now() + FAULT_TIMEOUT_S * count
+        shown, line_at = 0, self._clock.now()
+        while not injecting.done() and self._clock.now() < until:
+            if len(results.counts) - results.received < REFILL:
+                await publish_prompts(self._client, results, REFILL)
+            if self._clock.now() >= line_at:
+                self._print_line(
+                    f"{len(phase.faults)} of {count} faults, "
+                    f"{results.received} of {len(results.counts)} results"
+                )
+                line_at += LINE_INTERVAL_S
+            self._progress((len(phase.faults) - shown) / count)
+            shown = len(phase.faults)
+            await asyncio.wait({injecting}, timeout=POLL_S)
+        self._progress((len(phase.faults) - shown) / count)
+        if injecting.done():
+            injecting.result()
 
     async def _wait_received(self, count: int) -> None:
         """Wait for a number of results; returns also when there are no more for STALL_S."""
@@ -415,39 +433,10 @@ class BacklogDrain:
         while self._results.received < count and self._clock.now() < changed_at + STALL_S:
             await self._clock.sleep(POLL_S / 10)
             if (more := self._results.received - self._shown) > 0:
-                self._progress(more / self._scale.prompts)
+                if self._scale.is_plain:
+                    self._progress(more / self._scale.prompts)
                 self._shown += more
                 changed_at = self._clock.now()
-
-    async def _inject(self, phase: _Phase, stop: asyncio.Event) -> None:
-        """Rounds of faults until `stop`; all targets have recovered at the end."""
-        names = {kind: self._processes.names_of_kind(kind) for kind in PROCESS_KINDS}
-        while not stop.is_set():
-            began = self._clock.now()
-            faults = draw_faults(self._scale.seed, self._round, self._scale.fault_kinds, names, 0)
-            self._round += 1
-            phase.faults += await self._injector.inject(faults, lambda: None)
-            while not stop.is_set() and self._clock.now() < began + ROUND_S:
-                await self._clock.sleep(POLL_S / 10)
-
-    async def _cut_links(self, phase: _Phase, stop: asyncio.Event) -> None:
-        """Cut each process off from each broker in turn, until `stop`."""
-        assert self._links is not None
-        for (process, broker), link in cycle(sorted(self._links.links.items(), key=_by_broker)):
-            at = self._clock.now()
-            link.cut()
-            await self._unless(stop, CUT_S)
-            link.restore()
-            fault = InjectedFault("link", f"{process} to broker {broker}", at, self._clock.now())
-            phase.faults.append(fault)
-            await self._unless(stop, PAUSE_S)
-            if stop.is_set():
-                return
-
-    async def _unless(self, stop: asyncio.Event, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await stop.wait()
 
     async def sample_memory(self) -> None:
         """Sample the memory of every process until cancelled."""
@@ -462,101 +451,14 @@ class BacklogDrain:
     def result(self) -> BacklogResult:
         results = self._results
         return BacklogResult(
-            self._phases, results.counts, results.wrong, results.unknown,
-            Counter(chat.verdict for chat in self._load.conversations),
+            self._phases, results.counts, len(results.wrong), results.refused, results.unknown,
+            Counter(map(_verdict, self._load.conversations)),
             [MemorySeries(name, rss) for (name, _, _), rss in self._memory.items()],
             self._scale.warm_up_s, [crash.name for crash in self._processes.crashes],
         )  # fmt: skip
 
 
-def _by_broker(link: tuple[tuple[str, int], BrokerLink]) -> tuple[int, str]:
-    (process, broker), _ = link
-    return broker, process
-
-
-def memory_growth(series: Iterable[MemorySeries], warm_up_s: float) -> dict[str, float]:
-    """By process, by which part of itself one start of it grew at most, from the first third after
-    the warm-up to the last. Starts that ended before twice the warm-up are left out."""
-    growth: dict[str, float] = {}
-    for name, rss_bytes in series:
-        steady = rss_bytes[int(warm_up_s / SAMPLE_INTERVAL_S) :]
-        if len(steady) * SAMPLE_INTERVAL_S < warm_up_s:
-            continue
-        third = len(steady) // 3 or 1
-        grown = median(steady[-third:]) / median(steady[:third]) - 1
-        growth[name] = max(grown, growth.get(name, grown), key=abs)
-    return growth
-
-
-def backlog_report(found: BacklogResult) -> Report:
-    """A row for each phase, and the bars."""
-    growth = memory_growth(found.memory, found.warm_up_s)
-    grown, part = max(((abs(v), name) for name, v in growth.items()), default=(0.0, "none"))
-    wrong = found.verdicts.total() - found.verdicts["right"]
-    bars = [
-        *_results_bars(found),
-        none_of("interactive answers lost, repeated or wrong", wrong),
-        _some("interactive answers", found.verdicts.total()),
-        *(
-            _some(f"kills and stops, {phase.name}", phase.faults)
-            for phase in found.phases
-            if phase.name != QUIET
-        ),
-        *(
-            at_least(f"throughput, {phase.name}, of the engines' capacity",
-                (phase.results + phase.interactive) / phase.capacity, "x", THROUGHPUT_SHARE)
-            for phase in found.phases
-        ),
-        at_most(f"memory changed after warm-up, most of all {part}", grown, "x", GROWTH_LIMIT),
-        _some("processes whose memory was compared", len(growth)),
-        none_of("processes that ended by themselves", len(found.crashes)),
-    ]  # fmt: skip
-    sizes: dict[str, float] = {}
-    for name, rss_bytes in found.memory:
-        kind = name.partition("-")[0]
-        sizes[kind] = max(sizes.get(kind, 0.0), max(rss_bytes) / MB)
-    shown = ", ".join(f"{kind} {mb:.0f}" for kind, mb in sizes.items())
-    rows = [_row(phase) for phase in found.phases]
-    return Report("backlog", rows, bars, lines=[f"largest memory, MB: {shown}"])
-
-
-def waiting_report(found: BacklogResult, prompts_per_fault: int) -> Report:
-    """The report of a backlog with one phase of faults of one kind."""
-    kills = sum(phase.faults for phase in found.phases)
-    wanted = max(1, len(found.results_of) // prompts_per_fault)
-    bars = [
-        *_results_bars(found),
-        at_least("kills and stops", kills, "", wanted),
-        none_of("processes that ended by themselves", len(found.crashes)),
-    ]
-    return Report("backlog", [_row(phase) for phase in found.phases], bars)
-
-
-def _results_bars(found: BacklogResult) -> list[Threshold]:
-    return [
-        none_of("prompts without a result", found.results_of.count(0)),
-        none_of("prompts with several results", sum(count > 1 for count in found.results_of)),
-        none_of("results with a wrong text", found.wrong),
-        none_of("results of unknown requests", found.unknown),
-    ]
-
-
-def _some(name: str, count: int) -> Threshold:
-    """A number without which the other figures show nothing."""
-    return at_least(name, count, "", 1)
-
-
-def _row(phase: PhaseFigures) -> dict[str, Any]:
-    return {
-        "phase": phase.name,
-        "s": phase.seconds,
-        "kills and stops": phase.faults,
-        "results": phase.results,
-        "results/s": phase.results / phase.seconds,
-        "HTTP answers": phase.interactive,
-        "capacity/s": phase.capacity / phase.seconds,
-        "first text ms, HTTP": {
-            "p50": 1000 * percentile(phase.ttft_s, 0.5),
-            "p99": 1000 * percentile(phase.ttft_s, 0.99),
-        },
-    }
+def _verdict(chat: Conversation) -> str:
+    """The verdict on an answer; RETRY if an error after a part of it asks for that."""
+    is_refused = chat.verdict == "lost" and chat.expected.finish_reason in RETRIED_CODES
+    return RETRY if is_refused else chat.verdict

@@ -17,6 +17,8 @@ from streams.brokers.broker import LOOPBACK
 from streams.brokers.broker_factory import JvmBroker
 from streams.brokers.jvm_node import LinkPorts
 
+LinkEnds = tuple[str, int]
+"""The ends of a link: the name of a process, and the number of a broker, from 1."""
 CHUNK_BYTES = 65_536
 
 
@@ -78,7 +80,7 @@ class BrokerLink:
 
 
 class BrokerLinks:
-    """The links of some processes, by name and number of the broker, from 1."""
+    """The links of some processes, by their ends."""
 
     def __init__(self, broker: JvmBroker, processes: Sequence[str]) -> None:
         self._ports = {
@@ -86,7 +88,9 @@ class BrokerLinks:
             for node in broker.nodes
             for place, name in enumerate(processes)
         }
-        self.links = {key: BrokerLink(ports) for key, ports in self._ports.items()}
+        self.links: dict[LinkEnds, BrokerLink] = {
+            key: BrokerLink(ports) for key, ports in self._ports.items()
+        }
 
     def through_links(self, process: ProcessSpec) -> ProcessSpec:
         """A process that reaches the brokers through its links."""

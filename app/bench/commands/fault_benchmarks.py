@@ -182,9 +182,11 @@ def backlog(
         ),
     ] = None,
     cut_links: Annotated[
-        bool,
-        typer.Option("--cut-links", help="Cut each process off from one of three brokers in turn."),
+        bool, typer.Option("--cut-links", help="Cut each process off from each of three brokers.")
     ] = False,
+    kills: Annotated[
+        int, typer.Option(help="With --dedup-window: kills and restarts.", min=1)
+    ] = 200,
     quick: Annotated[
         bool, typer.Option("--quick", help="Run 2000 prompts: three minutes.")
     ] = False,
@@ -198,14 +200,16 @@ def backlog(
     result for a reader of committed records, with the engine's text; throughput is compared with
     the capacity of the engines, the memory of every process with itself. With --dedup-window
     preprocessors and collectors are killed and restarted while prompts wait for longer than ended
-    ids are kept; there must be a kill or stop for each hundred prompts. With --cut-links a cluster
-    of three brokers is started, nothing is killed, and a link is cut for each 400 prompts. Uses
+    ids are kept. With --cut-links a cluster of three brokers is started, nothing is killed, and
+    each link of a process to a broker is cut in turn. Both begin with 2000 prompts, send HTTP
+    requests meanwhile, and publish more prompts until all faults are done. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
     from app.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
 
-    scale = (FULL if full else QUICK if quick else DEFAULT)._replace(
-        seed=seed, window_s=dedup_window, cuts_links=cut_links
+    has_one_phase = cut_links or dedup_window is not None
+    scale = (FULL if full else QUICK if quick or has_one_phase else DEFAULT)._replace(
+        seed=seed, window_s=dedup_window, cuts_links=cut_links, kills=kills
     )
     if prompts is not None:
         scale = scale._replace(prompts=prompts)
