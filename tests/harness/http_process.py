@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import uvloop
 
 from app.indexer import Indexer
-from app.runtime.process import ProcessContext
+from app.runtime.process import ProcessContext, tune_interpreter
 from app.settings import Settings
 from app.standalone import StandaloneProcess
 from app.worker import Worker
@@ -87,6 +87,7 @@ async def _run(settings: Settings) -> None:
     (indexer,) = (part for part in deployment._parts if isinstance(part, Indexer))
     served = deployment.gateway.parts.served_models
     await until(lambda: bool(served.models()))
+    tune_interpreter()
     urls = (deployment.gateway.url, worker.url, indexer.url)
     sys.stdout.write(json.dumps([int(url.rpartition(":")[2]) for url in urls]) + "\n")
     sys.stdout.flush()
