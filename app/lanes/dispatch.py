@@ -31,6 +31,7 @@ from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.request_state import RunId
 from app.routing.worker_rank import WorkerRank
 from app.runtime import spans
+from streams.clock import BrokerClock
 from streams.codecs import unpack_tokens
 from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
 from streams.ports import Partition
@@ -42,6 +43,11 @@ from streams.topics import ASSIGNMENTS, LEDGER
 LOG_LOOKUP_TIMEOUT_S = 10.0
 """Time-out to read the emitted tokens from the log, also when the deadline is near or past: ten
 minutes of a lane's answers are a million records, which take a few seconds."""
+
+
+def look_up_s(deadline_ms: int, clock: BrokerClock) -> float:
+    """Time-out of a read of the log: the rest of the request's time, but enough to read."""
+    return max(LOG_LOOKUP_TIMEOUT_S, (deadline_ms - clock.now_ms()) / 1000)
 
 
 class RequestDeferred(Exception):
@@ -101,7 +107,7 @@ class Dispatcher:
                     waiting, key, deferred.queue_key, deferred.size, left_s
                 )
                 if has_room or deferred.renewal_ms < deferred.deadline_ms:
-                    async with asyncio.timeout(LOG_LOOKUP_TIMEOUT_S):
+                    async with asyncio.timeout(look_up_s(deferred.deadline_ms, s.broker_clock)):
                         request = await s.scanner.fetch_request(deferred.origin)
             if request is None:
                 await self._termination.end(deferred.id, "deadline", REJECTION_REASONS["deadline"])
@@ -114,9 +120,10 @@ class Dispatcher:
                     deferred.deadline_ms, deferred.excluded, renewal_ms=deferred.renewal_ms,
                 )
             )  # fmt: skip
-        except (PositionLost, TimeoutError) as e:
-            why = str(e) or "the log could not be read in time"
-            await self._termination.end(deferred.id, "lost", f"cannot be read again: {why}")
+        except TimeoutError:
+            await self._termination.end(deferred.id, "deadline", "the log was not read in time")
+        except PositionLost as e:
+            await self._termination.end(deferred.id, "lost", f"cannot be read again: {e}")
         finally:
             waiting.release(key)
 

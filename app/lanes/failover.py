@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from app.lanes.context import RouterContext
 from app.lanes.continuation import continuation_blocker
-from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
+from app.lanes.dispatch import Dispatcher, look_up_s
 from app.lanes.scheduling.remaining_work import RemainingWork
 from app.lanes.termination import CancellableWaits, RequestTermination
 from app.routing.reconcile import Restart, RestartReason, is_run_listed
@@ -100,7 +100,9 @@ class Failover:
         """Determine the rest of a fenced request, and assign it. `stop`: behind the Fence."""
         try:
             with self._waits.begin(request_id):
-                async with asyncio.timeout(self._look_up_s(state)):
+                async with asyncio.timeout(
+                    look_up_s(state.deadline_ms, self._context.broker_clock)
+                ):
                     found = await self._look_up(request_id, attempt, state, stop)
         except (PositionLost, TimeoutError) as e:
             why = str(e) or "the log could not be read in time"
@@ -121,11 +123,6 @@ class Failover:
             return RequestHistory(shown, None)
         assert state.origin is not None
         return RequestHistory(shown, await scanner.fetch_request(state.origin))
-
-    def _look_up_s(self, state: RequestState) -> float:
-        """Its time-out: the rest of the request's time, but enough to read."""
-        left_ms = state.deadline_ms - self._context.broker_clock.now_ms()
-        return max(LOG_LOOKUP_TIMEOUT_S, left_ms / 1000)
 
     async def _continue(
         self, request_id: str, attempt: int, state: RequestState, found: RequestHistory

@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 
-from app.lanes.dispatch import Dispatcher
+from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
 from app.lanes.scheduling.remaining_work import RemainingWork
 from app.preprocessor import Preprocessor
 from app.prompts.prompt_source import MAX_BATCH
 from app.router import Router
 from app.routing.queueing.fair_share import ClassConfig
 from streams.codecs import decode, pack_tokens
-from streams.records import Assigned, Assignment, Cancel, End, Refused, RouterCapacity
+from streams.records import (
+    Assigned,
+    Assignment,
+    Cancel,
+    End,
+    Refused,
+    RequestOffset,
+    RouterCapacity,
+)
 from streams.request import Hints, Request
 from streams.topics import BATCH, CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
 from tests.flows.test_batch_prompts import ask_batch
@@ -438,6 +446,26 @@ async def test_deferred_prompt_whose_record_is_gone_ends_as_lost(world: MemoryWo
     world.spawn(finish_all(world, worker))
     await world.wait_until(lambda: len(ends(world)) + len(assigned(world)) == len(names))
     assert ends(world) == dict.fromkeys(names[1:10], "lost")
+
+
+@scenario_test
+async def test_deferred_prompt_waits_for_a_log_that_is_read_late(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, model="m", state="draining")
+    router = await start_router(world, max_queued_requests=2)
+    names = overrun(world, 6)
+    await world.sleep(2)
+    scanner = router._context.scanner
+    fetch = scanner.fetch_request
+
+    async def fetch_late(origin: RequestOffset) -> Request:
+        await world.sleep(3 * LOG_LOOKUP_TIMEOUT_S)
+        return await fetch(origin)
+
+    scanner.fetch_request = fetch_late  # type: ignore[method-assign]
+    worker.state = "ready"
+    world.spawn(finish_all(world, worker))
+    await world.wait_until(lambda: sorted(assigned(world)) == names, within_s=300)
+    assert ends(world) == {}
 
 
 @scenario_test
