@@ -21,6 +21,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from app.audit.recompute import has_inputs
+from app.routing.policy_names import adds_load
 from app.routing.selection.select import recompute_choice
 from app.routing.worker_rank import WorkerRank
 from streams.records import Assigned, Candidate, LogRecord
@@ -108,7 +109,7 @@ def _goes_elsewhere(decision: Assigned, other: Assigned) -> bool:
 def _with_load(candidate: Candidate, other: Assigned) -> Candidate:
     """A candidate with the load of one more decision. The decision is new, so the time since the
     rank began its current prompts does not change."""
-    tokens = (other.prompt_tokens + other.base_tokens) * (other.policy != "direct")
+    tokens = (other.prompt_tokens + other.base_tokens) * adds_load(other.policy)
     return replace(
         candidate,
         open_runs=candidate.open_runs + 1,

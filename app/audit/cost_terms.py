@@ -12,29 +12,11 @@ from collections.abc import Sequence
 import msgspec
 
 from app.audit.recompute import find_difference, has_inputs
-from app.routing.selection.cost_kernels import DECODE_PART, MISSED_TARGET_MS
 from app.routing.selection.handover_rules import is_handed_over
-from app.routing.selection.policies import DynamoWeights
-from app.routing.selection.predictive import PredictiveWeights
+from app.routing.selection.policies.policy import MISSED_TARGET
+from app.routing.selection.policies.registry import RECORDED
 from app.routing.selection.select import Reconstructed, reconstruct
 from streams.records import Assigned, Candidate
-
-UNITS = {
-    "predictive": "ms",
-    "dynamo": "blocks",
-    "least_loaded": "tokens",
-    "power_of_two": "tokens",
-    "direct": "tokens",
-    "round_robin": "turns",
-    "batch": "ms",
-}
-"""Unit of the costs of each policy; random policies have none."""
-_WORDS = {
-    "round_robin": "next in round-robin order",
-    "random": "drawn at random, by the request's seed",
-    "session_hash": "by the hash of its session id, or of its request id without one",
-    "direct": "the request names this worker",
-}
 
 
 class ScoredCandidate(msgspec.Struct, frozen=True):
@@ -87,12 +69,13 @@ def reasons_for(decision: Assigned, session: str | None = None) -> DecisionReaso
     if chosen is None:
         return None
     others = sorted((w for w in weighed if w is not chosen), key=lambda w: w.cost)
-    unknown = decision.policy == "session_hash" and session is None
+    policy = RECORDED[decision.policy]
+    unknown = policy.uses_sessions and session is None
     lost_by, lost_in = 0.0, ""
     if others:
         lost_by, lost_in = others[0].cost - chosen.cost, _lost_in(chosen, others[0])
     return DecisionReasons(
-        policy=decision.policy, unit=UNITS.get(decision.policy, ""), chosen=chosen, others=others,
+        policy=decision.policy, unit=policy.unit, chosen=chosen, others=others,
         lost_by=lost_by, lost_in=lost_in, words=_words(decision, others, lost_by, lost_in),
         difference="" if unknown else find_difference(decision, session or ""),
         choice=_choice_words(decision),
@@ -104,9 +87,10 @@ def _words(  # noqa: PLR0911 - one for each kind of reason
 ) -> str:
     if not others:
         return "the only candidate"
-    if decision.policy in _WORDS:
-        return _WORDS[decision.policy]
-    name, unit = others[0].worker, UNITS.get(decision.policy, "")
+    policy = RECORDED[decision.policy]
+    if policy.reason:
+        return policy.reason
+    name, unit = others[0].worker, policy.unit
     if lost_by < 0:
         use = decision.session
         is_home = use is not None and use.bound_worker == decision.worker
@@ -116,7 +100,7 @@ def _words(  # noqa: PLR0911 - one for each kind of reason
         return "no other worker has capacity that interactive requests leave"
     if lost_by == 0:
         return f"the same cost as {name}; the request's seed decided"
-    if lost_by > MISSED_TARGET_MS / 2 and decision.policy == "predictive":
+    if lost_in == MISSED_TARGET:
         return f"the least cost of those that meet its targets; {name} came next and would miss one"
     mostly = f", mostly {lost_in}" if lost_in else ""
     return f"the least cost: {name} came next with {lost_by:.4g} {unit} more{mostly}"
@@ -150,49 +134,8 @@ def _terms(
     decision: Assigned, candidates: Sequence[Candidate], recalled: Reconstructed
 ) -> list[dict[str, float]]:
     """Terms of each candidate, without terms that are 0 for all candidates."""
-    each = [_terms_of(decision, c, recalled, i) for i, c in enumerate(candidates)]
-    if decision.policy in ("predictive", "dynamo"):
-        for candidate, terms in zip(candidates, each, strict=True):
-            rest = candidate.cost - sum(terms.values())
-            if decision.policy == "predictive" and rest > MISSED_TARGET_MS / 2:
-                terms["missed target"] = MISSED_TARGET_MS
-                rest -= MISSED_TARGET_MS
-            if candidate.taint_weight:
-                terms["taints"] = rest
+    policy, scores = RECORDED[decision.policy], recalled.scores
+    each = [policy.terms(decision, c, scores, row) for row, c in enumerate(candidates)]
     names = dict.fromkeys(name for terms in each for name in terms)
     some = [name for name in names if any(terms.get(name) for terms in each)]
     return [{name: terms.get(name, 0.0) for name in some} for terms in each]
-
-
-def _terms_of(
-    decision: Assigned, candidate: Candidate, recalled: Reconstructed, i: int
-) -> dict[str, float]:
-    size = decision.block_size
-    if recalled.prediction is not None:
-        weight = decision.params.get("decode_weight", PredictiveWeights().decode_weight)
-        terms = recalled.prediction.terms
-        is_received = decision.params.get("part") == DECODE_PART
-        return {
-            "wait": float(terms.wait_ms[i]),
-            "transfer" if is_received else "prefill": float(terms.prefill_ms[i]),
-            "stall": float(terms.decode_stall_ms[i]) * weight,
-            "slower": float(terms.decode_slowdown_ms[i]) * weight,
-            "decode": float(terms.decode_ms[i]) * weight,
-            "replication": float(terms.replication_ms[i]),
-        }
-    if decision.policy == "dynamo":
-        params = DynamoWeights()._asdict() | decision.params
-        decode = float(-(-candidate.open_tokens // size))
-        requests = params["active_request_weight"] * candidate.open_runs
-        taints = _taints_factor(candidate)
-        waiting = params["prefill_load_scale"] * candidate.prefill_tokens / size
-        own = candidate.cost / taints - decode - requests - waiting
-        return {"waiting prefill": waiting, "own prefill": own, "decode": decode, "runs": requests}
-    if decision.policy in ("least_loaded", "power_of_two"):
-        return {"open tokens": float(candidate.open_tokens)}
-    return {}
-
-
-def _taints_factor(candidate: Candidate) -> float:
-    """Factor of preferred taints on the cost."""
-    return math.exp(-math.tanh(candidate.taint_weight)) if candidate.taint_weight else 1.0

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from app.routing.policy_names import RECORDED_POLICIES
 from app.routing.selection.handover_rules import is_handed_over, recompute_choice_costs
-from app.routing.selection.policies import POLICIES
-from app.routing.selection.select import recompute_choice, reconstruct
+from app.routing.selection.policies.registry import RECORDED
+from app.routing.selection.select import added_prefill, recompute_choice, reconstruct
 from app.routing.worker_rank import WorkerRank
 from app.traces.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
 from streams.records import Assigned
@@ -23,8 +24,8 @@ class RecomputeReport:
     """Counts of recomputed decisions of a capture.
 
     `first`: the first difference, with its decision. `without_inputs`: decisions that
-    cannot be recomputed, see `has_inputs`; `without_session`: decisions of policy session_hash
-    whose request is not in the capture.
+    cannot be recomputed, see `has_inputs`; `without_session`: decisions by the
+    session of a request that is not in the capture.
     """
 
     decisions: int = 0
@@ -50,7 +51,7 @@ class RecomputeReport:
         self.policies[decision.policy or "none"] += 1
         if not has_inputs(decision):
             self.without_inputs += 1
-        elif decision.policy == "session_hash" and session is None:
+        elif session is None and RECORDED[decision.policy].uses_sessions:
             self.without_session += 1
         elif difference := find_difference(decision, session or ""):
             self.differ += 1
@@ -62,8 +63,7 @@ class RecomputeReport:
 
 def has_inputs(decision: Assigned) -> bool:
     """Whether a record has the inputs of its decision, by a policy of this version."""
-    is_known = decision.policy in ("predictive", "batch", *POLICIES)
-    return is_known and bool(decision.candidate_workers)
+    return decision.policy in RECORDED_POLICIES and bool(decision.candidate_workers)
 
 
 def find_difference(decision: Assigned, session: str = "") -> str:
@@ -74,26 +74,21 @@ def find_difference(decision: Assigned, session: str = "") -> str:
     candidates = decision.candidates
     if place != recorded:
         return f"the place is {place}, and was {recorded}"
-    for candidate, cost in zip(candidates, recalled.costs, strict=True):
+    for candidate, cost in zip(candidates, recalled.scores.costs, strict=True):
         if float(cost) != candidate.cost:
             return f"the cost of {candidate.worker} is {float(cost)!r}, and was {candidate.cost!r}"
-    chosen = recalled.candidates.worker_ranks.index(recorded)
+    chosen = recalled.options.worker_ranks.index(recorded)
     each = candidates[chosen]
     tokens = decision.prompt_tokens + decision.base_tokens
     blocks = each.overlap_blocks + each.host_blocks + each.disk_blocks
     cached = min(blocks * decision.block_size, tokens)
-    tracked, reuse = (
-        decision.params.get(name, 1.0) for name in ("track_prefill_tokens", "assume_kv_reuse")
-    )
-    is_counted = tracked and decision.policy != "direct"
-    added = (tokens - cached if reuse else tokens) if is_counted else 0
+    added = added_prefill(decision.policy, decision.params, tokens, cached)
     expected: dict[str, tuple[float, float]] = {
         "cached_tokens_predicted": (cached, decision.cached_tokens_predicted),
         "prefill_tokens": (added, decision.prefill_tokens),
     }
-    if recalled.prediction is not None:
-        ttft_ms = float(recalled.prediction.terms.ttft_ms[chosen])
-        expected["ttft_ms_predicted"] = ttft_ms, decision.ttft_ms_predicted
+    if recalled.scores.results is not None:
+        expected["ttft_ms_predicted"] = recalled.scores.ttft_ms(chosen), decision.ttft_ms_predicted
     for name, (now, before) in expected.items():
         if now != before:
             return f"{name} is {now!r}, and was {before!r}"

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, field_validator
 
 from app.configuration.setting_values import unique_name
+from app.routing.policy_names import PolicyName
 from app.routing.queueing.fair_share import ClassConfig
 
 
@@ -95,19 +96,10 @@ class RouterSettings(BaseModel):
         '"max_queued_requests": 1000, "max_queued_tokens": 1000000}}; weights are '
         "relative to the 1 of all other classes, limits are per router",
     )
-    policy: Literal[
+    policy: PolicyName = Field(
         "predictive",
-        "dynamo",
-        "least_loaded",
-        "round_robin",
-        "random",
-        "power_of_two",
-        "session_hash",
-        "direct",
-    ] = Field(
-        "predictive",
-        description="routing policy: how a worker is selected among the eligible ones: predictive, "
-        "dynamo, least_loaded, round_robin, random, power_of_two, session_hash or direct",
+        description="routing policy: how a worker is selected among the eligible ones "
+        "(docs/routing.md)",
     )
     overlap_score_credit: float = Field(
         1.0, ge=0, description="policy dynamo: weight of a cached prompt block, in blocks"

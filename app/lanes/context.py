@@ -22,10 +22,14 @@ from app.routing.queueing.fair_share import UNBOUNDED
 from app.routing.queueing.router_queue import QueueConfig, RouterQueue
 from app.routing.reconcile import ReconcileTimeouts
 from app.routing.selection.batch_placement import BatchBounds
-from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
+from app.routing.selection.decision import Placement
 from app.routing.selection.handover_rules import HandOverRules
-from app.routing.selection.policies import DynamoWeights
-from app.routing.selection.predictive import PredictiveWeights
+from app.routing.selection.routing_config import (
+    DynamoWeights,
+    PredictiveWeights,
+    RoutingConfig,
+    TransferSpeed,
+)
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView
 from app.routing.state.ledger import LedgerState

@@ -14,15 +14,13 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
 from app.metrics.request_metrics import RequestMetrics
 from app.metrics.view_metrics import ViewCollector
-from app.routing.selection import policies
+from app.routing.policy_names import RECORDED_POLICIES
 from app.routing.selection.decision import Placement
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.state.active_load import WorkerLoad
 from app.routing.state.kv_index import KvIndexView
 from streams.records import EndCode
 from streams.views.follower import Follower
-
-RECORDED_POLICIES = ("predictive", "batch", *policies.POLICIES)
 
 
 class QueueGauges(Protocol):

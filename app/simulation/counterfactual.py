@@ -22,8 +22,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from app.engine.simulated.batch import EngineLimits
-from app.routing.selection.decision import RoutingConfig
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.state.performance import profile_from_card
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of

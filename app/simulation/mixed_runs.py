@@ -16,7 +16,7 @@ import numpy as np
 
 from app.engine.simulated.batch import DECODE, EngineLimits
 from app.routing.selection.batch_placement import BatchBounds
-from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.state.batch_runs import BatchRuns
 from app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
 from app.simulation.run_metrics import RunMetrics, metrics_of

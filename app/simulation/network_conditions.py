@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.routing.selection.decision import TransferSpeed
+from app.routing.selection.routing_config import TransferSpeed
 from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 
 

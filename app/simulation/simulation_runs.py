@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from app.engine.simulated.batch import EngineLimits
 from app.perf_curves import PerfCurves
-from app.routing.selection.decision import RoutingConfig
 from app.routing.selection.handover_rules import HandOverRules
-from app.routing.selection.policies import POLICIES, DynamoWeights
+from app.routing.selection.policies.registry import SIMULATED
+from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics, metrics_of
 from app.simulation.simulated_request import SimulatedRequest
@@ -30,8 +30,6 @@ from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 DEFAULT_CACHE_BLOCKS = 2048
 """Cache size of a worker: a million tokens, as in the published set-ups."""
 MAX_PREFILL_LOAD_SCALE = 1e6
-POLICY_NAMES = ("predictive", *(name for name in POLICIES if name != "direct"))
-"""All policies but `direct`, which takes the worker from the request."""
 
 
 class UnknownPolicy(Exception):
@@ -84,8 +82,8 @@ class PreparedTrace:
 def parse_policy(policy: str) -> RoutingConfig:
     """Parse a policy: a name, or `dynamo:64` with a prefill_load_scale. Raises UnknownPolicy."""
     name, _, scale = policy.partition(":")
-    if name not in POLICY_NAMES:
-        raise UnknownPolicy(f"policy {name!r}: one of {', '.join(POLICY_NAMES)}")
+    if name not in SIMULATED:
+        raise UnknownPolicy(f"policy {name!r}: one of {', '.join(SIMULATED)}")
     if not scale:
         return RoutingConfig(name)
     try:

@@ -27,7 +27,7 @@ from zlib import crc32
 from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from app.engine.simulated.step import release_held
 from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.selection.decision import Placement, RoutingConfig, TransferSpeed
+from app.routing.selection.decision import Placement
 from app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     NO_HASHES,
@@ -35,6 +35,7 @@ from app.routing.selection.handover_rules import (
     decode_request,
 )
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig, TransferSpeed
 from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.request_state import RunId

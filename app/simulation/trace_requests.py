@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from app.routing.selection.policies.registry import POLICIES
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
@@ -55,7 +56,7 @@ def uses_sessions(policy: str) -> bool:
     has no session affinity, and requests without a session are planned in batches, which is faster
     and has the same result.
     """
-    return policy == "session_hash"
+    return POLICIES[policy].uses_sessions
 
 
 def trace_requests(

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from app.audit.recompute import RecomputeReport
+from app.routing.selection.policies.registry import SIMULATED
 from app.simulation.counterfactual import CaptureReader
 from app.traces.capture_format import (
     AnyCaptureLine,
@@ -48,13 +49,10 @@ from tests.harness.capture_harness import (
 from tests.harness.fake_worker import append_record
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
-POLICIES = (
-    "predictive", "dynamo", "round_robin", "random", "least_loaded", "power_of_two", "session_hash",
-)  # fmt: skip
 COUNT = 300
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SIMULATED)
 @partial(scenario_test, lanes=4)
 async def test_every_decision_of_a_captured_run_is_recomputed_bit_for_bit(
     world: MemoryWorld, policy: str, tmp_path: Path

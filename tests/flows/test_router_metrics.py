@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from app.bench.routing.router_views import LoadFigures, parse_view
 from app.router import Router
+from app.routing.policy_names import POLICY_NAMES
 from app.runtime.process import ProcessContext
 from streams.clock import SystemClock
 from streams.codecs import pack_tokens
@@ -48,8 +49,7 @@ async def figures(router: Router) -> dict[str, float]:
 @scenario_test
 async def test_all_metrics_are_zero_before_the_first_request(world: MemoryWorld) -> None:
     got = await figures(await start_router(world))
-    for policy in ("dynamo", "predictive", "least_loaded", "round_robin", "random",
-                   "power_of_two", "session_hash", "direct"):  # fmt: skip
+    for policy in POLICY_NAMES:
         assert got[f'decisions_total{{policy="{policy}"}}'] == 0
     for code in ("no_workers", "none_eligible", "all_busy", "pinned_gone", "pinned_busy",
                  "pin_not_allowed", "queue_full", "deadline"):  # fmt: skip

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from app.routing.queueing.pending import LaneRequest, RequestKey
 from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.selection.decision import Decision, Placement, RoutingConfig, Wait
+from app.routing.selection.decision import Decision, Placement, Wait
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.state.ledger import LedgerState
 from streams.codecs import pack_tokens
 from streams.ports import Partition

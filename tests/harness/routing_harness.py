@@ -8,15 +8,10 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from app.routing.selection.decision import (
-    Decision,
-    Placement,
-    PlannedReservations,
-    RoutingConfig,
-    RoutingState,
-)
+from app.routing.selection.decision import Decision, Placement, PlannedReservations, RoutingState
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import ActiveLoad, WorkerLoad
 from app.routing.state.fleet import Fleet

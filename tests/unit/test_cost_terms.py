@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from app.audit.cost_terms import DecisionReasons, reasons_for
-from app.routing.selection.decision import RoutingConfig
-from app.routing.selection.policies import DynamoWeights
+from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from streams.codecs import pack_tokens
 from streams.records import SessionUse
 from streams.request import Hints, Request, RouterParams, RoutingConstraints, SessionControl

@@ -10,9 +10,8 @@ import pytest
 
 from app.bench.routing.disagg import FLEETS, free_thresholds, thresholds
 from app.engine.simulated.batch import EngineLimits
-from app.routing.selection.decision import RoutingConfig, TransferSpeed
 from app.routing.selection.handover_rules import DEFAULT_RULES
-from app.routing.selection.predictive import PredictiveWeights
+from app.routing.selection.routing_config import PredictiveWeights, RoutingConfig, TransferSpeed
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import metrics_of
 from app.simulation.simulated_request import SimulatedRequest

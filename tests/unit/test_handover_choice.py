@@ -14,7 +14,7 @@ from app.audit.recompute import find_difference
 from app.bench.routing import cost_reference
 from app.perf_curves import PerfCurves
 from app.routing.selection.cost_kernels import COMPARED, DECODE_PART, PREFILL_PART
-from app.routing.selection.decision import Placement, RoutingConfig, RoutingState
+from app.routing.selection.decision import Placement, RoutingState
 from app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     FirstPhase,
@@ -25,6 +25,7 @@ from app.routing.selection.handover_rules import (
     recompute_choice_costs,
 )
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.selection.select import recorded_features, select_worker
 from app.routing.state.performance import PerformanceModel, PrefillShares
 from streams.codecs import pack_tokens

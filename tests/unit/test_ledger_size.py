@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.perf_curves import PerfCurves
-from app.routing.selection.decision import RoutingConfig
+from app.routing.selection.routing_config import RoutingConfig
 from streams.codecs import encode
 from tests.harness.routing_harness import RoutingHarness, to_assigned
 

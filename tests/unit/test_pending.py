@@ -21,12 +21,12 @@ from app.routing.selection.decision import (
     Placement,
     Rejection,
     Reservation,
-    RoutingConfig,
     RoutingState,
     Wait,
 )
 from app.routing.selection.eligibility import CandidatePools
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.state.active_load import ActiveLoad
 from app.routing.state.fleet import Fleet
 from app.routing.state.kv_index import KvIndexView

@@ -1,9 +1,12 @@
-"""The policies, by worked examples and by what each promises."""
+"""Tests of the policies: worked examples, and one module with its row in the docs for each."""
 
 from __future__ import annotations
 
 import math
+import pkgutil
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,25 +16,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from app.bench.routing.cost_reference import dynamo_cost as plain_dynamo
+from app.routing.policy_names import POLICY_NAMES, RECORDED_POLICIES
+from app.routing.selection import policies
+from app.routing.selection.candidates import Candidates
+from app.routing.selection.choice import INELIGIBLE, Costs, choose, cost_range, rank_hashes
 from app.routing.selection.decision_record import (
     MAX_RECORDED_CANDIDATES,
     candidates_from_record,
     record_decision,
 )
-from app.routing.selection.policies import (
-    INELIGIBLE,
-    POLICIES,
-    Candidates,
-    DynamoWeights,
-    RequestFeatures,
-    choose,
-    cost_range,
-    dynamo,
-    power_of_two,
-    rank_hashes,
-    round_robin,
-    session_hash,
-)
+from app.routing.selection.policies.registry import POLICIES, RECORDED
+from app.routing.selection.request_features import RequestFeatures
+from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from app.routing.worker_rank import WorkerRank
 from streams.records import Candidate
 
@@ -44,6 +40,12 @@ def options(*rows: dict[str, Any], names: str = "w{}") -> Candidates:
     return candidates_from_record(
         [Candidate(names.format(n), 1, **row) for n, row in enumerate(rows)]
     )
+
+
+def costs_of(
+    policy: str, send: RequestFeatures, among: Candidates, weights: DynamoWeights = DEFAULTS
+) -> Costs:
+    return POLICIES[policy].score(send, among, RoutingConfig(policy, weights)).costs
 
 
 def worker(chosen: int | None, among: Candidates) -> str:
@@ -60,7 +62,7 @@ THREE = options(
 
 
 def test_documented_example_has_its_documented_cost() -> None:
-    assert dynamo(ASK, THREE, DEFAULTS).tolist() == [18, 10, 11]
+    assert costs_of("dynamo", ASK, THREE).tolist() == [18, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -80,13 +82,13 @@ def test_documented_example_has_its_documented_cost() -> None:
 def test_each_term_of_the_cost_counts_as_documented(
     weights: dict[str, float], row: dict[str, float], cost: float
 ) -> None:
-    assert dynamo(ASK, options(row), DynamoWeights(**weights)) == [pytest.approx(cost)]
+    assert costs_of("dynamo", ASK, options(row), DynamoWeights(**weights)) == [pytest.approx(cost)]
 
 
 def test_overlap_decays_with_the_excess_over_the_least_loaded() -> None:
     send = replace(ASK, least_prefill_tokens=160)
     row = options({"overlap_blocks": 8, "prefill_tokens": 320})
-    assert dynamo(send, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
+    assert costs_of("dynamo", send, row, DynamoWeights(overlap_decay=1)).tolist() == [30 - 8 / 2]
 
 
 def test_round_robin_goes_in_turn_by_name() -> None:
@@ -94,7 +96,7 @@ def test_round_robin_goes_in_turn_by_name() -> None:
     backwards = replace(three, worker_ranks=three.worker_ranks[::-1])
     chosen = []
     for turn in range(6):
-        costs = round_robin(replace(ASK, dispatched_count=turn), backwards, DEFAULTS)
+        costs = costs_of("round_robin", replace(ASK, dispatched_count=turn), backwards)
         chosen.append(worker(choose(costs, backwards.hashes, 0), backwards))
     assert chosen == ["w0", "w1", "w2"] * 2
 
@@ -103,7 +105,7 @@ def test_power_of_two_considers_two_and_takes_the_less_loaded() -> None:
     five = options(*({"open_tokens": n * 100} for n in range(5)))
     drawn = Counter[int]()
     for seed in range(500):
-        costs = power_of_two(replace(ASK, seed=seed), five, DEFAULTS)
+        costs = costs_of("power_of_two", replace(ASK, seed=seed), five)
         two = [i for i, cost in enumerate(costs) if cost < INELIGIBLE]
         assert len(two) == 2
         assert choose(costs, five.hashes, seed) == min(two)
@@ -115,20 +117,19 @@ def test_session_stays_when_another_worker_leaves_and_when_its_own_returns() -> 
     five = options({}, {}, {}, {}, {})
     for n in range(100):
         send = replace(ASK, session=f"s{n}")
-        chosen = choose(session_hash(send, five, DEFAULTS), five.hashes, 0)
+        chosen = choose(costs_of("session_hash", send, five), five.hashes, 0)
         assert chosen is not None
         left = [p for i, p in enumerate(five.worker_ranks) if i != (chosen + 1) % 5]
         again = [WorkerRank(p.worker, 7) for p in left]
         four = replace(options({}, {}, {}, {}), worker_ranks=again, hashes=rank_hashes(again))
-        assert (
-            worker(choose(session_hash(send, four, DEFAULTS), four.hashes, 0), four) == f"w{chosen}"
-        )
+        kept = choose(costs_of("session_hash", send, four), four.hashes, 0)
+        assert worker(kept, four) == f"w{chosen}"
 
 
 def test_sessions_spread_over_all_ranks() -> None:
     five = options({}, {}, {}, {}, {})
     seen = Counter(
-        choose(session_hash(replace(ASK, session=f"s{n}"), five, DEFAULTS), five.hashes, 0)
+        choose(costs_of("session_hash", replace(ASK, session=f"s{n}"), five), five.hashes, 0)
         for n in range(500)
     )
     assert all(60 < seen[i] < 140 for i in range(5))
@@ -182,7 +183,7 @@ def test_choice_is_a_function_of_its_inputs(
     many = options(*({"open_tokens": load} for load in loads))
 
     def chosen() -> int | None:
-        costs = POLICIES[name](replace(ASK, seed=seed), many, DEFAULTS)
+        costs = costs_of(name, replace(ASK, seed=seed), many)
         return choose(costs, many.hashes, seed, noise)
 
     first = chosen()
@@ -210,8 +211,23 @@ def test_kernel_and_the_plain_formula_agree_to_the_bit(
     rows: list[dict[str, Any]], weights: DynamoWeights
 ) -> None:
     send = replace(ASK, least_prefill_tokens=min(row["prefill_tokens"] for row in rows))
-    costs = dynamo(send, options(*rows), weights)
+    costs = costs_of("dynamo", send, options(*rows), weights)
     candidates = record_decision(options(*rows), costs, 0).candidates
     best = sorted(range(len(rows)), key=costs.tolist().__getitem__)[:MAX_RECORDED_CANDIDATES]
     assert [c.worker for c in candidates[: len(best)]] == [f"w{i}" for i in best]
     assert [c.cost for c in candidates] == [plain_dynamo(c, send, weights) for c in candidates]
+
+
+def test_each_module_is_a_policy_of_its_name() -> None:
+    names = {module.name for module in pkgutil.iter_modules(policies.__path__)}
+    assert names - {"policy", "registry"} == {*POLICY_NAMES}
+    assert {name: policy.name for name, policy in RECORDED.items()} == {
+        name: name for name in RECORDED_POLICIES
+    }
+
+
+def test_docs_have_a_row_for_each_policy() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text()
+    text = page.split("| `KVLANE_POLICY` | cost |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| (.*) \|$", text, re.MULTILINE)
+    assert rows == [(name, policy.summary) for name, policy in POLICIES.items()]

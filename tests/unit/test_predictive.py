@@ -25,6 +25,7 @@ from app.routing.queueing.joint_planning import (
 )
 from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection import cost_kernels as kernels
+from app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
 from app.routing.selection.cost_kernels import (
     COMPARED,
     DECODE_PART,
@@ -34,28 +35,17 @@ from app.routing.selection.cost_kernels import (
     WHOLE,
     Floats,
 )
-from app.routing.selection.decision import (
-    Decision,
-    Placement,
-    Reservation,
-    RoutingConfig,
-    RoutingState,
-    Wait,
-)
+from app.routing.selection.decision import Decision, Placement, Reservation, RoutingState, Wait
 from app.routing.selection.decision_record import (
     MAX_RECORDED_CANDIDATES,
     MAX_RECORDED_RESERVATIONS,
     candidates_from_record,
     record_decision,
 )
-from app.routing.selection.policies import (
-    NO_RESERVATIONS,
-    Candidates,
-    RequestFeatures,
-    Reservations,
-)
-from app.routing.selection.predictive import Prediction, PredictiveWeights, predict
+from app.routing.selection.policies.predictive import Prediction, predict
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.request_features import RequestFeatures
+from app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
 from app.routing.selection.select import recompute_choice, reconstruct, select_worker
 from app.routing.state.active_load import WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
@@ -129,7 +119,7 @@ def test_decoding_rank_costs_the_rest_of_a_step_and_slows_the_others() -> None:
     # Later it is 1000 + 500 + 100 tokens: 6.6.
     row = {"open_runs": 2, "prompt_tokens": 900}
     assert one(row) == pytest.approx(Terms(3, 15 + 6, 2 * 15, 2 * 50 * 0.6, 200 * 6.6, 0))
-    assert predicted(row).terms.ttft_ms == pytest.approx(24)
+    assert predicted(row).ttft_ms(0) == pytest.approx(24)
     assert cost(row) == pytest.approx(24 + 0.01 * (30 + 60 + 1320))
 
 
@@ -364,7 +354,7 @@ def test_kernel_and_the_plain_formulas_agree_to_the_bit(
         i = int(each.worker[1:])
         plainly = cost_reference.predictive_cost(each, send, LAMBDA)
         assert plainly.cost_ms == each.cost == found.costs[i]
-        assert plainly.ttft_ms == found.terms.ttft_ms[i]
+        assert plainly.ttft_ms == found.ttft_ms(i)
         assert plainly.alone_ms == found.results[i, STANDALONE]
         assert max(plainly.hold_ms, 0) == found.hold_ms[i]
 
@@ -649,7 +639,7 @@ def test_many_reservations_are_recorded_as_their_sum_and_costs_recomputed_to_the
         assert (candidate.planned_ms or 0) > 0 or not any(others)
     recalled = reconstruct(to_assigned(decision))
     assert recalled is not None
-    assert recalled.costs.tolist() == [candidate.cost]
+    assert recalled.scores.costs.tolist() == [candidate.cost]
 
 
 @given(WORKERS, st.integers(0, 2**32 - 1))

@@ -22,9 +22,10 @@ from app.perf_curves import PerfCurves
 from app.routing.queueing.fair_share import ClassConfig
 from app.routing.queueing.pending import RequestKey
 from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.selection.decision import Placement, RoutingConfig, Wait
+from app.routing.selection.decision import Placement, Wait
 from app.routing.selection.handover_rules import HandOverRules
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig
 from app.simulation.shared_views import SimulatedLedger, assigned_record
 from app.simulation.simulated_router import SimulatedRouter
 from streams.codecs import pack_tokens

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.selection.decision import Placement, Rejection, RoutingConfig
+from app.routing.selection.decision import Placement, Rejection
 from app.routing.selection.decision_record import MAX_RECORDED_CANDIDATES
-from app.routing.selection.policies import POLICIES, DynamoWeights
+from app.routing.selection.policies.registry import POLICIES
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from app.routing.selection.select import recompute_choice
 from app.routing.state.active_load import WorkerLoad
 from app.routing.worker_rank import WorkerRank

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from app.engine.simulated.batch import BatchSequence, EngineLimits, PerfCurves
 from app.routing.queueing import router_queue
-from app.routing.selection.decision import Decision, Rejection, RoutingConfig, Wait
+from app.routing.selection.decision import Decision, Rejection, Wait
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.selection.select import select_worker
 from app.simulation import simulated_worker
 from app.simulation.network_conditions import NetworkConditions
@@ -21,7 +22,7 @@ from app.simulation.run_metrics import metrics_of
 from app.simulation.simulated_request import SimulatedRequest
 from app.simulation.simulated_router import SimulationFailed
 from app.simulation.simulated_worker import SimulatedWorker
-from app.simulation.simulation_runs import POLICY_NAMES, PreparedTrace, SimulationRun, run_requests
+from app.simulation.simulation_runs import SIMULATED, PreparedTrace, SimulationRun, run_requests
 from app.simulation.simulator import Simulator, new_simulator
 from app.simulation.synthetic_traces import TraceSize, generate_trace
 from app.simulation.trace_requests import (
@@ -156,11 +157,7 @@ ROWS = st.lists(
 
 
 @given(
-    ROWS,
-    st.sampled_from(POLICY_NAMES),
-    st.integers(1, 4),
-    st.integers(0, 3),
-    st.sampled_from([0, 2]),
+    ROWS, st.sampled_from(SIMULATED), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0, 2])
 )
 def test_every_request_ends_the_same_way_every_time(
     rows: list[TraceRow], policy: str, workers: int, seed: int, jitter_s: float
@@ -180,7 +177,7 @@ def test_every_request_ends_the_same_way_every_time(
     assert got(play()) == got(requests)
 
 
-@given(ROWS, st.sampled_from(POLICY_NAMES))
+@given(ROWS, st.sampled_from(SIMULATED))
 def test_batching_of_quiet_steps_changes_nothing(rows: list[TraceRow], policy: str) -> None:
     together = got(played(rows, 2, policy))
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +185,7 @@ def test_batching_of_quiet_steps_changes_nothing(rows: list[TraceRow], policy: s
         assert got(played(rows, 2, policy)) == together
 
 
-@given(ROWS, st.sampled_from(POLICY_NAMES))
+@given(ROWS, st.sampled_from(SIMULATED))
 def test_final_router_state_equals_the_caches(rows: list[TraceRow], policy: str) -> None:
     requests = trace_requests(rows)
     played_out = new_simulator(
@@ -439,7 +436,7 @@ CONDITIONS = st.builds(
 )
 
 
-@given(ROWS, st.sampled_from(POLICY_NAMES), CONDITIONS)
+@given(ROWS, st.sampled_from(SIMULATED), CONDITIONS)
 def test_every_request_ends_and_no_load_remains_despite_delays(
     rows: list[TraceRow], policy: str, conditions: NetworkConditions
 ) -> None:

@@ -1,7 +1,7 @@
 """Reference implementation of the costs of policies predictive and dynamo, per candidate.
 
-The formulas of `app/routing/selection/predictive.py` and `app/routing/selection/policies.py`, from
-a decision's record, with the engine profile's own methods instead of the kernels. The operations
+The formulas of `predictive.py` and `dynamo.py` in `app/routing/selection/policies/`, from a
+decision's record, with the engine profile's own methods instead of the kernels. The operations
 have the same order, so the results are equal to the bit. Slow, and used only for comparison.
 """
 
@@ -22,7 +22,8 @@ from app.routing.selection.cost_kernels import (
     SECOND_COPY,
     WHOLE,
 )
-from app.routing.selection.policies import DynamoWeights, RequestFeatures
+from app.routing.selection.request_features import RequestFeatures
+from app.routing.selection.routing_config import DynamoWeights
 from app.routing.state.performance import recorded_profile
 from streams.records import Candidate
 

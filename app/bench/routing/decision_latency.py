@@ -27,16 +27,10 @@ from app.bench.routing import cost_reference
 from app.commands.simulation.report import Report, Threshold
 from app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
 from app.routing.queueing.pending import PendingRequest, ReservedRequests
-from app.routing.selection.decision import (
-    Decision,
-    Placement,
-    Reservation,
-    RoutingConfig,
-    RoutingState,
-)
+from app.routing.selection.decision import Decision, Placement, Reservation, RoutingState
 from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.policies import DynamoWeights
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from app.routing.selection.select import recompute_choice, recorded_features, select_worker
 from app.routing.state.active_load import ActiveLoad, WorkerLoad
 from app.routing.state.fleet import Fleet

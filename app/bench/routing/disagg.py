@@ -26,8 +26,8 @@ from app.bench.routing.policy_scenarios import (
 )
 from app.bench.routing.policy_simulation import TraceSet, published_trace
 from app.commands.simulation.report import Report, Threshold, at_most
-from app.routing.selection.decision import TransferSpeed
 from app.routing.selection.handover_rules import DEFAULT_RULES
+from app.routing.selection.routing_config import TransferSpeed
 from app.simulation.network_conditions import NetworkConditions
 from app.simulation.run_metrics import RunMetrics
 from app.simulation.simulation_runs import SimulationRun, result_row, run_timed

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from app.commands.simulation.report import Threshold, at_least, at_most
 from app.perf_curves import PerfCurves
+from app.routing.selection.policies.registry import SIMULATED
 from app.simulation import synthetic_traces
 from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from app.simulation.run_metrics import RunMetrics
@@ -32,7 +33,7 @@ REQUESTS = 12_031
 CONVERSATION = "conversation"
 OWN_POLICY = "predictive"
 DYNAMO_POLICIES = ("dynamo", "dynamo:16", "dynamo:32", "dynamo:64", "dynamo:256")
-OTHER_POLICIES = ("round_robin", "random", "least_loaded", "power_of_two", "session_hash")
+OTHER_POLICIES = tuple(name for name in SIMULATED if name not in (OWN_POLICY, "dynamo"))
 SPEED_POLICIES = (OWN_POLICY, "dynamo")
 PUBLISHED_TOLERANCE = 0.01
 ARRIVAL_JITTER_S = 3.0

@@ -17,11 +17,11 @@ import numpy as np
 from app.routing.queueing.pending import PendingRequest, ReservedRequests
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import CandidateTable
+from app.routing.selection.candidates import NO_MULTIPLIER
 from app.routing.selection.decision import (
     Decision,
     Rejection,
     Reservation,
-    RoutingConfig,
     RoutingState,
     Wait,
     forecast,
@@ -29,12 +29,12 @@ from app.routing.selection.decision import (
     wait_for_rank,
 )
 from app.routing.selection.eligibility import CandidatePool, filter_eligible
-from app.routing.selection.policies import NO_MULTIPLIER
 from app.routing.selection.request_features import (
     expected_output_tokens,
     invalid_weight,
     latency_targets,
 )
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.selection.select import part_of, refreshed_table, reservation_rows
 from indexer.xxh3 import M64
 

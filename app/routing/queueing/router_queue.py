@@ -53,7 +53,6 @@ from app.routing.selection.decision import (
     Placement,
     PlannedReservations,
     Reservation,
-    RoutingConfig,
     RoutingState,
     Wait,
 )
@@ -65,6 +64,7 @@ from app.routing.selection.handover_rules import (
     HandOverRules,
     first_phase,
 )
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.selection.select import select_worker
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns

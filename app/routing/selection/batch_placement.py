@@ -51,6 +51,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.routing.policy_names import BATCH_POLICY
+from app.routing.selection.candidates import NO_RESERVATIONS
+from app.routing.selection.choice import INELIGIBLE, choose
 from app.routing.selection.decision import Placement, Rejection, RoutingState, Wait
 from app.routing.selection.decision_record import record_decision
 from app.routing.selection.eligibility import (
@@ -59,18 +62,15 @@ from app.routing.selection.eligibility import (
     NotEligible,
     filter_eligible,
 )
-from app.routing.selection.policies import INELIGIBLE, NO_RESERVATIONS, choose
 from app.routing.selection.prompt_hashes import PromptHashes
 from app.routing.selection.request_features import expected_output_tokens
-from app.routing.selection.select import refreshed_table
+from app.routing.selection.select import not_eligible, refreshed_table
 from app.routing.state.active_load import WorkerLoad
 from app.routing.state.batch_runs import BatchLoads, BatchRun, BatchRunKey, load_of
 from app.routing.state.performance import EngineProfile
 from app.routing.worker_rank import WorkerRank
 from streams.records import WorkerCard
 
-POLICY = "batch"
-"""Policy name in the records of these decisions."""
 NO_ROOM = "no worker has capacity that interactive requests leave"
 DEFAULT_MAX_SEQUENCES = 256
 RESUME_ELSEWHERE_MS = 60_000
@@ -248,9 +248,7 @@ def place_batch_request(
         excluded=excluded, full=full_workers, loads=(view.committed, view.unconfirmed),
     )  # fmt: skip
     if isinstance(rows, NotEligible):
-        if rows.retry == "none":
-            return Rejection(rows.code, rows.reason)
-        return Wait(rows.reason, code=rows.code, needs_new_worker=rows.retry == "news")
+        return not_eligible(rows)
     output_tokens = expected_output_tokens(request, view.mean_output_tokens)
     table = refreshed_table(pool, view)
     ranks = None if rows is pool.rows else [row.worker_rank for row in rows]
@@ -285,7 +283,7 @@ def place_batch_request(
         cached_tokens=cached_tokens,
         prefill_tokens=prompt.tokens - cached_tokens,
         block_size=pool.block_size,
-        policy=POLICY,
+        policy=BATCH_POLICY,
         params=bounds._asdict(),
         seed=seed,
         record=record_decision(options, costs, chosen),

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.routing.selection import cost_kernels
+from app.routing.selection.candidates import Candidates, Reservations
+from app.routing.selection.choice import rank_hashes
 from app.routing.selection.cost_kernels import Floats, Ints
-from app.routing.selection.policies import Candidates, Reservations, rank_hashes
 from app.routing.state.active_load import NO_LOAD, ActiveLoad
 from app.routing.state.batch_runs import BatchRuns, batch_delay_ms
 from app.routing.state.change_log import ChangeLog, TrackedDict

@@ -1,10 +1,10 @@
-"""Costs of places, option by option: the loops of `predictive.py` and of policy dynamo.
+"""Costs of places, option by option: the loops of policies predictive and dynamo.
 
-The formulas, with the meaning of their letters, are in `predictive.py` and `policies.py`. Each
+The formulas, with the meaning of their letters, are in `predictive.py` and `dynamo.py`. Each
 number is made of its own option's alone, so it is the same to the bit among other options.
 
-`spots`: f64 (options, SPOT), a row a place; counts and tokens are whole numbers. `blocks`: f64
-(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, FOUND), the output.
+`spots`: f64 (options, FEATURES), a row a place; counts and tokens are whole numbers. `blocks`: f64
+(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, RESULTS), the output.
 Calling a kernel takes about 0.3 us, and 0.05 for each array: so there are few, with few arrays.
 """
 
@@ -21,11 +21,11 @@ from indexer.kernels import inlined, kernel
     STAGGER_MS, PLANNED_MS, PREFILL_SHARE, BATCH_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN,
     CAPACITY_TOKENS_COLUMN, CURVE,
 ) = range(16)  # fmt: skip
-"""Of a spot. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs without a
-first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait for
-reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
-lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the delay by
-its batch runs; from `CURVE` on the seven numbers of a curve (`PerfCurves.coefficients`)."""
+"""Columns of `spots`. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs
+without a first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait
+for reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
+lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the delay by its batch
+runs; from `CURVE` on the seven numbers of a curve (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
 (
     WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED,
@@ -42,14 +42,13 @@ decode. That is no reason to go elsewhere as a whole: which worker has prefill n
 from which had it last."""
 
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
-"""Of an ask: tokens of its prompt, of a block, of its answer; its targets in ms."""
+"""Columns of `requests`: tokens of its prompt, of a block, of its answer; its targets in ms."""
 REQUEST_COLUMNS = 5
 RECORD_COLUMNS, TIMED_RECORD_COLUMNS = 7, 16
 """Columns of a recorded option; and of one with the inputs of policy predictive."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
-"""The share of the prefill of a block that is saved by loading it; as the `dynamo_costs` policy has
-it."""
+"""The share of the prefill of a block that is saved by loading it; as in `DynamoWeights`."""
 FULL_CACHE_WAIT = 1.5
 """Answers' times until enough of a full cache is free; 1 would be if all had just begun."""
 FOLLOWUP_STEPS = 1.5
@@ -297,7 +296,7 @@ def dynamo_costs(
     least_prefill: float,
     costs: Floats,
 ) -> None:
-    """As `policies.dynamo_costs`. `worth`: of a block on the device, the host and the disk."""
+    """As in `dynamo.py`. `worth`: of a block on the device, the host and the disk."""
     for i in range(len(spots)):
         spot = spots[i]
         device = worth[0] * blocks[i, 0]
@@ -345,7 +344,7 @@ def plan_uniform_batch(
     `requests`: f64 (requests, 5), see `REQUEST_COLUMNS`. The index found `columns` and `depths` of
     each, from one of `starts` to the next. `others_at` and `others_ms`: the reservations of all
     queued requests and of these, by arrival; `entries`: the index of each request among them.
-    `best`: f64 (requests, FOUND), the `found` of the chosen option. `blocks`, `costs`
+    `best`: f64 (requests, RESULTS), the `found` of the chosen option. `blocks`, `costs`
     and `found` are scratch memory.
     """
     for n in range(len(requests)):

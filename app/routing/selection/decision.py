@@ -1,4 +1,4 @@
-"""Routing state, routing configuration, and the possible results of a decision.
+"""Routing state, and the possible results of a decision.
 
 Data and pure functions. `select.py` makes the decision; `pending.py` and routers act on it.
 """
@@ -12,12 +12,13 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from app.routing.policy_names import adds_load
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
+from app.routing.selection.candidates import Candidates
 from app.routing.selection.cost_kernels import Floats, Ints
 from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.policies import Candidates, DynamoWeights
-from app.routing.selection.predictive import PredictiveWeights
+from app.routing.selection.routing_config import RoutingConfig
 from app.routing.state.active_load import ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRuns
 from app.routing.state.fleet import Fleet
@@ -83,31 +84,6 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     batch_runs: BatchRuns | None = None
 
 
-class TransferSpeed(NamedTuple):
-    """The expected speed of transfers of KV caches between workers, until it is measured."""
-
-    bytes_per_s: float = 12.5e9
-    latency_ms: float = 1.0
-
-
-class RoutingConfig(NamedTuple):
-    """The policy of a deployment and its settings. `session_affinity_tolerance`: a factor on
-    `affinity_tolerance`.
-    """
-
-    policy: str = "predictive"
-    weights: DynamoWeights = DynamoWeights()
-    predictive_weights: PredictiveWeights = PredictiveWeights()
-    session_affinity_tolerance: float = 1.0
-    transfer_speed: TransferSpeed = TransferSpeed()
-
-    @property
-    def queues_for_places(self) -> bool:
-        """Whether the policy may queue requests for a busy place, so that they are planned
-        together."""
-        return self.policy == "predictive"
-
-
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """The forecast of policy predictive. `hold_ms`: for how long holding the request pays, from
     now; `waited_ms`: how long it has been queued; `ttft_ms`: time to its first token if it goes
@@ -152,8 +128,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     @property
     def load(self) -> WorkerLoad:
         """The load that it adds to its place until it is read back."""
-        booked = self.policy != "direct"  # with policy direct the caller balances the load
-        return WorkerLoad(1, self.tokens * booked, self.prefill_tokens, 1, self.at_ms)
+        tokens = self.tokens * adds_load(self.policy)
+        return WorkerLoad(1, tokens, self.prefill_tokens, 1, self.at_ms)
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False):

@@ -12,6 +12,8 @@ import numpy as np
 
 from app.routing.selection import cost_kernels
 from app.routing.selection.candidate_table import profile_columns, recorded_curve
+from app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
+from app.routing.selection.choice import Costs, rank_hashes
 from app.routing.selection.cost_kernels import (
     BATCH_MS,
     BUSY_MS,
@@ -30,13 +32,6 @@ from app.routing.selection.cost_kernels import (
     TOKENS,
     Floats,
     Ints,
-)
-from app.routing.selection.policies import (
-    NO_RESERVATIONS,
-    Candidates,
-    Costs,
-    Reservations,
-    rank_hashes,
 )
 from app.routing.state.performance import recorded_profile
 from app.routing.worker_rank import WorkerRank

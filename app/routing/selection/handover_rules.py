@@ -21,19 +21,19 @@ import numpy as np
 from msgspec.structs import replace
 
 from app.routing.selection import cost_kernels
-from app.routing.selection.decision import RoutingConfig, RoutingState
+from app.routing.selection.decision import RoutingState
 from app.routing.selection.decision_record import candidates_from_record, record_decision
 from app.routing.selection.eligibility import NotEligible, domain_taint, filter_eligible
-from app.routing.selection.predictive import predict
+from app.routing.selection.policies.predictive import recorded_params
+from app.routing.selection.policies.registry import POLICIES
 from app.routing.selection.prompt_hashes import PromptHashes
+from app.routing.selection.routing_config import RoutingConfig, recorded_config
 from app.routing.selection.select import (
     expected_transfer_ms,
     features_for,
     options_for,
     part_of,
-    predictive_params,
     recorded_features,
-    recorded_weights,
     refreshed_table,
 )
 from app.routing.worker_rank import WorkerRank
@@ -109,7 +109,7 @@ def first_phase(
     if (request.hints.prefill_worker_id, request.hints.decode_worker_id) != (None, None):
         return FirstPhase("prefill")
     pool = state.pools.pool(request.model, "prefill")
-    if config.policy == "predictive" and pool.has_curves and not pool.has_prefill_role:
+    if config.queues_for_places and pool.has_curves and not pool.has_prefill_role:
         choice = _choose(prompt, state, config, rules, seed, full_workers)
         if choice is not None:
             return FirstPhase("prefill" if is_handed_over(choice) else "aggregated", choice)
@@ -127,21 +127,21 @@ def recompute_choice_costs(decision: Assigned) -> tuple[float, float, float] | N
     choice = decision.choice
     if choice is None:
         return None
-    features = recorded_features(replace(decision, params=choice.params))
-    weights = recorded_weights(choice.params)
+    policy, params = POLICIES[decision.policy], choice.params
+    features = recorded_features(replace(decision, params=params))
+    config = recorded_config(decision.policy, params)
+    most_cached = params["most_held_tokens_prefill"]
+    parts = (
+        (choice.whole, replace(features, part=cost_kernels.COMPARED)),
+        (
+            choice.prefill,
+            replace(features, part=cost_kernels.PREFILL_PART, most_cached_tokens=most_cached),
+        ),
+        (choice.decode, replace(features, part=cost_kernels.DECODE_PART)),
+    )
     whole, prefill, decode = (
-        float(predict(replace(features, **more), candidates_from_record((each,)), weights).costs[0])
-        for each, more in (
-            (choice.whole, {"part": cost_kernels.COMPARED}),
-            (
-                choice.prefill,
-                {
-                    "part": cost_kernels.PREFILL_PART,
-                    "most_cached_tokens": choice.params["most_held_tokens_prefill"],
-                },
-            ),
-            (choice.decode, {"part": cost_kernels.DECODE_PART}),
-        )
+        float(policy.score(part, candidates_from_record((candidate,)), config).costs[0])
+        for candidate, part in parts
     )
     return whole, prefill, decode
 
@@ -162,6 +162,7 @@ def _choose(
     full_workers: Collection[tuple[str, int]],
 ) -> HandOverChoice | None:
     """The costs of one worker and of two; None if either has no eligible worker now."""
+    policy = POLICIES[config.policy]
 
     def best(prompt: PromptHashes, phase: Phase, transfer_ms: float = 0.0) -> _Best | None:
         request = prompt.request
@@ -175,17 +176,15 @@ def _choose(
         part = part_of(phase)
         features = features_for(prompt, state, pool.block_size, seed, 0, part, transfer_ms)
         options = options_for(phase, pool, rows, state, prompt)
-        prediction = predict(features, options, config.predictive_weights)
-        if prediction.best is None:
+        scores = compared = policy.score(features, options, config)
+        if scores.best is None:
             return None
-        found = prediction
         if part == cost_kernels.WHOLE:  # at the place that it gets as a whole
-            compared = replace(features, part=cost_kernels.COMPARED)
-            found = predict(compared, options, config.predictive_weights)
-        record = record_decision(options, found.costs, prediction.best, found.results)
-        candidate = record.candidate(options.worker_ranks[prediction.best])
+            compared = policy.score(replace(features, part=cost_kernels.COMPARED), options, config)
+        record = record_decision(options, compared.costs, scores.best, compared.results)
+        candidate = record.candidate(options.worker_ranks[scores.best])
         assert candidate is not None, "the chosen option is recorded"
-        return _Best(candidate, prediction.most_cached_tokens)
+        return _Best(candidate, scores.most_cached_tokens)
 
     whole, prefill = best(prompt, "aggregated"), best(prompt, "prefill")
     if whole is None or prefill is None:
@@ -201,7 +200,7 @@ def _choose(
     if decode is None:
         return None
     features = features_for(prompt, state, 0, seed, part=part_of("decode"), transfer_ms=transfer_ms)
-    params = predictive_params(features, config.predictive_weights) | {
+    params = recorded_params(features, config.predictive_weights) | {
         "most_held_tokens": whole.most_cached_tokens,
         "most_held_tokens_prefill": prefill.most_cached_tokens,
     }

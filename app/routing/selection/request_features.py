@@ -4,10 +4,41 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
+from app.routing.selection import cost_kernels
 from streams.request import Request
 
 MAX_WEIGHT = 1e6
 """Bound on weights that a request may set: costs stay finite, so that one is the least."""
+
+
+class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
+    """A request as policies see it. `prompt_tokens`: all tokens that are to be computed or loaded.
+
+    `dispatched_count`: number of requests this router has dispatched, for policies that go in turn.
+    `least_prefill_tokens`: the least of all options. `output_tokens`: expected length of its
+    answer, `mean_output_tokens`: of any answer. `most_cached_tokens`: the largest number of prompt
+    tokens cached at any one option; UNKNOWN if not computed yet. `expected_followups`: see
+    `PerformanceModel`. Targets: the request's own, for the time to its first token and between
+    tokens. `part`: of the request, see `cost_kernels.py`; `transfer_ms`: until its prompt is there.
+    """
+
+    id: str
+    prompt_tokens: int
+    block_size: int
+    seed: int
+    dispatched_count: int = 0
+    session: str = ""
+    least_prefill_tokens: int = 0
+    output_tokens: float = 0.0
+    mean_output_tokens: float = 0.0
+    most_cached_tokens: float = 0.0
+    expected_followups: float = 1.0
+    ttft_target_ms: float = math.inf
+    itl_target_ms: float = math.inf
+    part: int = cost_kernels.WHOLE
+    transfer_ms: float = 0.0
 
 
 def expected_output_tokens(request: Request, mean: float) -> float:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.perf_curves import PerfCurves, curves_from
+from app.routing.policy_names import has_forecast
 from app.routing.state.change_log import TrackedDict
 from streams.records import (
     Assigned,
@@ -256,7 +257,7 @@ class PerformanceModel:
             if record.phase != "decode":  # whose prompt comes from a prefill worker
                 prefill_ms = pace.prefill_ms(record.prefill_tokens)
                 self._count_prefill(record, prefill_ms, fact.timestamp_ms)
-                if chosen is not None and record.policy == "predictive":
+                if chosen is not None and has_forecast(record.policy):
                     self.prefill_shares.add(record.worker, prefill_ms, fact.timestamp_ms)
                 self._share(record)
                 self._begin(record, chosen, pace)
@@ -301,7 +302,7 @@ class PerformanceModel:
         self.expected_followups = min(1 / missing, MAX_FOLLOWUPS) if missing > 0 else MAX_FOLLOWUPS
 
     def _begin(self, decision: Assigned, chosen: Candidate | None, pace: EngineProfile) -> None:
-        if decision.policy != "predictive":
+        if not has_forecast(decision.policy):
             return
         is_decode = decision.phase == "decode"
         if not is_decode:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from app.routing.policy_names import adds_load
 from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from app.routing.state.request_state import FAILED, OPEN, RequestState, RunId, RunState, RunStatus
@@ -145,12 +146,11 @@ def _apply_run(
 
 def _assigned_run(record: Assigned, before: RunStatus | None, at_ms: int) -> RunStatus:
     """A run by its decision. `before`: the run by the records that came first."""
-    booked = record.policy != "direct"  # there the caller counts the load
     return RunStatus(
         "assigned" if before is None else before.state,
         at_ms if before is None else before.since_ms,
         WorkerRank(record.worker, record.epoch, record.rank),
-        (record.prompt_tokens + record.base_tokens) * booked,
+        (record.prompt_tokens + record.base_tokens) * adds_load(record.policy),
         record.prefill_tokens, record.lora_name, record.service_class, record.is_preemptible,
     )  # fmt: skip
 

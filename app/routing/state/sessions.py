@@ -9,7 +9,7 @@ one by broker time counts. All routers that have read the same records agree, in
 read. Idle timeouts are checked on lookup. Sessions idle for longer than `window_ms` are dropped,
 because a starting router replays no more than that.
 
-A binding is a preference, see `session_preference.py`.
+A binding is a preference, see `Policy.session_tolerance`.
 """
 
 from __future__ import annotations

@@ -42,26 +42,20 @@ so it is the same to the bit among other options.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from app.routing.selection import cost_kernels
-from app.routing.selection.cost_kernels import RESULTS, Floats
-from app.routing.selection.policies import Candidates, RequestFeatures, as_u64
-
-
-class PredictiveWeights(NamedTuple):
-    """Settings of the `predictive` policy.
-
-    `decode_weight`: the value of a millisecond of decode, summed over requests, in milliseconds
-    to a first token. `max_hold_ms`: how long a request is held at most
-    (KVLANE_MAX_QUEUE_WAIT_S).
-    """
-
-    decode_weight: float = 0.01
-    max_hold_ms: float = 10_000.0
+from app.routing.selection.candidates import Candidates
+from app.routing.selection.choice import as_u64
+from app.routing.selection.cost_kernels import MISSED_TARGET_MS, RESULTS, Floats
+from app.routing.selection.policies.policy import MISSED_TARGET, Policy, Scores, taint_term
+from app.routing.selection.request_features import RequestFeatures
+from app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
+from app.routing.state.performance import EngineProfile
+from streams.records import Assigned, Candidate
 
 
 class CostTerms(NamedTuple):
@@ -74,25 +68,17 @@ class CostTerms(NamedTuple):
     decode_ms: Floats
     replication_ms: Floats
 
-    @property
-    def ttft_ms(self) -> Floats:
-        """Expected time to the first token."""
-        return self.wait_ms + self.prefill_ms
 
-
-class Prediction(msgspec.Struct, frozen=True, gc=False):
+class Prediction(Scores, frozen=True, gc=False):
     """The prediction for each option: `results`, in columns named in `cost_kernels.py`, and its
     cost.
 
     Preferred taints lower costs as they do in the `dynamo` policy. An option that is expected to
     miss a target of the request costs `MISSED_TARGET_MS` more. `best`: the option to choose, as
-    `choose` has it; `most_cached_tokens`: see `RequestFeatures`.
+    `choose` has it.
     """
 
     results: Floats
-    costs: Floats
-    best: int | None
-    most_cached_tokens: float
 
     @property
     def terms(self) -> CostTerms:
@@ -123,4 +109,73 @@ def predict(
         features.ttft_target_ms, features.itl_target_ms,
         as_u64(features.seed), options.hashes, found, costs,
     )  # fmt: skip
-    return Prediction(found, costs, best if best >= 0 else None, most)
+    return Prediction(costs, found, best if best >= 0 else None, most)
+
+
+def recorded_params(features: RequestFeatures, weights: PredictiveWeights) -> dict[str, float]:
+    """The settings and estimates that the costs depend on, as recorded."""
+    params: dict[str, float] = {
+        "decode_weight": weights.decode_weight,
+        "max_hold_ms": weights.max_hold_ms,
+        "output_tokens": features.output_tokens,
+        "mean_output_tokens": features.mean_output_tokens,
+        "leads_to": features.expected_followups,
+    }
+    if features.part != cost_kernels.WHOLE:
+        params["part"] = features.part
+    if features.part == cost_kernels.DECODE_PART:
+        params["transfer_ms"] = features.transfer_ms
+    if features.ttft_target_ms < math.inf:
+        params["ttft_target_ms"] = features.ttft_target_ms
+    if features.itl_target_ms < math.inf:
+        params["itl_target_ms"] = features.itl_target_ms
+    return params
+
+
+class Predictive(Policy):
+    """Policy predictive."""
+
+    name = "predictive"
+    unit = "ms"
+    summary = (
+        "predicted milliseconds; may queue a request for a busy worker, up to "
+        "`KVLANE_MAX_QUEUE_WAIT_S`"
+    )
+
+    def score(
+        self, features: RequestFeatures, options: Candidates, config: RoutingConfig
+    ) -> Prediction:
+        return predict(features, options, config.predictive_weights)
+
+    def params(
+        self, features: RequestFeatures, config: RoutingConfig, scores: Scores
+    ) -> dict[str, float]:
+        params = recorded_params(features, config.predictive_weights)
+        return params | {"most_held_tokens": scores.most_cached_tokens}
+
+    def session_tolerance(
+        self, features: RequestFeatures, config: RoutingConfig, profile: EngineProfile
+    ) -> float:
+        return profile.prefill_ms(features.prompt_tokens)
+
+    def terms(
+        self, decision: Assigned, candidate: Candidate, scores: Scores, row: int
+    ) -> dict[str, float]:
+        assert isinstance(scores, Prediction), "it has a forecast"
+        weight = decision.params.get("decode_weight", PredictiveWeights().decode_weight)
+        is_received = decision.params.get("part") == cost_kernels.DECODE_PART
+        each = scores.terms
+        terms = {
+            "wait": float(each.wait_ms[row]),
+            "transfer" if is_received else "prefill": float(each.prefill_ms[row]),
+            "stall": float(each.decode_stall_ms[row]) * weight,
+            "slower": float(each.decode_slowdown_ms[row]) * weight,
+            "decode": float(each.decode_ms[row]) * weight,
+            "replication": float(each.replication_ms[row]),
+        }
+        if candidate.cost - sum(terms.values()) > MISSED_TARGET_MS / 2:
+            terms[MISSED_TARGET] = MISSED_TARGET_MS
+        return terms | taint_term(candidate, terms)
+
+
+POLICY = Predictive()

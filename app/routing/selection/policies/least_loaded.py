@@ -1,0 +1,48 @@
+"""Policy least_loaded: open tokens, then open runs."""
+
+from __future__ import annotations
+
+from app.routing.selection.candidates import Candidates
+from app.routing.selection.choice import Costs
+from app.routing.selection.cost_kernels import OPEN_TOKENS, RUNS
+from app.routing.selection.policies.policy import Policy, Scores
+from app.routing.selection.request_features import RequestFeatures
+from app.routing.selection.routing_config import RoutingConfig
+from app.routing.state.performance import EngineProfile
+from streams.records import Assigned, Candidate
+
+_RUN_SHARE = 2.0**-20
+"""Weight of an open run compared with open tokens: less than one of them, for up to a million
+runs."""
+
+
+def open_load(options: Candidates) -> Costs:
+    """Open tokens; a run counts less than a token."""
+    costs: Costs = options.features[:, OPEN_TOKENS] + options.features[:, RUNS] * _RUN_SHARE
+    return costs
+
+
+class LeastLoaded(Policy):
+    """Policy least_loaded."""
+
+    name = "least_loaded"
+    unit = "tokens"
+    summary = "active tokens, then active requests"
+
+    def score(
+        self, features: RequestFeatures, options: Candidates, config: RoutingConfig
+    ) -> Scores:
+        return Scores(open_load(options))
+
+    def session_tolerance(
+        self, features: RequestFeatures, config: RoutingConfig, profile: EngineProfile
+    ) -> float:
+        return float(features.prompt_tokens)
+
+    def terms(
+        self, decision: Assigned, candidate: Candidate, scores: Scores, row: int
+    ) -> dict[str, float]:
+        return {"open tokens": float(candidate.open_tokens)}
+
+
+POLICY = LeastLoaded()
