@@ -160,8 +160,8 @@ def test_worker_that_refused_gets_one_probe_a_second(routing: RoutingHarness) ->
     queue.finish("c", "worker_full", retryable=True)
     queue.pass_time(NOW_MS + 2 * PROBE_INTERVAL_MS - 1)
     assert [*queue.workers][3:] == ["c"]
-    queue.pass_time(NOW_MS + 2 * PROBE_INTERVAL_MS)
-    assert [*queue.workers][3:] == ["c", "d"]
+    queue.pass_time(NOW_MS + 3 * PROBE_INTERVAL_MS)
+    assert [*queue.workers][3:] == ["c", "d"], "the interval began with the retry after the refusal"
 
 
 def test_finished_run_of_a_worker_that_refused_makes_room(routing: RoutingHarness) -> None:
