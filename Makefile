@@ -19,6 +19,9 @@ help:  ## List the targets
 
 setup:  ## Make or refresh .venv from the pinned packages (PYTHON=... picks an interpreter)
 	@PYTHON="$(PYTHON)" deploy/setup.sh
+	@# In a checkout, unless it has hooks of its own.
+	@[ "$$(git rev-parse --show-toplevel 2>/dev/null)" != "$(CURDIR)" ] || git config core.hooksPath >/dev/null \
+		|| git config core.hooksPath .githooks
 
 lock: setup  ## Renew the pinned packages, in agreement with those of vLLM (UPGRADE=--upgrade for newer ones)
 	$(BIN)/uv pip compile pyproject.toml --extra dev --constraint deploy/vllm-cpu/requirements.txt \
