@@ -15,6 +15,8 @@ from streams.kafka.client_patches import client_parts
 PROMISES_OF_REPLACED_PARTS = {
     "test_member_cut_off_from_its_coordinator_gives_up_before_another_takes_over": "no lease",
     "test_member_cut_off_from_its_coordinator_gives_up_without_being_polled": "no lease",
+    "test_member_of_a_stopped_process_loses_its_lanes_before_its_tasks_go_on": "no lease",
+    "test_member_that_is_not_polled_loses_its_lanes": "a cancelled poll counts as pending",
     "test_positions_pass_what_transactions_leave_in_the_log": "no position without a record",
     "test_fetch_lists_no_partition_while_nothing_changes": "no fetch sessions",
 }
