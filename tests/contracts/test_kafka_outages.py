@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 
@@ -13,7 +14,7 @@ from streams.brokers.broker_factory import JvmBroker, JvmNode
 from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
 from streams.kafka.connection_options import ConnectionOptions
 from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition
+from streams.ports import Appended, Entry, Partition
 from streams.topics import LEDGER, REQUESTS, TOPICS
 from tests.harness.record_traffic import RecordTraffic
 
@@ -152,25 +153,29 @@ async def test_reader_and_member_made_during_an_outage_begin_after_it(
     assert traffic.log_of[0][0] == (0, 0)
 
 
-@pytest.mark.parametrize("how", ["append", "append_batch", "append_many"])
 async def test_first_append_to_a_topic_may_fall_into_an_outage(
-    log: KafkaLog, node: JvmNode, how: str
+    log: KafkaLog, node: JvmNode
 ) -> None:
     """The client asks where a topic lies when it first writes to it."""
+    entry = Entry(b"key", b"first")
+    async with contextlib.AsyncExitStack() as cleanup:
+        logs = [log, KafkaLog(log.connection, log.prefix), KafkaLog(log.connection, log.prefix)]
+        for other in logs[1:]:
+            await other.start()
+            cleanup.push_async_callback(other.close)
 
-    async def append() -> object:
-        entry = Entry(b"key", b"first")
-        if how == "append":
-            return await log.append(LEDGER, entry, 0)
-        if how == "append_many":
-            return await log.append_many(LEDGER, {0: [entry]})[0]
-        return await log.append_batch(LEDGER, 0, [entry])
+        async def append_in_each_way() -> list[object]:
+            return await asyncio.gather(
+                logs[0].append(LEDGER, entry, 0),
+                logs[1].append_batch(LEDGER, 0, [entry]),
+                logs[2].append_many(LEDGER, {0: [entry]})[0],
+                return_exceptions=True,
+            )
 
-    await kill(node)
-    with pytest.raises(AppendFailed):
-        await append()
-    await start(node)
-    await append()
+        await kill(node)
+        assert [type(error) for error in await append_in_each_way()] == [AppendFailed] * 3
+        await start(node)
+        assert [type(result) for result in await append_in_each_way()] == [Appended] * 3
 
 
 async def test_append_to_a_topic_that_was_never_seen_fails_retryably_in_an_outage(
