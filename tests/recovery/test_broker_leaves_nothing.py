@@ -120,8 +120,10 @@ def assert_nothing_left(broker: dict[str, Any]) -> None:
     eventually(lambda: not watchdogs(directory), "the watchdog runs on")
 
 
-@pytest.mark.parametrize("brokers", [1, 3])
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("brokers", "ending"),
+    [(1, signal.SIGINT), (1, signal.SIGTERM), (1, signal.SIGKILL), (3, signal.SIGKILL)],
+)
 def test_owner_is_ended_by_a_signal(brokers: int, ending: signal.Signals) -> None:
     with owner(OWNER, "jvm", str(brokers)) as process:
         broker = started(process)

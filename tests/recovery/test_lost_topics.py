@@ -27,7 +27,7 @@ from streams.kafka.kafka_log import KafkaLog
 from streams.ports import Partition
 from streams.prompt import Prompt
 from streams.reading.range_reader import read_range
-from streams.topics import GROUPS, LEDGER, REGISTRY, RESPONSES, TOPICS
+from streams.topics import GROUPS, LEDGER, RESPONSES, TOPICS
 from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4
@@ -39,7 +39,7 @@ BODY: dict[str, Any] = {
 }
 TOPIC_NAMES = [topic.name for topic in TOPICS]
 ALL = ",".join(TOPIC_NAMES)
-LOST = [REGISTRY, LEDGER, ALL]
+LOST = [LEDGER, ALL]
 """Topics that are deleted; KVLANE_TEST_LONG=1 deletes each of them."""
 if os.environ.get("KVLANE_TEST_LONG"):
     LOST = [*TOPIC_NAMES, ALL]
