@@ -185,8 +185,9 @@ def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> 
 def _run_again(world: SimulatedWorld) -> Iterator[str]:
     """Requests that begin anew, long after their end: their ids were forgotten.
 
-    The first decision about a run that has begun before is no such beginning: its router did not
-    reach the leader of the ledger meanwhile.
+    The end of a run that has failed is not the end of its request. The first decision about a
+    run that has begun before is no such beginning: its router did not reach the leader of the
+    ledger meanwhile.
     """
     for lane in range(world.parameters.lanes):
         ended_ms: dict[str, int] = {}
@@ -194,7 +195,9 @@ def _run_again(world: SimulatedWorld) -> Iterator[str]:
         decisions: dict[tuple[str, RequestOffset], Assigned] = {}
         for raw in world.all_records(LEDGER, lane):
             record = decode_or_none(raw)
-            if isinstance(record, Ended | Finished):
+            if isinstance(record, Ended) or (
+                isinstance(record, Finished) and record.code in COMPLETE
+            ):
                 ended_ms.setdefault(record.id, raw.timestamp)
             elif isinstance(record, Started) and record.id not in ended_ms:
                 begun.add((record.id, record.origin))
