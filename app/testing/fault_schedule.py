@@ -23,7 +23,7 @@ from app.testing.simulated_world import (
     SimulatedWorld,
 )
 from app.testing.virtual_time import PROCESS
-from app.testing.world_parameters import COMMITS, ProcessKind
+from app.testing.world_parameters import COMMITS, Absence, ProcessKind
 from app.worker import Worker
 from streams.codecs import encode, pack_tokens
 from streams.memory.broker_faults import Operation
@@ -100,12 +100,17 @@ class SimulationFaults:
     async def run(self) -> None:
         """Inject faults until the time for faults is over."""
         world, rng = self._world, self._rng
+        if (absence := world.parameters.absence) is not None:
+            world.call_later(absence.begins_s, self._begin_absence, absence)
+            world.call_later(absence.ends_s, self._end_absence)
         weights = [weight + 1e-9 for weight, _ in self._faults]
         while True:
             await world.clock.sleep(rng.expovariate(1 / self._every_s))
             if world.loop.time() >= world.parameters.faults_s:
-                return
+                break
             rng.choices(self._faults, weights)[0][1]()
+        if (absence := world.parameters.absence) is not None:
+            await world.clock.sleep(absence.ends_s + 1.0 - world.clock.now())
 
     def stop(self) -> None:
         """Stop all faults and resume paused processes."""
@@ -143,6 +148,32 @@ class SimulationFaults:
         """Maybe hit a gateway in the middle of a response."""
         if self._rng.random() < RESPONSE_FAULT_SHARE:
             self._rng.choice((self._kill, self._pause))(gateway)
+
+    def _begin_absence(self, absence: Absence) -> None:
+        """A part is away; no other fault brings it back."""
+        world = self._world
+        world.history.add_event(f"absence of {absence.part} begins")
+        if absence.part == "broker":
+            world.absent.add(absence.part)
+            world.broker.available = False
+            return
+        nodes = world.running(absence.part)
+        if absence.is_of_one:
+            nodes = nodes[:1]
+        world.absent |= {node.name for node in nodes}
+        for node in nodes:
+            (world.pause if absence.is_paused else world.kill)(node)
+
+    def _end_absence(self) -> None:
+        world = self._world
+        world.history.add_event("absence ends")
+        names = world.absent
+        world.absent = set()
+        if "broker" in names:
+            self._recover()
+        for node in [world.current[name] for name in names - {"broker"}]:
+            world.resume(node)
+            world.restart_later(node, 0.0)
 
     def _victim(self, kind: ProcessKind) -> SimulatedProcess | None:
         nodes = [n for n in self._world.running() if n.kind == kind]
@@ -262,7 +293,8 @@ class SimulationFaults:
 
     def _reuse_worker_id(self) -> None:
         """A second worker starts under the id of a running one."""
-        if (node := self._victim("worker")) is not None:
+        node = self._victim("worker")
+        if node is not None and node.name not in self._world.absent:
             self._world.start_process(node.kind, node.name)
 
     def _cut(self) -> None:
@@ -312,5 +344,7 @@ class SimulationFaults:
         world.call_later(3.0 * self._rng.random(), self._recover)
 
     def _recover(self) -> None:
+        if "broker" in self._world.absent:
+            return
         self._world.history.add_event("the broker is back")
         self._world.broker.available = True

@@ -29,6 +29,8 @@ DRAIN_S = 120.0
 MAX_STEPS = 60_000
 """Limit of callbacks of one seed. A clean one needs a few thousand; beyond it, a task spins."""
 
+MAX_STEPS_A_SECOND = 1_000
+"""The same for each second of an absence."""
 LONG_FACTOR = 3
 """Factor of MAX_STEPS where engines cache, as they compute step by step and publish events, and
 where a peak takes its time."""
@@ -78,6 +80,8 @@ def simulate_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> S
         try:
             is_long = shape.has_caches or shape.peak_s is not None
             most = MAX_STEPS * (LONG_FACTOR if is_long else 1)
+            if shape.absence is not None:
+                most += MAX_STEPS_A_SECOND * int(shape.absence.ends_s)
             return run_virtual(main, random.Random(f"{seed} scheduler"), most)
         except (Deadlock, StepLimitExceeded) as e:
             return SimulationResult(seed, [f"{type(e).__name__}: {e}"], worlds[0].history, shape)

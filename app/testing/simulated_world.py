@@ -113,6 +113,8 @@ class SimulatedWorld:
         """All processes so far, ended ones included."""
         self.current: dict[str, SimulatedProcess] = {}
         """The newest process of each name."""
+        self.absent: set[str] = set()
+        """Names of processes that are away for long, and "broker"."""
         self.failures: list[tuple[SimulatedProcess, BaseException]] = []
         self.credit_recounts: list[CreditRecount] = []
         self.truncated: dict[Partition, list[MemoryRecord]] = {}
@@ -175,7 +177,7 @@ class SimulatedWorld:
         node.log.suspend()
 
     def resume(self, node: SimulatedProcess) -> None:
-        if node.exists and self.loop.is_paused(node.label):
+        if node.exists and self.loop.is_paused(node.label) and node.name not in self.absent:
             self.history.add_event(f"{node.label} is resumed")
             node.log.resume()
             self.loop.resume(node.label)
@@ -256,7 +258,8 @@ class SimulatedWorld:
         return min(self.broker.group(REQUESTS, name).committed.get(lane, 0) for name in groups)
 
     def _reboot(self, node: SimulatedProcess) -> None:
-        if self.current[node.name] is node and not node.exists:
+        is_due = node.name not in self.absent and not node.exists
+        if is_due and self.current[node.name] is node:
             self.start_process(node.kind, node.name)
 
     def _ended(self, node: SimulatedProcess) -> None:

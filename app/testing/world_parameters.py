@@ -15,6 +15,8 @@ from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 
 ProcessKind = Literal["router", "worker", "preprocessor", "gateway", "indexer", "collector"]
 
+AbsentPart = ProcessKind | Literal["broker"]
+
 MODELS = ("echo", "second")
 MAX_SEQUENCES = 3
 DEFAULT_SETTINGS = Settings.model_construct(
@@ -49,6 +51,7 @@ Scenario = Literal[
     "cut links",
     "clock skew",
     "replies",
+    "absence",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -61,6 +64,8 @@ Scenario = Literal[
     compaction    compacted topics keep the last record of each key when a process starts
     cut links     a process reaches all brokers but one, which may be the coordinator of its groups
     replies       prompts name topics for replies, of which one takes none and one does not exist
+    absence       all processes of one kind, one of them, or the brokers are away for longer than
+                  ended ids are kept and requests may take
     clock skew    the clocks of brokers differ by more than the time-out of workers, and partitions
                   move to other leaders more often; those of processes always differ by more
 """
@@ -71,6 +76,7 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "batch jobs": 0.0,
     "cut links": 0.06,
     "replies": 0.06,
+    "absence": 0.01,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
 CLOCK_SKEWS_MS = (4_000, 20_000, CLOCK_SKEW_MS)
@@ -84,6 +90,18 @@ in a world with a backlog."""
 OPEN_REPLIES, DEAD_REPLIES, UNKNOWN_REPLIES = "replies.open", "replies.dead", "replies.unknown"
 REPLY_TOPICS = {OPEN_REPLIES: 2, DEAD_REPLIES: 1}
 """Topics for replies that exist, and their partitions; no append reaches `DEAD_REPLIES`."""
+ABSENCE_S = (1_210.0, 1_900.0)
+"""Time for which a part is away: longer than `dedup_window_s`."""
+SLOW_PERIODS = {
+    "heartbeat_interval_s": 3.0,
+    "worker_timeout_s": 9.0,
+    "snapshot_interval_s": 60.0,
+    "health_probe_idle_s": 60.0,
+}
+"""Settings of a world with an absence: an hour costs CPU time by what is repeated in it."""
+ABSENT_PARTS: tuple[AbsentPart, ...] = (
+    "router", "worker", "collector", "preprocessor", "gateway", "broker",
+)  # fmt: skip
 BATCH_SHARE = 0.2
 ROLE_SHARE = 0.2
 BOOTSTRAP_SHARE = 0.5
@@ -99,6 +117,17 @@ FAULT_PROFILES = (
     FaultProfile(slow_poll=0.4, max_latency_s=2.5),
     FaultProfile(slow=0.4, slow_poll=0.1),
 )
+
+
+class Absence(NamedTuple):
+    """A part that is away. `is_paused`: its processes are paused, not killed; `is_of_one`: only one
+    of them."""
+
+    part: AbsentPart
+    begins_s: float
+    ends_s: float
+    is_paused: bool
+    is_of_one: bool
 
 
 class WorldParameters(NamedTuple):
@@ -139,6 +168,7 @@ class WorldParameters(NamedTuple):
     has_bootstrap: bool = False
     scenarios: frozenset[Scenario] = frozenset()
     peak_s: tuple[float, float] | None = None
+    absence: Absence | None = None
 
     def role_of(self, worker: str) -> Role:
         """The role of a worker of this name."""
@@ -154,6 +184,8 @@ class WorldParameters(NamedTuple):
         if "backlog" in self.scenarios:
             limits = ("dedup_window_s", "max_lifetime_s", "deadline_s")
             changes |= {**dict.fromkeys(limits, SHORT_WINDOW_S), "max_queued_batch_requests": 2}
+        if self.absence is not None:
+            changes |= SLOW_PERIODS
         if "replies" in self.scenarios:
             changes["reply_topic_prefixes"] = "replies."
         return settings.model_copy(update=changes) if changes else settings
@@ -227,7 +259,7 @@ class WorldParameters(NamedTuple):
         scenarios = frozenset(wanted)
         shape = self.with_take_overs() if "take-overs" in scenarios else self
         has_http = scenarios & {"long answers", "choices", "batch jobs"}
-        has_results = scenarios & {"batch jobs", "replies"}
+        has_results = scenarios & {"batch jobs", "replies", "absence"}
         shape = shape._replace(
             scenarios=scenarios,
             gateways=max(shape.gateways, 1 if has_http else 0),
@@ -238,6 +270,8 @@ class WorldParameters(NamedTuple):
             most_ms = SHORT_WINDOW_S * 1000 if "backlog" in scenarios else CLOCK_SKEW_MS
             skews_ms = [skew_ms for skew_ms in CLOCK_SKEWS_MS if skew_ms <= most_ms]
             shape = shape._replace(skew_ms=rng.choice(skews_ms))
+        if "absence" in scenarios:
+            shape = shape.with_absence(rng)
         return shape.with_backlog(rng) if "backlog" in scenarios else shape
 
     def with_backlog(self, rng: random.Random) -> WorldParameters:
@@ -252,6 +286,20 @@ class WorldParameters(NamedTuple):
             prefill_workers=0,
             peak_s=(begins_s, ends_s),
             faults_s=ends_s + rng.uniform(2.0, 6.0),
+        )
+
+    def with_absence(self, rng: random.Random) -> WorldParameters:
+        """The same with a part that is away, and batch prompts that wait for it."""
+        begins_s = rng.uniform(0.3, 1.0) * self.faults_s
+        return self._replace(
+            batch_requests=max(self.batch_requests, rng.randint(2, 6)),
+            absence=Absence(
+                rng.choice(ABSENT_PARTS),
+                begins_s,
+                begins_s + rng.uniform(*ABSENCE_S),
+                is_paused=rng.random() < 0.5,
+                is_of_one=rng.random() < 0.3,
+            ),
         )
 
     def with_take_overs(self) -> WorldParameters:

@@ -370,6 +370,13 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("backlog",),
         ),
         Mutation(
+            "start-late",
+            "hanging open",
+            "reading the ledger back for as long as a request may take",
+            router.ledger_is_read_from_a_minute_ago,
+            scenarios=("absence",),
+        ),
+        Mutation(
             "replies-awaited",
             "held",
             "results that wait for no topic of a client",

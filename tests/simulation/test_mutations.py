@@ -63,6 +63,7 @@ FOUND_BY = {
     "merge-across": (5, 7),
     "results-unseen": (1,),
     "results-unread": (2, 0),
+    "start-late": (1,),
     "replies-awaited": (7, 8),
     "reply-early": (45,),
     "reply-again": (17, 33),

@@ -99,9 +99,13 @@ def _called(world: SimulatedWorld, clients: Clients) -> dict[str, ExpectedReques
                 requests[record.id] = record
             elif isinstance(record, Cancel):
                 cancelled.add(record.id)
+    may_expire = world.parameters.absence is not None
     return {
         i: ExpectedRequest(
-            r, echo_answer(unpack_tokens(r.token_ids), r.stop.max_tokens), i in cancelled
+            r,
+            echo_answer(unpack_tokens(r.token_ids), r.stop.max_tokens),
+            i in cancelled,
+            may_expire=may_expire,
         )
         for i, r in requests.items()
     }

@@ -21,6 +21,7 @@ from app.testing.virtual_time import VirtualClock, process_context
 from app.testing.world_parameters import DEAD_REPLIES, MODELS, OPEN_REPLIES, UNKNOWN_REPLIES
 from streams.codecs import encode as entry_of
 from streams.codecs import pack_tokens
+from streams.errors import AppendFailed
 from streams.memory.memory_log import MemoryLog
 from streams.ports import Entry
 from streams.prompt import Prompt, encode_prompt
@@ -33,6 +34,8 @@ from streams.topics import BATCH, PROMPTS, REQUESTS
 ENDLESS_PROMPT_DEADLINE_S = 20.0
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
 NO_DEADLINE_S = 600.0
+BATCH_DEADLINE_S = 86_400.0
+"""Time limit of batch prompts that wait for a part that is away."""
 LONG_ANSWERS = (5, 15, 40)
 ENDLESS_TOKENS = 2000
 """Length of an answer that outlasts the simulation: only its Cancel can end it."""
@@ -130,7 +133,8 @@ class KafkaClients:
         reply_topic = self._draw_reply_topic() if prompted else ""
         question = ExpectedRequest(
             request, echo_answer(prompt, max_tokens), cancelled, refused, prompted,
-            wants_result=bool(reply_topic), reply_topic=reply_topic,
+            wants_result=bool(reply_topic), may_expire=shape.absence is not None,
+            reply_topic=reply_topic,
         )  # fmt: skip
         self.requests[request_id] = question
         if prompted:
@@ -162,7 +166,7 @@ class KafkaClients:
             id=request_id,
             model=rng.choice(MODELS[: shape.models]),
             token_ids=pack_tokens(prompt),
-            deadline_s=NO_DEADLINE_S,
+            deadline_s=NO_DEADLINE_S if shape.absence is None else BATCH_DEADLINE_S,
             stop=StopConditions(max_tokens=max_tokens),
         )
         is_refused = rng.random() < 0.06
@@ -171,7 +175,7 @@ class KafkaClients:
         question = ExpectedRequest(
             request, echo_answer(prompt, max_tokens), cancelled, is_refused, via_prompts=True,
             wants_result=wants_result or bool(reply_topic),
-            may_expire=shape.peak_s is not None, reply_topic=reply_topic,
+            may_expire=bool(shape.peak_s or shape.absence), reply_topic=reply_topic,
         )  # fmt: skip
         self.requests[request_id] = question
         entry = _prompt(question, text, prompt, "batch")
@@ -281,4 +285,9 @@ async def _publish_after(
     """Publish after the record before it: a Cancel ahead of its request cancels nothing."""
     if before is not None:
         await before
-    await publisher.publish_entry(publication.topic, publication.entry)
+    while True:
+        try:
+            await publisher.publish_entry(publication.topic, publication.entry)
+        except AppendFailed:
+            continue
+        return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from app import router
 from app.lanes import dispatch, handovers, owner, shared_reads, termination
 from app.results import lane_collector, pending_result
 from app.routing import reconcile
@@ -223,6 +224,13 @@ def preempt_without_a_fence() -> Iterator[Replacement]:
         return await original(self, topic, key, record, partition)
 
     yield record_publisher.RecordPublisher, "publish", publish
+
+
+def ledger_is_read_from_a_minute_ago() -> Iterator[Replacement]:
+    async def start(self: Any, source: Any) -> int:
+        return await self._offset_before(source, 60.0)  # type: ignore[no-any-return]
+
+    yield router.Router, "_ledger_start", start
 
 
 def ended_prompts_are_forgotten() -> Iterator[Replacement]:
