@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from app.preprocess.text.byte_level import ASSISTANT
 from app.router import Router
+from app.testing.api_keys import TENANTS
 from app.testing.cache_scenarios import SnapshotFaults
 from app.testing.simulated_process import SimulatedProcess
 from app.testing.simulated_world import (
@@ -91,6 +92,8 @@ class SimulationFaults:
             faults += [(2.0, self._depose)]
         if "cut links" in world.parameters.scenarios:
             faults += [(3.0, self._cut_link)]
+        if world.keys is not None:
+            faults += [(3.0, self._rotate_key)]
         self._cut_links: list[tuple[SimulatedProcess, int]] = []
         # Each seed weights the faults in its own way: some are left out, some come in swarms, so
         # that rare ones meet. With equal weights all seeds would be alike.
@@ -148,6 +151,12 @@ class SimulationFaults:
         """Maybe hit a gateway in the middle of a response."""
         if self._rng.random() < RESPONSE_FAULT_SHARE:
             self._rng.choice((self._kill, self._pause))(gateway)
+
+    def _rotate_key(self) -> None:
+        assert self._world.keys is not None
+        tenant = self._rng.choice(TENANTS)
+        self._world.history.add_event(f"the key of {tenant} is revoked and replaced")
+        self._world.keys.rotate(tenant)
 
     def _begin_absence(self, absence: Absence) -> None:
         """A part is away; no other fault brings it back."""

@@ -85,6 +85,10 @@ def simulate_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> S
             return run_virtual(main, random.Random(f"{seed} scheduler"), most)
         except (Deadlock, StepLimitExceeded) as e:
             return SimulationResult(seed, [f"{type(e).__name__}: {e}"], worlds[0].history, shape)
+        finally:
+            for world in worlds:
+                if world.keys is not None:
+                    world.keys.close()
 
 
 async def _play(world: SimulatedWorld) -> list[str]:

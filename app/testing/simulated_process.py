@@ -82,6 +82,8 @@ class SimulatedProcess:
         self.name = name
         self.label = label
         self.state: NodeState = "starting"
+        self.running_since_s = world.loop.time()
+        """When it began to run, or to run on after a pause."""
         self.was_connected = False
         """Whether it has ever connected to a broker."""
         ahead_ms = rng.randint(-MAX_CLOCK_OFFSET_MS, MAX_CLOCK_OFFSET_MS) + _wrong_by_ms(

@@ -17,7 +17,10 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any
 
+from pydantic import SecretStr
+
 from app.preprocessor import Preprocessor
+from app.testing.api_keys import SimulatedKeys
 from app.testing.credit_recount import CreditRecount
 from app.testing.event_history import EventHistory
 from app.testing.network_faults import NetworkFaults
@@ -75,6 +78,12 @@ class SimulatedWorld:
         self.transfers = new_transfers(self.clock, has_bootstrap=shape.has_bootstrap)
         self.parameters = shape
         self.settings = shape.settings
+        self.keys: SimulatedKeys | None = None
+        if "keys" in shape.scenarios:
+            self.keys = SimulatedKeys(loop)
+            secret = SecretStr("the same for all gateways, and long enough")
+            changes = {"api_keys_file": self.keys.path, "stream_secret": secret}
+            self.settings = self.settings.model_copy(update=changes)
         self.rng = random.Random(f"{seed} world")
         self.faults_stopped = asyncio.Event()
         """Set when faults have stopped."""
@@ -179,6 +188,7 @@ class SimulatedWorld:
     def resume(self, node: SimulatedProcess) -> None:
         if node.exists and self.loop.is_paused(node.label) and node.name not in self.absent:
             self.history.add_event(f"{node.label} is resumed")
+            node.running_since_s = self.loop.time()
             node.log.resume()
             self.loop.resume(node.label)
 

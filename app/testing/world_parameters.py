@@ -52,6 +52,7 @@ Scenario = Literal[
     "clock skew",
     "replies",
     "absence",
+    "keys",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -66,6 +67,7 @@ Scenario = Literal[
     replies       prompts name topics for replies, of which one takes none and one does not exist
     absence       all processes of one kind, one of them, or the brokers are away for longer than
                   ended ids are kept and requests may take
+    keys          HTTP clients of two tenants, whose API keys are revoked and replaced
     clock skew    the clocks of brokers differ by more than the time-out of workers, and partitions
                   move to other leaders more often; those of processes always differ by more
 """
@@ -77,6 +79,7 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "cut links": 0.06,
     "replies": 0.06,
     "absence": 0.01,
+    "keys": 0.06,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
 CLOCK_SKEWS_MS = (4_000, 20_000, CLOCK_SKEW_MS)
@@ -258,7 +261,7 @@ class WorldParameters(NamedTuple):
             wanted = [name for name, share in SCENARIO_SHARES.items() if rng.random() < share]
         scenarios = frozenset(wanted)
         shape = self.with_take_overs() if "take-overs" in scenarios else self
-        has_http = scenarios & {"long answers", "choices", "batch jobs"}
+        has_http = scenarios & {"long answers", "choices", "batch jobs", "keys"}
         has_results = scenarios & {"batch jobs", "replies", "absence"}
         shape = shape._replace(
             scenarios=scenarios,

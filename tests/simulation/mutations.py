@@ -377,6 +377,27 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("absence",),
         ),
         Mutation(
+            "revoked-kept",
+            "surprise",
+            "following the file of keys",
+            edge.revoked_keys_are_kept,
+            scenarios=("keys",),
+        ),
+        Mutation(
+            "any-tenant",
+            "surprise",
+            "streams of the same tenant only",
+            edge.streams_are_read_by_any_tenant,
+            scenarios=("keys",),
+        ),
+        Mutation(
+            "tenants-meet",
+            "tenants",
+            "sessions and cache salts by tenant",
+            edge.tenants_share_sessions_and_caches,
+            scenarios=("keys",),
+        ),
+        Mutation(
             "replies-awaited",
             "held",
             "results that wait for no topic of a client",

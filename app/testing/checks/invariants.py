@@ -2,6 +2,7 @@
 
     readers      see the streams that `stream_checks.py` expects
     routers      hold the same Load at the same positions; no open request, no load left
+    tenants      share no sessions and no cached blocks (`tenant_checks.py`)
     jobs         one line of output for each line of input (`job_checks.py`)
     results      one for each request that asks for one, equal to its stream (`result_checks.py`)
     replies      are copies of results, and hold no others (`reply_checks.py`)
@@ -30,6 +31,7 @@ from app.testing.checks.job_checks import job_violations
 from app.testing.checks.reply_checks import reply_violations
 from app.testing.checks.result_checks import result_violations
 from app.testing.checks.stream_checks import decode_or_none, stream_violations, waiting_answers
+from app.testing.checks.tenant_checks import tenant_violations
 from app.testing.clients.all_clients import Clients
 from app.testing.simulated_world import SimulatedWorld
 from app.worker import WorkerIdTaken
@@ -70,7 +72,13 @@ STEADY_TASKS = {
     },
     "indexer": {"tail", "index", "fleet", "loop delay", "ownership", "snapshots"},
 }
-OPTIONAL_TASKS = {"probe", "judgement", "cache events", *(f"results of lane {n}" for n in range(3))}
+OPTIONAL_TASKS = {
+    "api keys",
+    "probe",
+    "judgement",
+    "cache events",
+    *(f"results of lane {n}" for n in range(3)),
+}
 """Tasks that not every worker has all the time, health probes of the engine and cache events, and
 those of the lanes that a collector owns."""
 
@@ -83,6 +91,7 @@ def violations(world: SimulatedWorld, clients: Clients) -> list[str]:
         *result_violations(world, clients),
         *reply_violations(world, clients),
         *job_violations(world, clients),
+        *tenant_violations(world),
         *_unfinished(world),
         *_handovers(world),
         *_credit(world),

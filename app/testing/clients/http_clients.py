@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from app.http.openai.response_writer import ID_HEADER
+from app.testing.api_keys import TENANTS, SimulatedKeys
 from app.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
 from app.testing.clients.kafka_clients import BURST_S, LONG_ANSWERS, TEXTS
 from app.testing.clients.received_answer import ReceivedAnswer
@@ -59,6 +60,7 @@ class HttpClient:
         self._rng = rng
         self._model = rng.choice(MODELS[: shape.models])
         self._choices = 1
+        self._tenant, self._token = "", ""
         self._pauses_s = 0.0
         self._is_unsteady = "long answers" in shape.scenarios
         more = random.Random(f"{world.seed} {self.name} more")
@@ -67,6 +69,9 @@ class HttpClient:
             self._pauses_s = more.choice((0.0, 0.3, 1.5))
         if "choices" in shape.scenarios:
             self._choices = more.randint(2, MAX_CHOICES)
+        if world.keys is not None:
+            self._tenant = more.choice(TENANTS)
+            self._token = world.keys.valid(self._tenant)
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +103,21 @@ class HttpClient:
                 self.answers.append(again := ReceivedAnswer(answer.id))
                 again.marks = [self._rng.choice(answer.marks)]
 
+    async def _ask_for_another(self, gateway: SimulatedProcess, keys: SimulatedKeys) -> None:
+        """Ask for the answer to another tenant."""
+        others = [i for tenant, ids in keys.streams.items() if tenant != self._tenant for i in ids]
+        if not others:
+            return
+        headers = {"authorization": f"Bearer {self._token}"}
+        call = HttpCall("GET", f"/v1/streams/{self._rng.choice(others)}", headers=headers)
+        async with aclosing(http_exchange(gateway, call, self._patience_s)) as parts:
+            start = await anext(parts)
+        if start["status"] not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED):
+            self.unexpected_errors.append(f"{start['status']} for the answer to another tenant")
+
     async def _try(self, gateway: SimulatedProcess) -> None:
+        if (keys := self._world.keys) is not None:
+            await self._ask_for_another(gateway, keys)
         if self.answers[0].id:
             answer = next(answer for answer in self.answers if not answer.outcome)
             read = [answer]
@@ -131,6 +150,8 @@ class HttpClient:
             body["prompt"] = self.prompt
         if self._choices > 1:
             body["n"] = self._choices
+        if self._token:
+            body["nvext"] = {"session_control": {"session_id": "the same"}}
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         # Only a client that will resume elsewhere asks for a request that outlives it.
         headers = {} if self.disconnects_after else {"x-kvlane-detach": "true"}
@@ -154,9 +175,15 @@ class HttpClient:
         """The events of a response, one by one. Raises Disconnected."""
         self._world.history.add_event(f"{self.name} {call.method} {call.path} at {gateway.label}")
         buffered = 1 if self._pauses_s else 0
+        keys, token = self._world.keys, self._token
+        is_valid = None if keys is None else keys.is_valid(token, gateway)
+        if token:
+            call = call._replace(headers={**call.headers, "authorization": f"Bearer {token}"})
         messages = http_exchange(gateway, call, self._patience_s, buffered=buffered)
         async with aclosing(messages) as parts:
             start = await anext(parts)
+            if is_valid == (start["status"] == HTTPStatus.UNAUTHORIZED):
+                self.unexpected_errors.append("a revoked key is served, or a valid one refused")
             if call.method == "POST":
                 self._name_answers({k.decode(): v.decode() for k, v in start["headers"]})
             rest = b""
@@ -169,17 +196,24 @@ class HttpClient:
         if start["status"] != HTTPStatus.OK:
             code = msgspec.json.decode(rest)["error"]["code"]
             self._world.history.add_event(f"{self.name} gets {start['status']} {code}")
-            if code in RETRYABLE_CODES and call.method == "POST":
-                self._start_over()
-            elif len(read) > 1:
-                self._leave()  # some of the requests may not be in the log
-            elif code != "overloaded":
-                self._failed(code, read)
+            self._refused(code, call.method, read)
+
+    def _refused(self, code: str, method: str, read: list[ReceivedAnswer]) -> None:
+        if code == "invalid_api_key" and self._world.keys is not None:
+            self._token = self._world.keys.valid(self._tenant)
+        elif code in RETRYABLE_CODES and method == "POST":
+            self._start_over()
+        elif len(read) > 1:
+            self._leave()  # some of the requests may not be in the log
+        elif code != "overloaded":
+            self._failed(code, read)
 
     def _name_answers(self, headers: Mapping[str, str]) -> None:
         if ids := headers.get(ID_HEADER):
             for answer, request_id in zip(self.answers, ids.split(","), strict=True):
                 answer.id = unquote(request_id)
+                if self._world.keys is not None:
+                    self._world.keys.streams[self._tenant].append(answer.id)
 
     def _take(self, event: bytes, read: list[ReceivedAnswer]) -> None:
         """Take one event: a chunk, an error, or the end."""

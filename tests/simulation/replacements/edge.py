@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from app.http import authentication
 from app.http.openai import stream_resume
 from app.lanes import admission, owner
 from app.prompts import prompt_credit, prompt_source
 from app.routing.selection import eligibility
 from app.routing.selection.decision import Rejection
+from streams import ids
 from streams.errors import RecordError
 from streams.ports import Partition
 from streams.records import Chunk
@@ -118,6 +120,24 @@ def any_lane() -> Iterator[Replacement]:
 
 def no_objections() -> Iterator[Replacement]:
     yield owner, "_objection", lambda _: ""
+
+
+# --- keys and tenants ----------------------------------------------------------------------------
+
+
+def revoked_keys_are_kept() -> Iterator[Replacement]:
+    yield authentication.ApiKeyStore, "_take", lambda *_: None
+
+
+def streams_are_read_by_any_tenant() -> Iterator[Replacement]:
+    yield ids.TenantTag, "matches", lambda *_: True
+
+
+def tenants_share_sessions_and_caches() -> Iterator[Replacement]:
+    def with_tenant(self: Any, request: Any, _: Any) -> Any:
+        return msgspec.structs.replace(request, tenant=self.tenant)
+
+    yield authentication.Caller, "with_tenant", with_tenant
 
 
 # --- readers -------------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""API keys of a simulated world: the file that gateways read, and its changes while they run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from app.access.key_file import KeyFile, new_key, write_key_file
+from app.testing.simulated_process import SimulatedProcess
+from app.testing.virtual_time import VirtualLoop
+
+TENANTS = ("acme", "zenith")
+NOTICE_S = 2.0
+"""Time in which a gateway that runs follows a change of the file."""
+
+
+class SimulatedKeys:
+    """One valid key of each tenant, and all earlier ones."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = Path(self._folder.name) / "keys.json"
+        self._file = KeyFile()
+        self._valid: dict[str, str] = {}
+        self._changed_s: dict[str, float] = {}
+        """When each key became valid, or was revoked."""
+        self.streams: dict[str, list[str]] = {tenant: [] for tenant in TENANTS}
+        """The ids of the answers of each tenant."""
+        for tenant in TENANTS:
+            self.rotate(tenant)
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._folder.cleanup()
+
+    def valid(self, tenant: str) -> str:
+        """The valid key of a tenant."""
+        return self._valid[tenant]
+
+    def rotate(self, tenant: str) -> None:
+        """Revoke the key of a tenant, and create another one."""
+        if (former := self._valid.get(tenant)) is not None:
+            self._file = self._file.without(former.split("_")[1])
+            self._changed_s[former] = self._loop.time()
+        created = new_key(tenant)
+        self._file = self._file.with_key(created.entry)
+        self._valid[tenant] = created.token
+        self._changed_s[created.token] = self._loop.time()
+        write_key_file(self.path, self._file)
+
+    def is_valid(self, token: str, gateway: SimulatedProcess) -> bool | None:
+        """True if a gateway serves this key now. None if it may not have read the file yet: while
+        it is paused, and shortly after a change."""
+        since_s = max(self._changed_s[token], gateway.running_since_s)
+        if self._loop.is_paused(gateway.label) or self._loop.time() < since_s + NOTICE_S:
+            return None
+        return token in self._valid.values()
