@@ -33,7 +33,8 @@ MAX_STEPS_A_SECOND = 1_000
 """The same for each second of an absence."""
 LONG_FACTOR = 3
 """Factor of MAX_STEPS where engines cache, as they compute step by step and publish events, and
-where a peak takes its time."""
+where a peak takes its time; of DRAIN_S where answers are long, as one worker may have a dozen of
+them, one at a time."""
 
 
 @dataclass
@@ -99,7 +100,8 @@ async def _play(world: SimulatedWorld) -> list[str]:
     await chaos.run()
     chaos.stop()
     await publishing
-    until = world.loop.time() + DRAIN_S
+    is_long = "long answers" in world.parameters.scenarios
+    until = world.loop.time() + DRAIN_S * (LONG_FACTOR if is_long else 1)
     while world.loop.time() < until:
         await world.clock.sleep(1.0)
         if not has_open_work(world) and not violations(world, clients):
