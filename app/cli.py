@@ -23,6 +23,7 @@ from app.commands import (
     key_commands,
     local_commands,
     request_commands,
+    run_command,
     size_command,
     topic_commands,
 )
@@ -80,6 +81,7 @@ def _main(
 
 app.command()(local_commands.demo)
 app.command()(local_commands.up)
+app.command()(run_command.run)
 app.command()(request_commands.publish)
 app.command()(request_commands.follow)
 app.command()(request_commands.cancel)

@@ -1,6 +1,6 @@
 """A small deployment on this machine: one of each process and some workers.
 
-`ProcessDeployment` runs each as `faststream run app.NAME:app`, the way a deployment does;
+`ProcessDeployment` runs each as `kvlane run NAME`, the way a deployment does;
 `InProcessDeployment` runs them in this process, on the log in memory. Both can kill a single one.
 Starts, restarts and stops the processes; sends them no request and reads no topic.
 """

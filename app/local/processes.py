@@ -31,7 +31,7 @@ def free_port() -> int:
 
 def process_command(kind: str) -> tuple[str, ...]:
     """The module and its arguments that run a process file, as a deployment does."""
-    return ("faststream", "run", f"app.{kind}:app")
+    return ("app", "run", kind)
 
 
 class ManagedProcess:

@@ -69,7 +69,7 @@ def test_kernels_come_with_the_image(options: tuple[str, ...]) -> None:
     "process", ["gateway", "preprocessor", "router", "worker", "collector", "indexer"]
 )
 def test_every_process_starts_as_far_as_possible_without_a_broker(process: str) -> None:
-    done = run("faststream", "run", f"app.{process}:app")
+    done = run("kvlane", "run", process)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{process} cannot start: ")
     assert "KVLANE_BOOTSTRAP_SERVERS" in done.stderr

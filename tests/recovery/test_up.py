@@ -109,8 +109,8 @@ class Up:
             except OSError:
                 continue
             if any(argument.startswith(mark) for argument in arguments):
-                kind = next((a.decode() for a in arguments if a.startswith(b"app.")), "broker")
-                found[kind.removeprefix("app.").removesuffix(":app")] = int(entry.name)
+                words = [*arguments, b"run", b"broker"]  # `kvlane run KIND`; a broker has no `run`
+                found[words[words.index(b"run") + 1].decode()] = int(entry.name)
         return found
 
     def send(self, within_s: float = AGAIN_S) -> tuple[str, str]:

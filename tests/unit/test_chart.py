@@ -258,9 +258,9 @@ def test_processes_accept_their_settings(
             settings.require_bootstrap_servers()
             settings.require_authentication()
             role = process.container["args"][-1]
-            if role in ("app.router:app", "app.worker:app", "app.indexer:app"):
+            if role in ("router", "worker", "indexer"):
                 settings.block_key_secret()
-            if role == "app.gateway:app":
+            if role == "gateway":
                 settings.tenant_tag()
 
 
@@ -312,10 +312,10 @@ def test_pods_have_time_to_drain(
         with monkeypatch.context() as patch:
             settings = process.settings(patch, tmp_path / process.name)
         role, grace_s = process.container["args"][-1], settings.drain_grace_s
-        if role == "app.gateway:app":
+        if role == "gateway":
             hook = process.container["lifecycle"]["preStop"]["exec"]["command"]
             longest_s = float(hook[-1]) + grace_s + REDIRECT_TIMEOUT_S
-        elif role == "app.worker:app":
+        elif role == "worker":
             notice_s = DRAIN_NOTICE_HEARTBEATS * settings.heartbeat_interval_s
             # Running requests, the end of aborted ones, the engine's drain, the tombstone.
             longest_s = notice_s + grace_s + max(grace_s, SHUTDOWN_STEP_S) + 2 * SHUTDOWN_STEP_S
