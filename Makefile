@@ -63,7 +63,7 @@ test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own
 		tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
 
 peers:  ## Build the index's competitor (needs cargo): kvlane bench index --peers
-	@tests/peers/build.sh
+	@workbench/peers/build.sh
 
 bench: setup  ## Quick form of every benchmark
 	@$(BIN)/kvlane bench all $(ARGS)
@@ -104,4 +104,4 @@ test-docker: setup  ## Tests in containers: brokers, the whole path, the image, 
 clean:  ## Remove caches and build output; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis htmlcov
 	rm -f .coverage .coverage.*
-	find app streams indexer tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find app streams indexer workbench tests -name __pycache__ -type d -prune -exec rm -rf {} +

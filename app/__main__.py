@@ -6,7 +6,7 @@ from __future__ import annotations
 def main() -> None:
     """Load and run the command line."""
     try:
-        from app.cli import app
+        from kvlane.app.cli import app
 
         app()
     except KeyboardInterrupt:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from app.bench.commands import bench_commands
-from app.commands import (
+from kvlane.app.commands import (
     audit_commands,
+    bench_command,
     capture_commands,
     dead_letter_commands,
     key_commands,
@@ -27,9 +27,9 @@ from app.commands import (
     size_command,
     topic_commands,
 )
-from app.commands.console import escape_lines
-from app.commands.gateway_client import batch_commands
-from app.commands.simulation import simulate_command
+from kvlane.app.commands.console import escape_lines
+from kvlane.app.commands.gateway_client import batch_commands
+from kvlane.app.commands.simulation import simulate_command
 
 
 class _Commands(TyperGroup):
@@ -95,7 +95,7 @@ app.add_typer(batch_commands.app, name="batch")
 app.add_typer(topic_commands.app, name="topics")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(dead_letter_commands.app, name="dead-letters")
-app.add_typer(bench_commands.app, name="bench")
+bench_command.add_bench(app)
 
 
 @app.command()
@@ -105,11 +105,11 @@ def asyncapi() -> None:
     With the topic prefix and the servers of this environment. `make asyncapi` writes the same
     document, with default values, to `deploy/asyncapi.yaml`.
     """
-    from app.preprocessor import Preprocessor
-    from app.runtime.process import ProcessContext
-    from app.settings import Settings
-    from streams.asyncapi import document
-    from streams.kafka.kafka_log import KafkaLog
+    from kvlane.app.preprocessor import Preprocessor
+    from kvlane.app.runtime.process import ProcessContext
+    from kvlane.app.settings import Settings
+    from kvlane.streams.asyncapi import document
+    from kvlane.streams.kafka.kafka_log import KafkaLog
 
     settings = Settings()
     log = KafkaLog(settings.kafka_connection("asyncapi"), settings.topic_prefix)
@@ -125,7 +125,7 @@ def settings(
     ] = False,
 ) -> None:
     """Show every setting: its variable, value, default and meaning. Secrets are masked."""
-    from app.commands.settings_table import print_settings, settings_markdown
+    from kvlane.app.commands.settings_table import print_settings, settings_markdown
 
     if markdown:
         typer.echo(settings_markdown(), nl=False)
@@ -134,6 +134,6 @@ def settings(
 
 
 def _is_for_people(error: Exception) -> bool:
-    from streams.errors import CorrectableError
+    from kvlane.streams.errors import CorrectableError
 
     return isinstance(error, CorrectableError | TimeoutError)

@@ -15,31 +15,31 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from app.batches.job_runner import JobRunner
-from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
-from app.metrics.collector_metrics import CollectorMetrics
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.preprocess.models.model_loader import ModelLoader
-from app.preprocess.models.model_names import ModelNames
-from app.preprocess.prompt_errors import BadModel, InvalidPrompt
-from app.preprocess.thread_pool import ThreadPool, WorkPool
-from app.results.collector_context import CollectorContext
-from app.results.lane_collector import LaneCollector
-from app.results.lane_reader import LaneReader
-from app.results.reply_sender import ReplySender
-from app.routing.state.fleet import Fleet
-from app.runtime.process import ProcessContext, faststream_app
-from app.settings import Settings
-from streams.clock import BrokerClock
-from streams.errors import StreamError
-from streams.ports import Log
-from streams.reading.dead_letter_format import DeadLetterWriter
-from streams.reading.group_consumer import GroupConsumer, PartitionClaim
-from streams.record_publisher import RecordPublisher
-from streams.records import LogRecord
-from streams.topics import REGISTRY, REQUESTS
-from streams.views.follower import Follower
+from kvlane.app.batches.job_runner import JobRunner
+from kvlane.app.http.probes import Checks, ObservedProcess, Probes, StatusServer
+from kvlane.app.metrics.collector_metrics import CollectorMetrics
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.model_loader import ModelLoader
+from kvlane.app.preprocess.models.model_names import ModelNames
+from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt
+from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
+from kvlane.app.results.collector_context import CollectorContext
+from kvlane.app.results.lane_collector import LaneCollector
+from kvlane.app.results.lane_reader import LaneReader
+from kvlane.app.results.reply_sender import ReplySender
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.errors import StreamError
+from kvlane.streams.ports import Log
+from kvlane.streams.reading.dead_letter_format import DeadLetterWriter
+from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import LogRecord
+from kvlane.streams.topics import REGISTRY, REQUESTS
+from kvlane.streams.views.follower import Follower
 
 if TYPE_CHECKING:
     from faststream import FastStream

@@ -18,30 +18,30 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from app.batches.batch_log import BatchLog
-from app.batches.file_store import FileStore
-from app.http import gateway_api
-from app.http.authentication import AccessControl
-from app.http.gateway_health import GatewayHealth
-from app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer, fitting_streams
-from app.http.openai.active_streams import ActiveStreams
-from app.http.openai.gateway_deps import GatewayDeps
-from app.http.openai.served_models import ModelCatalog, ServedModels
-from app.http.probes import Probes
-from app.metrics.gateway_metrics import GatewayMetrics
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model_loader import ModelLoader
-from app.preprocess.thread_pool import ThreadPool, WorkPool
-from app.routing.state.fleet import Fleet
-from app.runtime.open_files import raise_file_limit
-from app.runtime.process import ProcessContext, faststream_app
-from app.settings import Settings
-from streams.clock import BrokerClock
-from streams.ids import RequestIds
-from streams.ports import Log, Partition
-from streams.records import LogRecord
-from streams.topics import REGISTRY
-from streams.views.follower import Follower
+from kvlane.app.batches.batch_log import BatchLog
+from kvlane.app.batches.file_store import FileStore
+from kvlane.app.http import gateway_api
+from kvlane.app.http.authentication import AccessControl
+from kvlane.app.http.gateway_health import GatewayHealth
+from kvlane.app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer, fitting_streams
+from kvlane.app.http.openai.active_streams import ActiveStreams
+from kvlane.app.http.openai.gateway_deps import GatewayDeps
+from kvlane.app.http.openai.served_models import ModelCatalog, ServedModels
+from kvlane.app.http.probes import Probes
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model_loader import ModelLoader
+from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.runtime.open_files import raise_file_limit
+from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.ids import RequestIds
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.records import LogRecord
+from kvlane.streams.topics import REGISTRY
+from kvlane.streams.views.follower import Follower
 
 if TYPE_CHECKING:
     from faststream import FastStream

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from app.http.authentication import AccessControl
-from app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer
-from app.http.indexer_api import IndexerApi
-from app.http.origin_guard import OriginGuard
-from app.metrics.indexer_metrics import IndexerMetrics
-from app.preprocess.thread_pool import ThreadPool, WorkPool
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.runtime.open_files import raise_file_limit
-from app.runtime.process import ProcessContext, faststream_app
-from app.settings import Settings
-from indexer.precompile import compile_all
-from streams.clock import BrokerClock
-from streams.ports import Log
-from streams.topics import KV_EVENTS, REGISTRY
-from streams.views.follower import Follower
-from streams.views.snapshot_store import SnapshotStore
-from streams.views.snapshot_writer import SnapshotWriter
-from streams.views.tail_reader import TailReader
+from kvlane.app.http.authentication import AccessControl
+from kvlane.app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer
+from kvlane.app.http.indexer_api import IndexerApi
+from kvlane.app.http.origin_guard import OriginGuard
+from kvlane.app.metrics.indexer_metrics import IndexerMetrics
+from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.runtime.open_files import raise_file_limit
+from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.settings import Settings
+from kvlane.indexer.precompile import compile_all
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.ports import Log
+from kvlane.streams.topics import KV_EVENTS, REGISTRY
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_store import SnapshotStore
+from kvlane.streams.views.snapshot_writer import SnapshotWriter
+from kvlane.streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streams.errors import CorrectableError
+from kvlane.streams.errors import CorrectableError
 
 
 class OperatorError(CorrectableError):

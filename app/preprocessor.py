@@ -34,37 +34,47 @@ from typing import TYPE_CHECKING, Any
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
 from opentelemetry.trace import SpanKind
 
-from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
-from app.metrics.preprocessor_metrics import PreprocessorMetrics
-from app.preprocess.cooperative_steps import run_cooperatively
-from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, prompt_steps, to_request
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
-from app.preprocess.models.model_names import ModelNames
-from app.preprocess.requests.engine_features import check_supported, unsupported_features
-from app.preprocess.result_rules import ResultRules
-from app.preprocess.thread_pool import ThreadPool, WorkPool
-from app.prompts.job_order import JobOrder
-from app.prompts.prompt_credit import BATCH_ROOM, PromptCredit
-from app.prompts.prompt_source import MAX_BATCH, ConvertedPrompt, PreprocessedRecord, PromptSource
-from app.routing.state.fleet import Fleet
-from app.runtime import spans
-from app.runtime.process import ProcessContext, faststream_app
-from app.settings import Settings
-from streams.asyncapi import describe_answers
-from streams.clock import BrokerClock
-from streams.errors import StreamError
-from streams.ports import Entry, Log, Partition, Record
-from streams.prompt import appended_ms, with_append_time
-from streams.reading.dead_letter_format import DeadLetterWriter
-from streams.reading.log_broker import LogBroker
-from streams.record_base import ServiceClass
-from streams.record_publisher import RecordPublisher
-from streams.records import Cancel, LogRecord, Refused, WorkerCard
-from streams.topics import BATCH, CAPACITY, PROMPT_READABLE_MS, PROMPTS, REGISTRY
-from streams.views.follower import Follower
-from streams.views.tail_reader import TailReader
+from kvlane.app.http.probes import Checks, ObservedProcess, Probes, StatusServer
+from kvlane.app.metrics.preprocessor_metrics import PreprocessorMetrics
+from kvlane.app.preprocess.cooperative_steps import run_cooperatively
+from kvlane.app.preprocess.kafka_prompts import (
+    PromptRecord,
+    UnreadablePrompt,
+    prompt_steps,
+    to_request,
+)
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
+from kvlane.app.preprocess.models.model_names import ModelNames
+from kvlane.app.preprocess.requests.engine_features import check_supported, unsupported_features
+from kvlane.app.preprocess.result_rules import ResultRules
+from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
+from kvlane.app.prompts.job_order import JobOrder
+from kvlane.app.prompts.prompt_credit import BATCH_ROOM, PromptCredit
+from kvlane.app.prompts.prompt_source import (
+    MAX_BATCH,
+    ConvertedPrompt,
+    PreprocessedRecord,
+    PromptSource,
+)
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.runtime import spans
+from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.settings import Settings
+from kvlane.streams.asyncapi import describe_answers
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.errors import StreamError
+from kvlane.streams.ports import Entry, Log, Partition, Record
+from kvlane.streams.prompt import appended_ms, with_append_time
+from kvlane.streams.reading.dead_letter_format import DeadLetterWriter
+from kvlane.streams.reading.log_broker import LogBroker
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Cancel, LogRecord, Refused, WorkerCard
+from kvlane.streams.topics import BATCH, CAPACITY, PROMPT_READABLE_MS, PROMPTS, REGISTRY
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream

@@ -20,30 +20,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
-from app.http.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
-from app.lanes.capacity_reports import CapacityReporter
-from app.lanes.context import LedgerListener, RouterContext
-from app.lanes.ended_ids_writer import EndedIdsWriter
-from app.lanes.failure_detector import FailureDetector
-from app.lanes.owner import LaneOwner
-from app.lanes.shared_reads import SharedScanner
-from app.metrics.drift_metrics import DriftCollector
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from app.runtime.process import ProcessContext, faststream_app
-from app.settings import Settings
-from indexer.precompile import compile_all
-from streams.clock import CLOCK_SKEW_MS, BrokerClock
-from streams.errors import BrokerUnavailable
-from streams.ports import Log, Partition
-from streams.reading.group_consumer import GroupConsumer, PartitionClaim
-from streams.record_publisher import RecordPublisher
-from streams.records import Assigned, Heartbeat, LogRecord, Probe
-from streams.topics import (
+from kvlane.app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
+from kvlane.app.http.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
+from kvlane.app.lanes.capacity_reports import CapacityReporter
+from kvlane.app.lanes.context import LedgerListener, RouterContext
+from kvlane.app.lanes.ended_ids_writer import EndedIdsWriter
+from kvlane.app.lanes.failure_detector import FailureDetector
+from kvlane.app.lanes.owner import LaneOwner
+from kvlane.app.lanes.shared_reads import SharedScanner
+from kvlane.app.metrics.drift_metrics import DriftCollector
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.settings import Settings
+from kvlane.indexer.precompile import compile_all
+from kvlane.streams.clock import CLOCK_SKEW_MS, BrokerClock
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Assigned, Heartbeat, LogRecord, Probe
+from kvlane.streams.topics import (
     ASSIGNMENTS,
     ENDED_IDS,
     KV_EVENTS,
@@ -53,9 +53,9 @@ from streams.topics import (
     RESPONSES,
     lane_of,
 )
-from streams.views.follower import Follower
-from streams.views.snapshot_store import SnapshotStore
-from streams.views.tail_reader import TailReader
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_store import SnapshotStore
+from kvlane.streams.views.tail_reader import TailReader
 
 if TYPE_CHECKING:
     from faststream import FastStream

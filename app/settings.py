@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pydantic import BaseModel, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from app.configuration.batch_settings import BatchSettings, batch_conflicts
-from app.configuration.engine_settings import EngineSettings, engine_conflicts
-from app.configuration.http_settings import HttpSettings, http_conflicts
-from app.configuration.kafka_settings import KafkaSettings, kafka_conflicts
-from app.configuration.process_settings import ProcessSettings
-from app.configuration.request_settings import RequestSettings, request_conflicts
-from app.configuration.router_settings import RouterSettings
-from app.configuration.setting_values import (
+from kvlane.app.configuration.batch_settings import BatchSettings, batch_conflicts
+from kvlane.app.configuration.engine_settings import EngineSettings, engine_conflicts
+from kvlane.app.configuration.http_settings import HttpSettings, http_conflicts
+from kvlane.app.configuration.kafka_settings import KafkaSettings, kafka_conflicts
+from kvlane.app.configuration.process_settings import ProcessSettings
+from kvlane.app.configuration.request_settings import RequestSettings, request_conflicts
+from kvlane.app.configuration.router_settings import RouterSettings
+from kvlane.app.configuration.setting_values import (
     PREFIX,
     SettingsError,
     are_on_loopback,
     exceeds,
     variable_name,
 )
-from app.configuration.topic_settings import TopicSettings, topic_conflicts
-from app.configuration.worker_settings import WorkerSettings, worker_conflicts
-from streams.ids import TenantTag
-from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS
+from kvlane.app.configuration.topic_settings import TopicSettings, topic_conflicts
+from kvlane.app.configuration.worker_settings import WorkerSettings, worker_conflicts
+from kvlane.streams.ids import TenantTag
+from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS
 
 if TYPE_CHECKING:
-    from indexer.block_keys import KeySecret
+    from kvlane.indexer.block_keys import KeySecret
 
 __all__ = [
     "AREAS",
@@ -187,7 +187,7 @@ class Settings(  # pydantic takes the fields of the last base first
 
         With the default one, a program with access to the topics could make colliding keys.
         """
-        from indexer.block_keys import LOOPBACK_SECRET, derive_secret
+        from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
 
         secret = self.hash_secret.get_secret_value().encode()
         if not secret and not are_on_loopback(self.bootstrap_servers):

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app import worker
-from app.collector import Collector
-from app.gateway import Gateway
-from app.indexer import Indexer
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext, ProcessLifecycle, faststream_app
-from app.settings import Settings
-from streams.ports import Log
+from kvlane.app import worker
+from kvlane.app.collector import Collector
+from kvlane.app.gateway import Gateway
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle, faststream_app
+from kvlane.app.settings import Settings
+from kvlane.streams.ports import Log
 
 if TYPE_CHECKING:
     from faststream import FastStream

@@ -25,19 +25,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from app.engine.engine_factory import create_engine
-from app.engine.interface import Engine, EngineDead
-from app.engine.output_values import checked_stats
-from app.http.probes import Checks, ObservedProcess, Probes, StatusServer
-from app.metrics.worker_metrics import WorkerMetrics
-from app.operator_error import OperatorError
-from app.runtime.process import ProcessContext, faststream_app
-from app.serving.chunk_writer import ChunkWriter
-from app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
-from app.serving.heartbeat import HeartbeatSender
-from app.serving.kv_event_publisher import KvEventPublisher
-from app.serving.model_publisher import ModelPublisher
-from app.serving.registration import (
+from kvlane.app.engine.engine_factory import create_engine
+from kvlane.app.engine.interface import Engine, EngineDead
+from kvlane.app.engine.output_values import checked_stats
+from kvlane.app.http.probes import Checks, ObservedProcess, Probes, StatusServer
+from kvlane.app.metrics.worker_metrics import WorkerMetrics
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.serving.chunk_writer import ChunkWriter
+from kvlane.app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
+from kvlane.app.serving.heartbeat import HeartbeatSender
+from kvlane.app.serving.kv_event_publisher import KvEventPublisher
+from kvlane.app.serving.model_publisher import ModelPublisher
+from kvlane.app.serving.registration import (
     REGISTER_TIMEOUT_S,
     Registration,
     check_role,
@@ -45,19 +45,19 @@ from app.serving.registration import (
     with_adapters,
     worker_card,
 )
-from app.serving.run_executor import Run, RunEnd, RunExecutor
-from app.serving.run_queue import RunLimits, RunQueue
-from app.serving.worker_model import WorkerModel
-from app.settings import Settings
-from indexer.cache_events.engine_events import EngineEvent
-from indexer.cache_events.event_normalizer import NormalizerCounters
-from streams.clock import BrokerClock
-from streams.codecs import decode
-from streams.errors import RecordError, StreamError
-from streams.ports import Log, Partition, Record
-from streams.reading.range_reader import end_offset_of, tail
-from streams.record_publisher import RecordPublisher
-from streams.records import (
+from kvlane.app.serving.run_executor import Run, RunEnd, RunExecutor
+from kvlane.app.serving.run_queue import RunLimits, RunQueue
+from kvlane.app.serving.worker_model import WorkerModel
+from kvlane.app.settings import Settings
+from kvlane.indexer.cache_events.engine_events import EngineEvent
+from kvlane.indexer.cache_events.event_normalizer import NormalizerCounters
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import RecordError, StreamError
+from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.reading.range_reader import end_offset_of, tail
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import (
     Assignment,
     CancelRun,
     EngineConfig,
@@ -67,7 +67,7 @@ from streams.records import (
     ModelCard,
     WorkerState,
 )
-from streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
+from kvlane.streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
 
 if TYPE_CHECKING:
     from faststream import FastStream

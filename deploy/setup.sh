@@ -40,7 +40,7 @@ compile_kernels() {
   local sources
   sources=$(find indexer -name '*.py' -exec sha256sum {} + | sort | sha256sum)
   if [[ -f $COMPILED && $(<"$COMPILED") == "$sources" ]]; then return; fi
-  if .venv/bin/python -m indexer.precompile; then
+  if .venv/bin/python -m kvlane.indexer.precompile; then
     echo "$sources" >"$COMPILED"
   else
     say "the kernels of the index could not be compiled, for the reason above"

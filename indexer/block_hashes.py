@@ -25,8 +25,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.native.xxh3_kernels import chain_hashes, hash_rows
-from indexer.xxh3 import M64, xxh3
+from kvlane.indexer.native.xxh3_kernels import chain_hashes, hash_rows
+from kvlane.indexer.xxh3 import M64, xxh3
 
 BASE_SEED = 1337
 U32 = np.dtype("<u4")

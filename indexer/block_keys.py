@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.native.xxh3_kernels import prefix_sum_rows
-from indexer.xxh3 import M64
+from kvlane.indexer.native.xxh3_kernels import prefix_sum_rows
+from kvlane.indexer.xxh3 import M64
 
 LOOPBACK_SECRET = b"kvlane on loopback"
 """Default secret of a deployment on one machine; public, so unsafe on a network."""

@@ -1,7 +1,7 @@
 """Epoch tracker: which cache events are applied, by worker epoch and event id.
 
-The rules are the same for every index (`indexer/reference_index.py` in dicts, `indexer/index.py` in
-a table). All state belongs to the partition that a record came from:
+The rules are the same for every index (`indexer/index.py` in a table, in dicts
+`workbench/reference_index.py`). All state belongs to the partition that a record came from:
 
 - A worker has one epoch at a time. Events of a lower epoch are ignored; a higher one starts with
   an empty cache, since a restarted engine has one. `end_epoch` ends an epoch: its blocks are
@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from indexer.events import Tier
-from indexer.xxh3 import xxh3
+from kvlane.indexer.events import Tier
+from kvlane.indexer.xxh3 import xxh3
 
 
 class CacheId(NamedTuple):

@@ -6,7 +6,7 @@ A record holds many events as columns, one row per event, little endian:
 
     kinds u8 | tiers u8 | positions u32 | counts u32 | keys u64, concatenated over all rows
 
-Owns these types and their bytes. `indexer/reference_index.py` defines the effect of an event.
+Owns these types and their bytes. `workbench/reference_index.py` defines the effect of an event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.kernels import kernel
+from kvlane.indexer.kernels import kernel
 
 MAX_POSITION = 2**32 - 1
 

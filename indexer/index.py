@@ -37,16 +37,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
-from indexer.blocks import snapshot_format
-from indexer.blocks.holder_sets import MIN_ROWS, WORD_BITS, empty_sets, with_capacity
-from indexer.blocks.kernel_entry import KernelArrays, extend_to_lower_tier, match_prefix
-from indexer.blocks.prefix_keys import new_scratch
-from indexer.blocks.prefix_search import RETRY, SCAN_THRESHOLD
-from indexer.blocks.tier_store import MAX_STEP_SLOTS, TierView, new_stores
-from indexer.blocks.updates import ACCOUNT_WORDS, BLOCK_COUNT, DIGEST_SUM
-from indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
-from indexer.events import (
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
+from kvlane.indexer.blocks import snapshot_format
+from kvlane.indexer.blocks.holder_sets import MIN_ROWS, WORD_BITS, empty_sets, with_capacity
+from kvlane.indexer.blocks.kernel_entry import KernelArrays, extend_to_lower_tier, match_prefix
+from kvlane.indexer.blocks.prefix_keys import new_scratch
+from kvlane.indexer.blocks.prefix_search import RETRY, SCAN_THRESHOLD
+from kvlane.indexer.blocks.tier_store import MAX_STEP_SLOTS, TierView, new_stores
+from kvlane.indexer.blocks.updates import ACCOUNT_WORDS, BLOCK_COUNT, DIGEST_SUM
+from kvlane.indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
+from kvlane.indexer.events import (
     CLEARED,
     CacheEvent,
     EventColumns,
@@ -56,7 +56,7 @@ from indexer.events import (
     encode_events,
     parse_columns,
 )
-from indexer.xxh3 import M64
+from kvlane.indexer.xxh3 import M64
 
 MAX_CACHE_BLOCKS = 1 << 24
 

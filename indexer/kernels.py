@@ -37,24 +37,24 @@ log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 KERNEL_MODULES = (
-    "indexer.native.xxh3_kernels",
-    "indexer.index",
-    "app.routing.selection.cost_kernels",
-    "app.engine.simulated.fast_forward",
+    "kvlane.indexer.native.xxh3_kernels",
+    "kvlane.indexer.index",
+    "kvlane.app.routing.selection.cost_kernels",
+    "kvlane.app.engine.simulated.fast_forward",
 )
-"""Modules that contain or import all kernels; by name, since nothing here imports `app`. A module
-whose kernels have no signatures defines `warm_up()`, which calls each of them once."""
+"""Modules that contain or import all kernels; by name, since the index does not import the
+application. A module whose kernels have no signatures defines `warm_up()`, which calls each."""
 CACHE_VARIABLE = "KVLANE_KERNEL_CACHE_DIR"
 COMPLETE_MARKER = "complete"
 """Marker file of a folder that has the code of all kernels."""
-_IMPORTED = re.compile(r"^from (indexer[.\w]*) import (\([^)]*\)|.+)", re.MULTILINE)
+_IMPORTED = re.compile(r"^from (kvlane\.indexer[.\w]*) import (\([^)]*\)|.+)", re.MULTILINE)
 
 
 def kernel_sources() -> list[Path]:
     """Files with kernels, and all files of the index that they import."""
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     found: set[Path] = set()
-    unread = {_file(folder, name) for name in ("indexer.kernels", *KERNEL_MODULES)}
+    unread = {_file(folder, name) for name in ("kvlane.indexer.kernels", *KERNEL_MODULES)}
     while unread:
         found |= unread
         imported = {line for path in unread for line in _IMPORTED.findall(path.read_text())}
@@ -175,12 +175,12 @@ class CompileNotifier(event.Listener):  # type: ignore[misc]
 
     def on_start(self, begun: Any) -> None:
         """Log the first compilation of a kernel of this project."""
-        is_kernel = begun.data["dispatcher"].py_func.__module__.startswith(("indexer.", "app."))
+        is_kernel = begun.data["dispatcher"].py_func.__module__.startswith("kvlane.")
         if is_kernel and not self.has_logged:
             self.has_logged = True
             log.warning(
                 "compiling the kernels for this processor: up to 15 s, once "
-                "(`make setup`, or `python -m indexer.precompile`)"
+                "(`make setup`, or `python -m kvlane.indexer.precompile`)"
             )
 
     def on_end(self, ended: Any) -> None:

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of all kernels.
 
-`python -m indexer.precompile` is the last step of `make setup`. Processes that use kernels call
-`compile_all` when they start: it takes 0.3 s after the set-up, and compiles the kernels before the
-first request otherwise.
+`python -m kvlane.indexer.precompile` is the last step of `make setup`. Processes that use kernels
+call `compile_all` when they start: it takes 0.3 s after the set-up, and compiles the kernels before
+the first request otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import sys
 from functools import cache
 
-from indexer import kernels
+from kvlane.indexer import kernels
 
 CACHES_KEPT = 4
 """Caches kept in each folder, for other checkouts and processors that share it."""

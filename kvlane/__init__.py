@@ -6,7 +6,7 @@
 
 Names are imported on first use: `import kvlane` loads nothing else, and only the engine interface
 and the index load numba (0.3 s). The programs in `examples/` use each group. Everything below
-`app`, `streams` and `indexer` is internal and may change in any version.
+`kvlane.app`, `kvlane.streams` and `kvlane.indexer` is internal and may change in any version.
 """
 
 from __future__ import annotations

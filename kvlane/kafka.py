@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from streams.client import Client
-from streams.client import ReplyResult as Reply
-from streams.clock import SystemClock
-from streams.errors import BrokerUnavailable, StreamError
-from streams.kafka.connection_options import ConnectionOptions as KafkaConnection
-from streams.kafka.kafka_log import KafkaLog
-from streams.prompt import Prompt
-from streams.records import Chunk, End
+from kvlane.streams.client import Client
+from kvlane.streams.client import ReplyResult as Reply
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import BrokerUnavailable, StreamError
+from kvlane.streams.kafka.connection_options import ConnectionOptions as KafkaConnection
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, End
 
 __all__ = [
     "BrokerUnavailable", "Chunk", "Client", "End", "KafkaConnection", "KafkaLog", "Prompt", "Reply",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from indexer.block_hashes import BlockHashes, hash_blocks
-from indexer.block_keys import derive_secret as index_secret
-from indexer.block_keys import prompt_keys
-from indexer.epochs import CacheId
-from indexer.events import CacheEvent, EventKind, encode_events
-from indexer.index import Index
+from kvlane.indexer.block_hashes import BlockHashes, hash_blocks
+from kvlane.indexer.block_keys import derive_secret as index_secret
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import CacheEvent, EventKind, encode_events
+from kvlane.indexer.index import Index
 
 __all__ = [
     "BlockHashes", "CacheEvent", "CacheId", "EventKind", "Index", "encode_events", "hash_blocks",

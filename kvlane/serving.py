@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     Engine,
     EngineError,
     EngineOutput,
@@ -13,17 +13,17 @@ from app.engine.interface import (
     InvalidRequest,
     token_usage,
 )
-from streams.codecs import unpack_tokens
-from streams.records import EngineConfig
-from streams.request import Request
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Request
 
 if TYPE_CHECKING:
     from faststream import FastStream
 
-    from app.runtime.process import ProcessContext
-    from app.settings import Settings
-    from app.worker import Worker
-    from streams.ports import Log
+    from kvlane.app.runtime.process import ProcessContext
+    from kvlane.app.settings import Settings
+    from kvlane.app.worker import Worker
+    from kvlane.streams.ports import Log
 
 __all__ = [
     "Engine", "EngineConfig", "EngineError", "EngineOutput", "GenerateContext", "InvalidRequest",
@@ -59,7 +59,7 @@ def worker_app(engine: Callable[[], Engine]) -> FastStream:
         # my_engine.py; run with: faststream run my_engine:app
         app = worker_app(MyEngine)
     """
-    from app.runtime.process import faststream_app
+    from kvlane.app.runtime.process import faststream_app
 
     return faststream_app(
         "worker", lambda log, settings, ctx: _worker(engine(), log, settings, ctx)
@@ -67,9 +67,9 @@ def worker_app(engine: Callable[[], Engine]) -> FastStream:
 
 
 def _worker(engine: Engine, log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
-    from app.preprocess.models.model_folder import read_folder
-    from app.serving.model_publisher import ModelPublisher
-    from app.worker import Worker
+    from kvlane.app.preprocess.models.model_folder import read_folder
+    from kvlane.app.serving.model_publisher import ModelPublisher
+    from kvlane.app.worker import Worker
 
     files = None if settings.model_path is None else read_folder(settings.model_path)
     offer = None if files is None else ModelPublisher(log, settings, ctx, files)

@@ -1,6 +1,6 @@
 """The AsyncAPI document of the client topics: `prompts`, `batch`, `responses` and `results`.
 
-    faststream docs gen app.preprocessor:app
+    faststream docs gen kvlane.app.preprocessor:app
 
 `prompts` and `batch` are described by the broker of the preprocessor, with their handlers.
 `responses` and `results` are only declared: they are written where positions are part of the state,
@@ -18,11 +18,11 @@ from faststream.kafka import KafkaBroker
 from faststream.specification import AsyncAPI
 from pydantic import Field, WithJsonSchema
 
-from streams.ports import Log
-from streams.prompt import Prompt
-from streams.reading.log_broker import LogBroker
-from streams.records import Chunk, End, Fence, Result
-from streams.topics import RESPONSES, RESULTS
+from kvlane.streams.ports import Log
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.reading.log_broker import LogBroker
+from kvlane.streams.records import Chunk, End, Fence, Result
+from kvlane.streams.topics import RESPONSES, RESULTS
 
 
 def specification() -> AsyncAPI:

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from streams.record_base import InternalRecord
+from kvlane.streams.record_base import InternalRecord
 
 FilePurpose = Literal["batch", "batch_output"]
 BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]

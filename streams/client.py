@@ -21,19 +21,19 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from streams.clock import Clock
-from streams.errors import LogClosed
-from streams.ids import RequestIds, new_request_id
-from streams.ports import Log
-from streams.prompt import Prompt, encode_prompt
-from streams.record_base import ServiceClass
-from streams.record_publisher import RecordPublisher
-from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
-from streams.responses.positions import Position, rest_after
-from streams.responses.reply_reader import ReplyReader, may_begin
-from streams.responses.reply_stream import Reply
-from streams.retry import retry_while_unavailable
-from streams.topics import BATCH, PROMPTS, RESPONSES
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import LogClosed
+from kvlane.streams.ids import RequestIds, new_request_id
+from kvlane.streams.ports import Log
+from kvlane.streams.prompt import Prompt, encode_prompt
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
+from kvlane.streams.responses.positions import Position, rest_after
+from kvlane.streams.responses.reply_reader import ReplyReader, may_begin
+from kvlane.streams.responses.reply_stream import Reply
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import BATCH, PROMPTS, RESPONSES
 
 __all__ = ["Client", "ReplyResult", "new_request_id"]
 

@@ -2,7 +2,7 @@
 
 Nothing in kvlane calls `time.time()` or `asyncio.sleep()` by itself: a `Clock` is passed in, so
 that the same code runs against the machine's clock and against the virtual time of the
-deterministic simulation (`app/testing/virtual_time.py`).
+deterministic simulation (`workbench/testing/virtual_time.py`).
 """
 
 from __future__ import annotations

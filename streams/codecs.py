@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
-from streams import batch_records, record_base, records, request
-from streams.errors import Malformed, NewerRecord, UnknownType
-from streams.ports import Entry, Record, Unreadable
+from kvlane.streams import batch_records, record_base, records, request
+from kvlane.streams.errors import Malformed, NewerRecord, UnknownType
+from kvlane.streams.ports import Entry, Record, Unreadable
 
 TYPE_HEADER = "t"
 """Name of the header that carries the record type."""

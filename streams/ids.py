@@ -14,7 +14,7 @@ import hmac
 import random
 import uuid
 
-from streams.clock import Clock
+from kvlane.streams.clock import Clock
 
 TENANT_PATTERN = r"[A-Za-z0-9._:@-]{1,100}"
 """A tenant's name, over HTTP and on Kafka: without a slash and a zero byte, the separators after

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from streams.codecs import TYPE_HEADER
-from streams.ids import TENANT_PATTERN
-from streams.ports import Entry, Headers, Record
-from streams.record_base import ServiceClass
-from streams.records import MAX_ID_CHARS
-from streams.topics import BATCH, TOPICS_BY_NAME
+from kvlane.streams.codecs import TYPE_HEADER
+from kvlane.streams.ids import TENANT_PATTERN
+from kvlane.streams.ports import Entry, Headers, Record
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import MAX_ID_CHARS
+from kvlane.streams.topics import BATCH, TOPICS_BY_NAME
 
 MAX_METADATA_BYTES = 16 * 1024
 """Largest metadata of a prompt, as JSON: they travel with the request and with its result."""

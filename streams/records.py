@@ -17,9 +17,9 @@ one life of a worker. Units are in the names; `*_ms` points in time are broker a
 
 from __future__ import annotations
 
-from streams.record_base import MAX_ID_CHARS, EndCode, LogRecord, Phase, RunKey
-from streams.record_types.candidate_records import Candidate, CandidateRows
-from streams.record_types.ledger_records import (
+from kvlane.streams.record_base import MAX_ID_CHARS, EndCode, LogRecord, Phase, RunKey
+from kvlane.streams.record_types.candidate_records import Candidate, CandidateRows
+from kvlane.streams.record_types.ledger_records import (
     Assigned,
     Cancel,
     Ended,
@@ -34,7 +34,7 @@ from streams.record_types.ledger_records import (
     SessionUse,
     Started,
 )
-from streams.record_types.registry_records import (
+from kvlane.streams.record_types.registry_records import (
     GUIDED_DECODING_FEATURE,
     LOGPROBS_FEATURE,
     Artifact,
@@ -47,7 +47,7 @@ from streams.record_types.registry_records import (
     Tombstone,
     WorkerCard,
 )
-from streams.record_types.response_records import (
+from kvlane.streams.record_types.response_records import (
     Chunk,
     DryRunResult,
     End,
@@ -57,8 +57,13 @@ from streams.record_types.response_records import (
     PassthroughDelta,
     Usage,
 )
-from streams.record_types.result_records import Result, ResultError, ResultTimings, ResultUsage
-from streams.record_types.worker_records import (
+from kvlane.streams.record_types.result_records import (
+    Result,
+    ResultError,
+    ResultTimings,
+    ResultUsage,
+)
+from kvlane.streams.record_types.worker_records import (
     Assignment,
     Blocks,
     CancelRun,

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from streams.record_base import InternalRecord, JsonText, ModelKind, ServiceClass
+from kvlane.streams.record_base import InternalRecord, JsonText, ModelKind, ServiceClass
 
 ResultKind = Literal["chat", "completion", "tokens", "embedding"]
 """The kind of a prompt that has an answer."""

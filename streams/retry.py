@@ -10,8 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from streams.clock import Clock
-from streams.errors import AppendFailed, BrokerUnavailable
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from streams.brokers.broker_factory import Broker, JvmBroker, Kind, obtain_broker
-from streams.brokers.jvm import prepare
-from streams.errors import BrokerUnavailable
+from kvlane.streams.brokers.broker_factory import Broker, JvmBroker, Kind, obtain_broker
+from kvlane.streams.brokers.jvm import prepare
+from kvlane.streams.errors import BrokerUnavailable
 
 _NEEDS = {"kafka": ("kafka", "kafka_cluster"), "cluster": ("kafka_cluster",)}
 """Marks of a test by the fixtures that it uses."""

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext
-from app.engine.validator import ValidatingEngine
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.cache_events.engine_events import EngineEvent
-from indexer.cache_events.event_normalizer import EventNormalizer
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig
-from streams.request import Request, SamplingOptions, StopConditions
+from kvlane.app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.cache_events.engine_events import EngineEvent
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Request, SamplingOptions, StopConditions
 
 WITHIN_S = 30.0
 """For what takes milliseconds; it only keeps a broken engine from hanging the suite."""

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.settings import variable_name
-from streams.brokers.watchdog import ProcessGuard, marked_processes
-from streams.clock import SystemClock
+from kvlane.app.settings import variable_name
+from kvlane.streams.brokers.watchdog import ProcessGuard, marked_processes
+from kvlane.streams.clock import SystemClock
 
 READY = b" is ready\n"
 """The log line of every started process."""

@@ -15,9 +15,13 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v11
 
-from streams.kafka.client_patches.fetch_codec import FetchOptions, decode_response, encode_request
-from streams.kafka.client_patches.fetch_session import REQUESTS_WITHOUT_SESSION
-from streams.kafka.client_patches.session_fetcher import SessionFetch, SessionFetcher
+from kvlane.streams.kafka.client_patches.fetch_codec import (
+    FetchOptions,
+    decode_response,
+    encode_request,
+)
+from kvlane.streams.kafka.client_patches.fetch_session import REQUESTS_WITHOUT_SESSION
+from kvlane.streams.kafka.client_patches.session_fetcher import SessionFetch, SessionFetcher
 from tests.harness.fetch_cluster import FetchCluster
 
 PARTITIONS = (0, 1, 8, 32)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from indexer.block_hashes import local_hashes, sequence_hashes
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prefix_sums
+from kvlane.indexer.block_hashes import local_hashes, sequence_hashes
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prefix_sums
 
 BLOCKS = 2048
 REPEATS = 200

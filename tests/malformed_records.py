@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import inspect
 
-from streams import codecs, record_base
-from streams.ports import Entry
-from streams.topics import TOPICS
+from kvlane.streams import codecs, record_base
+from kvlane.streams.ports import Entry
+from kvlane.streams.topics import TOPICS
 
 TYPES: tuple[type[msgspec.Struct], ...] = (*codecs._INNER, *codecs._PUBLIC)
 NAMES = ("odd-1", "odd-2", "odd-3", "", "odd\n\x00", "odd/4", "ö" * 40)

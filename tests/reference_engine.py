@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.batch import EngineLimits
 
 
 @dataclass(eq=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streams.client import Client
-from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence
-from streams.topics import RESPONSES, lane_of
+from kvlane.streams.client import Client
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld
 
 

@@ -16,12 +16,12 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from app.preprocess.models.model import LoadedModel, model_of_files
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
-from app.preprocess.requests.openai_requests import read_openai
-from app.preprocess.thread_pool import ThreadPool, WorkPool
-from streams.clock import SystemClock
-from streams.records import Artifact
+from kvlane.app.preprocess.models.model import LoadedModel, model_of_files
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from kvlane.app.preprocess.requests.openai_requests import read_openai
+from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import Artifact
 
 PAIRS = 5000
 WORDS = 400

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
-from indexer.events import CacheEvent, EventKind, Tier
-from indexer.xxh3 import M64, MIX_1, P64_1
+from kvlane.indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
+from kvlane.indexer.events import CacheEvent, EventKind, Tier
+from kvlane.indexer.xxh3 import M64, MIX_1, P64_1
 
 MAGIC = b"kvlane blocks 1\n"
 MAX_CACHE_BLOCKS = 1 << 24

@@ -24,8 +24,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from app.operator_error import OperatorError
-from streams.ids import TENANT_PATTERN
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.ids import TENANT_PATTERN
 
 PREFIX = "kvl"
 MAX_FILE_BYTES = 16 * 1024 * 1024

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol, get_args
 
-from app.access.key_file import Tenant
+from kvlane.app.access.key_file import Tenant
 
 MINUTE_S = 60.0
 QUOTA_RETRY_S = 1.0

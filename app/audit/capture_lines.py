@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from app.audit.time_range import MAX_LIFETIME_MS, TimeRange
-from app.routing.selection.eligibility import block_size_of
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.state.fleet import Fleet, FleetMember
-from app.traces.capture_format import (
+from kvlane.app.audit.time_range import MAX_LIFETIME_MS, TimeRange
+from kvlane.app.routing.selection.eligibility import block_size_of
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.state.fleet import Fleet, FleetMember
+from kvlane.app.traces.capture_format import (
     BLOCK_HASH,
     CAPTURE_FORMAT,
     AnyCaptureLine,
@@ -33,15 +33,15 @@ from app.traces.capture_format import (
     CaptureHeader,
     CaptureTotals,
 )
-from indexer.block_keys import KeySecret, prompt_keys
-from streams import records
-from streams.clock import Clock
-from streams.ports import Log, Partition
-from streams.reading.decoding import RecordDecoder
-from streams.reading.range_reader import Progress, read_range
-from streams.records import Assigned, Finished, LogRecord, PrefillDone, Tombstone, WorkerCard
-from streams.request import Request
-from streams.topics import LEDGER, REGISTRY, REQUESTS
+from kvlane.indexer.block_keys import KeySecret, prompt_keys
+from kvlane.streams import records
+from kvlane.streams.clock import Clock
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.reading.range_reader import Progress, read_range
+from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone, Tombstone, WorkerCard
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS
 
 DEDUP_WINDOW_MS = 1_200_000
 """A request with the id of another one within this time is a duplicate, which routers ignore: the

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from app.audit.recompute import has_inputs
-from app.routing.policy_names import adds_load
-from app.routing.selection.select import recompute_choice
-from app.routing.worker_rank import WorkerRank
-from streams.records import Assigned, Candidate, LogRecord
+from kvlane.app.audit.recompute import has_inputs
+from kvlane.app.routing.policy_names import adds_load
+from kvlane.app.routing.selection.select import recompute_choice
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Assigned, Candidate, LogRecord
 
 
 class ConcurrentDecisions(NamedTuple):

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from app.audit.recompute import find_difference, has_inputs
-from app.routing.selection.handover_rules import is_handed_over
-from app.routing.selection.policies.policy import MISSED_TARGET
-from app.routing.selection.policies.registry import RECORDED
-from app.routing.selection.select import Reconstructed, reconstruct
-from streams.records import Assigned, Candidate
+from kvlane.app.audit.recompute import find_difference, has_inputs
+from kvlane.app.routing.selection.handover_rules import is_handed_over
+from kvlane.app.routing.selection.policies.policy import MISSED_TARGET
+from kvlane.app.routing.selection.policies.registry import RECORDED
+from kvlane.app.routing.selection.select import Reconstructed, reconstruct
+from kvlane.streams.records import Assigned, Candidate
 
 
 class ScoredCandidate(msgspec.Struct, frozen=True):

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.audit.timeline import explain_request
-from app.operator_error import OperatorError
-from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
-from streams.clock import Clock
-from streams.codecs import decode
-from streams.errors import RecordError
-from streams.ports import Appended, Entry, Headers, Log, Partition
-from streams.reading.dead_letter_format import DeadLetter, parse_dead_letter
-from streams.reading.range_reader import Progress, read_range, record_at
-from streams.record_publisher import RecordPublisher
-from streams.records import Refused
-from streams.topics import BATCH, DEAD_LETTERS, PROMPTS, REQUESTS, TOPICS_BY_NAME
+from kvlane.app.audit.timeline import explain_request
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import RecordError
+from kvlane.streams.ports import Appended, Entry, Headers, Log, Partition
+from kvlane.streams.reading.dead_letter_format import DeadLetter, parse_dead_letter
+from kvlane.streams.reading.range_reader import Progress, read_range, record_at
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Refused
+from kvlane.streams.topics import BATCH, DEAD_LETTERS, PROMPTS, REQUESTS, TOPICS_BY_NAME
 
 PUBLISH_TIMEOUT_S = 30.0
 _KNOWN = frozenset({"Assigned", "Started"})

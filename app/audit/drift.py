@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.records import Assigned, Finished, LogRecord, RunKey
+from kvlane.streams.records import Assigned, Finished, LogRecord, RunKey
 
 WINDOW_MS = 600_000
 MAX_RUNS = 256

@@ -13,20 +13,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.audit.time_range import check_partitions
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LaneState, LedgerState
-from app.routing.state.request_state import OPEN
-from app.settings import Settings
-from indexer.epochs import CacheId
-from streams.clock import Clock
-from streams.ports import Log, Partition
-from streams.reading.decoding import RecordDecoder
-from streams.reading.range_reader import Progress, read_range
-from streams.records import Blocks
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY
-from streams.views.view import MaterializedView
+from kvlane.app.audit.time_range import check_partitions
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LaneState, LedgerState
+from kvlane.app.routing.state.request_state import OPEN
+from kvlane.app.settings import Settings
+from kvlane.indexer.epochs import CacheId
+from kvlane.streams.clock import Clock
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.reading.range_reader import Progress, read_range
+from kvlane.streams.records import Blocks
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY
+from kvlane.streams.views.view import MaterializedView
 
 ViewName = Literal["load", "fleet", "index"]
 VIEW_TOPICS: dict[ViewName, tuple[str, ...]] = {

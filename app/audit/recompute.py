@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from app.routing.policy_names import RECORDED_POLICIES
-from app.routing.selection.handover_rules import is_handed_over, recompute_choice_costs
-from app.routing.selection.policies.registry import RECORDED
-from app.routing.selection.select import added_prefill, recompute_choice, reconstruct
-from app.routing.worker_rank import WorkerRank
-from app.traces.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
-from streams.records import Assigned
+from kvlane.app.routing.policy_names import RECORDED_POLICIES
+from kvlane.app.routing.selection.handover_rules import is_handed_over, recompute_choice_costs
+from kvlane.app.routing.selection.policies.registry import RECORDED
+from kvlane.app.routing.selection.select import added_prefill, recompute_choice, reconstruct
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.traces.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
+from kvlane.streams.records import Assigned
 
 
 @dataclass

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from app.operator_error import OperatorError
-from streams.ports import Partition
-from streams.topics import RESPONSES, TOPICS_BY_NAME
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.ports import Partition
+from kvlane.streams.topics import RESPONSES, TOPICS_BY_NAME
 
 MAX_LIFETIME_MS = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) // 2
 """Maximum lifetime of a request in any deployment (`Settings.max_lifetime_s`)."""

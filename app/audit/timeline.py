@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.audit.cost_terms import DecisionReasons, reasons_for
-from app.audit.time_range import MAX_LIFETIME_MS
-from app.audit.unknown_ids import find_prompt
-from streams.clock import Clock
-from streams.ids import issued_ms
-from streams.ports import Log, Partition
-from streams.reading.decoding import RecordDecoder
-from streams.reading.range_reader import Progress, read_range
-from streams.records import (
+from kvlane.app.audit.cost_terms import DecisionReasons, reasons_for
+from kvlane.app.audit.time_range import MAX_LIFETIME_MS
+from kvlane.app.audit.unknown_ids import find_prompt
+from kvlane.streams.clock import Clock
+from kvlane.streams.ids import issued_ms
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.reading.range_reader import Progress, read_range
+from kvlane.streams.records import (
     Assigned,
     Cancel,
     Chunk,
@@ -33,10 +33,10 @@ from streams.records import (
     PrefillDone,
     RunKey,
 )
-from streams.request import Request
-from streams.responses.reply_reader import CLOCK_MARGIN_MS
-from streams.responses.transcript import Transcript
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.request import Request
+from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 
 _PRIVATE = frozenset({
     "token_ids", "text", "log_probs", "agent_context", "extra_args", "multi_modal_data",

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from app.audit.time_range import format_time
-from streams.clock import Clock
-from streams.errors import AccessDenied, BrokerUnavailable, PositionLost
-from streams.ids import issued_ms
-from streams.ports import Log, Partition, Record
-from streams.reading.range_reader import Progress, read_range
-from streams.responses.reply_reader import CLOCK_MARGIN_MS
-from streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
+from kvlane.app.audit.time_range import format_time
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import AccessDenied, BrokerUnavailable, PositionLost
+from kvlane.streams.ids import issued_ms
+from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.reading.range_reader import Progress, read_range
+from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
+from kvlane.streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
 
 _HOUR_MS = 3_600_000
 

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from app.batches.batch_view import BatchView, batch_key, cancel_key, file_key
-from streams.batch_records import BatchCancel, BatchJob, FileCard
-from streams.clock import Clock
-from streams.codecs import AnyRecord
-from streams.errors import BrokerUnavailable
-from streams.ports import Log, Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Tombstone
-from streams.topics import BATCH_JOBS, partition_of
-from streams.views.follower import Follower, OnApplied
+from kvlane.app.batches.batch_view import BatchView, batch_key, cancel_key, file_key
+from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import AnyRecord
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Tombstone
+from kvlane.streams.topics import BATCH_JOBS, partition_of
+from kvlane.streams.views.follower import Follower, OnApplied
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from app.batches.jsonl_lines import JsonlLine, lines_of
-from app.preprocess.cooperative_steps import Steps, run_cooperatively
-from app.preprocess.json_errors import json_error
-from app.preprocess.json_limits import UNCHECKED_BYTES, parse_json
-from app.preprocess.prompt_errors import TooLarge
-from streams.batch_records import BatchEndpoint, BatchError, BatchJob
-from streams.ids import SALT_CHARS
-from streams.prompt import MAX_CUSTOM_ID_CHARS, Prompt
-from streams.topics import MAX_RECORD_BYTES
+from kvlane.app.batches.jsonl_lines import JsonlLine, lines_of
+from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
+from kvlane.app.preprocess.json_errors import json_error
+from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES, parse_json
+from kvlane.app.preprocess.prompt_errors import TooLarge
+from kvlane.streams.batch_records import BatchEndpoint, BatchError, BatchJob
+from kvlane.streams.ids import SALT_CHARS
+from kvlane.streams.prompt import MAX_CUSTOM_ID_CHARS, Prompt
+from kvlane.streams.topics import MAX_RECORD_BYTES
 
 MAX_LINE_BYTES = MAX_RECORD_BYTES - 64 * 1024
 """A line becomes one record of `batch`, with its ids and headers."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from streams.batch_records import BatchCancel, BatchJob, FileCard
-from streams.codecs import AnyRecord
-from streams.ports import Partition
-from streams.records import LogRecord, Tombstone
-from streams.topics import FILE_RETENTION_MS
+from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard
+from kvlane.streams.codecs import AnyRecord
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord, Tombstone
+from kvlane.streams.topics import FILE_RETENTION_MS
 
 
 def file_key(file_id: str) -> str:

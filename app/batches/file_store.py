@@ -19,15 +19,15 @@ from contextlib import aclosing, suppress
 from itertools import count
 from typing import NamedTuple
 
-from streams.batch_records import FileCard
-from streams.clock import Clock
-from streams.codecs import TYPE_HEADER
-from streams.errors import PositionLost, StreamError
-from streams.ports import Appended, Entry, Headers, Log, Partition, Record
-from streams.reading.part_format import PART_BYTES, numbered_part, part_number
-from streams.reading.range_reader import read_range
-from streams.record_publisher import RecordPublisher
-from streams.topics import FILE_PARTS, partition_of
+from kvlane.streams.batch_records import FileCard
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import TYPE_HEADER
+from kvlane.streams.errors import PositionLost, StreamError
+from kvlane.streams.ports import Appended, Entry, Headers, Log, Partition, Record
+from kvlane.streams.reading.part_format import PART_BYTES, numbered_part, part_number
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.topics import FILE_PARTS, partition_of
 
 _PART = b"FilePart"
 _FENCE = b"FileFence"

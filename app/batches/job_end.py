@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from app.batches.batch_view import BatchView
-from streams.batch_records import BatchEnding, BatchJob
-from streams.clock import Clock
+from kvlane.app.batches.batch_view import BatchView
+from kvlane.streams.batch_records import BatchEnding, BatchJob
+from kvlane.streams.clock import Clock
 
 UNRUN: Mapping[BatchEnding, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was run."),

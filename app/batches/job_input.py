@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
-from app.batches.batch_requests import JobRequest, requests_of
-from app.batches.file_store import FileStore
-from streams.batch_records import BatchEndpoint, BatchError, FileCard
+from kvlane.app.batches.batch_requests import JobRequest, requests_of
+from kvlane.app.batches.file_store import FileStore
+from kvlane.streams.batch_records import BatchEndpoint, BatchError, FileCard
 
 MAX_ERRORS = 100
 """Errors of an input that are listed."""

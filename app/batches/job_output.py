@@ -17,13 +17,13 @@ from contextlib import aclosing
 
 import msgspec
 
-from app.batches.batch_requests import error_file_id, output_file_id
-from app.batches.file_store import FileStore, PartOrder, WrittenFile
-from app.batches.output_lines import OutputLine, failure_line
-from streams.batch_records import BatchJob
-from streams.errors import RecordTooLarge
-from streams.ports import Headers, Record
-from streams.reading.part_format import PART_BYTES
+from kvlane.app.batches.batch_requests import error_file_id, output_file_id
+from kvlane.app.batches.file_store import FileStore, PartOrder, WrittenFile
+from kvlane.app.batches.output_lines import OutputLine, failure_line
+from kvlane.streams.batch_records import BatchJob
+from kvlane.streams.errors import RecordTooLarge
+from kvlane.streams.ports import Headers, Record
+from kvlane.streams.reading.part_format import PART_BYTES
 
 MAX_LINES_PER_PART = 5000
 """Their indices in the headers take 25 kB at most, so that a part stays below 1 MiB."""

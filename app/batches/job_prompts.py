@@ -16,18 +16,18 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from app.batches.batch_requests import JobRequest, prompt_of, request_id
-from app.batches.job_input import JobInput
-from app.batches.job_output import JobOutput
-from app.batches.output_lines import failure_line
-from streams.batch_records import BatchEnding, BatchJob
-from streams.clock import Clock
-from streams.errors import RecordTooLarge
-from streams.ports import Entry, Log
-from streams.prompt import Prompt, encode_prompt, with_append_time
-from streams.reading.part_format import PART_BYTES
-from streams.record_publisher import RecordPublisher
-from streams.topics import BATCH
+from kvlane.app.batches.batch_requests import JobRequest, prompt_of, request_id
+from kvlane.app.batches.job_input import JobInput
+from kvlane.app.batches.job_output import JobOutput
+from kvlane.app.batches.output_lines import failure_line
+from kvlane.streams.batch_records import BatchEnding, BatchJob
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import RecordTooLarge
+from kvlane.streams.ports import Entry, Log
+from kvlane.streams.prompt import Prompt, encode_prompt, with_append_time
+from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.topics import BATCH
 
 WINDOW = 1000
 """Prompts of a job under way: as many as keep a fleet busy between two looks at the results."""

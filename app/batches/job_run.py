@@ -27,30 +27,30 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from app.batches.batch_log import BatchLog
-from app.batches.batch_requests import (
+from kvlane.app.batches.batch_log import BatchLog
+from kvlane.app.batches.batch_requests import (
     JobRequest,
     RequestKeys,
     error_file_id,
     output_file_id,
     request_index,
 )
-from app.batches.fair_turns import FairTurns
-from app.batches.file_store import FileDamaged, FileStore, WrittenFile
-from app.batches.job_end import UNRUN, EndsEarly, JobEnd
-from app.batches.job_input import JobInput
-from app.batches.job_output import JobOutput, OutputSuperseded
-from app.batches.job_prompts import JobPrompts
-from app.batches.output_lines import failure_line, result_line
-from app.preprocess.json_limits import UNCHECKED_BYTES
-from streams.batch_records import BatchEnding, BatchError, BatchJob, FileCard
-from streams.clock import Clock
-from streams.codecs import decode
-from streams.errors import PositionLost, RecordError
-from streams.ports import Log, Partition, Reader, Record
-from streams.reading.part_format import PART_BYTES
-from streams.records import Result
-from streams.topics import RESULTS
+from kvlane.app.batches.fair_turns import FairTurns
+from kvlane.app.batches.file_store import FileDamaged, FileStore, WrittenFile
+from kvlane.app.batches.job_end import UNRUN, EndsEarly, JobEnd
+from kvlane.app.batches.job_input import JobInput
+from kvlane.app.batches.job_output import JobOutput, OutputSuperseded
+from kvlane.app.batches.job_prompts import JobPrompts
+from kvlane.app.batches.output_lines import failure_line, result_line
+from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES
+from kvlane.streams.batch_records import BatchEnding, BatchError, BatchJob, FileCard
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import PositionLost, RecordError
+from kvlane.streams.ports import Log, Partition, Reader, Record
+from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.records import Result
+from kvlane.streams.topics import RESULTS
 
 log = logging.getLogger(__name__)
 

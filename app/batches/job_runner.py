@@ -18,19 +18,19 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 
-from app.batches.batch_log import BatchLog
-from app.batches.fair_turns import FairTurns
-from app.batches.file_store import FileStore
-from app.batches.job_output import OutputSuperseded
-from app.batches.job_run import JobContext, JobRun
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.batch_records import BatchJob
-from streams.errors import AccessDenied, LogClosed, StreamError
-from streams.ports import Log, Partition
-from streams.reading.group_membership import GroupMembership
-from streams.records import LogRecord
-from streams.topics import BATCH_JOBS
+from kvlane.app.batches.batch_log import BatchLog
+from kvlane.app.batches.fair_turns import FairTurns
+from kvlane.app.batches.file_store import FileStore
+from kvlane.app.batches.job_output import OutputSuperseded
+from kvlane.app.batches.job_run import JobContext, JobRun
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.batch_records import BatchJob
+from kvlane.streams.errors import AccessDenied, LogClosed, StreamError
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.group_membership import GroupMembership
+from kvlane.streams.records import LogRecord
+from kvlane.streams.topics import BATCH_JOBS
 
 log = logging.getLogger(__name__)
 

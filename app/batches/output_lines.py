@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from app.batches.batch_requests import request_id
-from streams.records import Result
+from kvlane.app.batches.batch_requests import request_id
+from kvlane.streams.records import Result
 
 _OK = 200
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from app.commands import capture_commands
-from app.commands import console as screen
-from app.settings import Settings
+from kvlane.app.commands import capture_commands
+from kvlane.app.commands import console as screen
+from kvlane.app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.audit.rebuild import RebuiltView
-    from app.audit.recompute import RecomputeReport
-    from app.audit.timeline import RequestTimeline
+    from kvlane.app.audit.rebuild import RebuiltView
+    from kvlane.app.audit.recompute import RecomputeReport
+    from kvlane.app.audit.timeline import RequestTimeline
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file as well.")
@@ -103,7 +103,7 @@ def explain(
 
     - `kvlane explain job-17 --inputs`: the id has no time in it, so the whole lane is read
     """
-    from app.commands import explain_view
+    from kvlane.app.commands import explain_view
 
     timeline = asyncio.run(_explain(request_id))
     if json is not None and timeline.steps:
@@ -113,10 +113,10 @@ def explain(
 
 
 async def _replay(view: Any, at: str) -> RebuiltView:
-    from app.audit.rebuild import rebuild_view as build
-    from app.audit.time_range import parse_moment
-    from app.commands import kafka_client
-    from streams.clock import SystemClock
+    from kvlane.app.audit.rebuild import rebuild_view as build
+    from kvlane.app.audit.time_range import parse_moment
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.clock import SystemClock
 
     settings, clock = Settings(), SystemClock()
     wanted = parse_moment(at, clock.wall_ms()) if at else None
@@ -126,9 +126,9 @@ async def _replay(view: Any, at: str) -> RebuiltView:
 
 
 async def _explain(request_id: str) -> RequestTimeline:
-    from app.audit.timeline import explain_request as tell
-    from app.commands import kafka_client
-    from streams.clock import SystemClock
+    from kvlane.app.audit.timeline import explain_request as tell
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.clock import SystemClock
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
         with screen.reading_progress("reading") as progress:
@@ -136,7 +136,7 @@ async def _explain(request_id: str) -> RequestTimeline:
 
 
 def _recompute(source: str) -> RecomputeReport:
-    from app.audit.recompute import RecomputeReport
+    from kvlane.app.audit.recompute import RecomputeReport
 
     found = RecomputeReport()
     capture_commands.read(source, found.add_line)

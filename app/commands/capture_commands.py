@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.commands import console as screen
-from app.settings import Settings
+from kvlane.app.commands import console as screen
+from kvlane.app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.audit.time_range import TimeRange
-    from app.traces.capture_format import AnyCaptureLine, CaptureTotals
+    from kvlane.app.audit.time_range import TimeRange
+    from kvlane.app.traces.capture_format import AnyCaptureLine, CaptureTotals
 
 SECRET_BYTES = 32
 
@@ -53,9 +53,9 @@ def capture(
 
     - `kvlane capture --from 2025-11-21T06:30:00Z --to 2025-11-21T06:40:00Z --out ten.jsonl.zst`
     """
-    from app.audit.time_range import format_time, range_between
-    from app.traces.capture_format import CaptureTotals, created_capture
-    from streams.clock import SystemClock
+    from kvlane.app.audit.time_range import format_time, range_between
+    from kvlane.app.traces.capture_format import CaptureTotals, created_capture
+    from kvlane.streams.clock import SystemClock
 
     period = range_between(since, until, SystemClock().wall_ms())
     last: AnyCaptureLine | None = None
@@ -82,9 +82,9 @@ def read(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
 
     Raises InvalidCapture, InvalidTime.
     """
-    from app.audit.time_range import InvalidTime, parse_range
-    from app.traces.capture_format import InvalidCapture, read_capture
-    from streams.clock import SystemClock
+    from kvlane.app.audit.time_range import InvalidTime, parse_range
+    from kvlane.app.traces.capture_format import InvalidCapture, read_capture
+    from kvlane.streams.clock import SystemClock
 
     file = Path(source)
     if file.is_file():
@@ -102,10 +102,10 @@ def read(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
 
 
 async def _read_log(period: TimeRange, take: Callable[[AnyCaptureLine], None]) -> None:
-    from app.audit.capture_lines import capture_period as capturing
-    from app.commands import kafka_client
-    from indexer.block_keys import derive_secret
-    from streams.clock import SystemClock
+    from kvlane.app.audit.capture_lines import capture_period as capturing
+    from kvlane.app.commands import kafka_client
+    from kvlane.indexer.block_keys import derive_secret
+    from kvlane.streams.clock import SystemClock
 
     secret = derive_secret(secrets.token_bytes(SECRET_BYTES))
     async with kafka_client.connect_kafka(Settings(), "kvlane-capture") as log:

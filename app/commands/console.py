@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.operator_error import install_hint
+from kvlane.app.operator_error import install_hint
 
 TABLE_WIDTH = 160
 """Width of tables in files and pipes, in characters."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from app.commands import console as screen
-from app.settings import Settings, settings_for_writing
+from kvlane.app.commands import console as screen
+from kvlane.app.settings import Settings, settings_for_writing
 
 if TYPE_CHECKING:
-    from app.audit.dead_letter_retry import DeadLetterRecord
-    from streams.reading.dead_letter_format import DeadLetter
+    from kvlane.app.audit.dead_letter_retry import DeadLetterRecord
+    from kvlane.streams.reading.dead_letter_format import DeadLetter
 
 MAX_HEX_BYTES = 512
 """Most bytes of a malformed record to show."""
@@ -99,9 +99,9 @@ def retry(
 
 
 async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], int]:
-    from app.audit.dead_letter_retry import list_dead_letters
-    from app.commands import kafka_client
-    from streams.clock import SystemClock
+    from kvlane.app.audit.dead_letter_retry import list_dead_letters
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.clock import SystemClock
 
     def wanted(letter: DeadLetter) -> bool:
         return letter.origin_topic.startswith(topic) and reason in letter.reason
@@ -112,10 +112,10 @@ async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], 
 
 
 async def _show(name: str) -> None:
-    from app.audit import dead_letter_retry
-    from app.commands import kafka_client
-    from streams.clock import SystemClock
-    from streams.errors import RecordError
+    from kvlane.app.audit import dead_letter_retry
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.clock import SystemClock
+    from kvlane.streams.errors import RecordError
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-dead-letters") as log:
         clock = SystemClock()
@@ -139,9 +139,9 @@ async def _show(name: str) -> None:
 
 
 async def _retry(names: Sequence[str]) -> int:
-    from app.audit import dead_letter_retry
-    from app.commands import kafka_client
-    from streams.clock import SystemClock
+    from kvlane.app.audit import dead_letter_retry
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.clock import SystemClock
 
     refused = 0
     async with kafka_client.connect_kafka(settings_for_writing(), "kvlane-dead-letters") as log:

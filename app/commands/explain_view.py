@@ -10,14 +10,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from app.audit.cost_terms import DecisionReasons
-from app.audit.time_range import format_time
-from app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
-from app.audit.unknown_ids import explain_unknown
-from app.commands.console import escape_text, format_value, plain_table
-from streams.records import Assigned, Cancel, Ended, Fencing, Finished, Refused
-from streams.request import Request
-from streams.topics import REQUESTS, TOPICS_BY_NAME
+from kvlane.app.audit.cost_terms import DecisionReasons
+from kvlane.app.audit.time_range import format_time
+from kvlane.app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
+from kvlane.app.audit.unknown_ids import explain_unknown
+from kvlane.app.commands.console import escape_text, format_value, plain_table
+from kvlane.streams.records import Assigned, Cancel, Ended, Fencing, Finished, Refused
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS, TOPICS_BY_NAME
 
 _SHOWN_ELSEWHERE = frozenset({
     "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",

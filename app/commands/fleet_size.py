@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from app.operator_error import OperatorError
-from streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
 
 ROUTER_REQUESTS_S = 870
 """Requests a second that one router carries alone (`kvlane bench router-latency`)."""

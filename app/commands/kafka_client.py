@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from app.operator_error import OperatorError
-from app.settings import Settings
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.prompt import Prompt
-from streams.records import End
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.settings import Settings
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import End
 
 MAX_PENDING_PROMPTS = 200
 """Most pending prompts; more wait, so that a large file needs little memory."""

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from app.access import key_file
-from app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
-from app.commands.console import plain_table
-from app.settings import Settings, settings_for_writing
+from kvlane.app.access import key_file
+from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRole, Tenant
+from kvlane.app.commands.console import plain_table
+from kvlane.app.settings import Settings, settings_for_writing
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from app.operator_error import install_hint
-from app.settings import Settings, unknown_variables
+from kvlane.app.operator_error import install_hint
+from kvlane.app.settings import Settings, unknown_variables
 
 BrokerOption = Annotated[
     Literal["auto", "env", "docker", "jvm", "memory"],
@@ -51,8 +51,8 @@ def demo(
     compared with those of one worker. `make demo ENGINE=vllm` installs vLLM for a CPU first.
     """
     try:
-        from app.demo.demo_run import run_demo as run
-        from app.demo.demo_run import run_vllm_demo
+        from kvlane.app.demo.demo_run import run_demo as run
+        from kvlane.app.demo.demo_run import run_vllm_demo
     except ModuleNotFoundError as e:
         raise typer.BadParameter(f"the demo needs {e.name}: {install_hint('demo')}") from e
 
@@ -101,9 +101,9 @@ def up(
     With KVLANE_BOOTSTRAP_SERVERS set, and no `--port`, `--data` or `--ephemeral`, it uses that
     Kafka and starts only the rest. Ports: KVLANE_HTTP_PORT (8000), KVLANE_INDEXER_PORT (8090).
     """
-    from app.up.data_folder import default_folder
-    from app.up.up_run import UpOptions
-    from app.up.up_run import run_up as run
+    from kvlane.app.up.data_folder import default_folder
+    from kvlane.app.up.up_run import UpOptions
+    from kvlane.app.up.up_run import run_up as run
 
     if data is not None and ephemeral:
         raise typer.BadParameter("give --data or --ephemeral, not both")

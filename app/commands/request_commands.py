@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from app.commands.console import escape_control, escape_lines
-from app.settings import Settings, settings_for_writing
-from streams.record_base import ServiceClass
+from kvlane.app.commands.console import escape_control, escape_lines
+from kvlane.app.settings import Settings, settings_for_writing
+from kvlane.streams.record_base import ServiceClass
 
 CHECK_AFTER_S = 3.0
 """Time without any text after which `follow` checks whether the id was ever published."""
@@ -55,7 +55,7 @@ def publish(
     The ids go to standard output, one a line, when Kafka has acknowledged the prompts. Publishing
     an id again is harmless. With --follow the text goes to standard output instead.
     """
-    from app.commands.kafka_client import InvalidPromptFile, chat_body
+    from kvlane.app.commands.kafka_client import InvalidPromptFile, chat_body
 
     if file is not None and (text is not None or request_id is not None):
         raise InvalidPromptFile(
@@ -114,8 +114,8 @@ def cancel(
 
 
 async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -> None:  # noqa: FBT001
-    from app.commands.kafka_client import connect_client
-    from streams.prompt import Prompt
+    from kvlane.app.commands.kafka_client import connect_client
+    from kvlane.streams.prompt import Prompt
 
     async with connect_client(settings_for_writing()) as client:
         known = "id" in fields  # it may have been published before: read from its beginning
@@ -127,7 +127,7 @@ async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -
 
 
 async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float) -> None:
-    from app.commands.kafka_client import connect_client, parse_prompts, publish_prompts
+    from kvlane.app.commands.kafka_client import connect_client, parse_prompts, publish_prompts
 
     async with connect_client(settings_for_writing()) as client:
         prompts = parse_prompts(lines, client.new_request_id)
@@ -139,11 +139,11 @@ async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float
 
 async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> bool:
     """Show an answer; False when the log has nothing about the request."""
-    from app.audit.unknown_ids import explain_unknown, is_published
-    from app.commands import kafka_client
-    from streams.client import STREAM_TIMEOUT_S, Client
-    from streams.clock import SystemClock
-    from streams.errors import NotFound, PositionLost
+    from kvlane.app.audit.unknown_ids import explain_unknown, is_published
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.client import STREAM_TIMEOUT_S, Client
+    from kvlane.streams.clock import SystemClock
+    from kvlane.streams.errors import NotFound, PositionLost
 
     clock, seen, name = SystemClock(), asyncio.Event(), escape_control(request_id)
 
@@ -187,7 +187,7 @@ async def _show(
     write: Callable[[str], None] | None = None,
 ) -> None:
     """Write one text as it arrives; several one after the other, each after its id."""
-    from app.commands.kafka_client import write_stream
+    from kvlane.app.commands.kafka_client import write_stream
 
     failed = 0
     for request_id in ids:
@@ -210,7 +210,7 @@ def _write(text: str) -> None:
 
 
 async def _cancel(request_id: str, service_class: ServiceClass) -> None:
-    from app.commands.kafka_client import connect_client
+    from kvlane.app.commands.kafka_client import connect_client
 
     async with connect_client(settings_for_writing()) as client:
         await client.cancel(request_id, service_class=service_class)

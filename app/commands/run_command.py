@@ -23,5 +23,5 @@ def run(
     from faststream.__main__ import cli  # type: ignore[attr-defined]
 
     logging.getLogger("aiokafka").setLevel(logging.NOTSET)  # other commands leave its lines out
-    # Without a folder for applications: one named `app` in the current folder is another program.
-    cli(["run", f"app.{process}:app", "--app-dir", ""], prog_name="kvlane")
+    # Without a folder for applications: the current one may have modules of the same names.
+    cli(["run", f"kvlane.app.{process}:app", "--app-dir", ""], prog_name="kvlane")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from app.settings import AREAS, Settings, unknown_variables, variable_name
+from kvlane.app.settings import AREAS, Settings, unknown_variables, variable_name
 
 _MASK = "********"
 _SECRET_WORDS = {

@@ -43,7 +43,7 @@ def size(
 
     From the figures of docs/benchmarks.md, measured on its machine A: see docs/sizing.md.
     """
-    from app.commands.fleet_size import FleetLoad, explain
+    from kvlane.app.commands.fleet_size import FleetLoad, explain
 
     load = FleetLoad(
         _rate(requests), workers, _rate(tokens), prompt, step, replication, use, broker * 1e6

@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from app.settings import Settings, settings_for_writing
-from streams.topics import AclRule, required_acls
+from kvlane.app.settings import Settings, settings_for_writing
+from kvlane.streams.topics import AclRule, required_acls
 
 if TYPE_CHECKING:
-    from streams.kafka.provision import TopicState
+    from kvlane.streams.kafka.provision import TopicState
 
 app = typer.Typer(no_args_is_help=True, help="Create and check the topics of a deployment.")
 
@@ -80,10 +80,10 @@ def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
 
 
 async def _skip(topic: str, partition: int, offset: int) -> int:
-    from app.commands.kafka_client import connect_kafka
-    from streams.clock import SystemClock
-    from streams.ports import Partition
-    from streams.reading.decoding import write_skip
+    from kvlane.app.commands.kafka_client import connect_kafka
+    from kvlane.streams.clock import SystemClock
+    from kvlane.streams.ports import Partition
+    from kvlane.streams.reading.decoding import write_skip
 
     settings = settings_for_writing()
     name = topic.removeprefix(settings.topic_prefix)
@@ -93,8 +93,8 @@ async def _skip(topic: str, partition: int, offset: int) -> int:
 
 
 async def _topics(*, creating: bool) -> bool:
-    from app.commands.kafka_client import connect_kafka
-    from streams.kafka import provision
+    from kvlane.app.commands.kafka_client import connect_kafka
+    from kvlane.streams.kafka import provision
 
     settings = settings_for_writing() if creating else Settings()
     work = provision.create_topics if creating else provision.describe_topics

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, Field
 
-from app.configuration.setting_values import exceeds
-from streams.prompt import MAX_DEADLINE_S
-from streams.topics import BATCH, TOPICS_BY_NAME
+from kvlane.app.configuration.setting_values import exceeds
+from kvlane.streams.prompt import MAX_DEADLINE_S
+from kvlane.streams.topics import BATCH, TOPICS_BY_NAME
 
 
 class BatchSettings(BaseModel):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import ReadableFile, listed
-from streams.record_base import ModelKind
+from kvlane.app.configuration.setting_values import ReadableFile, listed
+from kvlane.streams.record_base import ModelKind
 
 
 class EngineSettings(BaseModel):

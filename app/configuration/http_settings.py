@@ -8,7 +8,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import ReadableFile, SettingsError, are_on_loopback, listed
+from kvlane.app.configuration.setting_values import (
+    ReadableFile,
+    SettingsError,
+    are_on_loopback,
+    listed,
+)
 
 
 class HttpSettings(BaseModel):

@@ -7,8 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
-from app.configuration.setting_values import UPPER_CASE, ReadableFile, SettingsError, variable_name
-from streams.kafka.connection_options import ConnectionOptions, SaslMechanism, SecurityProtocol
+from kvlane.app.configuration.setting_values import (
+    UPPER_CASE,
+    ReadableFile,
+    SettingsError,
+    variable_name,
+)
+from kvlane.streams.kafka.connection_options import (
+    ConnectionOptions,
+    SaslMechanism,
+    SecurityProtocol,
+)
 
 
 class KafkaSettings(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from app.configuration.setting_values import UPPER_CASE
+from kvlane.app.configuration.setting_values import UPPER_CASE
 
 
 class ProcessSettings(BaseModel):

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from app.configuration.setting_values import exceeds, listed
-from streams.topics import RESPONSES, TOPICS_BY_NAME
+from kvlane.app.configuration.setting_values import exceeds, listed
+from kvlane.streams.topics import RESPONSES, TOPICS_BY_NAME
 
 _LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
 """Half the retention of the responses: below it, the part of a response that a reader has is still

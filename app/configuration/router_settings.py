@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from app.configuration.setting_values import unique_name
-from app.routing.policy_names import PolicyName
-from app.routing.queueing.fair_share import ClassConfig
+from kvlane.app.configuration.setting_values import unique_name
+from kvlane.app.routing.policy_names import PolicyName
+from kvlane.app.routing.queueing.fair_share import ClassConfig
 
 
 class RouterSettings(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 
-from app.operator_error import OperatorError
+from kvlane.app.operator_error import OperatorError
 
 PREFIX = "KVLANE_"
 

@@ -6,8 +6,15 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, Field, SecretStr
 
-from app.configuration.setting_values import ReadableFile, exceeds
-from streams.topics import ASSIGNMENTS, DEFAULT_LANES, KV_EVENTS, PROMPTS, RESULTS, TOPICS_BY_NAME
+from kvlane.app.configuration.setting_values import ReadableFile, exceeds
+from kvlane.streams.topics import (
+    ASSIGNMENTS,
+    DEFAULT_LANES,
+    KV_EVENTS,
+    PROMPTS,
+    RESULTS,
+    TOPICS_BY_NAME,
+)
 
 
 class TopicSettings(BaseModel):

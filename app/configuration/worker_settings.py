@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, Field
 
-from app.configuration.setting_values import listed, unique_name
-from streams.records import Role
+from kvlane.app.configuration.setting_values import listed, unique_name
+from kvlane.streams.records import Role
 
 
 class WorkerSettings(BaseModel):

@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 
 from pydantic import SecretStr
 
-from app.local.deployment import (
+from kvlane.app.local.deployment import (
     DeploymentPart,
     InProcessDeployment,
     LocalDeployment,
     ProcessDeployment,
     ProcessFactory,
 )
-from app.runtime.process import ProcessContext
-from app.settings import Settings, variable_name
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.brokers.watchdog import ProcessGuard
-from streams.clock import SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Log
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings, variable_name
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log
 
 STATUS_KINDS = ("router", "preprocessor")
 """Processes that are asked whether they are ready. The demo finds workers in their topics, and the

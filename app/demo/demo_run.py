@@ -16,18 +16,18 @@ from typing import Any
 from pydantic import SecretStr
 from rich.console import Console
 
-from app import worker
-from app.collector import Collector
-from app.demo.demo_environment import demo_environment
-from app.demo.scenario import DemoScenario
-from app.gateway import Gateway
-from app.indexer import Indexer
-from app.local.deployment import DemoFailed, DeploymentPart, ProcessFactory, deployment_parts
-from app.local.processes import free_port
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker, BrokerChoice, obtain_broker
+from kvlane.app import worker
+from kvlane.app.collector import Collector
+from kvlane.app.demo.demo_environment import demo_environment
+from kvlane.app.demo.scenario import DemoScenario
+from kvlane.app.gateway import Gateway
+from kvlane.app.indexer import Indexer
+from kvlane.app.local.deployment import DemoFailed, DeploymentPart, ProcessFactory, deployment_parts
+from kvlane.app.local.processes import free_port
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, obtain_broker
 
 DEMO_WORKERS = 4
 CONTEXT_LENGTH = 16_384
@@ -54,10 +54,10 @@ def run_vllm_demo(
     settings: Settings, console: Console, kind: BrokerChoice = "auto", *, prefill_workers: int = 0
 ) -> bool:
     """Run the demo with vLLM; True when all checks pass. Arguments and errors: see `run_demo`."""
-    from app.demo import tiny_model, vllm_scenario
-    from app.engine.interface import EngineError
-    from app.engine.vllm.async_llm import START_METHOD_VARIABLE
-    from app.engine.vllm.versions import check_plugin, installed_version
+    from kvlane.app.demo import tiny_model, vllm_scenario
+    from kvlane.app.engine.interface import EngineError
+    from kvlane.app.engine.vllm.async_llm import START_METHOD_VARIABLE
+    from kvlane.app.engine.vllm.versions import check_plugin, installed_version
 
     os.environ.update(tiny_model.environment())
     try:
@@ -79,7 +79,7 @@ async def _demo_vllm(
     folder: Path,
     parts: Sequence[DeploymentPart],
 ) -> bool:
-    from app.demo import vllm_scenario
+    from kvlane.app.demo import vllm_scenario
 
     with_roles = any(part.role is not None for part in parts)
     changes = _changes(settings, broker) | vllm_scenario.vllm_settings(

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from app.demo import policy_comparison
-from app.demo.demo_environment import DemoEnvironment
-from app.demo.ledger_reader import FleetObserver, LedgerDecisions
-from app.demo.policy_comparison import PolicyRun, RunTraceRequest
-from app.demo.trace_prompts import TracePrompt
-from app.local.deployment import DemoFailed, count_workers, run_scenario
-from streams.client import Client
+from kvlane.app.demo import policy_comparison
+from kvlane.app.demo.demo_environment import DemoEnvironment
+from kvlane.app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from kvlane.app.demo.policy_comparison import PolicyRun, RunTraceRequest
+from kvlane.app.demo.trace_prompts import TracePrompt
+from kvlane.app.local.deployment import DemoFailed, count_workers, run_scenario
+from kvlane.streams.client import Client
 
 OUTCOME_TIMEOUT_S = 1.0
 """Time limit for the end of a run in the ledger, which follows the last text of its answer."""

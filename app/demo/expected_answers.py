@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.engine.engine_factory import text_generator_of
-from app.engine.simulated.text_generator import ExpectedAnswer, expected_answer
-from app.preprocess.models.model import model_of_files
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
-from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
-from app.preprocess.thread_pool import InlinePool
-from app.settings import Settings
-from streams.clock import Clock
-from streams.codecs import token_count
-from streams.records import Artifact, Chunk, End
+from kvlane.app.engine.engine_factory import text_generator_of
+from kvlane.app.engine.simulated.text_generator import ExpectedAnswer, expected_answer
+from kvlane.app.preprocess.models.model import model_of_files
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from kvlane.app.preprocess.requests.openai_requests import TokenizedKind, read_openai
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import token_count
+from kvlane.streams.records import Artifact, Chunk, End
 
 NO_ARTIFACT = Artifact("", 0)
 

@@ -9,17 +9,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from app.routing.state.fleet import Fleet
-from app.routing.state.silent_workers import SilentWorkers
-from app.runtime.process import ProcessContext
-from streams.clock import BrokerClock
-from streams.codecs import AnyRecord, decode
-from streams.errors import RecordError
-from streams.ports import Log, Partition
-from streams.reading.range_reader import tail
-from streams.records import Assigned, Finished, LogRecord, PrefillDone
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY
-from streams.views.follower import Follower
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import AnyRecord, decode
+from kvlane.streams.errors import RecordError
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.range_reader import tail
+from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY
+from kvlane.streams.views.follower import Follower
 
 READY_POLL_S = 0.1
 

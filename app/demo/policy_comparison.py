@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from app.demo.expected_answers import DemoAnswer
-from app.demo.ledger_reader import LedgerDecisions
-from app.demo.trace_prompts import TracePrompt
-from app.percentiles import percentile
-from streams.clock import Clock
-from streams.records import Assigned, Candidate
+from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.demo.ledger_reader import LedgerDecisions
+from kvlane.app.demo.trace_prompts import TracePrompt
+from kvlane.app.percentiles import percentile
+from kvlane.streams.clock import Clock
+from kvlane.streams.records import Assigned, Candidate
 
 TRACE_SPEEDUP = 60.0
 """Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""

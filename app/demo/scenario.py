@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from app.demo.demo_environment import DemoEnvironment
-from app.demo.demo_session import DemoSession
-from app.demo.expected_answers import AnswerOracle, DemoAnswer
-from app.demo.policy_comparison import TRACE_SPEEDUP
-from app.demo.trace_prompts import TracePrompt, bundled_prompts
-from app.local.deployment import DemoFailed
-from app.preprocess.requests.openai_requests import TokenizedKind
-from streams.prompt import Prompt
+from kvlane.app.demo.demo_environment import DemoEnvironment
+from kvlane.app.demo.demo_session import DemoSession
+from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
+from kvlane.app.demo.policy_comparison import TRACE_SPEEDUP
+from kvlane.app.demo.trace_prompts import TracePrompt, bundled_prompts
+from kvlane.app.local.deployment import DemoFailed
+from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
+from kvlane.streams.prompt import Prompt
 
 READY_S = 60.0
 ANSWER_S = 60.0

@@ -1,8 +1,8 @@
 """A tiny Llama model for any CPU or GPU: two layers of random weights.
 
-`python -m app.demo.tiny_model FOLDER` writes one. Its text makes no sense, but depends on every
-token before, and vLLM loads it like any other model. Its tokenizer is trained on the sentences of
-the demo. Needs `safetensors`, a dependency of vLLM.
+`python -m kvlane.app.demo.tiny_model FOLDER` writes one. Its text makes no sense, but depends on
+every token before, and vLLM loads it like any other model. Its tokenizer is trained on the
+sentences of the demo. Needs `safetensors`, a dependency of vLLM.
 
 With `--large` the model has the layers of Llama 3.2 1B and no weights, to measure on a GPU: vLLM's
 argument `"load_format": "dummy"` makes random ones.
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from app.engine.simulated.text_generator import demo_sentences
-from app.engine.vllm.versions import is_cpu_build
+from kvlane.app.engine.simulated.text_generator import demo_sentences
+from kvlane.app.engine.vllm.versions import is_cpu_build
 
 VOCABULARY_SIZE = 1024
 LAYERS = 2
@@ -176,7 +176,7 @@ def _write(path: Path, fields: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        "app.demo.tiny_model", description="Write a model to a folder."
+        "kvlane.app.demo.tiny_model", description="Write a model to a folder."
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--large", action="store_true", help="the layers of a 1B, no weights")

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
 
 
 class TracePrompt(NamedTuple):

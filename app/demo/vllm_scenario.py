@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 import openai
 from rich.markup import escape
 
-from app.demo import tiny_model
-from app.demo.demo_session import DemoSession
-from app.demo.expected_answers import DemoAnswer
-from app.demo.policy_comparison import PolicyRun
-from app.demo.trace_prompts import TracePrompt, chunk_tokens
-from app.engine.simulated.text_generator import ExpectedAnswer
-from app.percentiles import percentile
-from app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
-from streams.prompt import Prompt
+from kvlane.app.demo import tiny_model
+from kvlane.app.demo.demo_session import DemoSession
+from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.demo.policy_comparison import PolicyRun
+from kvlane.app.demo.trace_prompts import TracePrompt, chunk_tokens
+from kvlane.app.engine.simulated.text_generator import ExpectedAnswer
+from kvlane.app.percentiles import percentile
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
+from kvlane.streams.prompt import Prompt
 
 MODEL = "tiny"
 VLLM_WORKERS = 2

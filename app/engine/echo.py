@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     TEXT_ONLY_UNSUPPORTED,
     Engine,
     EngineOutput,
@@ -19,11 +19,11 @@ from app.engine.interface import (
     check_text_only,
     token_usage,
 )
-from app.preprocess.text.byte_level import ASSISTANT, USER
-from streams.clock import Clock
-from streams.codecs import unpack_tokens
-from streams.records import EngineConfig
-from streams.request import Request
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import Engine
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.text_generator import TextGenerator, demo_sentences
-from app.engine.validator import ValidatingEngine
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, ModelFiles, read_folder
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from app.settings import Settings, SettingsError
-from streams.clock import Clock
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.text_generator import TextGenerator, demo_sentences
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, ModelFiles, read_folder
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.settings import Settings, SettingsError
+from kvlane.streams.clock import Clock
 
 
 class EngineAndFiles(NamedTuple):
@@ -64,8 +64,8 @@ def _echo(settings: Settings, clock: Clock) -> EngineAndFiles:
 
 def _vllm(settings: Settings, clock: Clock) -> EngineAndFiles:
     """A folder is served as it is; a name is downloaded from where vLLM would get it."""
-    from app.engine.vllm.async_llm import VllmEngine, VllmLimits
-    from app.engine.vllm.model_download import model_folder
+    from kvlane.app.engine.vllm.async_llm import VllmEngine, VllmLimits
+    from kvlane.app.engine.vllm.model_download import model_folder
 
     folder = settings.model_path or model_folder(settings.model)
     given = settings.model_fields_set
@@ -83,9 +83,9 @@ def _vllm(settings: Settings, clock: Clock) -> EngineAndFiles:
 
 def _attached(settings: Settings, clock: Clock) -> EngineAndFiles:
     """The folder has the files of the model that the server serves; no weights are read."""
-    from app.engine.attached.passthrough_engine import PassthroughEngine
-    from app.engine.attached.server_engine import ServerAddress
-    from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+    from kvlane.app.engine.attached.passthrough_engine import PassthroughEngine
+    from kvlane.app.engine.attached.server_engine import ServerAddress
+    from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 
     where = ServerAddress(
         settings.attach_url,

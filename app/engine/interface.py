@@ -44,10 +44,10 @@ from typing import Protocol
 
 import msgspec
 
-from app.operator_error import OperatorError
-from indexer.cache_events.engine_events import EngineEvent
-from streams.record_base import JsonText
-from streams.records import (
+from kvlane.app.operator_error import OperatorError
+from kvlane.indexer.cache_events.engine_events import EngineEvent
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.records import (
     GUIDED_DECODING_FEATURE,
     LOGPROBS_FEATURE,
     EngineConfig,
@@ -58,7 +58,7 @@ from streams.records import (
     Phase,
     Usage,
 )
-from streams.request import Request
+from kvlane.streams.request import Request
 
 U32_MAX = 2**32 - 1
 
@@ -136,7 +136,7 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
     `usage` counts this execution only: its prompt, including tokens of earlier attempts, and
     the generated tokens. It is optional, and used on the first output, for the cached tokens, and
-    on the last. `stop_reason` and `log_probs` are those of `streams.records.Chunk`. `transfer`:
+    on the last. `stop_reason` and `log_probs` are those of `streams/records.py`. `transfer`:
     data of the engine from prefill to decode, on the last output. `data`: as in a Chunk, with
     positions within this output's text.
     """

@@ -1,4 +1,4 @@
-"""Decoder of KV cache events in vLLM's format, into `indexer.cache_events.engine_events`.
+"""Decoder of KV cache events in vLLM's format, into `kvlane.indexer.cache_events.engine_events`.
 
     frames ─► EngineEventBatch ─► BatchNumberTracker ─► missing batches ─► replay ─► recovered
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from indexer.block_hashes import multimodal_hash
-from indexer.cache_events.engine_events import (
+from kvlane.indexer.block_hashes import multimodal_hash
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -30,7 +30,7 @@ from indexer.cache_events.engine_events import (
     EventsLost,
     UnreadableEvent,
 )
-from indexer.xxh3 import xxh3
+from kvlane.indexer.xxh3 import xxh3
 
 log = logging.getLogger(__name__)
 

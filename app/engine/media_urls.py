@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.engine.interface import InvalidRequest
+from kvlane.app.engine.interface import InvalidRequest
 
 ALL_HOSTS = "*"
 

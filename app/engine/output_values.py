@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from app.engine.interface import U32_MAX, EngineError, EngineOutput
-from streams.records import EngineStats, LogProb, Usage
+from kvlane.app.engine.interface import U32_MAX, EngineError, EngineOutput
+from kvlane.streams.records import EngineStats, LogProb, Usage
 
 LOWEST_LOG_PROB = -9999.0
 """Stands for minus infinity, a token that cannot be chosen, as in vLLM's OpenAI server."""

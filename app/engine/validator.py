@@ -11,10 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Mapping
 
-from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, KvEventListener
-from app.engine.output_values import checked_output, checked_stats
-from streams.records import EngineConfig, EngineStats
-from streams.request import Request
+from kvlane.app.engine.interface import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    KvEventListener,
+)
+from kvlane.app.engine.output_values import checked_output, checked_stats
+from kvlane.streams.records import EngineConfig, EngineStats
+from kvlane.streams.request import Request
 
 MAX_OUTPUTS_AFTER_STOP = 1
 """One output may be in flight when the context stops; the next one must see the stop."""

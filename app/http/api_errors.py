@@ -15,14 +15,14 @@ from typing import NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from app.preprocess.prompt_errors import (
+from kvlane.app.preprocess.prompt_errors import (
     BadModel,
     ContextExceeded,
     InvalidPrompt,
     PreprocessorOverloaded,
     TooLarge,
 )
-from streams.errors import (
+from kvlane.streams.errors import (
     AccessDenied,
     AppendFailed,
     BrokerUnavailable,
@@ -31,7 +31,7 @@ from streams.errors import (
     PositionLost,
     RecordTooLarge,
 )
-from streams.records import Chunk, End
+from kvlane.streams.records import Chunk, End
 
 OVERLOADED = 529
 """Status of overloaded model servers; HTTP itself does not define it."""

@@ -18,14 +18,14 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.access.key_file import ApiKey, KeyFileError, KeyRing, KeyRole, Tenant, read_key_file
-from app.access.quota import CountedAnswer, QuotaLease, QuotaRefusal, TenantQuota
-from app.http.api_errors import ApiError
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams import request as prepared
-from streams.clock import Clock
-from streams.ids import TenantTag
+from kvlane.app.access.key_file import ApiKey, KeyFileError, KeyRing, KeyRole, Tenant, read_key_file
+from kvlane.app.access.quota import CountedAnswer, QuotaLease, QuotaRefusal, TenantQuota
+from kvlane.app.http.api_errors import ApiError
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams import request as prepared
+from kvlane.streams.clock import Clock
+from kvlane.streams.ids import TenantTag
 
 log = logging.getLogger(__name__)
 

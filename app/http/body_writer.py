@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from app.http.exchange import Exchange
+from kvlane.app.http.exchange import Exchange
 
 _EXTENSION = "kvlane.body_writer"
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from app.metrics.metric_set import MetricSet
+from kvlane.app.metrics.metric_set import MetricSet
 
 log = logging.getLogger(__name__)
 

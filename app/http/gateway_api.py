@@ -14,20 +14,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from app.http.api_errors import ApiError, error_of_prompt, error_of_stream
-from app.http.authentication import Authentication
-from app.http.batches.batches_endpoint import BatchesEndpoint
-from app.http.batches.files_endpoint import FilesEndpoint
-from app.http.middleware import RequestIdMiddleware
-from app.http.openai.completions import Completions
-from app.http.openai.gateway_deps import GatewayDeps
-from app.http.openai.openapi import openapi_of
-from app.http.openai.served_models import ServedModel
-from app.http.openai.stream_resume import StreamResume
-from app.http.origin_guard import OriginGuard
-from app.http.probes import JSON
-from app.http.unknown_urls import unknown_url
-from app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
+from kvlane.app.http.api_errors import ApiError, error_of_prompt, error_of_stream
+from kvlane.app.http.authentication import Authentication
+from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
+from kvlane.app.http.batches.files_endpoint import FilesEndpoint
+from kvlane.app.http.middleware import RequestIdMiddleware
+from kvlane.app.http.openai.completions import Completions
+from kvlane.app.http.openai.gateway_deps import GatewayDeps
+from kvlane.app.http.openai.openapi import openapi_of
+from kvlane.app.http.openai.served_models import ServedModel
+from kvlane.app.http.openai.stream_resume import StreamResume
+from kvlane.app.http.origin_guard import OriginGuard
+from kvlane.app.http.probes import JSON
+from kvlane.app.http.unknown_urls import unknown_url
+from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
 
 _STREAM = "/v1/streams/{request_id:path}"
 _FILE = "/v1/files/{file_id}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.http.openai.active_streams import ActiveStreams
-from app.http.probes import Checks
-from app.runtime.process import ProcessContext
-from streams.views.follower import Follower
+from kvlane.app.http.openai.active_streams import ActiveStreams
+from kvlane.app.http.probes import Checks
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.views.follower import Follower
 
 READER_STALL_S = 120.0
 """Time without a returned poll after which the reader is considered stuck: a poll takes half a

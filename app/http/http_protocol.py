@@ -29,10 +29,10 @@ import httptools
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.http.api_errors import invalid_request, overloaded
-from app.http.body_writer import BodyWriter
-from app.http.connection_table import ConnectionTable
-from app.http.exchange import Exchange
+from kvlane.app.http.api_errors import invalid_request, overloaded
+from kvlane.app.http.body_writer import BodyWriter
+from kvlane.app.http.connection_table import ConnectionTable
+from kvlane.app.http.exchange import Exchange
 
 REQUEST_BYTES = 4096
 """Memory of a request without its head."""

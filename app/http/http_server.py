@@ -20,13 +20,13 @@ from typing import NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
-from app.http.connection_table import SPARE, ConnectionTable
-from app.http.http_protocol import HEAD_TIMEOUT_S, BoundedProtocol
-from app.metrics.metric_set import MetricSet
-from app.operator_error import OperatorError
-from app.runtime.open_files import raise_file_limit
-from app.runtime.process import ProcessContext
-from app.settings import Settings, SettingsError
+from kvlane.app.http.connection_table import SPARE, ConnectionTable
+from kvlane.app.http.http_protocol import HEAD_TIMEOUT_S, BoundedProtocol
+from kvlane.app.metrics.metric_set import MetricSet
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.runtime.open_files import raise_file_limit
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 

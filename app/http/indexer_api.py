@@ -19,26 +19,26 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from app.http.api_errors import ApiError
-from app.http.authentication import AccessControl, Authentication
-from app.http.gateway_api import answer_errors
-from app.http.middleware import BodyLimiter
-from app.http.probes import JSON, Probes, catch_up_checks
-from app.metrics.indexer_metrics import IndexerMetrics
-from app.preprocess.json_errors import json_error
-from app.preprocess.json_limits import without_mark
-from app.routing.selection.eligibility import block_size_of, worker_number
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from indexer.epochs import CacheSize
-from indexer.events import Tier
-from streams.clock import Clock
-from streams.codecs import pack_tokens
-from streams.ids import TenantTag
-from streams.request import Hints
-from streams.request import Request as Asked
-from streams.views.follower import Follower
+from kvlane.app.http.api_errors import ApiError
+from kvlane.app.http.authentication import AccessControl, Authentication
+from kvlane.app.http.gateway_api import answer_errors
+from kvlane.app.http.middleware import BodyLimiter
+from kvlane.app.http.probes import JSON, Probes, catch_up_checks
+from kvlane.app.metrics.indexer_metrics import IndexerMetrics
+from kvlane.app.preprocess.json_errors import json_error
+from kvlane.app.preprocess.json_limits import without_mark
+from kvlane.app.routing.selection.eligibility import block_size_of, worker_number
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.indexer.epochs import CacheSize
+from kvlane.indexer.events import Tier
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ids import TenantTag
+from kvlane.streams.request import Hints
+from kvlane.streams.request import Request as Asked
+from kvlane.streams.views.follower import Follower
 
 U64_MAX = 2**64 - 1
 TIERS = [tier.name.lower() for tier in Tier]

@@ -15,8 +15,8 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.http.api_errors import ApiError, error_of_stream, overloaded
-from app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.http.api_errors import ApiError, error_of_stream, overloaded
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 
 REQUEST_ID = b"x-request-id"
 STREAM_ID = b"x-kvlane-id"

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.access.quota import RATE_LIMIT_HEADERS
-from app.http.api_errors import ApiError
+from kvlane.app.access.quota import RATE_LIMIT_HEADERS
+from kvlane.app.http.api_errors import ApiError
 
 ANY_ORIGIN = "*"
 _READ = frozenset({b"origin", b"host"})

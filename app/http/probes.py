@@ -15,13 +15,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.http.authentication import AccessControl, Authentication
-from app.http.http_server import TlsFiles, UvicornServer
-from app.http.origin_guard import OriginGuard
-from app.metrics.metric_set import MetricSet
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.views.follower import Follower
+from kvlane.app.http.authentication import AccessControl, Authentication
+from kvlane.app.http.http_server import TlsFiles, UvicornServer
+from kvlane.app.http.origin_guard import OriginGuard
+from kvlane.app.metrics.metric_set import MetricSet
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.views.follower import Follower
 
 JSON = "application/json"
 

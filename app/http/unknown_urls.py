@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from app.http.api_errors import ApiError
+from kvlane.app.http.api_errors import ApiError
 
 _NOT_OFFERED = (
     "assistants", "audio", "containers", "conversations", "edits", "engines", "evals",

@@ -13,18 +13,18 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from app.lanes.context import RouterContext
-from app.lanes.handovers import HandOver, HandOvers
-from app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
-from app.lanes.termination import CancellableWaits
-from app.routing.queueing.deferred_prompts import QueueSize
-from app.routing.queueing.pending import LaneRequest, RequestKey
-from app.routing.selection.decision import Placement, Rejection, Wait
-from app.routing.selection.handover_rules import FirstPhase
-from app.routing.selection.prompt_hashes import PromptHashes
-from streams.codecs import pack_tokens
-from streams.records import EndCode
-from streams.request import Request
+from kvlane.app.lanes.context import RouterContext
+from kvlane.app.lanes.handovers import HandOver, HandOvers
+from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
+from kvlane.app.lanes.termination import CancellableWaits
+from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
+from kvlane.app.routing.selection.decision import Placement, Rejection, Wait
+from kvlane.app.routing.selection.handover_rules import FirstPhase
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EndCode
+from kvlane.streams.request import Request
 
 RETRY_AFTER_S = 1.0
 """Retry-After for rejected clients: by then the queue has advanced by roughly the work that one

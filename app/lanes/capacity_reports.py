@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from app.lanes.context import RouterContext
-from app.lanes.owner import LaneOwner
-from streams.errors import AppendFailed
-from streams.record_publisher import RecordPublisher
-from streams.records import RouterCapacity
-from streams.topics import CAPACITY
+from kvlane.app.lanes.context import RouterContext
+from kvlane.app.lanes.owner import LaneOwner
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import RouterCapacity
+from kvlane.streams.topics import CAPACITY
 
 log = logging.getLogger(__name__)
 

@@ -12,41 +12,41 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-from app.lanes.scheduling.batch_scheduler import BatchScheduler
-from app.lanes.scheduling.model_availability import ModelAvailability
-from app.lanes.scheduling.scheduler import Scheduler
-from app.lanes.shared_reads import EndOffsets, SharedScanner
-from app.metrics.router_metrics import RouterMetrics
-from app.routing.queueing.deferred_prompts import QueueSize
-from app.routing.queueing.fair_share import UNBOUNDED
-from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.reconcile import ReconcileTimeouts
-from app.routing.selection.batch_placement import BatchBounds
-from app.routing.selection.decision import Placement
-from app.routing.selection.handover_rules import HandOverRules
-from app.routing.selection.routing_config import (
+from kvlane.app.lanes.scheduling.batch_scheduler import BatchScheduler
+from kvlane.app.lanes.scheduling.model_availability import ModelAvailability
+from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.lanes.shared_reads import EndOffsets, SharedScanner
+from kvlane.app.metrics.router_metrics import RouterMetrics
+from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.fair_share import UNBOUNDED
+from kvlane.app.routing.queueing.router_queue import QueueConfig, RouterQueue
+from kvlane.app.routing.reconcile import ReconcileTimeouts
+from kvlane.app.routing.selection.batch_placement import BatchBounds
+from kvlane.app.routing.selection.decision import Placement
+from kvlane.app.routing.selection.handover_rules import HandOverRules
+from kvlane.app.routing.selection.routing_config import (
     DynamoWeights,
     PredictiveWeights,
     RoutingConfig,
     TransferSpeed,
 )
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from app.routing.state.request_state import RunId
-from app.routing.state.silent_workers import SilentWorkers
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.wait_queue import WaitQueue
-from streams.clock import BrokerClock
-from streams.ports import Log, Partition
-from streams.reading.group_consumer import PartitionClaim
-from streams.record_base import ServiceClass
-from streams.record_publisher import RecordPublisher
-from streams.records import LogRecord
-from streams.request import Request
-from streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
-from streams.views.follower import Follower
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.wait_queue import WaitQueue
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.group_consumer import PartitionClaim
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import LogRecord
+from kvlane.streams.request import Request
+from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, partition_of
+from kvlane.streams.views.follower import Follower
 
 BATCH_BYTES_SHARE = 0.25
 """Bound on the bytes of batch prompts that wait, as a share of that for interactive ones, on top of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from streams.request import Request
+from kvlane.streams.request import Request
 
 ContinuationClass = Literal["unaffected", "adjusted", "changed", "refused"]
 """`unaffected`: the option means the same for the rest. `adjusted`: the rest gets the remaining

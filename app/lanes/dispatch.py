@@ -17,28 +17,28 @@ import asyncio
 from msgspec.structs import replace
 from opentelemetry.trace import Span
 
-from app.lanes.admission import REJECTION_REASONS, RETRY_AFTER_BY_CODE, Admission, RenewalDue
-from app.lanes.assignment_records import assignment_record, decision_record
-from app.lanes.context import RouterContext, ViewStopped
-from app.lanes.handovers import HandOver, HandOvers, bootstrap_info
-from app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
-from app.lanes.scheduling.waiting_tasks import wait_for_room
-from app.lanes.termination import CancellableWaits, RequestTermination
-from app.routing.queueing.pending import RequestKey
-from app.routing.selection.decision import Placement, Rejection
-from app.routing.selection.eligibility import domain_taint
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.state.request_state import RunId
-from app.routing.worker_rank import WorkerRank
-from app.runtime import spans
-from streams.clock import BrokerClock
-from streams.codecs import unpack_tokens
-from streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
-from streams.ports import Partition
-from streams.record_publisher import OutgoingRecord
-from streams.records import DryRunResult, Phase, Usage
-from streams.request import BootstrapInfo
-from streams.topics import ASSIGNMENTS, LEDGER
+from kvlane.app.lanes.admission import REJECTION_REASONS, RETRY_AFTER_BY_CODE, Admission, RenewalDue
+from kvlane.app.lanes.assignment_records import assignment_record, decision_record
+from kvlane.app.lanes.context import RouterContext, ViewStopped
+from kvlane.app.lanes.handovers import HandOver, HandOvers, bootstrap_info
+from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
+from kvlane.app.lanes.scheduling.waiting_tasks import wait_for_room
+from kvlane.app.lanes.termination import CancellableWaits, RequestTermination
+from kvlane.app.routing.queueing.pending import RequestKey
+from kvlane.app.routing.selection.decision import Placement, Rejection
+from kvlane.app.routing.selection.eligibility import domain_taint
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.runtime import spans
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.errors import PositionLost, RecordError, RecordTooLarge, StreamError
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_publisher import OutgoingRecord
+from kvlane.streams.records import DryRunResult, Phase, Usage
+from kvlane.streams.request import BootstrapInfo
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER
 
 LOG_LOOKUP_TIMEOUT_S = 10.0
 """Time-out to read the emitted tokens from the log, also when the deadline is near or past: ten

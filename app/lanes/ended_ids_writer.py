@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from app.lanes.context import RouterContext
-from app.lanes.owner import LaneOwner
-from streams.errors import AppendFailed, BrokerUnavailable
-from streams.ports import Partition
-from streams.topics import ENDED_IDS, LEDGER
+from kvlane.app.lanes.context import RouterContext
+from kvlane.app.lanes.owner import LaneOwner
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
+from kvlane.streams.ports import Partition
+from kvlane.streams.topics import ENDED_IDS, LEDGER
 
 log = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.lanes.context import RouterContext
-from app.lanes.continuation import continuation_blocker
-from app.lanes.dispatch import Dispatcher, look_up_s
-from app.lanes.scheduling.remaining_work import RemainingWork
-from app.lanes.termination import CancellableWaits, RequestTermination
-from app.routing.reconcile import Restart, RestartReason, is_run_listed
-from app.routing.state.request_state import OPEN, RequestState, RunId
-from streams.errors import PositionLost
-from streams.records import EndCode, Fence, Fencing, Usage
-from streams.request import Request
-from streams.responses.transcript import Transcript
-from streams.topics import LEDGER, RESPONSES
+from kvlane.app.lanes.context import RouterContext
+from kvlane.app.lanes.continuation import continuation_blocker
+from kvlane.app.lanes.dispatch import Dispatcher, look_up_s
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.termination import CancellableWaits, RequestTermination
+from kvlane.app.routing.reconcile import Restart, RestartReason, is_run_listed
+from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId
+from kvlane.streams.errors import PositionLost
+from kvlane.streams.records import EndCode, Fence, Fencing, Usage
+from kvlane.streams.request import Request
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import LEDGER, RESPONSES
 
 MAX_STALLS = 2
 """Engines that may stall with a request before its first token. The request may be the cause, so it

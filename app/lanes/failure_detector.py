@@ -23,12 +23,12 @@ import math
 from collections.abc import Coroutine
 from typing import Any
 
-from app.lanes.context import RouterContext
-from streams.errors import AppendFailed, StreamError
-from streams.ports import Appended, Partition
-from streams.record_publisher import SLOW_APPEND_S
-from streams.records import Lost, Probe, Tombstone
-from streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY
+from kvlane.app.lanes.context import RouterContext
+from kvlane.streams.errors import AppendFailed, StreamError
+from kvlane.streams.ports import Appended, Partition
+from kvlane.streams.record_publisher import SLOW_APPEND_S
+from kvlane.streams.records import Lost, Probe, Tombstone
+from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, REGISTRY
 
 log = logging.getLogger(__name__)
 

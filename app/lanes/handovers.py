@@ -2,7 +2,7 @@
 
 On the sequential path decode is due when the prefill has ended: `PrefillDone` has the transfer
 parameters. On the bootstrap path it is due at once: both engines meet in a room of the prefill
-engine, and decode waits there for the blocks (`streams.request.BootstrapInfo`).
+engine, and decode waits there for the blocks (`kvlane.streams.request.BootstrapInfo`).
 
 Owns the hand-overs that the owner of a lane has begun, until they are used or given up; dispatch is
 in `dispatch.py`.
@@ -14,11 +14,11 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.lanes.scheduling.remaining_work import RemainingWork
-from app.routing.selection.handover_rules import HandOverRules, decode_request, within_domain
-from app.routing.state.request_state import RunId
-from streams.records import LogRecord, PrefillDone, WorkerCard
-from streams.request import BootstrapInfo
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.routing.selection.handover_rules import HandOverRules, decode_request, within_domain
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.streams.records import LogRecord, PrefillDone, WorkerCard
+from kvlane.streams.request import BootstrapInfo
 
 MAX_PREFILL_BYTES = 64 * 1024 * 1024
 """Prompts of a lane that are kept while prefill workers compute them. With more of them requests

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from app.lanes.context import RouterContext
-from streams.reading.group_consumer import PartitionClaim
+from kvlane.app.lanes.context import RouterContext
+from kvlane.streams.reading.group_consumer import PartitionClaim
 
 log = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from app.lanes.admission import RenewalDue
-from app.lanes.context import RouterContext
-from app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
-from app.lanes.failover import Failover
-from app.lanes.lane_backpressure import LaneBackpressure
-from app.lanes.scheduling.remaining_work import RemainingWork
-from app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
-from app.request_timers import RequestTimers
-from app.routing.queueing.pending import RequestKey
-from app.routing.reconcile import (
+from kvlane.app.lanes.admission import RenewalDue
+from kvlane.app.lanes.context import RouterContext
+from kvlane.app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
+from kvlane.app.lanes.failover import Failover
+from kvlane.app.lanes.lane_backpressure import LaneBackpressure
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
+from kvlane.app.request_timers import RequestTimers
+from kvlane.app.routing.queueing.pending import RequestKey
+from kvlane.app.routing.reconcile import (
     Action,
     Decode,
     Finish,
@@ -40,18 +40,18 @@ from app.routing.reconcile import (
     next_action,
     next_action_ms,
 )
-from app.routing.state.fleet import LastHeartbeat
-from app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
-from app.routing.state.request_transitions import LedgerRecord
-from app.settings import Settings
-from streams.clock import LeaderClock
-from streams.codecs import TOKEN_BYTES
-from streams.errors import RecordError, StreamError
-from streams.ports import Partition
-from streams.reading.group_consumer import PartitionClaim
-from streams.records import Cancel, LogRecord, Refused, RequestOffset, RunKey, RunProgress
-from streams.request import Request
-from streams.topics import REQUESTS, RESPONSES, lane_of
+from kvlane.app.routing.state.fleet import LastHeartbeat
+from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
+from kvlane.app.routing.state.request_transitions import LedgerRecord
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import LeaderClock
+from kvlane.streams.codecs import TOKEN_BYTES
+from kvlane.streams.errors import RecordError, StreamError
+from kvlane.streams.ports import Partition
+from kvlane.streams.reading.group_consumer import PartitionClaim
+from kvlane.streams.records import Cancel, LogRecord, Refused, RequestOffset, RunKey, RunProgress
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 

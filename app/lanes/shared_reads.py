@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.runtime.process import ProcessContext
-from streams import codecs
-from streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError
-from streams.ports import Log, Partition, Record
-from streams.records import Chunk, End, Fence, RequestOffset
-from streams.request import Request
-from streams.responses.transcript import Transcript
-from streams.responses.unreadable import describe, place_of
-from streams.retry import retry_while_unavailable
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams import codecs
+from kvlane.streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError
+from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.records import Chunk, End, Fence, RequestOffset
+from kvlane.streams.request import Request
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.responses.unreadable import describe, place_of
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import REQUESTS, RESPONSES
 
 POLL_TIMEOUT_S = 0.25
 """How long a query about another partition waits at most for its scan to begin."""

@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from app.lanes.context import RouterContext
-from app.routing.state.request_state import RunId
-from streams.errors import AppendFailed
-from streams.ports import Partition
-from streams.records import CancelRun, DryRunResult, End, EndCode, Ended, Usage
-from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
+from kvlane.app.lanes.context import RouterContext
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import CancelRun, DryRunResult, End, EndCode, Ended, Usage
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, RESPONSES
 
 log = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 
-from app.local.processes import ManagedProcess, launch, process_command
-from app.operator_error import OperatorError
-from app.runtime.process import ProcessContext, ProcessLifecycle
-from app.settings import Settings, variable_name
-from streams.brokers.watchdog import ProcessGuard
-from streams.clock import Clock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Log
-from streams.records import Role
+from kvlane.app.local.processes import ManagedProcess, launch, process_command
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
+from kvlane.app.settings import Settings, variable_name
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.clock import Clock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log
+from kvlane.streams.records import Role
 
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""

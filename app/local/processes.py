@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from app.operator_error import OperatorError
-from streams.brokers.broker import free_ports
-from streams.brokers.watchdog import ProcessGuard
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.watchdog import ProcessGuard
 
 TAIL_LINES = 15
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 def process_command(kind: str) -> tuple[str, ...]:
     """The module and its arguments that run a process file, as a deployment does."""
-    return ("app", "run", kind)
+    return ("kvlane.app", "run", kind)
 
 
 class ManagedProcess:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.metrics.metric_set import MetricSet
+from kvlane.app.metrics.metric_set import MetricSet
 
 RESULT_STATUSES = ("completed", "failed", "cancelled")
 TRANSACTION_OUTCOMES = ("committed", "failed", "fenced")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from app.audit.drift import DriftTracker
-from app.metrics.metric_set import gauges
+from kvlane.app.audit.drift import DriftTracker
+from kvlane.app.metrics.metric_set import gauges
 
 _LABELS = "model worker"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet
-from streams.clock import Clock
+from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet
+from kvlane.streams.clock import Clock
 
 ENDPOINTS = ("chat", "completion", "embedding", "streams", "other")
 _STATUSES = (200, 400, 404, 408, 413, 499, 500, 503, 529)

@@ -12,12 +12,12 @@ from functools import partial
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from app.metrics.metric_set import MetricSet, counters, gauges
-from app.metrics.view_metrics import ViewCollector
-from app.routing.state.kv_index import KvIndexView
-from streams.topics import KV_EVENTS
-from streams.views.follower import Follower
-from streams.views.snapshot_writer import SnapshotWriter
+from kvlane.app.metrics.metric_set import MetricSet, counters, gauges
+from kvlane.app.metrics.view_metrics import ViewCollector
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.streams.topics import KV_EVENTS
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_writer import SnapshotWriter
 
 log = logging.getLogger(__name__)
 

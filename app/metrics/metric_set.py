@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, genera
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.metrics.instruments import Counter, Histogram
-from streams.clock import Clock
+from kvlane.app.metrics.instruments import Counter, Histogram
+from kvlane.streams.clock import Clock
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500)
 TOKEN_BUCKETS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)

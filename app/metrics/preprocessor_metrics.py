@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.metrics_core import Metric
 
-from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
-from app.prompts.backlog import Backlog, BacklogSize
-from streams.records import Cancel, Refused
-from streams.request import Request
+from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
+from kvlane.app.prompts.backlog import Backlog, BacklogSize
+from kvlane.streams.records import Cancel, Refused
+from kvlane.streams.request import Request
 
 PROMPT_OUTCOMES = ("request", "cancel", "refused", "dead_letter", "moved_to_batch", "deleted")
 

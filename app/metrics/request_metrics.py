@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from app.metrics.metric_set import MetricSet
-from streams.records import Assigned, Ended, Finished, LogRecord, PrefillDone
-from streams.request import Request
+from kvlane.app.metrics.metric_set import MetricSet
+from kvlane.streams.records import Assigned, Ended, Finished, LogRecord, PrefillDone
+from kvlane.streams.request import Request
 
 UNKNOWN = "unknown"
 """Label of a model that no worker serves: clients choose such names freely."""

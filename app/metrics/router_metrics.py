@@ -11,16 +11,16 @@ from typing import Literal, Protocol, get_args
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
-from app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
-from app.metrics.request_metrics import RequestMetrics
-from app.metrics.view_metrics import ViewCollector
-from app.routing.policy_names import RECORDED_POLICIES
-from app.routing.selection.decision import Placement
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.state.active_load import WorkerLoad
-from app.routing.state.kv_index import KvIndexView
-from streams.records import EndCode
-from streams.views.follower import Follower
+from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
+from kvlane.app.metrics.request_metrics import RequestMetrics
+from kvlane.app.metrics.view_metrics import ViewCollector
+from kvlane.app.routing.policy_names import RECORDED_POLICIES
+from kvlane.app.routing.selection.decision import Placement
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.streams.records import EndCode
+from kvlane.streams.views.follower import Follower
 
 
 class QueueGauges(Protocol):

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.metrics.metric_set import counters, gauges
-from app.routing.state.kv_index import KvIndexView
-from streams.errors import BrokerUnavailable
-from streams.ports import Partition
-from streams.views.follower import Follower
+from kvlane.app.metrics.metric_set import counters, gauges
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Partition
+from kvlane.streams.views.follower import Follower
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Protocol, get_args
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from app.metrics.metric_set import MetricSet, counters
-from app.serving.run_executor import Run
-from indexer.cache_events.event_normalizer import NormalizerCounters
-from streams.records import EngineStats, RunCode
+from kvlane.app.metrics.metric_set import MetricSet, counters
+from kvlane.app.serving.run_executor import Run
+from kvlane.indexer.cache_events.event_normalizer import NormalizerCounters
+from kvlane.streams.records import EngineStats, RunCode
 
 
 class WorkerState(Protocol):

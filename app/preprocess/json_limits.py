@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.preprocess.cooperative_steps import Steps
-from app.preprocess.prompt_errors import TooLarge
+from kvlane.app.preprocess.cooperative_steps import Steps
+from kvlane.app.preprocess.prompt_errors import TooLarge
 
 UNCHECKED_BYTES = 64 * 1024
 """Shorter bodies are not counted: parsing and validation take a few milliseconds."""

@@ -16,11 +16,11 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from app.preprocess.cooperative_steps import Steps, run_now
-from app.preprocess.json_errors import json_error
-from app.preprocess.json_limits import parse_json
-from app.preprocess.models.byte_model import Model
-from app.preprocess.prompt_errors import (
+from kvlane.app.preprocess.cooperative_steps import Steps, run_now
+from kvlane.app.preprocess.json_errors import json_error
+from kvlane.app.preprocess.json_limits import parse_json
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.app.preprocess.prompt_errors import (
     BadModel,
     InvalidPrompt,
     PreprocessorOverloaded,
@@ -28,16 +28,16 @@ from app.preprocess.prompt_errors import (
     UnknownModel,
     invalid_prompt,
 )
-from app.preprocess.request_reader import prepare, read_request
-from app.preprocess.requests import openai_requests, passthrough
-from app.preprocess.requests.openai_requests import OpenAIRequest
-from app.preprocess.requests.passthrough import PassthroughRequest
-from app.preprocess.result_rules import ReadHeaders, ResultRules
-from streams import ports
-from streams.prompt import Prompt
-from streams.record_base import ServiceClass
-from streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused
-from streams.request import Request, ResultOptions
+from kvlane.app.preprocess.request_reader import prepare, read_request
+from kvlane.app.preprocess.requests import openai_requests, passthrough
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
+from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
+from kvlane.app.preprocess.result_rules import ReadHeaders, ResultRules
+from kvlane.streams import ports
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused
+from kvlane.streams.request import Request, ResultOptions
 
 _OF_RESULTS = ("kind", "result", "metadata", "batch_id", "custom_id")
 """The fields of a prompt that are about its result."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from app.operator_error import OperatorError
+from kvlane.app.operator_error import OperatorError
 
 NAMED_PROBLEMS = 3
 """Wrong fields that an error names at most."""

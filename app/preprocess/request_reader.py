@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.preprocess.json_limits import MAX_RENDERED_VALUES
-from app.preprocess.models.byte_model import Model
-from app.preprocess.models.model import PreparedPrompts
-from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
-from app.preprocess.requests import openai_requests, passthrough
-from app.preprocess.requests.nvext import NvExt
-from app.preprocess.requests.openai_requests import OpenAIRequest
-from app.preprocess.requests.passthrough import PassthroughRequest
-from app.preprocess.requests.preprocessed_requests import Flattened, flatten
-from app.preprocess.requests.reserved_fields import refuse_reserved
+from kvlane.app.preprocess.json_limits import MAX_RENDERED_VALUES
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.app.preprocess.models.model import PreparedPrompts
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, TooLarge
+from kvlane.app.preprocess.requests import openai_requests, passthrough
+from kvlane.app.preprocess.requests.nvext import NvExt
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
+from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
+from kvlane.app.preprocess.requests.preprocessed_requests import Flattened, flatten
+from kvlane.app.preprocess.requests.reserved_fields import refuse_reserved
 
 TOO_DEEP = "is nested too deep"
 

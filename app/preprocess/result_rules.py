@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from streams.prompt import Prompt
-from streams.request import ReplyAddress, ResultOptions
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.request import ReplyAddress, ResultOptions
 
 ResultScope = Literal["requested", "all", "batch"]
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Semaphore
 from typing import Protocol, TypeVar
 
-from app.preprocess.prompt_errors import PreprocessorOverloaded
+from kvlane.app.preprocess.prompt_errors import PreprocessorOverloaded
 
 T = TypeVar("T")
 

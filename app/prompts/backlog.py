@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from streams.clock import Clock
-from streams.errors import StreamError
-from streams.ports import Log
-from streams.reading.group_consumer import PartitionClaim
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import StreamError
+from kvlane.streams.ports import Log
+from kvlane.streams.reading.group_consumer import PartitionClaim
 
 MEASURE_TIMEOUT_S = 2.0
 """A scrape must not wait for a broker that does not answer."""

@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from app.wait_queue import WaitQueue
-from streams.clock import Clock
-from streams.ports import Partition
-from streams.records import LogRecord, RouterCapacity
-from streams.request import Request
+from kvlane.app.wait_queue import WaitQueue
+from kvlane.streams.clock import Clock
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord, RouterCapacity
+from kvlane.streams.request import Request
 
 REPORT_TTL_S = 5.0
 """Validity of a report; routers publish one every second."""

@@ -24,20 +24,20 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from app.prompts.backlog import Backlog
-from app.prompts.job_order import BatchItem, JobOrder
-from app.prompts.prompt_credit import CreditDebit, PromptCredit
-from app.runtime.process import ProcessContext
-from streams.asyncapi import PromptPayload
-from streams.clock import BrokerClock
-from streams.errors import RecordTooLarge
-from streams.ports import Log, Member, Record
-from streams.prompt import appended_ms
-from streams.reading.group_consumer import OffsetCommits, PartitionClaim
-from streams.record_publisher import RecordPublisher
-from streams.records import Cancel, Refused
-from streams.request import Request
-from streams.topics import GROUPS, REQUESTS, lane_of
+from kvlane.app.prompts.backlog import Backlog
+from kvlane.app.prompts.job_order import BatchItem, JobOrder
+from kvlane.app.prompts.prompt_credit import CreditDebit, PromptCredit
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.asyncapi import PromptPayload
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.errors import RecordTooLarge
+from kvlane.streams.ports import Log, Member, Record
+from kvlane.streams.prompt import appended_ms
+from kvlane.streams.reading.group_consumer import OffsetCommits, PartitionClaim
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Cancel, Refused
+from kvlane.streams.request import Request
+from kvlane.streams.topics import GROUPS, REQUESTS, lane_of
 
 log = logging.getLogger(__name__)
 

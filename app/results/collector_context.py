@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from app.metrics.collector_metrics import CollectorMetrics
-from app.preprocess.models.byte_model import Model
-from app.results.reply_sender import ReplySender
-from app.runtime.process import ProcessContext
-from streams.clock import BrokerClock
-from streams.ports import Log
-from streams.reading.dead_letter_format import DeadLetterWriter
-from streams.reading.group_consumer import PartitionClaim
+from kvlane.app.metrics.collector_metrics import CollectorMetrics
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.app.results.reply_sender import ReplySender
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.ports import Log
+from kvlane.streams.reading.dead_letter_format import DeadLetterWriter
+from kvlane.streams.reading.group_consumer import PartitionClaim
 
 
 class CollectorContext(NamedTuple):

@@ -27,20 +27,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from app.results.collector_context import CollectorContext
-from app.results.lane_results import LaneResults
-from app.results.pending_result import PendingResult
-from app.results.result_writer import ResultWriter
-from app.results.unanswered_requests import search_ledger
-from streams.clock import CLOCK_SKEW_MS
-from streams.errors import RecordError, StreamError
-from streams.ports import Partition, Record
-from streams.reading.group_consumer import PartitionClaim
-from streams.reading.range_reader import read_range
-from streams.records import Cancel, LogRecord, Refused
-from streams.request import Request
-from streams.retry import retry_while_unavailable
-from streams.topics import REQUESTS, RESPONSES, lane_of
+from kvlane.app.results.collector_context import CollectorContext
+from kvlane.app.results.lane_results import LaneResults
+from kvlane.app.results.pending_result import PendingResult
+from kvlane.app.results.result_writer import ResultWriter
+from kvlane.app.results.unanswered_requests import search_ledger
+from kvlane.streams.clock import CLOCK_SKEW_MS
+from kvlane.streams.errors import RecordError, StreamError
+from kvlane.streams.ports import Partition, Record
+from kvlane.streams.reading.group_consumer import PartitionClaim
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.records import Cancel, LogRecord, Refused
+from kvlane.streams.request import Request
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from app.results.collector_context import CollectorContext
-from app.results.lane_collector import LaneCollector
-from streams.errors import PositionLost
-from streams.ports import Batches, Partition, Reader, Record
-from streams.retry import retry_while_unavailable
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.results.collector_context import CollectorContext
+from kvlane.app.results.lane_collector import LaneCollector
+from kvlane.streams.errors import PositionLost
+from kvlane.streams.ports import Batches, Partition, Reader, Record
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import REQUESTS, RESPONSES
 
 log = logging.getLogger(__name__)
 

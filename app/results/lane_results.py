@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from app.results.pending_result import PendingResult
-from streams.clock import CLOCK_SKEW_MS
-from streams.codecs import decode
-from streams.errors import Malformed
-from streams.ports import Partition, Record, Unreadable
-from streams.records import Chunk, End, Fence, LogRecord, Refused
-from streams.request import Request
-from streams.responses.unreadable import UnknownPlace, describe, place_of
+from kvlane.app.results.pending_result import PendingResult
+from kvlane.streams.clock import CLOCK_SKEW_MS
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import Malformed
+from kvlane.streams.ports import Partition, Record, Unreadable
+from kvlane.streams.records import Chunk, End, Fence, LogRecord, Refused
+from kvlane.streams.request import Request
+from kvlane.streams.responses.unreadable import UnknownPlace, describe, place_of
 
 log = logging.getLogger(__name__)
 

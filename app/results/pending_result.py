@@ -12,13 +12,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 
-from app.http.api_errors import WHOLE_CODES, ApiError, error_of_piece
-from app.http.openai import openai_responses
-from app.http.openai.logprobs import TokenText
-from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from app.preprocess.models.byte_model import Model
-from streams.ids import issued_ms
-from streams.records import (
+from kvlane.app.http.api_errors import WHOLE_CODES, ApiError, error_of_piece
+from kvlane.app.http.openai import openai_responses
+from kvlane.app.http.openai.logprobs import TokenText
+from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.streams.ids import issued_ms
+from kvlane.streams.records import (
     Chunk,
     End,
     Fence,
@@ -29,9 +29,9 @@ from streams.records import (
     ResultTimings,
     ResultUsage,
 )
-from streams.request import ReplyAddress, Request, ResultOptions
-from streams.responses.transcript import Transcript
-from streams.responses.unreadable import RecordPlace
+from kvlane.streams.request import ReplyAddress, Request, ResultOptions
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.responses.unreadable import RecordPlace
 
 ResultStatus = Literal["completed", "failed", "cancelled"]
 

@@ -18,11 +18,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from app.metrics.collector_metrics import CollectorMetrics
-from app.results.lane_results import WrittenResult
-from app.runtime.process import ProcessContext
-from streams.clock import CLOCK_SKEW_MS, Clock
-from streams.errors import (
+from kvlane.app.metrics.collector_metrics import CollectorMetrics
+from kvlane.app.results.lane_results import WrittenResult
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import CLOCK_SKEW_MS, Clock
+from kvlane.streams.errors import (
     AccessDenied,
     AppendFailed,
     BrokerUnavailable,
@@ -30,11 +30,11 @@ from streams.errors import (
     RecordTooLarge,
     TopicMismatch,
 )
-from streams.ports import Entry, Log, Partition
-from streams.reading.group_consumer import PartitionClaim
-from streams.reading.range_reader import read_range, record_at
-from streams.request import ReplyAddress
-from streams.topics import partition_of
+from kvlane.streams.ports import Entry, Log, Partition
+from kvlane.streams.reading.group_consumer import PartitionClaim
+from kvlane.streams.reading.range_reader import read_range, record_at
+from kvlane.streams.request import ReplyAddress
+from kvlane.streams.topics import partition_of
 
 log = logging.getLogger(__name__)
 

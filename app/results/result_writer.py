@@ -16,26 +16,26 @@ from contextlib import aclosing
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from app.preprocess.models.byte_model import Model
-from app.results.collector_context import CollectorContext
-from app.results.lane_results import LaneResults, WrittenResult
-from app.results.pending_result import PendingResult
-from app.results.reply_sender import DueReply
-from streams.clock import CLOCK_SKEW_MS
-from streams.codecs import encode
-from streams.errors import (
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.app.results.collector_context import CollectorContext
+from kvlane.app.results.lane_results import LaneResults, WrittenResult
+from kvlane.app.results.pending_result import PendingResult
+from kvlane.app.results.reply_sender import DueReply
+from kvlane.streams.clock import CLOCK_SKEW_MS
+from kvlane.streams.codecs import encode
+from kvlane.streams.errors import (
     AppendFailed,
     BrokerUnavailable,
     OwnershipLost,
     PositionLost,
     RecordTooLarge,
 )
-from streams.ports import Entry, Partition, TopicEntry
-from streams.reading.group_consumer import PartitionClaim
-from streams.reading.range_reader import read_range
-from streams.request import ReplyAddress
-from streams.retry import MAX_BACKOFF_S
-from streams.topics import MAX_RECORD_BYTES, REQUESTS, RESULTS, lane_of
+from kvlane.streams.ports import Entry, Partition, TopicEntry
+from kvlane.streams.reading.group_consumer import PartitionClaim
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.request import ReplyAddress
+from kvlane.streams.retry import MAX_BACKOFF_S
+from kvlane.streams.topics import MAX_RECORD_BYTES, REQUESTS, RESULTS, lane_of
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from app.results.collector_context import CollectorContext
-from app.results.pending_result import PendingResult
-from app.routing.state.ledger import LedgerState
-from app.routing.state.request_transitions import LedgerRecord
-from streams.clock import CLOCK_SKEW_MS
-from streams.codecs import decode
-from streams.errors import BrokerUnavailable, PositionLost, RecordError
-from streams.ports import Partition, Record
-from streams.reading.range_reader import read_range
-from streams.records import Assigned, Ended, LogRecord, Started
-from streams.topics import LEDGER
+from kvlane.app.results.collector_context import CollectorContext
+from kvlane.app.results.pending_result import PendingResult
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.request_transitions import LedgerRecord
+from kvlane.streams.clock import CLOCK_SKEW_MS
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import BrokerUnavailable, PositionLost, RecordError
+from kvlane.streams.ports import Partition, Record
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.records import Assigned, Ended, LogRecord, Started
+from kvlane.streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from app.routing.state.fleet import Fleet
-from app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
-from streams.records import EndCode, RunKey
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, RunState, RunStatus
+from kvlane.streams.records import EndCode, RunKey
 
 RestartReason = Literal[
     "broken", "retryable", "worker_full", "lost", "not_started", "resume", "preempted",

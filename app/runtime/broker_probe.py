@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from streams.clock import Clock
-from streams.errors import BrokerUnavailable
-from streams.ports import Log
-from streams.topics import RESPONSES
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Log
+from kvlane.streams.topics import RESPONSES
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from app.settings import Settings
+from kvlane.app.settings import Settings
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -85,7 +85,7 @@ def configure_logging(settings: Settings) -> None:
     handler.setFormatter(JsonFormatter() if settings.log_json else logging.Formatter(_TEXT))
     handler.addFilter(RepeatFilter())
     level = logging.getLevelNamesMapping()[settings.log_level]
-    for name in ("app", "streams", "indexer", KAFKA_CLIENT_LOGGER):
+    for name in ("kvlane", KAFKA_CLIENT_LOGGER):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(max(level, logging.WARNING) if name == KAFKA_CLIENT_LOGGER else level)

@@ -18,17 +18,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from app.runtime import spans
-from app.runtime.broker_probe import BrokerProbe
-from streams.clock import Clock, SystemClock
-from streams.errors import CorrectableError
-from streams.ports import Log
+from kvlane.app.runtime import spans
+from kvlane.app.runtime.broker_probe import BrokerProbe
+from kvlane.streams.clock import Clock, SystemClock
+from kvlane.streams.errors import CorrectableError
+from kvlane.streams.ports import Log
 
 if TYPE_CHECKING:
     from faststream import FastStream
 
-    from app.settings import Settings
-    from streams.reading.log_broker import LogBroker
+    from kvlane.app.settings import Settings
+    from kvlane.streams.reading.log_broker import LogBroker
 
 log = logging.getLogger(__name__)
 
@@ -192,9 +192,9 @@ def faststream_app(
     """
     from faststream import FastStream
 
-    from streams.asyncapi import answers_broker, specification
-    from streams.kafka.kafka_log import KafkaLog
-    from streams.kafka.provision import check_partitions, watch_topics
+    from kvlane.streams.asyncapi import answers_broker, specification
+    from kvlane.streams.kafka.kafka_log import KafkaLog
+    from kvlane.streams.kafka.provision import check_partitions, watch_topics
 
     settings = _settings_of_environment(name)
     connection = settings.kafka_connection(name)
@@ -251,8 +251,8 @@ def faststream_app(
 
 def _settings_of_environment(name: str) -> Settings:
     """The settings of a process, with its logging configured by them. Raises SystemExit."""
-    from app.runtime.logging_setup import configure_logging
-    from app.settings import Settings, SettingsError, unknown_variables
+    from kvlane.app.runtime.logging_setup import configure_logging
+    from kvlane.app.settings import Settings, SettingsError, unknown_variables
 
     try:
         settings = Settings()

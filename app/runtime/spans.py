@@ -26,14 +26,14 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from app.operator_error import OperatorError, install_hint
-from streams.records import Phase
-from streams.request import Request
+from kvlane.app.operator_error import OperatorError, install_hint
+from kvlane.streams.records import Phase
+from kvlane.streams.request import Request
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-    from app.settings import Settings
+    from kvlane.app.settings import Settings
 
 TRACEPARENT = "traceparent"
 """HTTP header, and header of records of `prompts`: the W3C Trace Context."""

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from app.runtime.process import ProcessContext
-from streams.errors import AppendFailed, RecordTooLarge
-from streams.ports import Appended
-from streams.record_publisher import RecordPublisher
-from streams.records import Chunk, FinishReason, LogProb, PassthroughDelta, Usage
-from streams.topics import RESPONSES, lane_of
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.errors import AppendFailed, RecordTooLarge
+from kvlane.streams.ports import Appended
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Chunk, FinishReason, LogProb, PassthroughDelta, Usage
+from kvlane.streams.topics import RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
-from app.engine.interface import Engine, EngineDead, GenerateContext
-from app.engine.output_values import checked_stats
-from app.runtime.process import ProcessContext
-from streams.codecs import pack_tokens
-from streams.request import Request, StopConditions
+from kvlane.app.engine.interface import Engine, EngineDead, GenerateContext
+from kvlane.app.engine.output_values import checked_stats
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import Request, StopConditions
 
 log = logging.getLogger(__name__)
 

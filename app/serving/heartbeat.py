@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from app.engine.interface import Engine
-from app.engine.output_values import checked_stats
-from app.serving.kv_event_publisher import KvEventPublisher
-from app.serving.run_queue import RunQueue
-from streams.clock import Clock
-from streams.errors import AppendFailed
-from streams.record_publisher import RecordPublisher
-from streams.records import Heartbeat, WorkerState
-from streams.topics import KV_EVENTS
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.output_values import checked_stats
+from kvlane.app.serving.kv_event_publisher import KvEventPublisher
+from kvlane.app.serving.run_queue import RunQueue
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Heartbeat, WorkerState
+from kvlane.streams.topics import KV_EVENTS
 
 log = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from app.runtime.process import ProcessContext
-from app.wait_queue import WaitQueue
-from indexer.block_keys import KeySecret
-from indexer.cache_events.engine_events import EngineEvent
-from indexer.cache_events.event_normalizer import EventBatch, EventNormalizer
-from indexer.events import encode_events
-from streams.record_publisher import RecordPublisher
-from streams.records import Blocks
-from streams.topics import KV_EVENTS, TOPICS
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.wait_queue import WaitQueue
+from kvlane.indexer.block_keys import KeySecret
+from kvlane.indexer.cache_events.engine_events import EngineEvent
+from kvlane.indexer.cache_events.event_normalizer import EventBatch, EventNormalizer
+from kvlane.indexer.events import encode_events
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Blocks
+from kvlane.streams.topics import KV_EVENTS, TOPICS
 
 REPUBLISH_CHUNK_BLOCKS = 4096
 REPUBLISH_CHUNK_INTERVAL_S = 0.05

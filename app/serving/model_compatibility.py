@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 
-from app.operator_error import OperatorError
-from app.routing.state.fleet import Fleet
-from app.runtime.process import ProcessContext
-from streams.errors import BrokerUnavailable
-from streams.ports import Log
-from streams.records import ModelCard
-from streams.topics import REGISTRY
-from streams.views.follower import Follower
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Log
+from kvlane.streams.records import ModelCard
+from kvlane.streams.topics import REGISTRY
+from kvlane.streams.views.follower import Follower
 
 log = logging.getLogger(__name__)
 

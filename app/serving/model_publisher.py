@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from app.preprocess.models import model
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import LoadedModel
-from app.preprocess.models.model_folder import ModelFiles, checksum_of
-from app.preprocess.thread_pool import InlinePool
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.ports import Log
-from streams.records import EngineConfig, ModelCard
+from kvlane.app.preprocess.models import model
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import LoadedModel
+from kvlane.app.preprocess.models.model_folder import ModelFiles, checksum_of
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.ports import Log
+from kvlane.streams.records import EngineConfig, ModelCard
 
 
 class ModelPublisher:

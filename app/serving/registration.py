@@ -14,12 +14,12 @@ from typing import Literal
 
 import msgspec
 
-from app.runtime.process import ProcessContext
-from app.settings import Settings, SettingsError
-from streams.errors import AppendFailed
-from streams.record_publisher import RecordPublisher
-from streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
-from streams.topics import REGISTRY
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings, SettingsError
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
+from kvlane.streams.topics import REGISTRY
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import asdict, replace
 from opentelemetry.trace import Span
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     Engine,
     EngineDead,
     EngineError,
@@ -37,19 +37,27 @@ from app.engine.interface import (
     InvalidRequest,
     token_usage,
 )
-from app.engine.output_values import checked_output
-from app.preprocess.models.byte_model import Model
-from app.preprocess.text.stop_conditions import TextPiece, TextStream
-from app.runtime import spans
-from app.runtime.process import ProcessContext
-from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
-from streams.clock import BrokerClock
-from streams.codecs import token_count, unpack_tokens
-from streams.errors import AppendFailed, BrokerUnavailable
-from streams.record_publisher import RecordPublisher
-from streams.records import Assignment, FinishReason, PrefillDone, RunCode, RunKey, Started, Usage
-from streams.request import Request
-from streams.topics import LEDGER
+from kvlane.app.engine.output_values import checked_output
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.app.preprocess.text.stop_conditions import TextPiece, TextStream
+from kvlane.app.runtime import spans
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import token_count, unpack_tokens
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import (
+    Assignment,
+    FinishReason,
+    PrefillDone,
+    RunCode,
+    RunKey,
+    Started,
+    Usage,
+)
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from msgspec.structs import asdict
 
-from app.engine.interface import GenerateContext
-from app.runtime.process import ProcessContext
-from app.serving.run_executor import Run, RunEnd, RunExecutor
-from app.wait_queue import WaitQueue
-from streams.clock import BrokerClock
-from streams.record_publisher import RecordPublisher
-from streams.records import Assignment, CancelRun, Finished, RunKey, RunProgress
-from streams.topics import LEDGER
+from kvlane.app.engine.interface import GenerateContext
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.run_executor import Run, RunEnd, RunExecutor
+from kvlane.app.wait_queue import WaitQueue
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Assignment, CancelRun, Finished, RunKey, RunProgress
+from kvlane.streams.topics import LEDGER
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ the rules of agreement with other workers (`model_compatibility.py`).
 
 from __future__ import annotations
 
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.runtime.process import ProcessContext
-from app.serving.model_compatibility import check_compatible, wait_until_compatible
-from app.serving.model_publisher import ModelPublisher, passthrough_card
-from app.serving.registration import REGISTER_TIMEOUT_S
-from streams.ports import Log
-from streams.record_publisher import RecordPublisher
-from streams.records import EngineConfig, ModelCard
-from streams.topics import REGISTRY
+from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.model_compatibility import check_compatible, wait_until_compatible
+from kvlane.app.serving.model_publisher import ModelPublisher, passthrough_card
+from kvlane.app.serving.registration import REGISTER_TIMEOUT_S
+from kvlane.streams.ports import Log
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import EngineConfig, ModelCard
+from kvlane.streams.topics import REGISTRY
 
 
 class WorkerModel:

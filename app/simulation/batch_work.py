@@ -15,10 +15,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from app.engine.simulated.batch import BatchSequence
-from app.prompts.job_order import BatchItem, JobOrder
-from app.routing.queueing.router_queue import RouterQueue
-from app.routing.selection.batch_placement import (
+from kvlane.app.engine.simulated.batch import BatchSequence
+from kvlane.app.prompts.job_order import BatchItem, JobOrder
+from kvlane.app.routing.queueing.router_queue import RouterQueue
+from kvlane.app.routing.selection.batch_placement import (
     RESUME_ELSEWHERE_MS,
     BatchBounds,
     max_sequences,
@@ -26,17 +26,17 @@ from app.routing.selection.batch_placement import (
     ranks_with_headroom,
     runs_to_preempt,
 )
-from app.routing.selection.decision import Placement, RoutingState
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.select import select_worker
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from app.routing.state.performance import profile_from_card
-from app.routing.worker_rank import WorkerRank
-from app.simulation.simulated_worker import RemovedSequence, SimulatedWorker
-from app.simulation.trace_requests import SIMULATION_SECRET, SPREAD
-from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
-from indexer.block_keys import prompt_keys
-from streams.request import Request, StopConditions
+from kvlane.app.routing.selection.decision import Placement, RoutingState
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.select import select_worker
+from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from kvlane.app.routing.state.performance import profile_from_card
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.simulation.simulated_worker import RemovedSequence, SimulatedWorker
+from kvlane.app.simulation.trace_requests import SIMULATION_SECRET, SPREAD
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.streams.request import Request, StopConditions
 
 WINDOW = 200
 """Requests that are ordered together: the batch of a preprocessor (`prompt_source.MAX_BATCH`)."""

@@ -21,22 +21,22 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from app.engine.simulated.batch import EngineLimits
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.performance import profile_from_card
-from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
-from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulation_runs import parse_policy
-from app.simulation.simulator import new_simulator, worker_names
-from app.simulation.trace_requests import (
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.performance import profile_from_card
+from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulation_runs import parse_policy
+from kvlane.app.simulation.simulator import new_simulator, worker_names
+from kvlane.app.simulation.trace_requests import (
     SIMULATION_SECRET,
     RequestArrival,
     TraceRequest,
     uses_sessions,
 )
-from app.traces.capture_format import (
+from kvlane.app.traces.capture_format import (
     AnyCaptureLine,
     CapturedDecision,
     CapturedPrefill,
@@ -44,10 +44,10 @@ from app.traces.capture_format import (
     CapturedRun,
     CapturedWorker,
 )
-from app.traces.mooncake_trace import InvalidTrace
-from indexer.block_keys import prompt_keys
-from streams.records import EngineConfig
-from streams.request import Hints, Request, StopConditions
+from kvlane.app.traces.mooncake_trace import InvalidTrace
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Hints, Request, StopConditions
 
 _ROLES = ("aggregated", "decode")
 DEFAULT_CACHE_BLOCKS = 16_384

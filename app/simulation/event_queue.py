@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from app.simulation.simulated_worker import NEVER, SimulatedWorker
+from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
 
 
 @dataclass(slots=True)

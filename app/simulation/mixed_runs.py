@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.engine.simulated.batch import DECODE, EngineLimits
-from app.routing.selection.batch_placement import BatchBounds
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.batch_runs import BatchRuns
-from app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
-from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.shared_views import SharedViews
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulator import Simulator, new_simulator
-from app.simulation.trace_requests import (
+from kvlane.app.engine.simulated.batch import DECODE, EngineLimits
+from kvlane.app.routing.selection.batch_placement import BatchBounds
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
+from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.shared_views import SharedViews
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulator import Simulator, new_simulator
+from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
     RequestArrival,
     TraceRequest,
     schedule_arrivals,
     trace_requests,
 )
-from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 BLOCK_TOKENS = 64
 SPLIT = CHUNK_TOKENS // BLOCK_TOKENS

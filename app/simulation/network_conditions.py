@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.routing.selection.routing_config import TransferSpeed
-from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
+from kvlane.app.routing.selection.routing_config import TransferSpeed
+from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 
 
 class NetworkConditions(NamedTuple):

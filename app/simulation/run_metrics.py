@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulated_worker import SimulatedWorker
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulated_worker import SimulatedWorker
 
 
 class RunMetrics(NamedTuple):

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from app.engine.simulated.batch import EngineLimits, StepResult
-from app.routing.queueing.router_queue import RouterQueue
-from app.routing.selection.decision import Placement
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from app.routing.state.silent_workers import SilentWorkers
-from app.simulation.simulated_worker import SimulatedWorker
-from app.simulation.trace_requests import MODEL, SIMULATION_SECRET
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
-from streams.ports import Partition
-from streams.record_base import InternalRecord
-from streams.records import (
+from kvlane.app.engine.simulated.batch import EngineLimits, StepResult
+from kvlane.app.routing.queueing.router_queue import RouterQueue
+from kvlane.app.routing.selection.decision import Placement
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.simulation.simulated_worker import SimulatedWorker
+from kvlane.app.simulation.trace_requests import MODEL, SIMULATION_SECRET
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import InternalRecord
+from kvlane.streams.records import (
     Assigned,
     Blocks,
     EngineConfig,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.engine.simulated.batch import BatchSequence
-from app.simulation.simulated_worker import NEVER, SimulatedWorker
-from app.simulation.trace_requests import TraceRequest
+from kvlane.app.engine.simulated.batch import BatchSequence
+from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
+from kvlane.app.simulation.trace_requests import TraceRequest
 
 
 @dataclass(slots=True, eq=False)

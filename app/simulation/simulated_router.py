@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from app.routing.queueing.pending import LaneRequest, RequestKey
-from app.routing.queueing.router_queue import RouterQueue
-from app.routing.selection.decision import Placement, Rejection, Wait
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.simulation.shared_views import SimulatedLedger
-from streams.records import Phase
+from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
+from kvlane.app.routing.queueing.router_queue import RouterQueue
+from kvlane.app.routing.selection.decision import Placement, Rejection, Wait
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.simulation.shared_views import SimulatedLedger
+from kvlane.streams.records import Phase
 
 
 class SimulationFailed(Exception):

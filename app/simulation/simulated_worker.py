@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.simulated.batch import (
+from kvlane.app.engine.simulated.batch import (
     DECODE,
     FINISHED,
     PREFILL,
@@ -22,8 +22,12 @@ from app.engine.simulated.batch import (
     EngineLimits,
     StepResult,
 )
-from app.engine.simulated.fast_forward import decode_only_ends_ms, decode_only_steps, fast_forward
-from app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from kvlane.app.engine.simulated.fast_forward import (
+    decode_only_ends_ms,
+    decode_only_steps,
+    fast_forward,
+)
+from kvlane.app.engine.simulated.step import add_sequence, remove_sequence, run_step
 
 NEVER = math.inf
 

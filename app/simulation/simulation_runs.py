@@ -9,23 +9,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from app.engine.simulated.batch import EngineLimits
-from app.perf_curves import PerfCurves
-from app.routing.selection.handover_rules import HandOverRules
-from app.routing.selection.policies.registry import SIMULATED
-from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
-from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulator import Simulator, new_simulator
-from app.simulation.trace_requests import (
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.selection.handover_rules import HandOverRules
+from kvlane.app.routing.selection.policies.registry import SIMULATED
+from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
+from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulator import Simulator, new_simulator
+from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
     TraceRequest,
     schedule_arrivals,
     trace_requests,
     uses_sessions,
 )
-from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 DEFAULT_CACHE_BLOCKS = 2048
 """Cache size of a worker: a million tokens, as in the published set-ups."""

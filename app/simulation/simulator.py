@@ -24,26 +24,26 @@ from functools import partial
 from random import Random
 from zlib import crc32
 
-from app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
-from app.engine.simulated.step import release_held
-from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.selection.decision import Placement
-from app.routing.selection.handover_rules import (
+from kvlane.app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
+from kvlane.app.engine.simulated.step import release_held
+from kvlane.app.routing.queueing.router_queue import QueueConfig, RouterQueue
+from kvlane.app.routing.selection.decision import Placement
+from kvlane.app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     NO_HASHES,
     HandOverRules,
     decode_request,
 )
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig, TransferSpeed
-from app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
-from app.routing.state.batch_runs import BatchRuns
-from app.routing.state.request_state import RunId
-from app.routing.worker_rank import WorkerRank
-from app.simulation.batch_work import BatchTask, BatchWork
-from app.simulation.event_queue import EventQueue
-from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
-from app.simulation.shared_views import (
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
+from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.simulation.batch_work import BatchTask, BatchWork
+from kvlane.app.simulation.event_queue import EventQueue
+from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from kvlane.app.simulation.shared_views import (
     HEARTBEAT_MS,
     SharedViews,
     SimulatedLedger,
@@ -52,12 +52,12 @@ from app.simulation.shared_views import (
     finished_record,
     prefill_done_record,
 )
-from app.simulation.simulated_request import SimulatedRequest, request_of
-from app.simulation.simulated_router import SimulatedRouter, SimulationFailed
-from app.simulation.simulated_worker import NEVER, SimulatedWorker
-from app.simulation.trace_requests import RequestArrival
-from app.traces.mooncake_trace import CHUNK_TOKENS, InvalidTrace
-from streams.records import Phase, Role
+from kvlane.app.simulation.simulated_request import SimulatedRequest, request_of
+from kvlane.app.simulation.simulated_router import SimulatedRouter, SimulationFailed
+from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
+from kvlane.app.simulation.trace_requests import RequestArrival
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, InvalidTrace
+from kvlane.streams.records import Phase, Role
 
 STARVATION_TIMEOUT_MS = 60_000.0
 """Idle time of all workers after which a waiting request counts as never scheduled."""

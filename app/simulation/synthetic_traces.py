@@ -21,7 +21,7 @@ from itertools import count
 from random import Random
 from typing import NamedTuple
 
-from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 NAME_PREFIX = "gen:"
 """Prefix of a trace kind where a file name is allowed too."""

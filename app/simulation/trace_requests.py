@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.routing.selection.policies.registry import POLICIES
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
-from streams.request import NO_HINTS, Hints, Request, SessionControl
+from kvlane.app.routing.selection.policies.registry import POLICIES
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.streams.request import NO_HINTS, Hints, Request, SessionControl
 
 MODEL = "simulated"
 SIMULATION_SECRET = derive_secret(LOOPBACK_SECRET)

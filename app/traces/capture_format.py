@@ -40,9 +40,9 @@ import zstandard
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from app.operator_error import OperatorError
-from streams.records import Assigned, EngineConfig, Finished, PrefillDone, Role
-from streams.request import Hints, RouterConfigOverride
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.records import Assigned, EngineConfig, Finished, PrefillDone, Role
+from kvlane.streams.request import Hints, RouterConfigOverride
 
 CAPTURE_FORMAT = 1
 BLOCK_HASH = np.dtype("<u8")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from app.operator_error import OperatorError
+from kvlane.app.operator_error import OperatorError
 
 CHUNK_TOKENS = 512
 BUNDLED_TRACE = Path(__file__).resolve().parents[1] / "data" / "conversation_300.jsonl"

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import IO
 
-from app.operator_error import OperatorError
-from streams.brokers.broker import KeptData
-from streams.brokers.watchdog import NAME, clean_up
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.brokers.broker import KeptData
+from kvlane.streams.brokers.watchdog import NAME, clean_up
 
 CLEANUP_TIMEOUT_S = 40.0
 """Watchdogs take a second or two after `kill -9`, and 30 at most."""

@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from app.routing.state.fleet import Fleet
-from streams.clock import BrokerClock, Clock
-from streams.ports import Log, Partition
-from streams.topics import KV_EVENTS, REGISTRY
-from streams.views.follower import Follower
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.topics import KV_EVENTS, REGISTRY
+from kvlane.streams.views.follower import Follower
 
 HTTP_TIMEOUT_S = 2.0
 CATCH_UP_S = 30.0

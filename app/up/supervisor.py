@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from streams.brokers.broker import Broker, ReportLine
-from streams.clock import Clock
-from streams.errors import BrokerUnavailable
+from kvlane.streams.brokers.broker import Broker, ReportLine
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import BrokerUnavailable
 
 MIN_RESTART_PAUSE_S = 0.5
 MAX_RESTART_PAUSE_S = 30.0
@@ -47,7 +47,7 @@ class RestartBackoff:
 
 
 class SupervisedProcesses(Protocol):
-    """The supervised processes, such as `app.local.deployment.ProcessDeployment`."""
+    """The supervised processes, such as `kvlane.app.local.deployment.ProcessDeployment`."""
 
     def take_exited(self) -> Mapping[str, int]:
         """The exit status of each process that ended since the last call."""

@@ -16,18 +16,23 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from app.local.deployment import DeploymentPart, ProcessDeployment, count_workers, deployment_parts
-from app.runtime.process import ProcessContext
-from app.settings import Settings, variable_name
-from app.up.data_folder import CannotStart, DataFolder, rotate_logs
-from app.up.readiness import ReadinessCheck, WorkerObserver
-from app.up.supervisor import BrokerSupervisor, ProcessSupervisor
-from streams.brokers.broker import LOOPBACK, ReportLine, free_ports
-from streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
-from streams.brokers.watchdog import ProcessGuard
-from streams.clock import SystemClock
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
+from kvlane.app.local.deployment import (
+    DeploymentPart,
+    ProcessDeployment,
+    count_workers,
+    deployment_parts,
+)
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings, variable_name
+from kvlane.app.up.data_folder import CannotStart, DataFolder, rotate_logs
+from kvlane.app.up.readiness import ReadinessCheck, WorkerObserver
+from kvlane.app.up.supervisor import BrokerSupervisor, ProcessSupervisor
+from kvlane.streams.brokers.broker import LOOPBACK, ReportLine, free_ports
+from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
 
 PORT_FIELDS = {"gateway": "http_port", "indexer": "indexer_port"}
 """Port settings by kind of process; all others listen on a status port."""

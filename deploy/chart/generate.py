@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from app.settings import Settings
-from streams.topics import PER_LANE, TOPICS, AclRule, Topic, required_acls
+from kvlane.app.settings import Settings
+from kvlane.streams.topics import PER_LANE, TOPICS, AclRule, Topic, required_acls
 
 CHART = Path(__file__).parent
 STRIMZI_TYPES = {"transactional-id": "transactionalId"}

@@ -33,7 +33,7 @@ find_python() {
 
 # kafka EXPRESSION: evaluates it over the module with version and jars
 kafka() {
-  PYTHONPATH=$ROOT "$(find_python)" -c "from streams.brokers import jvm_artifacts; print($1)"
+  PYTHONPATH=$ROOT "$(find_python)" -c "from kvlane.streams.brokers import jvm_artifacts; print($1)"
 }
 
 build_image() {

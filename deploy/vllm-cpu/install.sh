@@ -53,6 +53,6 @@ say "installing $(cat "$lock" "$here/requirements.txt" | grep -c '==') packages 
 # expected: torch has a source in the syntax of Python 3.12. `nice`: CI runs tests meanwhile.
 say "compiling $(find "$venv" -name '*.py' | wc -l) sources to bytecode, about a minute"
 nice "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3*/site-packages >/dev/null 2>&1 || true
-(cd "$root" && "$venv/bin/python" -m indexer.precompile) || say "the kernels of the index could not be compiled"
+(cd "$root" && "$venv/bin/python" -m kvlane.indexer.precompile) || say "the kernels of the index could not be compiled"
 fingerprint >"$stamp"
 say "done; to test it: $venv/bin/python deploy/vllm-cpu/smoke.py"

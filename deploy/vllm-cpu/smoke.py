@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.demo import tiny_model
-from app.engine.vllm.fork_safety import make_fork_safe
-from app.local.processes import free_port
+from kvlane.app.demo import tiny_model
+from kvlane.app.engine.vllm.fork_safety import make_fork_safe
+from kvlane.app.local.processes import free_port
 
 PROMPT = list(range(100, 200))
 BLOCK_SIZE = tiny_model.BLOCK_SIZE

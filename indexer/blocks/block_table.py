@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.kernels import inlined, kernel
-from indexer.native.intrinsics import (
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.intrinsics import (
     allocate_zeros,
     fence,
     load_acquire,

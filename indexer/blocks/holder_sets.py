@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.kernels import inlined, kernel
-from indexer.native.intrinsics import allocate_zeros, fence, store_release
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.intrinsics import allocate_zeros, fence, store_release
 
 WORD_BITS = 64
 MIN_ROWS = 256

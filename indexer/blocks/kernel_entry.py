@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks import prefix_search, updates
-from indexer.blocks.block_table import BlockTable
-from indexer.blocks.holder_sets import HolderSets
-from indexer.blocks.prefix_keys import KeyConstants, SearchScratch
-from indexer.blocks.updates import BLOCK_COUNT, REJECTED
-from indexer.events import EventRows
-from indexer.kernels import inlined, kernel
-from indexer.native.intrinsics import i64_array_at, u64_array_at
+from kvlane.indexer.blocks import prefix_search, updates
+from kvlane.indexer.blocks.block_table import BlockTable
+from kvlane.indexer.blocks.holder_sets import HolderSets
+from kvlane.indexer.blocks.prefix_keys import KeyConstants, SearchScratch
+from kvlane.indexer.blocks.updates import BLOCK_COUNT, REJECTED
+from kvlane.indexer.events import EventRows
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.intrinsics import i64_array_at, u64_array_at
 
 U64Array: TypeAlias = NDArray[np.uint64]
 I64Array: TypeAlias = NDArray[np.int64]

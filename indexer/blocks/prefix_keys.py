@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks.holder_sets import WORD_BITS, ZERO
-from indexer.events import Tier
-from indexer.kernels import inlined, kernel
-from indexer.native.xxh3_kernels import addend
+from kvlane.indexer.blocks.holder_sets import WORD_BITS, ZERO
+from kvlane.indexer.events import Tier
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.xxh3_kernels import addend
 
 GROUP_BLOCKS = 64
 """Blocks per group: at 64, both the pass over the sums and the filling of a group are short."""

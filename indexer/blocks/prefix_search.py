@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks.block_table import (
+from kvlane.indexer.blocks.block_table import (
     SET_MASK,
     U32,
     BlockTable,
@@ -31,8 +31,15 @@ from indexer.blocks.block_table import (
     may_have_first,
     prefetch_slot,
 )
-from indexer.blocks.holder_sets import GENERATION, ONE, WORD_BITS, ZERO, HolderSets, has_column
-from indexer.blocks.prefix_keys import (
+from kvlane.indexer.blocks.holder_sets import (
+    GENERATION,
+    ONE,
+    WORD_BITS,
+    ZERO,
+    HolderSets,
+    has_column,
+)
+from kvlane.indexer.blocks.prefix_keys import (
     GROUP_BLOCKS,
     GROUP_SHIFT,
     TIERS,
@@ -44,8 +51,8 @@ from indexer.blocks.prefix_keys import (
     key_at,
     sum_of_addends,
 )
-from indexer.kernels import inlined, kernel
-from indexer.native.intrinsics import fence, load_acquire, trailing_zeros
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.intrinsics import fence, load_acquire, trailing_zeros
 
 FIRST_PROBES, PROBES_PER_GAP = 15, 7
 """Probes made at once: in the first round, if there are that many groups, and in each gap. A round

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks.holder_sets import WORD_BITS
+from kvlane.indexer.blocks.holder_sets import WORD_BITS
 
 MAGIC = b"kvlane blocks 2\n"
 

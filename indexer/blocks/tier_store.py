@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks import snapshot_format
-from indexer.blocks.block_table import (
+from kvlane.indexer.blocks import snapshot_format
+from kvlane.indexer.blocks.block_table import (
     CAPACITY,
     FRONTIER,
     BlockTable,
@@ -26,16 +26,22 @@ from indexer.blocks.block_table import (
     is_too_full,
     start_growth,
 )
-from indexer.blocks.holder_sets import GENERATION, HolderSets, bit_row, empty_sets, with_capacity
-from indexer.blocks.kernel_entry import NO_ROOM, KernelArrays, KernelTuple, apply_rows
-from indexer.blocks.updates import (
+from kvlane.indexer.blocks.holder_sets import (
+    GENERATION,
+    HolderSets,
+    bit_row,
+    empty_sets,
+    with_capacity,
+)
+from kvlane.indexer.blocks.kernel_entry import NO_ROOM, KernelArrays, KernelTuple, apply_rows
+from kvlane.indexer.blocks.updates import (
     ACCOUNT_WORDS,
     GROW_SLOTS_PER_KEY,
     dump_blocks,
     load_blocks,
     sweep_slots,
 )
-from indexer.events import EventRows
+from kvlane.indexer.events import EventRows
 
 MAX_STEP_SLOTS = 1 << 20
 """Slots copied or swept at once where no request waits for it: 3-10 ns per slot."""

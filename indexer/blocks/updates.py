@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.blocks.block_table import (
+from kvlane.indexer.blocks.block_table import (
     CAPACITY,
     MAX_LOAD_FACTOR,
     NEXT_CAPACITY,
@@ -27,7 +27,7 @@ from indexer.blocks.block_table import (
     prefetch_slot,
     write_slot,
 )
-from indexer.blocks.holder_sets import (
+from kvlane.indexer.blocks.holder_sets import (
     COUNT,
     EMPTY_SET,
     FREE,
@@ -42,9 +42,9 @@ from indexer.blocks.holder_sets import (
     intern_set,
     with_column_flipped,
 )
-from indexer.events import EventKind, EventRows
-from indexer.kernels import inlined, kernel
-from indexer.native.intrinsics import load_pair, trailing_zeros
+from kvlane.indexer.events import EventKind, EventRows
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.intrinsics import load_pair, trailing_zeros
 
 BLOCK_COUNT, DIGEST_SUM, REJECTED, ACCOUNT_WORDS = range(4)
 """Fields of an account, u64: blocks held, the sum of their digests, rejected blocks."""

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from indexer.events import EventKind, Tier
+from kvlane.indexer.events import EventKind, Tier
 
 ROOT = -1
 """Parent of every first block; no sum is negative."""

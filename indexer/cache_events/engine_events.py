@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from indexer.events import Tier
+from kvlane.indexer.events import Tier
 
 EngineHash: TypeAlias = int | bytes
 """Hash of a block by its engine: unique within one engine process and group, of any form."""

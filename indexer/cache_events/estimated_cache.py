@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from indexer.block_hashes import Tokens, hash_blocks, token_array
-from indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EngineEvent
+from kvlane.indexer.block_hashes import Tokens, hash_blocks, token_array
+from kvlane.indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EngineEvent
 
 
 class EstimatedCache:

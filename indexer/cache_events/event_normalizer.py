@@ -39,10 +39,16 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from indexer.block_hashes import BASE_SEED, local_hashes
-from indexer.block_keys import KeySecret, prefix_sums
-from indexer.cache_events.cache_mirror import REMOVED, ROOT, BlockMeta, CacheMirror, MirrorChange
-from indexer.cache_events.engine_events import (
+from kvlane.indexer.block_hashes import BASE_SEED, local_hashes
+from kvlane.indexer.block_keys import KeySecret, prefix_sums
+from kvlane.indexer.cache_events.cache_mirror import (
+    REMOVED,
+    ROOT,
+    BlockMeta,
+    CacheMirror,
+    MirrorChange,
+)
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -53,7 +59,7 @@ from indexer.cache_events.engine_events import (
     serves_prefixes,
     tier_of,
 )
-from indexer.events import CacheEvent, EventKind, Tier
+from kvlane.indexer.events import CacheEvent, EventKind, Tier
 
 EAGER_BATCH_BLOCKS = 128
 """Pending blocks at which a batch is due at once; fewer wait for MAX_BATCH_DELAY_S."""

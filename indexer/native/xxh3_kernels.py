@@ -20,9 +20,9 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from indexer import xxh3
-from indexer.kernels import inlined, kernel
-from indexer.native.simd import (
+from kvlane.indexer import xxh3
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.simd import (
     add_lanes,
     add_pairs,
     broadcast,

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-from streams.errors import BrokerUnavailable, NoLocalBroker
+from kvlane.streams.errors import BrokerUnavailable, NoLocalBroker
 
 Kind = Literal["env", "docker", "jvm", "memory"]
 BrokerChoice = Literal["auto"] | Kind
@@ -169,7 +169,7 @@ class ExternalBroker(Broker):
 
 
 class NoBroker(Broker):
-    """No broker: the log is to be kept in this process (`streams.memory.memory_broker`)."""
+    """No broker: the log is to be kept in this process (`kvlane.streams.memory.memory_broker`)."""
 
     kind = "memory"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streams.brokers.broker import (
+from kvlane.streams.brokers.broker import (
     Broker,
     BrokerChoice,
     ExternalBroker,
@@ -22,11 +22,11 @@ from streams.brokers.broker import (
     PortTaken,
     ReportLine,
 )
-from streams.brokers.docker import DockerBroker
-from streams.brokers.jvm import JvmBroker
-from streams.brokers.jvm_artifacts import jars, java_tool
-from streams.brokers.jvm_node import JvmNode
-from streams.errors import NoLocalBroker
+from kvlane.streams.brokers.docker import DockerBroker
+from kvlane.streams.brokers.jvm import JvmBroker
+from kvlane.streams.brokers.jvm_artifacts import jars, java_tool
+from kvlane.streams.brokers.jvm_node import JvmNode
+from kvlane.streams.errors import NoLocalBroker
 
 __all__ = [
     "Broker",

@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from streams.brokers.broker import LOOPBACK, Broker, KeptData, ReportLine, free_ports
-from streams.brokers.broker_settings import SMALL_BROKER, replication_settings
-from streams.brokers.jvm_artifacts import KAFKA_VERSION
-from streams.brokers.port_probe import query_metadata
-from streams.brokers.watchdog import ProcessGuard
-from streams.errors import NoLocalBroker
+from kvlane.streams.brokers.broker import LOOPBACK, Broker, KeptData, ReportLine, free_ports
+from kvlane.streams.brokers.broker_settings import SMALL_BROKER, replication_settings
+from kvlane.streams.brokers.jvm_artifacts import KAFKA_VERSION
+from kvlane.streams.brokers.port_probe import query_metadata
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.errors import NoLocalBroker
 
 OFFICIAL_IMAGE = f"apache/kafka:{KAFKA_VERSION}"
 LOCAL_IMAGE = f"kvlane/kafka:{KAFKA_VERSION}"

@@ -17,9 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from streams.brokers.broker import LOOPBACK, Broker, KeptData, PortTaken, ReportLine, free_ports
-from streams.brokers.broker_settings import SMALL_BROKER, replication_settings, to_properties
-from streams.brokers.jvm_artifacts import (
+from kvlane.streams.brokers.broker import (
+    LOOPBACK,
+    Broker,
+    KeptData,
+    PortTaken,
+    ReportLine,
+    free_ports,
+)
+from kvlane.streams.brokers.broker_settings import SMALL_BROKER, replication_settings, to_properties
+from kvlane.streams.brokers.jvm_artifacts import (
     FULL_JIT,
     KAFKA_VERSION,
     QUICK_START,
@@ -30,9 +37,9 @@ from streams.brokers.jvm_artifacts import (
     java,
     java_command,
 )
-from streams.brokers.jvm_node import START_DEADLINE_S, JvmNode, LinkPorts
-from streams.brokers.watchdog import ProcessGuard
-from streams.errors import NoLocalBroker
+from kvlane.streams.brokers.jvm_node import START_DEADLINE_S, JvmNode, LinkPorts
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.errors import NoLocalBroker
 
 NO_CHANGES: Mapping[str, str] = {}
 STOP_DEADLINE_S = 10.0

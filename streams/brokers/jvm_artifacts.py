@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from streams.brokers.broker import ReportLine
-from streams.brokers.watchdog import ProcessGuard
-from streams.errors import NoLocalBroker
+from kvlane.streams.brokers.broker import ReportLine
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.errors import NoLocalBroker
 
 KAFKA_VERSION = "4.2.1"
 _LOG4J_VERSION = "2.25.4"

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from streams.brokers.broker import LOOPBACK, PortTaken
-from streams.brokers.broker_settings import LOG4J_PROPERTIES, to_properties
-from streams.brokers.jvm_artifacts import java_command
-from streams.brokers.port_probe import query_metadata
-from streams.errors import NoLocalBroker
+from kvlane.streams.brokers.broker import LOOPBACK, PortTaken
+from kvlane.streams.brokers.broker_settings import LOG4J_PROPERTIES, to_properties
+from kvlane.streams.brokers.jvm_artifacts import java_command
+from kvlane.streams.brokers.port_probe import query_metadata
+from kvlane.streams.errors import NoLocalBroker
 
 START_DEADLINE_S = 90.0
 """A warm start takes 1 to 5 s; a busy machine has taken 17 for a cluster."""

@@ -34,10 +34,14 @@ from aiokafka.errors import (
     UnsupportedVersionError,
 )
 
-from streams.errors import AccessDenied
-from streams.kafka.client_patches.client_parts import client_parts, close_connections, tasks_of
-from streams.kafka.key_filter import KeyFilter
-from streams.topics import MAX_RECORD_BYTES
+from kvlane.streams.errors import AccessDenied
+from kvlane.streams.kafka.client_patches.client_parts import (
+    client_parts,
+    close_connections,
+    tasks_of,
+)
+from kvlane.streams.kafka.key_filter import KeyFilter
+from kvlane.streams.topics import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -277,5 +281,5 @@ def limit_client_logs() -> None:
     One by one, since a filter on their parent would see nothing.
     """
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("aiokafka", "streams.kafka")):
+        if name.startswith(("aiokafka", "kvlane.streams.kafka")):
             logging.getLogger(name).addFilter(_calm)

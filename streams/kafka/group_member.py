@@ -32,8 +32,8 @@ from aiokafka.errors import (
     OffsetOutOfRangeError,
 )
 
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
-from streams.kafka.aiokafka_client import (
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost
+from kvlane.streams.kafka.aiokafka_client import (
     READER_OPTIONS,
     REFUSAL_ERRORS,
     RETRY_S,
@@ -41,10 +41,10 @@ from streams.kafka.aiokafka_client import (
     LazyConsumer,
     to_access_denied,
 )
-from streams.kafka.client_patches.client_parts import client_parts
-from streams.kafka.kafka_session import KafkaSession
-from streams.ports import Batches, Partition, RebalanceListener
-from streams.topics import READ_COMMITTED
+from kvlane.streams.kafka.client_patches.client_parts import client_parts
+from kvlane.streams.kafka.kafka_session import KafkaSession
+from kvlane.streams.ports import Batches, Partition, RebalanceListener
+from kvlane.streams.topics import READ_COMMITTED
 
 log = logging.getLogger(__name__)
 

@@ -25,22 +25,28 @@ from typing import Any, TypeVar
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, KafkaTimeoutError
 
-from streams.brokers.port_probe import ClientSecurity, connection_advice
-from streams.errors import AccessDenied, AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
-from streams.kafka.aiokafka_client import (
+from kvlane.streams.brokers.port_probe import ClientSecurity, connection_advice
+from kvlane.streams.errors import (
+    AccessDenied,
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    TopicMismatch,
+)
+from kvlane.streams.kafka.aiokafka_client import (
     REFUSAL_ERRORS,
     RETRY_S,
     LazyConsumer,
     limit_client_logs,
     to_access_denied,
 )
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.group_member import KafkaMember
-from streams.kafka.kafka_reader import KafkaReader
-from streams.kafka.kafka_transactions import KafkaTransactionalWriter
-from streams.kafka.producer import Producer
-from streams.ports import Appended, Entry, Partition, RebalanceListener
-from streams.topics import OF_CLIENTS, partition_of
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.group_member import KafkaMember
+from kvlane.streams.kafka.kafka_reader import KafkaReader
+from kvlane.streams.kafka.kafka_transactions import KafkaTransactionalWriter
+from kvlane.streams.kafka.producer import Producer
+from kvlane.streams.ports import Appended, Entry, Partition, RebalanceListener
+from kvlane.streams.topics import OF_CLIENTS, partition_of
 
 T = TypeVar("T")
 

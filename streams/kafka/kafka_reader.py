@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import ConsumerStoppedError, KafkaError, OffsetOutOfRangeError
 
-from streams.errors import BrokerUnavailable, LogClosed, PositionLost
-from streams.kafka.aiokafka_client import (
+from kvlane.streams.errors import BrokerUnavailable, LogClosed, PositionLost
+from kvlane.streams.kafka.aiokafka_client import (
     MOVING_READER_OPTIONS,
     READER_OPTIONS,
     REFUSAL_ERRORS,
@@ -24,11 +24,11 @@ from streams.kafka.aiokafka_client import (
     LazyConsumer,
     to_access_denied,
 )
-from streams.kafka.client_patches.client_parts import client_parts
-from streams.kafka.kafka_session import KafkaSession
-from streams.kafka.key_filter import KeyFilter
-from streams.ports import Batches, Partition, Record
-from streams.topics import READ_COMMITTED
+from kvlane.streams.kafka.client_patches.client_parts import client_parts
+from kvlane.streams.kafka.kafka_session import KafkaSession
+from kvlane.streams.kafka.key_filter import KeyFilter
+from kvlane.streams.ports import Batches, Partition, Record
+from kvlane.streams.topics import READ_COMMITTED
 
 log = logging.getLogger(__name__)
 

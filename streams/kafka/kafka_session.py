@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from aiokafka import TopicPartition
 
-from streams.kafka.connection_options import ConnectionOptions
-from streams.ports import Partition
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.ports import Partition
 
 
 class KafkaSession(Protocol):

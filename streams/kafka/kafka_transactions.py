@@ -22,12 +22,18 @@ from aiokafka.errors import (
     TransactionalIdAuthorizationFailed,
 )
 
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, RecordTooLarge
-from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
-from streams.kafka.client_patches.client_parts import client_parts
-from streams.kafka.producer import end_unflushed
-from streams.ports import TopicEntry
-from streams.topics import MAX_RECORD_BYTES, partition_of
+from kvlane.streams.errors import (
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    OwnershipLost,
+    RecordTooLarge,
+)
+from kvlane.streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
+from kvlane.streams.kafka.client_patches.client_parts import client_parts
+from kvlane.streams.kafka.producer import end_unflushed
+from kvlane.streams.ports import TopicEntry
+from kvlane.streams.topics import MAX_RECORD_BYTES, partition_of
 
 _BATCH_BYTES = 1024 * 1024
 _FENCED = (ProducerFenced, InvalidProducerEpoch)

@@ -22,17 +22,21 @@ from typing import Any
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError, RecordListTooLargeError
 
-from streams.errors import AppendFailed, LogClosed, RecordTooLarge, StreamError
-from streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
-from streams.kafka.client_patches.client_parts import client_parts, close_connections, tasks_of
-from streams.kafka.client_patches.producer_queue import (
+from kvlane.streams.errors import AppendFailed, LogClosed, RecordTooLarge, StreamError
+from kvlane.streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
+from kvlane.streams.kafka.client_patches.client_parts import (
+    client_parts,
+    close_connections,
+    tasks_of,
+)
+from kvlane.streams.kafka.client_patches.producer_queue import (
     MAX_BATCH_BYTES,
     PendingAppend,
     ProducerQueue,
     size_bytes,
 )
-from streams.ports import Appended, Entry
-from streams.topics import MAX_RECORD_BYTES
+from kvlane.streams.ports import Appended, Entry
+from kvlane.streams.topics import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)
 

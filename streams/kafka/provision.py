@@ -25,15 +25,21 @@ from aiokafka.errors import (
     for_code,
 )
 
-from streams.clock import Clock, SystemClock
-from streams.codecs import decode, encode
-from streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError, TopicMismatch
-from streams.kafka.aiokafka_client import REFUSAL_ERRORS, RETRY_S, to_access_denied
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Log, Partition
-from streams.reading.range_reader import read_range
-from streams.records import Deployment
-from streams.topics import (
+from kvlane.streams.clock import Clock, SystemClock
+from kvlane.streams.codecs import decode, encode
+from kvlane.streams.errors import (
+    BrokerUnavailable,
+    Malformed,
+    PositionLost,
+    RecordError,
+    TopicMismatch,
+)
+from kvlane.streams.kafka.aiokafka_client import REFUSAL_ERRORS, RETRY_S, to_access_denied
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.records import Deployment
+from kvlane.streams.topics import (
     LEDGER,
     PER_LANE,
     REGISTRY,

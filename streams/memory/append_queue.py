@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
-from streams.errors import AppendFailed
-from streams.memory.broker_faults import AppendFate
-from streams.memory.memory_connection import MemoryConnection
-from streams.memory.partition_log import PartitionLog
-from streams.ports import Appended, Entry
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_connection import MemoryConnection
+from kvlane.streams.memory.partition_log import PartitionLog
+from kvlane.streams.ports import Appended, Entry
 
 _UNHEARD = (AppendFate.UNREPORTED, AppendFate.LATE, AppendFate.OVERTAKEN)
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from streams.clock import Clock
-from streams.errors import OwnershipLost
-from streams.memory.partition_log import Cursor
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import OwnershipLost
+from kvlane.streams.memory.partition_log import Cursor
 
 NEVER = float("inf")
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from streams.clock import Clock
-from streams.errors import TopicMismatch
-from streams.memory.broker_faults import BrokerFaults
-from streams.memory.consumer_groups import NEVER, ConsumerGroup
-from streams.memory.partition_log import MemoryRecord, PartitionLog
-from streams.ports import Appended, Entry, Partition
-from streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import TopicMismatch
+from kvlane.streams.memory.broker_faults import BrokerFaults
+from kvlane.streams.memory.consumer_groups import NEVER, ConsumerGroup
+from kvlane.streams.memory.partition_log import MemoryRecord, PartitionLog
+from kvlane.streams.ports import Appended, Entry, Partition
+from kvlane.streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
 
 _DAY_MS = 24 * 3_600_000
 _COMPACT_FROM = 1000  # records in a partition before compaction looks at it

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from streams.memory.broker_faults import Operation
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.partition_log import Cursor
+from kvlane.streams.memory.broker_faults import Operation
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.partition_log import Cursor
 
 
 class ConnectionUser(Protocol):

@@ -10,16 +10,22 @@ import asyncio
 from collections.abc import Collection, Container, Coroutine, Mapping, Sequence
 from typing import Any
 
-from streams.errors import BrokerUnavailable, LogClosed, PositionLost, RecordTooLarge, TopicMismatch
-from streams.memory.append_queue import AppendQueue
-from streams.memory.broker_faults import Operation
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_connection import ConnectionUser
-from streams.memory.memory_member import MemoryMember
-from streams.memory.memory_transactions import MemoryTransactionalWriter
-from streams.memory.partition_log import Cursor, PartitionLog
-from streams.ports import Appended, Batches, Entry, Partition, RebalanceListener
-from streams.topics import MAX_RECORD_BYTES, REGISTRY, partition_of
+from kvlane.streams.errors import (
+    BrokerUnavailable,
+    LogClosed,
+    PositionLost,
+    RecordTooLarge,
+    TopicMismatch,
+)
+from kvlane.streams.memory.append_queue import AppendQueue
+from kvlane.streams.memory.broker_faults import Operation
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_connection import ConnectionUser
+from kvlane.streams.memory.memory_member import MemoryMember
+from kvlane.streams.memory.memory_transactions import MemoryTransactionalWriter
+from kvlane.streams.memory.partition_log import Cursor, PartitionLog
+from kvlane.streams.ports import Appended, Batches, Entry, Partition, RebalanceListener
+from kvlane.streams.topics import MAX_RECORD_BYTES, REGISTRY, partition_of
 
 MAX_BATCH_BYTES = 1024 * 1024
 CONNECT_S, RECONNECT_S = 12.0, 0.5

@@ -12,11 +12,11 @@ import asyncio
 from collections.abc import Mapping
 from contextvars import copy_context
 
-from streams.errors import AppendFailed, LogClosed, OwnershipLost
-from streams.memory.consumer_groups import NEVER, ConsumerGroup
-from streams.memory.memory_connection import MemoryConnection
-from streams.memory.partition_log import Cursor
-from streams.ports import Batches, Partition, RebalanceListener
+from kvlane.streams.errors import AppendFailed, LogClosed, OwnershipLost
+from kvlane.streams.memory.consumer_groups import NEVER, ConsumerGroup
+from kvlane.streams.memory.memory_connection import MemoryConnection
+from kvlane.streams.memory.partition_log import Cursor
+from kvlane.streams.ports import Batches, Partition, RebalanceListener
 
 
 class MemoryMember:

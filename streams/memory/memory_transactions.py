@@ -12,13 +12,19 @@ import asyncio
 from collections.abc import Sequence
 from contextvars import Context
 
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, RecordTooLarge
-from streams.memory.broker_faults import AppendFate
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_connection import MemoryConnection
-from streams.memory.partition_log import PartitionLog
-from streams.ports import Entry, TopicEntry
-from streams.topics import MAX_RECORD_BYTES, partition_of
+from kvlane.streams.errors import (
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    OwnershipLost,
+    RecordTooLarge,
+)
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_connection import MemoryConnection
+from kvlane.streams.memory.partition_log import PartitionLog
+from kvlane.streams.ports import Entry, TopicEntry
+from kvlane.streams.topics import MAX_RECORD_BYTES, partition_of
 
 _NOT_REPORTED = (AppendFate.UNREPORTED, AppendFate.LATE, AppendFate.OVERTAKEN)
 

@@ -13,7 +13,7 @@ from itertools import islice, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
-from streams.ports import Entry, Headers, Partition
+from kvlane.streams.ports import Entry, Headers, Partition
 
 _offset = attrgetter("offset")
 

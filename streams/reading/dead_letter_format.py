@@ -13,11 +13,11 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import NamedTuple
 
-from streams.codecs import TYPE_HEADER, type_of
-from streams.errors import RecordTooLarge
-from streams.ports import Appended, Entry, Headers, Record, Unreadable
-from streams.record_publisher import RecordPublisher
-from streams.topics import DEAD_LETTERS
+from kvlane.streams.codecs import TYPE_HEADER, type_of
+from kvlane.streams.errors import RecordTooLarge
+from kvlane.streams.ports import Appended, Entry, Headers, Record, Unreadable
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.topics import DEAD_LETTERS
 
 MAX_REASON_BYTES = 500
 MAX_TYPE_BYTES = 100

@@ -15,9 +15,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 
-from streams.clock import Clock
-from streams.codecs import AnyRecord, decode
-from streams.errors import (
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import AnyRecord, decode
+from kvlane.streams.errors import (
     BrokerUnavailable,
     Malformed,
     NewerRecord,
@@ -25,12 +25,12 @@ from streams.errors import (
     PositionLost,
     RecordError,
 )
-from streams.ports import Appended, Log, Partition, Record
-from streams.reading.range_reader import read_range, record_at
-from streams.record_publisher import RecordPublisher
-from streams.records import LogRecord, Skip
-from streams.retry import retry_while_unavailable
-from streams.topics import REGISTRY, TOPICS
+from kvlane.streams.ports import Appended, Log, Partition, Record
+from kvlane.streams.reading.range_reader import read_range, record_at
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import LogRecord, Skip
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import REGISTRY, TOPICS
 
 log = logging.getLogger(__name__)
 

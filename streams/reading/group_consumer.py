@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from streams.clock import BrokerClock, Clock
-from streams.codecs import AnyRecord, decode
-from streams.errors import (
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.codecs import AnyRecord, decode
+from kvlane.streams.errors import (
     AppendFailed,
     LogClosed,
     Malformed,
@@ -35,11 +35,11 @@ from streams.errors import (
     RecordError,
     UnknownType,
 )
-from streams.ports import Log, Member, Record
-from streams.reading.dead_letter_format import MAX_REASON_BYTES, DeadLetterWriter
-from streams.record_publisher import RecordPublisher
-from streams.records import MAX_ID_CHARS, LogRecord, Refused
-from streams.topics import TOPICS
+from kvlane.streams.ports import Log, Member, Record
+from kvlane.streams.reading.dead_letter_format import MAX_REASON_BYTES, DeadLetterWriter
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import MAX_ID_CHARS, LogRecord, Refused
+from kvlane.streams.topics import TOPICS
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ member that has not yet noticed a reassignment may work beside the new owner.
 
 from __future__ import annotations
 
-from streams.errors import LogClosed
-from streams.ports import Log, Member, RebalanceListener
+from kvlane.streams.errors import LogClosed
+from kvlane.streams.ports import Log, Member, RebalanceListener
 
 POLL_S = 1.0
 

@@ -30,8 +30,8 @@ from faststream.kafka.publisher.producer import AioKafkaFastProducer
 from faststream.kafka.response import KafkaPublishCommand
 from faststream.message import encode_message
 
-from streams.errors import LogClosed
-from streams.ports import Appended, Batches, Entry, Log, Member
+from kvlane.streams.errors import LogClosed
+from kvlane.streams.ports import Appended, Batches, Entry, Log, Member
 
 POLL_S = 1.0
 LINKS = frozenset({"traceparent", "correlation_id"})

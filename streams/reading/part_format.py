@@ -7,8 +7,8 @@ number tell attempts to append the same part apart, where each needs a key of it
 
 from __future__ import annotations
 
-from streams.codecs import TYPE_HEADER
-from streams.ports import Entry, Headers, Record
+from kvlane.streams.codecs import TYPE_HEADER
+from kvlane.streams.ports import Entry, Headers, Record
 
 PART_BYTES = 1_000_000
 """Content bytes of each part: with key and headers a record stays below 1 MiB."""

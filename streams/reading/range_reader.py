@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequen
 from contextlib import aclosing
 from typing import NamedTuple
 
-from streams.clock import Clock
-from streams.errors import BrokerUnavailable, PositionLost
-from streams.ports import Log, Partition, Record
-from streams.retry import retry_while_unavailable
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import BrokerUnavailable, PositionLost
+from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.retry import retry_while_unavailable
 
 POLL_S = 1.0
 NO_DATA_TIMEOUT_S = 30.0

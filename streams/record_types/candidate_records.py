@@ -13,7 +13,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Any
 
-from streams.record_base import InternalRecord
+from kvlane.streams.record_base import InternalRecord
 
 Place = tuple[str, int, int]
 """Worker, epoch and rank."""

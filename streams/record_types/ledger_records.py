@@ -16,9 +16,9 @@ from typing import Literal, final
 import msgspec
 from msgspec.structs import replace
 
-from streams.record_base import EndCode, InternalRecord, Phase, RunKey, ServiceClass
-from streams.record_types.candidate_records import Candidate, CandidateRows
-from streams.request import ResultOptions
+from kvlane.streams.record_base import EndCode, InternalRecord, Phase, RunKey, ServiceClass
+from kvlane.streams.record_types.candidate_records import Candidate, CandidateRows
+from kvlane.streams.request import ResultOptions
 
 RunCode = Literal[
     "stop", "length", "cancelled", "error", "broken", "worker_full", "expired", "handed_off"

@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from streams.record_base import InternalRecord, ModelKind
-from streams.request import SamplingOptions
+from kvlane.streams.record_base import InternalRecord, ModelKind
+from kvlane.streams.request import SamplingOptions
 
 Role = Literal["aggregated", "prefill", "decode"]
 GUIDED_DECODING_FEATURE = "guided_decoding"

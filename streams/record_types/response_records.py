@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streams.record_base import PublicRecord
+from kvlane.streams.record_base import PublicRecord
 
 FinishReason = Literal[
     "stop", "length", "cancelled", "error", "content_filter", "tool_calls", "function_call"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from streams.record_base import PublicRecord
+from kvlane.streams.record_base import PublicRecord
 
 
 class ResultError(msgspec.Struct, frozen=True, kw_only=True, gc=False):

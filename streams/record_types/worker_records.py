@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from streams.record_base import InternalRecord, Phase
-from streams.record_types.ledger_records import RequestOffset
-from streams.request import Request
+from kvlane.streams.record_base import InternalRecord, Phase
+from kvlane.streams.record_types.ledger_records import RequestOffset
+from kvlane.streams.request import Request
 
 WorkerState = Literal["ready", "draining", "unhealthy"]
 

@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
-from streams.clock import Clock
-from streams.errors import PositionLost
-from streams.ports import Log, Partition, Reader
-from streams.responses.live_reader import PartitionTail
-from streams.responses.reply_stream import Reply
-from streams.topics import RESPONSES
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import PositionLost
+from kvlane.streams.ports import Log, Partition, Reader
+from kvlane.streams.responses.live_reader import PartitionTail
+from kvlane.streams.responses.reply_stream import Reply
+from kvlane.streams.topics import RESPONSES
 
 MAX_PASSES = 4
 """Concurrent passes, so that a lane whose leader hangs delays few others."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from streams.clock import BrokerClock, Clock
-from streams.errors import PositionLost
-from streams.ports import Partition, Reader, Record, Unreadable
-from streams.responses.reply_stream import NO_OFFSET, Reply
-from streams.topics import RESPONSES
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.errors import PositionLost
+from kvlane.streams.ports import Partition, Reader, Record, Unreadable
+from kvlane.streams.responses.reply_stream import NO_OFFSET, Reply
+from kvlane.streams.topics import RESPONSES
 
 POLL_S = 0.5
 RECORDS_PER_POLL = 2000

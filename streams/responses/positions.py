@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from streams.records import Chunk
+from kvlane.streams.records import Chunk
 
 
 class Position:

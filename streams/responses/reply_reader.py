@@ -17,16 +17,16 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from streams.clock import BrokerClock, Clock
-from streams.errors import BrokerUnavailable, LogClosed, NotFound, PositionLost
-from streams.ids import has_tenant_tag, issued_ms
-from streams.ports import Log
-from streams.records import EndCode
-from streams.responses.catch_up_reader import CatchUpReader, ReaderTask
-from streams.responses.live_reader import LiveReader, PartitionTail
-from streams.responses.reply_stream import NO_OFFSET, AttachPoint, Reply, UnconfirmedEnd
-from streams.retry import retry_while_unavailable
-from streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME, lane_of
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.errors import BrokerUnavailable, LogClosed, NotFound, PositionLost
+from kvlane.streams.ids import has_tenant_tag, issued_ms
+from kvlane.streams.ports import Log
+from kvlane.streams.records import EndCode
+from kvlane.streams.responses.catch_up_reader import CatchUpReader, ReaderTask
+from kvlane.streams.responses.live_reader import LiveReader, PartitionTail
+from kvlane.streams.responses.reply_stream import NO_OFFSET, AttachPoint, Reply, UnconfirmedEnd
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME, lane_of
 
 IDLE_LANE_TTL_S = 60.0
 """A lane is read for this long after its last reply, so that the next request in it need not wait

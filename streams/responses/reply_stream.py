@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from streams.codecs import decode
-from streams.errors import Malformed, NewerRecord
-from streams.ports import Record
-from streams.records import Chunk, End, Fence, LogProb
-from streams.responses.positions import Position
-from streams.responses.transcript import Transcript
-from streams.responses.unreadable import ChunkPlace, UnknownPlace, describe, place_of
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import Malformed, NewerRecord
+from kvlane.streams.ports import Record
+from kvlane.streams.records import Chunk, End, Fence, LogProb
+from kvlane.streams.responses.positions import Position
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.responses.unreadable import ChunkPlace, UnknownPlace, describe, place_of
 
 log = logging.getLogger(__name__)
 

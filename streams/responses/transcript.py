@@ -19,8 +19,8 @@ never waits, and relies only on the order of the records.
 
 from __future__ import annotations
 
-from streams.records import Chunk, End, Fence, Usage
-from streams.responses.unreadable import (
+from kvlane.streams.records import Chunk, End, Fence, Usage
+from kvlane.streams.responses.unreadable import (
     UNREADABLE,
     ChunkPlace,
     RecordPlace,

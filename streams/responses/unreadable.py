@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.codecs import type_of
-from streams.ports import Record, Unreadable
-from streams.records import Fence
-from streams.topics import RESPONSES
+from kvlane.streams.codecs import type_of
+from kvlane.streams.ports import Record, Unreadable
+from kvlane.streams.records import Fence
+from kvlane.streams.topics import RESPONSES
 
 UNREADABLE = "unreadable"
 """Code of the End that a reader makes."""

@@ -23,15 +23,15 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from streams.clock import BrokerClock, Clock
-from streams.errors import LogClosed, PositionLost
-from streams.ports import Log, Partition
-from streams.reading.decoding import RecordDecoder
-from streams.records import LogRecord
-from streams.retry import retry_while_unavailable
-from streams.views.offset_waiters import OffsetWaiters
-from streams.views.snapshot_store import SnapshotStore
-from streams.views.tail_reader import (
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.errors import LogClosed, PositionLost
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.records import LogRecord
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.views.offset_waiters import OffsetWaiters
+from kvlane.streams.views.snapshot_store import SnapshotStore
+from kvlane.streams.views.tail_reader import (
     POLL_S,
     RECORDS_PER_POLL,
     DecodedBatch,
@@ -39,7 +39,7 @@ from streams.views.tail_reader import (
     decode_batches,
     skip_gaps,
 )
-from streams.views.view import MaterializedView
+from kvlane.streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from streams.ports import Partition
+from kvlane.streams.ports import Partition
 
 WaitKey = Partition | None
 """None: a wait that concerns no single partition."""

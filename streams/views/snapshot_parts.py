@@ -15,9 +15,9 @@ from hashlib import sha256
 import msgspec
 import zstandard
 
-from streams.codecs import TYPE_HEADER
-from streams.ports import Entry, Partition, Record
-from streams.records import SnapshotPointer
+from kvlane.streams.codecs import TYPE_HEADER
+from kvlane.streams.ports import Entry, Partition, Record
+from kvlane.streams.records import SnapshotPointer
 
 SNAPSHOT_FORMAT = 1
 SLICE_BYTES = 1_000_000

@@ -17,15 +17,15 @@ from contextlib import aclosing
 from hashlib import sha256
 from typing import NamedTuple
 
-from streams.clock import Clock
-from streams.codecs import decode
-from streams.errors import PositionLost, RecordError
-from streams.ports import Log, Partition, Record
-from streams.reading.range_reader import read_range
-from streams.record_publisher import RecordPublisher
-from streams.records import SnapshotPointer, Tombstone
-from streams.topics import REGISTRY, SNAPSHOTS
-from streams.views.snapshot_parts import (
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import PositionLost, RecordError
+from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import SnapshotPointer, Tombstone
+from kvlane.streams.topics import REGISTRY, SNAPSHOTS
+from kvlane.streams.views.snapshot_parts import (
     SNAPSHOT_FORMAT,
     SnapshotAssembler,
     SnapshotHeader,
@@ -36,7 +36,7 @@ from streams.views.snapshot_parts import (
     part_id,
     split_slices,
 )
-from streams.views.view import MaterializedView
+from kvlane.streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from streams.clock import BrokerClock, Clock
-from streams.errors import BrokerUnavailable
-from streams.ports import Log, Partition
-from streams.reading.group_membership import GroupMembership
-from streams.views.follower import Follower
-from streams.views.snapshot_store import CapturedState, SnapshotStore, capture
-from streams.views.view import MaterializedView
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.group_membership import GroupMembership
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_store import CapturedState, SnapshotStore, capture
+from kvlane.streams.views.view import MaterializedView
 
 log = logging.getLogger(__name__)
 

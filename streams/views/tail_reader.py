@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from streams.clock import Clock
-from streams.errors import LogClosed, PositionLost
-from streams.ports import Batches, Log, Partition, Reader, Record
-from streams.reading.decoding import RecordDecoder
-from streams.records import LogRecord
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import LogClosed, PositionLost
+from kvlane.streams.ports import Batches, Log, Partition, Reader, Record
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.records import LogRecord
 
 POLL_S = 1.0
 RECORDS_PER_POLL = 500

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from streams.ports import Partition
-from streams.records import LogRecord
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord
 
 
 class MaterializedView(Protocol):

@@ -17,10 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.demo.expected_answers import DemoAnswer
-from app.settings import Settings
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import count_lagging_partitions
+from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.settings import Settings
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import count_lagging_partitions
 from tests.harness.http_and_kafka_clients import CLOCK, DeploymentClients, SseListener
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "compose"

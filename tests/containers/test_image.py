@@ -17,12 +17,12 @@ AS_DEPLOYED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network
 WRITABLE = {"/tmp", "/var/tmp", "/run/lock"}
 COMPILED = """
 import sys
-from indexer import kernels
-from indexer.precompile import compile_all
+from kvlane.indexer import kernels
+from kvlane.indexer.precompile import compile_all
 assert kernels.is_complete()
 compile_all()
 kept = [
-    each for name, module in list(sys.modules.items()) if name.startswith(("indexer.", "app."))
+    each for name, module in list(sys.modules.items()) if name.startswith("kvlane.")
     for each in vars(module).values()
     if hasattr(each, "stats") and each.targetoptions.get("nogil")
 ]

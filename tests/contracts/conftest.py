@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from streams.kafka.client_patches import client_parts
+from kvlane.streams.kafka.client_patches import client_parts
 
 PROMISES_OF_REPLACED_PARTS = {
     "test_member_cut_off_from_its_coordinator_gives_up_before_another_takes_over": "no lease",

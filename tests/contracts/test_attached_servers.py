@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.engine.attached import answer_stream
-from app.engine.attached.passthrough_engine import PassthroughEngine
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.echo import EchoEngine
-from app.engine.interface import (
+from kvlane.app.engine.attached import answer_stream
+from kvlane.app.engine.attached.passthrough_engine import PassthroughEngine
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import (
     Engine,
     EngineError,
     EngineFull,
@@ -23,10 +23,10 @@ from app.engine.interface import (
     GenerateContext,
     InvalidRequest,
 )
-from app.engine.validator import ValidatingEngine
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.request import OpenAiBody, Request, StopConditions
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import OpenAiBody, Request, StopConditions
 from tests.conformance import WITHIN_S
 from tests.harness.model_servers import (
     TOKENIZER,

@@ -13,10 +13,10 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.broker import ExternalBroker
-from streams.brokers.broker_factory import Broker, JvmBroker, Kind, java_tool, obtain_broker
-from streams.brokers.port_probe import query_metadata
-from streams.errors import BrokerUnavailable
+from kvlane.streams.brokers.broker import ExternalBroker
+from kvlane.streams.brokers.broker_factory import Broker, JvmBroker, Kind, java_tool, obtain_broker
+from kvlane.streams.brokers.port_probe import query_metadata
+from kvlane.streams.errors import BrokerUnavailable
 from tests.brokers import BrokerUsage, requested_kind
 
 CONSOLE_CONSUMER = "org.apache.kafka.tools.consumer.ConsoleConsumer"

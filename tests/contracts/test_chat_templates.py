@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.models.byte_model import ByteModel
-from app.preprocess.requests.openai_requests import read_openai
-from app.preprocess.text.chat_template import ChatTemplate
-from streams.clock import SystemClock
+from kvlane.app.preprocess.models.byte_model import ByteModel
+from kvlane.app.preprocess.requests.openai_requests import read_openai
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.streams.clock import SystemClock
 from tests.harness.chat_templates import SPECIAL_TOKENS, TEMPLATES
 
 CLOCK = SystemClock()

@@ -14,27 +14,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.engine.attached.passthrough_engine import PassthroughEngine
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.echo import EchoEngine
-from app.engine.engine_factory import create_engine
-from app.engine.interface import Engine, EngineError, KvEventListener
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.validator import ContractViolation, ValidatingEngine
-from app.perf_curves import PerfCurves
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
-from app.preprocess.text.byte_level import ASSISTANT
-from app.routing.state.performance import profile_from_card
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from indexer.cache_events.engine_events import BlocksStored, EngineEvent
-from streams.clock import SystemClock
-from streams.records import Artifact, Blocks, EngineConfig, Lost, ModelCard, WorkerCard
-from streams.request import OpenAiBody, Request
-from streams.topics import KV_EVENTS, REGISTRY
+from kvlane.app.engine.attached.passthrough_engine import PassthroughEngine
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.engine_factory import create_engine
+from kvlane.app.engine.interface import Engine, EngineError, KvEventListener
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.validator import ContractViolation, ValidatingEngine
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from kvlane.app.preprocess.text.byte_level import ASSISTANT
+from kvlane.app.routing.state.performance import profile_from_card
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.indexer.cache_events.engine_events import BlocksStored, EngineEvent
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import Artifact, Blocks, EngineConfig, Lost, ModelCard, WorkerCard
+from kvlane.streams.request import OpenAiBody, Request
+from kvlane.streams.topics import KV_EVENTS, REGISTRY
 from tests.conformance import Conformance, Lifecycle, Subject
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.model_servers import TOKENIZER, EventPublisher, ModelServer, TextServer

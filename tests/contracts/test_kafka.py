@@ -15,20 +15,20 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.consumer import fetcher
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.errors import PositionLost, RecordTooLarge, StreamError, TopicMismatch
-from streams.kafka import provision
-from streams.kafka.client_patches.fetch_session import (
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import PositionLost, RecordTooLarge, StreamError, TopicMismatch
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.client_patches.fetch_session import (
     REQUESTS_WITHOUT_SESSION,
     FetchSession,
     SessionRequest,
 )
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.group_member import KafkaMember
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.kafka_reader import KafkaReader
-from streams.kafka.provision import (
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.group_member import KafkaMember
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.kafka_reader import KafkaReader
+from kvlane.streams.kafka.provision import (
     REPLICATION,
     TopicState,
     check_partitions,
@@ -37,10 +37,10 @@ from streams.kafka.provision import (
     read_deployment,
     watch_topics,
 )
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry, Partition, Record
-from streams.topics import (
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry, Partition, Record
+from kvlane.streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
     MAX_RECORD_BYTES,
@@ -50,7 +50,7 @@ from streams.topics import (
     RESPONSES,
     TOPICS,
 )
-from streams.topics import PER_LANE as ANY_LANES
+from kvlane.streams.topics import PER_LANE as ANY_LANES
 
 LANES = 2
 SHAPE: dict[str, Any] = {"lanes": LANES, "replication": 1, "min_insync": 1}

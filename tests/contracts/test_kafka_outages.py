@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.broker_factory import JvmBroker, JvmNode
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Appended, Entry, Partition
-from streams.topics import LEDGER, REQUESTS, TOPICS
+from kvlane.streams.brokers.broker_factory import JvmBroker, JvmNode
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable, LogClosed, TopicMismatch
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Appended, Entry, Partition
+from kvlane.streams.topics import LEDGER, REQUESTS, TOPICS
 from tests.harness.record_traffic import RecordTraffic
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(200)]

@@ -13,19 +13,19 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.admin import CreateAclsRequest
 
-from app.commands.topic_commands import _command
-from streams.brokers.broker import LOOPBACK, free_ports
-from streams.brokers.broker_factory import JvmBroker, java_tool
-from streams.clock import SystemClock
-from streams.errors import AccessDenied, BrokerUnavailable
-from streams.kafka.connection_options import ConnectionOptions, SecurityProtocol
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics, describe_topics
-from streams.ports import Entry, Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Fencing
-from streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, required_acls
-from streams.views.follower import Follower
+from kvlane.app.commands.topic_commands import _command
+from kvlane.streams.brokers.broker import LOOPBACK, free_ports
+from kvlane.streams.brokers.broker_factory import JvmBroker, java_tool
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import AccessDenied, BrokerUnavailable
+from kvlane.streams.kafka.connection_options import ConnectionOptions, SecurityProtocol
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics, describe_topics
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Fencing
+from kvlane.streams.topics import LEDGER, PROMPTS, REGISTRY, REQUESTS, required_acls
+from kvlane.streams.views.follower import Follower
 from tests.harness.recording_view import RecordingView
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(900)]

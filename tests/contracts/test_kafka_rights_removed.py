@@ -25,26 +25,26 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.admin import CreateAclsRequest, DeleteAclsRequest
 
-from app.collector import Collector
-from app.commands.topic_commands import _command
-from app.gateway import Gateway
-from app.indexer import Indexer
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import build as build_worker
-from streams.brokers.broker import LOOPBACK, free_ports
-from streams.brokers.broker_factory import JvmBroker, java_tool
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.errors import AccessDenied, BrokerUnavailable, StreamError, TopicMismatch
-from streams.kafka.connection_options import SaslMechanism
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import check_partitions, create_topics
-from streams.ports import Entry, Partition
-from streams.prompt import Prompt
-from streams.topics import GROUPS, TOPICS, AclRule, required_acls
+from kvlane.app.collector import Collector
+from kvlane.app.commands.topic_commands import _command
+from kvlane.app.gateway import Gateway
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import build as build_worker
+from kvlane.streams.brokers.broker import LOOPBACK, free_ports
+from kvlane.streams.brokers.broker_factory import JvmBroker, java_tool
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import AccessDenied, BrokerUnavailable, StreamError, TopicMismatch
+from kvlane.streams.kafka.connection_options import SaslMechanism
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import check_partitions, create_topics
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.topics import GROUPS, TOPICS, AclRule, required_acls
 from tests.contracts.test_kafka_rights import Owner
 from tests.flows.test_access_sockets import certificate
 
@@ -298,8 +298,7 @@ async def test_client_reads_and_writes_no_other_topic(broker: Secured) -> None:
 async def test_whole_deployment_works_by_its_rights_and_leaks_nothing(
     broker: Secured, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "app")
-    caplog.set_level(logging.DEBUG, "streams")
+    caplog.set_level(logging.DEBUG, "kvlane")
     builds: dict[str, Any] = {
         "worker": build_worker, "router": Router, "preprocessor": Preprocessor,
         "collector": Collector, "indexer": Indexer, "gateway": Gateway,

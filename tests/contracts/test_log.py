@@ -13,15 +13,21 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 
-from streams.clock import SystemClock
-from streams.errors import LogClosed, OwnershipLost, PositionLost, RecordTooLarge, TopicMismatch
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.group_member import KafkaMember
-from streams.kafka.kafka_log import KafkaLog
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry, Log, Member, Partition, Reader, Record
-from streams.topics import MAX_RECORD_BYTES, partition_of
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import (
+    LogClosed,
+    OwnershipLost,
+    PositionLost,
+    RecordTooLarge,
+    TopicMismatch,
+)
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.group_member import KafkaMember
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry, Log, Member, Partition, Reader, Record
+from kvlane.streams.topics import MAX_RECORD_BYTES, partition_of
 
 PARTITIONS = 4
 WAIT_S = 30.0  # a deadline for things that come at once or, with a broker's groups, in seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streams.brokers.broker_factory import Broker
+from kvlane.streams.brokers.broker_factory import Broker
 
 PLAIN_CLIENT = {"KVLANE_TEST_PLAIN_CLIENT": "1"}
 

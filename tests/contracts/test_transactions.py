@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from streams.errors import LogClosed, OwnershipLost, RecordTooLarge
-from streams.kafka.kafka_log import KafkaLog
-from streams.memory.memory_log import MemoryLog
-from streams.memory.memory_transactions import ClientTransaction
-from streams.ports import Entry, Log, Partition, TopicEntry
-from streams.topics import MAX_RECORD_BYTES, PROMPTS, RESULTS, partition_of
+from kvlane.streams.errors import LogClosed, OwnershipLost, RecordTooLarge
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.memory.memory_transactions import ClientTransaction
+from kvlane.streams.ports import Entry, Log, Partition, TopicEntry
+from kvlane.streams.topics import MAX_RECORD_BYTES, PROMPTS, RESULTS, partition_of
 from tests.contracts.test_log import (  # noqa: F401 - fixtures
     PARTITIONS,
     Broker,

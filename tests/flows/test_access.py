@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from app.access.key_file import KeyFile, KeyFileError
-from app.gateway import Gateway
-from app.http.authentication import AccessControl, Authentication
-from app.indexer import Indexer
-from app.preprocess.thread_pool import InlinePool
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings, SettingsError
-from streams.codecs import decode, unpack_tokens
-from streams.record_base import ModelKind
-from streams.records import ModelCard
-from streams.request import Request
-from streams.topics import REGISTRY, REQUESTS
+from kvlane.app.access.key_file import KeyFile, KeyFileError
+from kvlane.app.gateway import Gateway
+from kvlane.app.http.authentication import AccessControl, Authentication
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings, SettingsError
+from kvlane.streams.codecs import decode, unpack_tokens
+from kvlane.streams.record_base import ModelKind
+from kvlane.streams.records import ModelCard
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REGISTRY, REQUESTS
 from tests.flows.test_gateway_models import publish_model
 from tests.harness.cluster_harness import BLOCK, ClusterHarness, session_hint
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness, memory_settings
@@ -643,7 +643,7 @@ async def test_requests_in_flight_still_count_after_a_reload_of_the_key_file(
 async def test_without_keys_only_loopback_is_served(
     world: MemoryWorld, build: Any, keys: KeyFileHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "app")
+    caplog.set_level(logging.INFO, "kvlane.app")
 
     async def begin(**over: Any) -> str:
         caplog.clear()

@@ -15,16 +15,16 @@ import openai
 import pytest
 from aiokafka import AIOKafkaConsumer
 
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.topics import TOPICS_BY_NAME
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.topics import TOPICS_BY_NAME
 from tests.flows.test_access_sockets import BLOCK, cached, certificate, complete
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 from tests.harness.key_files import SECRET, KeyFileHarness, auth_headers
@@ -143,7 +143,7 @@ def test_process_that_others_reach_does_not_start_without_keys(kind: str) -> Non
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")}
     more = {"KVLANE_BOOTSTRAP_SERVERS": "127.0.0.1:1", "KVLANE_HTTP_HOST": "0.0.0.0"}
     done = subprocess.run(
-        [sys.executable, "-m", "faststream", "run", f"app.{kind}:app"],
+        [sys.executable, "-m", "faststream", "run", f"kvlane.app.{kind}:app"],
         env=env | more, capture_output=True, text=True, timeout=90, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip

@@ -15,13 +15,13 @@ import httpx
 import openai
 import pytest
 
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.http.http_server import TlsFiles
-from app.runtime.process import ProcessContext
-from app.settings import Settings, SettingsError
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.http.http_server import TlsFiles
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings, SettingsError
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
 from tests.harness.http_harness import WAIT_S, HttpHarness, connect_to, until
 from tests.harness.key_files import KeyFileHarness, auth_headers
 

@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import EngineOutput, GenerateContext
-from app.routing.worker_rank import WorkerRank
-from streams.codecs import decode
-from streams.memory.broker_faults import AppendFate
-from streams.records import Finished, PrefillDone, Started
-from streams.request import Request
-from streams.topics import KV_EVENTS, LEDGER
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import EngineOutput, GenerateContext
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import Finished, PrefillDone, Started
+from kvlane.streams.request import Request
+from kvlane.streams.topics import KV_EVENTS, LEDGER
 from tests.harness.cluster_harness import (
     PROMPT,
     TOKENS,

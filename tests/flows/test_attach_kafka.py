@@ -7,19 +7,19 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from app.bench.streaming.attach_latency import (
+from kvlane.streams.brokers.broker import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.responses.reply_reader import ReplyReader
+from kvlane.streams.topics import RESPONSES, TOPICS
+from workbench.bench.streaming.attach_latency import (
     BATCH,
     AttachScale,
     attach_report,
     fill_lane,
     measure_attaches,
 )
-from streams.brokers.broker import Broker
-from streams.clock import SystemClock
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.responses.reply_reader import ReplyReader
-from streams.topics import RESPONSES, TOPICS
 
 FORM = AttachScale(chunks=20 * BATCH, attaches_per_s=20.0, seconds=3.0)
 

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.attached import server_health
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.engine_factory import create_engine
-from app.engine.interface import Engine
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.text_generator import TextGenerator, demo_sentences
-from app.engine.validator import ValidatingEngine
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from app.settings import Settings
-from indexer.cache_events.engine_events import AllCleared, BlocksStored, EngineEvent
-from streams.clock import SystemClock
-from streams.codecs import decode, pack_tokens
-from streams.request import Request, StopConditions
-from streams.responses.transcript import Transcript
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.engine.attached import server_health
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.engine_factory import create_engine
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.text_generator import TextGenerator, demo_sentences
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.settings import Settings
+from kvlane.indexer.cache_events.engine_events import AllCleared, BlocksStored, EngineEvent
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.conformance import Subject
 from tests.contracts.test_engine import SHAPE
 from tests.flows.test_attached_faults import RealWorld, until
@@ -111,7 +111,7 @@ async def test_version_of_a_server_is_detected(
 async def test_text_is_always_the_servers(
     behind: SimulatedEngine, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
+    monkeypatch.setattr("kvlane.app.serving.worker_model.ByteModel", Words)
     async with ModelServer(behind, kind) as server:
         world = RealWorld()
         harness = await WorkerHarness.started(
@@ -142,7 +142,7 @@ class Words:
     """The demo's model, as a worker reads answers with it."""
 
     def text_stream(self, request: Request, taken: Any = ()) -> Any:
-        from app.preprocess.text.stop_conditions import TextStream
+        from kvlane.app.preprocess.text.stop_conditions import TextStream
 
         return TextStream(
             TOKENIZER.detokenizer(PROMPT), request.stop, eos_token_ids=EOS, taken=taken
@@ -152,7 +152,7 @@ class Words:
 async def test_stop_string_is_found_in_text_that_was_tokenised_again(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
+    monkeypatch.setattr("kvlane.app.serving.worker_model.ByteModel", Words)
     text = TOKENIZER.decode(answer_of(40))
     word = text.split()[3]
     async with ModelServer(behind, "words") as server:
@@ -341,7 +341,7 @@ class Pair:
 async def test_answer_whose_server_fails_continues_on_another_one(
     behind: SimulatedEngine, fault: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
+    monkeypatch.setattr("kvlane.app.serving.worker_model.ByteModel", Words)
     seen = await Pair(behind, "vllm", fault).answer()
     assert seen.attempt == 1
     assert seen.tokens == answer_of(40)
@@ -352,7 +352,7 @@ async def test_answer_whose_server_fails_continues_on_another_one(
 async def test_text_whose_server_fails_ends_as_lost(
     behind: SimulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.serving.worker_model.ByteModel", Words)
+    monkeypatch.setattr("kvlane.app.serving.worker_model.ByteModel", Words)
     seen = await Pair(behind, "text", breaks_off).answer()
     assert seen.end is not None
     assert seen.end.code == "lost"

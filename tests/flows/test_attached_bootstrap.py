@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from app.engine.attached.request_body import FAKE_BOOTSTRAP_HOST
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import EngineError, GenerateContext, InvalidRequest
-from app.engine.validator import ValidatingEngine
-from app.serving.engine_health import PROBE
-from app.settings import Settings
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig
-from streams.request import BootstrapInfo, Request, StopConditions
+from kvlane.app.engine.attached.request_body import FAKE_BOOTSTRAP_HOST
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import EngineError, GenerateContext, InvalidRequest
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.serving.engine_health import PROBE
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import BootstrapInfo, Request, StopConditions
 from tests.flows.test_attached_handover import outputs
 from tests.harness.model_servers import TOKENIZER, ModelServer
 from tests.harness.sglang_servers import MeetingRooms, SglangServer

@@ -9,12 +9,17 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from app.engine.attached import zmq_events as events_module
-from app.engine.attached.zmq_events import ZmqEventFollower
-from app.engine.interface import EngineError
-from indexer.block_keys import derive_secret
-from indexer.cache_events.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
-from indexer.cache_events.event_normalizer import EventNormalizer, NormalizerCounters
+from kvlane.app.engine.attached import zmq_events as events_module
+from kvlane.app.engine.attached.zmq_events import ZmqEventFollower
+from kvlane.app.engine.interface import EngineError
+from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.cache_events.engine_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineEvent,
+)
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer, NormalizerCounters
 from tests.conformance import WITHIN_S
 from tests.harness.model_servers import EventPublisher
 

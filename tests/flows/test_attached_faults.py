@@ -10,19 +10,25 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
-from app.engine.attached import answer_stream as attached_answer
-from app.engine.attached.passthrough_engine import PassthroughEngine
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.echo import EchoEngine
-from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, InvalidRequest
-from app.engine.validator import ValidatingEngine
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.memory.memory_broker import MemoryBroker
-from streams.records import Finished
-from streams.request import OpenAiBody, Request, StopConditions
-from streams.topics import LEDGER
+from kvlane.app.engine.attached import answer_stream as attached_answer
+from kvlane.app.engine.attached.passthrough_engine import PassthroughEngine
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+)
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.records import Finished
+from kvlane.streams.request import OpenAiBody, Request, StopConditions
+from kvlane.streams.topics import LEDGER
 from tests.conformance import WITHIN_S
 from tests.harness.memory_world import MemoryWorld, ScriptedFaults
 from tests.harness.model_servers import (
@@ -526,8 +532,8 @@ async def test_invalid_attachment_is_reported_with_a_remedy(
     server: ModelServer, path: str, handler: Handler, over: dict[str, object], words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("app.engine.attached.discovery.REQUEST_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("app.engine.attached.discovery.RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr("kvlane.app.engine.attached.discovery.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvlane.app.engine.attached.discovery.RETRY_INTERVAL_S", 0.05)
     server.handlers[path] = handler
     engine = ValidatingEngine(beside(server, **over))
     with pytest.raises(EngineError, match=words):

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.server_errors import ServerFailed
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.echo import echo_answer
-from app.engine.interface import EngineError, EngineOutput, GenerateContext
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.transfers import KvTransfers
-from app.engine.validator import ValidatingEngine
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import Phase
-from streams.request import PrefillResult, Request, StopConditions
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.server_errors import ServerFailed
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.transfers import KvTransfers
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Phase
+from kvlane.streams.request import PrefillResult, Request, StopConditions
 from tests.contracts.test_engine import SHAPE
 from tests.harness.model_servers import TOKENIZER, ModelServer, ServerExchange
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.audit import timeline
-from app.audit.rebuild import VIEW_TOPICS, ViewName, rebuild_view
-from app.audit.timeline import explain_request
-from app.cli import app
-from app.router import Router
-from app.runtime.process import ProcessContext
-from streams.clock import SystemClock
-from streams.codecs import encode, pack_tokens
-from streams.errors import NewerRecord
-from streams.ids import new_request_id
-from streams.memory.memory_broker import MemoryBroker
-from streams.ports import Entry, Partition
-from streams.records import (
+from kvlane.app.audit import timeline
+from kvlane.app.audit.rebuild import VIEW_TOPICS, ViewName, rebuild_view
+from kvlane.app.audit.timeline import explain_request
+from kvlane.app.cli import app
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode, pack_tokens
+from kvlane.streams.errors import NewerRecord
+from kvlane.streams.ids import new_request_id
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.records import (
     Assigned,
     Cancel,
     Candidate,
@@ -39,8 +39,8 @@ from streams.records import (
     Usage,
     WorkerCard,
 )
-from streams.request import Request
-from streams.topics import (
+from kvlane.streams.request import Request
+from kvlane.streams.topics import (
     BATCH,
     KV_EVENTS,
     LEDGER,

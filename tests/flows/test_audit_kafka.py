@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.record_publisher import RecordPublisher
-from streams.records import Assigned, Candidate, Chunk, Ended, Finished, RequestOffset
-from streams.request import Request
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Assigned, Candidate, Chunk, Ended, Finished, RequestOffset
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.kafka_processes import kvlane, provisioned
 
 LANES = 4

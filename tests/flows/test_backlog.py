@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
-from app.lanes.scheduling.remaining_work import RemainingWork
-from app.preprocessor import Preprocessor
-from app.prompts.prompt_source import MAX_BATCH
-from app.router import Router
-from app.routing.queueing.fair_share import ClassConfig
-from streams.codecs import decode, pack_tokens
-from streams.records import (
+from kvlane.app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.prompts.prompt_source import MAX_BATCH
+from kvlane.app.router import Router
+from kvlane.app.routing.queueing.fair_share import ClassConfig
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -25,8 +25,8 @@ from streams.records import (
     RequestOffset,
     RouterCapacity,
 )
-from streams.request import Hints, Request
-from streams.topics import BATCH, CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.request import Hints, Request
+from kvlane.streams.topics import BATCH, CAPACITY, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
 from tests.flows.test_batch_prompts import ask_batch
 from tests.flows.test_preprocessor import begin, send
 from tests.harness.fake_worker import FakeWorker, append_record, start_router

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.standalone import StandaloneProcess
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from streams.prompt import Prompt
-from streams.topics import REQUESTS
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.topics import REQUESTS
 from tests.harness.topic_cleanup import delete_topics
 
 PROMPTS = 300

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from streams.codecs import decode
-from streams.ports import Entry
-from streams.records import Cancel, End, RouterCapacity
-from streams.request import Request
-from streams.topics import BATCH, CAPACITY, PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
+from kvlane.streams.codecs import decode
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import Cancel, End, RouterCapacity
+from kvlane.streams.request import Request
+from kvlane.streams.topics import (
+    BATCH,
+    CAPACITY,
+    PROMPTS,
+    REQUESTS,
+    RESPONSES,
+    lane_of,
+    partition_of,
+)
 from tests.flows.test_preprocessor import begin, send, sent
 from tests.harness.memory_world import MemoryWorld, scenario_test
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from app.batches.fair_turns import FairTurns
-from app.batches.job_input import JobInput
-from app.batches.job_prompts import WINDOW
-from app.batches.job_run import GRACE_S
-from app.batches.job_runner import MAX_RUNNING, MAX_RUNS
-from streams.memory.broker_faults import AppendFate
-from streams.topics import BATCH
+from kvlane.app.batches.fair_turns import FairTurns
+from kvlane.app.batches.job_input import JobInput
+from kvlane.app.batches.job_prompts import WINDOW
+from kvlane.app.batches.job_run import GRACE_S
+from kvlane.app.batches.job_runner import MAX_RUNNING, MAX_RUNS
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.topics import BATCH
 from tests.harness.batch_harness import BatchHarness, chat_line, jsonl
 from tests.harness.key_files import KeyFileHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -110,7 +110,7 @@ async def test_jobs_with_a_run_are_bounded_and_chosen_by_tenant(
     world: MemoryWorld, keys: KeyFileHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 20
-    monkeypatch.setattr("app.batches.job_runner.MAX_OPEN", most)
+    monkeypatch.setattr("kvlane.app.batches.job_runner.MAX_OPEN", most)
     ours, theirs = keys.add("acme"), keys.add("globex")
     harness = await BatchHarness.open(world, "r1", **keys.settings)
     runner, _, _ = harness.runners["r1"]

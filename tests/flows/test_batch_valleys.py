@@ -12,16 +12,16 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from streams.codecs import decode
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry
-from streams.prompt import APPENDED_HEADER
-from streams.records import Assigned, Assignment, CancelRun, Chunk, EndedIds, RequestOffset
-from streams.topics import BATCH, ENDED_IDS, LEDGER, PROMPTS, RESPONSES, partition_of
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry
+from kvlane.streams.prompt import APPENDED_HEADER
+from kvlane.streams.records import Assigned, Assignment, CancelRun, Chunk, EndedIds, RequestOffset
+from kvlane.streams.topics import BATCH, ENDED_IDS, LEDGER, PROMPTS, RESPONSES, partition_of
 from tests.harness.fake_worker import FakeWorker, append_record, start_router
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from app.batches.job_prompts import WINDOW, JobPrompts
-from app.batches.job_run import GRACE_S, JobRun
-from streams.batch_records import BatchJob
-from streams.codecs import decode
-from streams.errors import BrokerUnavailable
-from streams.memory.memory_log import MemoryLog, MemoryReader
-from streams.topics import BATCH, BATCH_JOBS, FILE_PARTS
+from kvlane.app.batches.job_prompts import WINDOW, JobPrompts
+from kvlane.app.batches.job_run import GRACE_S, JobRun
+from kvlane.streams.batch_records import BatchJob
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.memory.memory_log import MemoryLog, MemoryReader
+from kvlane.streams.topics import BATCH, BATCH_JOBS, FILE_PARTS
 from tests.harness.batch_harness import CHATS, BatchHarness, chat_line, jsonl
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.key_files import KeyFileHarness, auth_headers
@@ -481,7 +481,7 @@ async def test_error_of_the_program_fails_the_job_and_not_the_process(
         raise KeyError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.batches.job_prompts.prompt_of", broken)
+        patch.setattr("kvlane.app.batches.job_prompts.prompt_of", broken)
         batch = await harness.ended(await harness.submit(input_of(2)))
     assert [e["code"] for e in batch["errors"]["data"]] == ["internal_error"]
     assert (await harness.ended(await harness.submit(input_of(2))))["status"] == "completed"
@@ -505,7 +505,7 @@ async def test_job_fails_later_where_its_failure_cannot_be_written(
             raise BrokerUnavailable("no answer")
         await fail(run, *args)
 
-    monkeypatch.setattr("app.batches.job_prompts.prompt_of", broken)
+    monkeypatch.setattr("kvlane.app.batches.job_prompts.prompt_of", broken)
     monkeypatch.setattr(JobRun, "fail", fail_at_the_third_attempt)
     batch = await harness.ended(await harness.submit(input_of(2)))
     assert [e["code"] for e in batch["errors"]["data"]] == ["internal_error"]
@@ -525,7 +525,7 @@ async def test_run_that_an_error_ends_leaves_no_reader(
     def broken(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("app.batches.job_prompts.prompt_of", broken)
+    monkeypatch.setattr("kvlane.app.batches.job_prompts.prompt_of", broken)
     await harness.ended(await harness.submit(input_of(2)))
     assert readers(log) == before
 

@@ -15,18 +15,18 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from app.cli import app
-from app.engine.echo import EchoEngine
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Log
+from kvlane.app.cli import app
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Log
 from tests.harness.batch_harness import chat_line, jsonl
 from tests.harness.kafka_processes import app_process, provisioned, wait_answered
 

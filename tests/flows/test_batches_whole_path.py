@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from app.batches.job_run import JobRun
-from app.engine.echo import echo_answer
-from app.preprocess.text.byte_level import render_chat
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.runtime.process import ProcessContext
-from streams.codecs import decode
-from streams.ports import Partition, Reader
-from streams.records import Assigned, Ended
-from streams.topics import BATCH, LEDGER, RESULTS
+from kvlane.app.batches.job_run import JobRun
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.preprocess.text.byte_level import render_chat
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import decode
+from kvlane.streams.ports import Partition, Reader
+from kvlane.streams.records import Assigned, Ended
+from kvlane.streams.topics import BATCH, LEDGER, RESULTS
 from tests.harness.batch_harness import AnsweringFleet, BatchHarness, chat_line, jsonl
 from tests.harness.decoded import decode_bytes
 from tests.harness.gateway_harness import GatewayHarness, memory_settings

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streams.records import Assignment, End
-from streams.request import Request
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.records import Assignment, End
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from app.audit.recompute import RecomputeReport
-from app.routing.selection.policies.registry import SIMULATED
-from app.simulation.counterfactual import CaptureReader
-from app.traces.capture_format import (
+from kvlane.app.audit.recompute import RecomputeReport
+from kvlane.app.routing.selection.policies.registry import SIMULATED
+from kvlane.app.simulation.counterfactual import CaptureReader
+from kvlane.app.traces.capture_format import (
     AnyCaptureLine,
     CapturedDecision,
     CapturedRequest,
@@ -24,11 +24,11 @@ from app.traces.capture_format import (
     CaptureTotals,
     read_capture,
 )
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import derive_secret
-from streams.codecs import decode, pack_tokens, unpack_tokens
-from streams.ports import Entry
-from streams.records import (
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import derive_secret
+from kvlane.streams.codecs import decode, pack_tokens, unpack_tokens
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import (
     Assigned,
     EngineConfig,
     Finished,
@@ -37,8 +37,8 @@ from streams.records import (
     Tombstone,
     WorkerCard,
 )
-from streams.request import Request
-from streams.topics import LEDGER, REGISTRY, REQUESTS, lane_of
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS, lane_of
 from tests.harness.capture_harness import (
     capture_lines,
     make_requests,

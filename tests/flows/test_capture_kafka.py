@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.simulated.engine import SimulatedEngine
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.codecs import decode
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Finished
-from streams.topics import LEDGER, REQUESTS
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Finished
+from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.capture_harness import SHAPE, conversations
 from tests.harness.kafka_processes import kvlane, provisioned
 

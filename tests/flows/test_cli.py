@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import app
-from app.commands.simulation.report import Report, Threshold
-from app.preprocess.text.byte_level import encode_bytes as tokens_of
-from streams.clock import SystemClock
-from streams.codecs import encode
-from streams.memory.memory_broker import MemoryBroker
-from streams.records import Chunk, End
-from streams.topics import PROMPTS, RESPONSES, lane_of
+from kvlane.app.cli import app
+from kvlane.app.commands.simulation.report import Report, Threshold
+from kvlane.app.preprocess.text.byte_level import encode_bytes as tokens_of
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.records import Chunk, End
+from kvlane.streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_commands import connect_commands
 
 COMMANDS = [
@@ -180,7 +180,7 @@ def test_waiting_ends_with_the_time_out(memory: MemoryBroker) -> None:
 def test_unpublished_id_is_an_error_at_once(
     memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.commands.request_commands.CHECK_AFTER_S", 0.1)
+    monkeypatch.setattr("kvlane.app.commands.request_commands.CHECK_AFTER_S", 0.1)
     result = kvlane("follow", "nosuch")
     assert result.exit_code == 1
     assert "error: nosuch: no record has this id" in result.stderr
@@ -205,7 +205,7 @@ def test_truncated_stream_is_reported(memory: MemoryBroker) -> None:
 
 
 def test_waiting_prompt_is_awaited(memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.commands.request_commands.CHECK_AFTER_S", 0.1)
+    monkeypatch.setattr("kvlane.app.commands.request_commands.CHECK_AFTER_S", 0.1)
     kvlane("publish", "hello", "--id", "a")
     result = kvlane("follow", "a", "--timeout", "0.5")
     assert result.stderr.startswith("error: a: no end within 0.5 s")
@@ -290,7 +290,7 @@ def test_settings_shows_variables_and_values(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_demo_fails_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.demo.demo_run.run_demo", lambda *_, **__: False)
+    monkeypatch.setattr("kvlane.app.demo.demo_run.run_demo", lambda *_, **__: False)
     assert kvlane("demo", "hello", "--broker", "memory").exit_code == 1
 
 
@@ -317,7 +317,7 @@ def test_bench_of_real_routers_fails_when_one_of_them_is_wrong(
     async def wrong(*_: object) -> Report:
         return Report("routers", [], [Threshold("unlike the log", 1, "", "0", passed=False)])
 
-    monkeypatch.setattr("app.bench.routing.routers_kafka.bench_kafka_routers", wrong)
+    monkeypatch.setattr("workbench.bench.routing.routers_kafka.bench_kafka_routers", wrong)
     assert kvlane("bench", "routers", "--kafka").exit_code == 1
 
 

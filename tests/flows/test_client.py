@@ -7,15 +7,15 @@ from contextlib import aclosing
 
 import pytest
 
-from app.commands.kafka_client import write_stream
-from streams.client import ReplyResult
-from streams.errors import AppendFailed, RecordTooLarge
-from streams.memory.broker_faults import AppendFate
-from streams.prompt import Prompt
-from streams.records import Chunk, DryRunResult, End, Fence, Usage
-from streams.responses.reply_reader import IDLE_LANE_TTL_S
-from streams.responses.reply_stream import MAX_PENDING_PIECES
-from streams.topics import BATCH, PROMPTS, RESPONSES, lane_of
+from kvlane.app.commands.kafka_client import write_stream
+from kvlane.streams.client import ReplyResult
+from kvlane.streams.errors import AppendFailed, RecordTooLarge
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, DryRunResult, End, Fence, Usage
+from kvlane.streams.responses.reply_reader import IDLE_LANE_TTL_S
+from kvlane.streams.responses.reply_stream import MAX_PENDING_PIECES
+from kvlane.streams.topics import BATCH, PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, begin_reply, connect, publish, read, text
 

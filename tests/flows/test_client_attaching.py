@@ -8,20 +8,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.audit.unknown_ids import is_published
-from app.testing.virtual_time import VirtualClock
-from streams import client as module
-from streams.client import Client
-from streams.codecs import encode
-from streams.errors import AppendFailed, BrokerUnavailable, PositionLost
-from streams.ids import TenantTag
-from streams.memory.broker_faults import AppendFate
-from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence
-from streams.responses.reply_reader import CLOCK_MARGIN_MS, LOOK_BACK_S, MAX_REQUEST_LIFETIME_MS
-from streams.topics import PROMPTS, RESPONSES, lane_of
+from kvlane.app.audit.unknown_ids import is_published
+from kvlane.streams import client as module
+from kvlane.streams.client import Client
+from kvlane.streams.codecs import encode
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable, PositionLost
+from kvlane.streams.ids import TenantTag
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.responses.reply_reader import (
+    CLOCK_MARGIN_MS,
+    LOOK_BACK_S,
+    MAX_REQUEST_LIFETIME_MS,
+)
+from kvlane.streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, begin_reply, connect, in_lane, publish, read, text
+from workbench.testing.virtual_time import VirtualClock
 
 
 @scenario_test
@@ -96,7 +100,7 @@ async def id_of_a_clock_that_is_ahead(world: MemoryWorld) -> str:
 async def test_attached_stream_continues_after_the_live_reader_left_its_lane(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streams.responses.reply_reader.IDLE_LANE_TTL_S", 0.0)
+    monkeypatch.setattr("kvlane.streams.responses.reply_reader.IDLE_LANE_TTL_S", 0.0)
     client = await connect(world)
     worker = Worker(world, "job-17")
     worker.write("he")

@@ -8,15 +8,15 @@ from functools import partial
 
 import pytest
 
-from streams.client import Client
-from streams.codecs import encode
-from streams.errors import NotFound, PositionLost
-from streams.memory.memory_log import MemoryReader
-from streams.ports import Batches, Partition
-from streams.records import Chunk
-from streams.responses import catch_up_reader
-from streams.responses.reply_reader import CLOCK_MARGIN_MS, ReplyReader
-from streams.topics import RESPONSES, lane_of
+from kvlane.streams.client import Client
+from kvlane.streams.codecs import encode
+from kvlane.streams.errors import NotFound, PositionLost
+from kvlane.streams.memory.memory_log import MemoryReader
+from kvlane.streams.ports import Batches, Partition
+from kvlane.streams.records import Chunk
+from kvlane.streams.responses import catch_up_reader
+from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS, ReplyReader
+from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, connect, in_lane, read, text
 

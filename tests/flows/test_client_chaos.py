@@ -8,13 +8,13 @@ from contextlib import aclosing
 
 import pytest
 
-from app.testing.virtual_time import VirtualLoop, run_virtual
-from streams.client import Client
-from streams.memory.broker_faults import AppendFate, Operation
-from streams.prompt import Prompt
-from streams.records import Chunk, Fence
+from kvlane.streams.client import Client
+from kvlane.streams.memory.broker_faults import AppendFate, Operation
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, Fence
 from tests.harness.memory_world import MemoryWorld, ScriptedFaults
 from tests.reply_harness import Worker, connect
+from workbench.testing.virtual_time import VirtualLoop, run_virtual
 
 
 class Weather(ScriptedFaults):

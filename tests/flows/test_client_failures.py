@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from streams.client import Client
-from streams.codecs import encode
-from streams.errors import BrokerUnavailable, LogClosed, NewerRecord, PositionLost
-from streams.ports import Entry
-from streams.prompt import Prompt
-from streams.request import Request
-from streams.topics import PROMPTS, RESPONSES, lane_of
+from kvlane.streams.client import Client
+from kvlane.streams.codecs import encode
+from kvlane.streams.errors import BrokerUnavailable, LogClosed, NewerRecord, PositionLost
+from kvlane.streams.ports import Entry
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.request import Request
+from kvlane.streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, begin_reply, connect, in_lane, publish, text
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from app.preprocessor import Preprocessor
-from app.prompts.prompt_source import PromptSource
-from streams.memory.memory_transactions import ClientTransaction
-from streams.ports import Entry
-from streams.records import Refused, RouterCapacity
-from streams.request import Request
-from streams.topics import BATCH, CAPACITY, PROMPTS, partition_of
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.prompts.prompt_source import PromptSource
+from kvlane.streams.memory.memory_transactions import ClientTransaction
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import Refused, RouterCapacity
+from kvlane.streams.request import Request
+from kvlane.streams.topics import BATCH, CAPACITY, PROMPTS, partition_of
 from tests.flows.test_preprocessor import begin, sent
 from tests.harness.memory_world import MemoryWorld, scenario_test
 

@@ -7,17 +7,17 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from app.batches.batch_view import batch_key, file_key
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.thread_pool import InlinePool
-from app.routing.state.fleet import Fleet
-from streams.batch_records import BatchJob, FileCard
-from streams.codecs import decode, encode
-from streams.memory.broker_faults import AppendFate
-from streams.ports import Partition
-from streams.reading.part_format import PART_BYTES
-from streams.records import LogRecord
-from streams.topics import ARTIFACTS, BATCH_JOBS, FILE_PARTS, REGISTRY, TOPICS, partition_of
+from kvlane.app.batches.batch_view import batch_key, file_key
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.batch_records import BatchJob, FileCard
+from kvlane.streams.codecs import decode, encode
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.ports import Partition
+from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.records import LogRecord
+from kvlane.streams.topics import ARTIFACTS, BATCH_JOBS, FILE_PARTS, REGISTRY, TOPICS, partition_of
 from tests.harness.batch_harness import BatchHarness, chat_line, jsonl
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from app.routing.state import change_log
-from streams.responses.reply_reader import ReplyReader
-from streams.responses.reply_stream import Reply
+from kvlane.app.routing.state import change_log
+from kvlane.streams.responses.reply_reader import ReplyReader
+from kvlane.streams.responses.reply_stream import Reply
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, run_scenario
 
-OURS = ("app.", "streams.", "indexer.")
-SHARED = ("streams.memory.", "app.testing.")
+OURS = ("kvlane.",)
+SHARED = ("kvlane.streams.memory.", "workbench.testing.")
 """The log itself, which keeps all records, and the clock."""
 FEW = 40
 MANY = int(os.environ.get("KVLANE_TEST_REQUESTS", "240"))

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from app.cli import app
-from app.simulation.counterfactual import (
+from kvlane.app.cli import app
+from kvlane.app.simulation.counterfactual import (
     CapturedPeriod,
     CaptureReader,
     counterfactual,
@@ -17,14 +17,14 @@ from app.simulation.counterfactual import (
     recorded_metrics,
     simulate_recorded,
 )
-from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.traces.capture_format import (
+from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.traces.capture_format import (
     AnyCaptureLine,
     CapturedDecision,
     CapturedRequest,
     CapturedWorker,
 )
-from app.traces.mooncake_trace import InvalidTrace
+from kvlane.app.traces.mooncake_trace import InvalidTrace
 from tests.harness.capture_harness import (
     capture_lines,
     make_requests,

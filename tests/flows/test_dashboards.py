@@ -21,15 +21,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.audit.drift import MIN_RUNS
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.standalone import StandaloneProcess
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.prompt import Prompt
+from kvlane.app.audit.drift import MIN_RUNS
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.prompt import Prompt
 from tests.harness.http_exchange import HttpExchange
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.audit.dead_letter_retry import (
+from kvlane.app.audit.dead_letter_retry import (
     InvalidDeadLetter,
     find_dead_letter,
     list_dead_letters,
     retry_dead_letter,
 )
-from app.cli import app
-from streams.clock import SystemClock
-from streams.codecs import encode
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry
-from streams.reading.dead_letter_format import DeadLetter, DeadLetterWriter
-from streams.record_publisher import RecordPublisher
-from streams.records import Assigned, Assignment, Ended, Finished, Refused, RequestOffset
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
+from kvlane.app.cli import app
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry
+from kvlane.streams.reading.dead_letter_format import DeadLetter, DeadLetterWriter
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Assigned, Assignment, Ended, Finished, Refused, RequestOffset
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, PROMPTS, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -61,7 +61,7 @@ def put_aside(
     kept: bool = False,
 ) -> str:
     """Append a record and its letter, as an intake does; the letter's name."""
-    from streams.reading.dead_letter_format import to_dead_letter
+    from kvlane.streams.reading.dead_letter_format import to_dead_letter
 
     at = broker.append(topic, 0, [entry])
     record = MemoryRecord(topic, at.partition, at.offset, at.timestamp_ms, *entry)

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import app
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.codecs import encode, pack_tokens
-from streams.errors import RecordError
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition
-from streams.reading.group_consumer import GroupConsumer, PartitionClaim
-from streams.records import Ended, LogRecord
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, lane_of
+from kvlane.app.cli import app
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode, pack_tokens
+from kvlane.streams.errors import RecordError
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from kvlane.streams.records import Ended, LogRecord
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, lane_of
 from tests.harness.kafka_processes import provisioned
 
 LANES = 4

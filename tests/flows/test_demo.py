@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from app.local.processes import free_port
-from streams.brokers.broker_factory import Broker
+from kvlane.app.local.processes import free_port
+from kvlane.streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-KVLANE = [sys.executable, "-m", "app"]
+KVLANE = [sys.executable, "-m", "kvlane.app"]
 WHOLE_S = 150.0
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.indexer import Indexer
-from app.metrics.gateway_metrics import GatewayMetrics
-from app.preprocess.thread_pool import InlinePool
-from app.router import Router
-from app.runtime.process import ProcessContext
-from streams.codecs import pack_tokens
-from streams.records import Assignment
-from streams.request import Request
-from streams.topics import REQUESTS
+from kvlane.app.indexer import Indexer
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assignment
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS
 from tests.harness.fake_worker import FakeWorker, append_record, start_router, wait_for_items
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
@@ -49,7 +49,7 @@ async def figures(router: Router) -> dict[str, float]:
 async def test_cache_that_differs_from_the_index_raises_one_alert(
     world: MemoryWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "app.router")
+    caplog.set_level(logging.INFO, "kvlane.app.router")
 
     def alarms() -> list[str]:
         return [r.levelname for r in caplog.records if "worker w1 (demo)" in r.message]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streams.codecs import unpack_tokens
+from kvlane.streams.codecs import unpack_tokens
 from tests.harness.cluster_harness import (
     BLOCK,
     PROMPT,

@@ -19,13 +19,13 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from faststream.kafka import TestKafkaBroker
 
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.standalone import StandaloneProcess
 from examples import faststream_service
 from examples.faststream_service import Answer, Question, Result, ResultError, Usage
-from streams.brokers.broker_factory import Broker, java_tool
-from streams.prompt import Prompt, encode_prompt
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.streams.brokers.broker_factory import Broker, java_tool
+from kvlane.streams.prompt import Prompt, encode_prompt
 from tests.harness.kafka_processes import provisioned
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import EngineError, EngineOutput, GenerateContext
-from app.lanes import shared_reads
-from app.preprocess.text.byte_level import ASSISTANT, USER
-from app.serving.run_executor import resumed_request
-from streams.codecs import pack_tokens, unpack_tokens
-from streams.records import (
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext
+from kvlane.app.lanes import shared_reads
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
+from kvlane.app.serving.run_executor import resumed_request
+from kvlane.streams.codecs import pack_tokens, unpack_tokens
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -31,8 +31,8 @@ from streams.records import (
     Started,
     Tombstone,
 )
-from streams.request import Request, SamplingOptions, StopConditions
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.streams.request import Request, SamplingOptions, StopConditions
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.fake_worker import append_record, read_records
 from tests.harness.memory_world import MemoryWorld, scenario_test

@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.broker import Broker
-from streams.clock import SystemClock
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Ended
-from streams.topics import LEDGER, REGISTRY, SNAPSHOTS, TOPICS
-from streams.views.follower import Follower
-from streams.views.snapshot_store import SnapshotStore
+from kvlane.streams.brokers.broker import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Ended
+from kvlane.streams.topics import LEDGER, REGISTRY, SNAPSHOTS, TOPICS
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_store import SnapshotStore
 from tests.harness.recording_view import RecordingView
 
 PARTITIONS = {LEDGER: 2, REGISTRY: 1, SNAPSHOTS: 2}

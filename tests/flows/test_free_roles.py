@@ -6,11 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.audit.recompute import find_difference
-from app.perf_curves import PerfCurves
-from streams.codecs import pack_tokens
-from streams.records import Assigned, Assignment
-from streams.topics import LEDGER, REQUESTS
+from kvlane.app.audit.recompute import find_difference
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assigned, Assignment
+from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.http.openai.active_streams import PUBLISH_TIMEOUT_S
-from app.http.openai.gateway_deps import DEADLINE_MARGIN_S
-from streams.codecs import pack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.ports import Entry
-from streams.records import EngineConfig, ModelCard, Tombstone, WorkerCard
-from streams.topics import REGISTRY, REQUESTS, lane_of
+from kvlane.app.http.openai.active_streams import PUBLISH_TIMEOUT_S
+from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import EngineConfig, ModelCard, Tombstone, WorkerCard
+from kvlane.streams.topics import REGISTRY, REQUESTS, lane_of
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker

@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from app.http.openai.gateway_deps import DEADLINE_MARGIN_S
-from app.http.openai.merged_replies import FIRST_CHUNK_TIMEOUT_S
-from app.http.openai.stream_resume import UNDATED_START_S
-from app.testing.virtual_time import VirtualClock
-from streams.ids import new_request_id
-from streams.records import Chunk
-from streams.topics import RESPONSES, lane_of
+from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S
+from kvlane.app.http.openai.merged_replies import FIRST_CHUNK_TIMEOUT_S
+from kvlane.app.http.openai.stream_resume import UNDATED_START_S
+from kvlane.streams.ids import new_request_id
+from kvlane.streams.records import Chunk
+from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker
+from workbench.testing.virtual_time import VirtualClock
 
 DAY_MS = 24 * 3600 * 1000
 

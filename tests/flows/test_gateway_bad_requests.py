@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.http.middleware import BODY_TIMEOUT_S
-from streams.records import EngineConfig
+from kvlane.app.http.middleware import BODY_TIMEOUT_S
+from kvlane.streams.records import EngineConfig
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test

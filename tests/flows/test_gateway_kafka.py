@@ -14,15 +14,15 @@ import httpx
 import openai
 import pytest
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.preprocess.text.byte_level import render_chat
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.kafka.kafka_log import KafkaLog
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.preprocess.text.byte_level import render_chat
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.kafka.kafka_log import KafkaLog
 from tests.harness.decoded import decode_bytes
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
@@ -128,7 +128,7 @@ async def test_gateway_that_cannot_listen_ends_with_an_error(
     await ready(settings, gateway)
     second = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "faststream", "run", "app.gateway:app"],
+        [sys.executable, "-m", "faststream", "run", "kvlane.app.gateway:app"],
         capture_output=True, timeout=WAIT_S, check=False, env=os.environ,
     )  # fmt: skip
     assert second.returncode != 0

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import publish_folder
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from app.preprocess.models.model_loader import LOAD_RETRY_S, MAX_SPARE_MODELS
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from streams.codecs import unpack_tokens
-from streams.records import Artifact, ModelCard, Tombstone
-from streams.request import Request
-from streams.topics import REGISTRY
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import publish_folder
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.models.model_loader import LOAD_RETRY_S, MAX_SPARE_MODELS
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.records import Artifact, ModelCard, Tombstone
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REGISTRY
 from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test

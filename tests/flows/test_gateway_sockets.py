@@ -13,17 +13,17 @@ import httpx
 import openai
 import pytest
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.gateway import Gateway
-from app.http import http_protocol
-from app.http.http_server import CannotListen
-from app.preprocess.text.byte_level import ASSISTANT, encode_bytes, render_chat
-from app.runtime.process import ProcessContext
-from streams.clock import SystemClock
-from streams.codecs import decode as decode_record
-from streams.memory.memory_broker import MemoryBroker
-from streams.records import Cancel
-from streams.topics import REQUESTS
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.gateway import Gateway
+from kvlane.app.http import http_protocol
+from kvlane.app.http.http_server import CannotListen
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, encode_bytes, render_chat
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode as decode_record
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.records import Cancel
+from kvlane.streams.topics import REQUESTS
 from tests.harness.decoded import decode_bytes
 from tests.harness.http_harness import WAIT_S, HttpHarness, connect_to, until
 

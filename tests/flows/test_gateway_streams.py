@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from app.http.openai.gateway_deps import DEADLINE_MARGIN_S
-from app.http.openai.response_writer import KEEP_ALIVE_S
-from streams.errors import AccessDenied
-from streams.memory.broker_faults import AppendFate
-from streams.records import Fence
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S
+from kvlane.app.http.openai.response_writer import KEEP_ALIVE_S
+from kvlane.streams.errors import AccessDenied
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import Fence
+from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker

@@ -9,17 +9,17 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from app.audit.recompute import RecomputeReport
-from app.audit.timeline import explain_request
-from app.commands.explain_view import show_timeline
-from app.router import Router
-from app.simulation.counterfactual import CaptureReader
-from app.traces.capture_format import CapturedDecision, CapturedPrefill, CapturedRun
-from app.traces.mooncake_trace import InvalidTrace
-from streams.codecs import pack_tokens
-from streams.records import Assignment, PrefillDone
-from streams.request import Request, StopConditions
-from streams.topics import LEDGER, REQUESTS
+from kvlane.app.audit.recompute import RecomputeReport
+from kvlane.app.audit.timeline import explain_request
+from kvlane.app.commands.explain_view import show_timeline
+from kvlane.app.router import Router
+from kvlane.app.simulation.counterfactual import CaptureReader
+from kvlane.app.traces.capture_format import CapturedDecision, CapturedPrefill, CapturedRun
+from kvlane.app.traces.mooncake_trace import InvalidTrace
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assignment, PrefillDone
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.capture_harness import capture_lines
 from tests.harness.fake_worker import FakeWorker, append_record, start_router, wait_for_items
 from tests.harness.http_exchange import HttpExchange

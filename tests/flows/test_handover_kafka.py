@@ -11,29 +11,29 @@ from typing import Any
 
 import pytest
 
-from app.audit.recompute import find_difference
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import Engine
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.transfers import KvTransfers
-from app.perf_curves import PerfCurves
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.clock import Clock, SystemClock
-from streams.codecs import decode
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.records import Assigned, Chunk, LogRecord, PrefillDone, Role, Started
-from streams.topics import LEDGER, RESPONSES
+from kvlane.app.audit.recompute import find_difference
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.transfers import KvTransfers
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import Clock, SystemClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Assigned, Chunk, LogRecord, PrefillDone, Role, Started
+from kvlane.streams.topics import LEDGER, RESPONSES
 from tests.harness.kafka_processes import provisioned
 from tests.harness.model_servers import TOKENIZER
 from tests.harness.sglang_servers import MeetingRooms, SglangServer

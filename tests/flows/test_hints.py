@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import EngineOutput, GenerateContext, KvEventListener
-from app.routing.queueing.fair_share import ClassConfig
-from app.routing.selection.eligibility import worker_number
-from indexer.cache_events.estimated_cache import EstimatedCache
-from streams.codecs import decode, unpack_tokens
-from streams.records import Assigned, EngineConfig
-from streams.request import Request
-from streams.topics import LEDGER
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import EngineOutput, GenerateContext, KvEventListener
+from kvlane.app.routing.queueing.fair_share import ClassConfig
+from kvlane.app.routing.selection.eligibility import worker_number
+from kvlane.indexer.cache_events.estimated_cache import EstimatedCache
+from kvlane.streams.codecs import decode, unpack_tokens
+from kvlane.streams.records import Assigned, EngineConfig
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER
 from tests.harness.cluster_harness import (
     BLOCK,
     PROMPT,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
-from app.percentiles import percentile
+from kvlane.app.percentiles import percentile
 from tests.harness.http_prober import probing
 from tests.harness.http_process import HttpProcess, http_process
 from tests.harness.key_files import KeyFileHarness

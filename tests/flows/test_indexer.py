@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from app.indexer import Indexer
-from app.preprocess.thread_pool import InlinePool
-from app.routing.selection.eligibility import worker_number
-from app.runtime.process import ProcessContext
-from indexer.block_hashes import local_hashes
-from streams.records import Lost, ModelCard, Tombstone
-from streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.routing.selection.eligibility import worker_number
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.streams.records import Lost, ModelCard, Tombstone
+from kvlane.streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
 from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.http_exchange import HttpExchange

@@ -10,17 +10,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.settings import Settings
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.record_publisher import RecordPublisher
-from streams.records import Blocks, EngineConfig, WorkerCard
-from streams.topics import KV_EVENTS, REGISTRY
+from kvlane.app.settings import Settings
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Blocks, EngineConfig, WorkerCard
+from kvlane.streams.topics import KV_EVENTS, REGISTRY
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
 SECRET = "not the known one"

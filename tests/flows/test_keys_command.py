@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.access import key_file
-from app.access.key_file import KeyRing, Tenant
-from app.cli import app
+from kvlane.app.access import key_file
+from kvlane.app.access.key_file import KeyRing, Tenant
+from kvlane.app.cli import app
 
 NOW_S = 1_800_000_000.0
 

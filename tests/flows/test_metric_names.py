@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from app.metrics.collector_metrics import CollectorMetrics
-from app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.metrics.collector_metrics import CollectorMetrics
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from tests.flows.test_indexer import opened
 from tests.flows.test_preprocessor import begin
 from tests.harness.fake_worker import start_router

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from app.cli import app
-from streams.brokers.broker import LOOPBACK
+from kvlane.app.cli import app
+from kvlane.streams.brokers.broker import LOOPBACK
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTAGE = "whether Kafka runs"
@@ -168,10 +168,10 @@ def test_ctrl_c_while_the_commands_load_ends_without_a_traceback() -> None:
 import sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == "app.commands.topic_commands":
+        if name == "kvlane.app.commands.topic_commands":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupt())
-from app.__main__ import main
+from kvlane.app.__main__ import main
 main()
 """
     done = subprocess.run(

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from streams.ports import Entry
-from streams.records import Assignment
-from streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import Assignment
+from kvlane.streams.topics import DEAD_LETTERS, PROMPTS, REQUESTS
 from tests.flows.test_preprocessor import begin, send, sent
 from tests.harness.fake_worker import (
     PROMPT,

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from app.collector import Collector
-from app.engine.echo import EchoEngine
-from app.indexer import Indexer
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.worker import Worker
-from streams.codecs import decode
-from streams.errors import RecordError
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry, Unreadable
-from streams.records import Chunk, Result
-from streams.topics import PROMPTS, REQUESTS, RESPONSES, RESULTS, TOPICS, partition_of
+from kvlane.app.collector import Collector
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.worker import Worker
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import RecordError
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry, Unreadable
+from kvlane.streams.records import Chunk, Result
+from kvlane.streams.topics import PROMPTS, REQUESTS, RESPONSES, RESULTS, TOPICS, partition_of
 from tests.harness.gateway_harness import CONTEXT, STEP_S, GatewayHarness, memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.malformed_records import MalformedRecords

@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from streams.brokers.broker_factory import Broker
-from streams.codecs import encode
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.ports import Entry, Partition, Record
-from streams.prompt import Prompt
-from streams.records import Chunk, End, Fence
-from streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.codecs import encode
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.ports import Entry, Partition, Record
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.topics import PROMPTS, REQUESTS, RESPONSES, lane_of, partition_of
 from tests.harness.java_tools import java_publishes, java_reads, tool, transcript_of
 
 LANES = 8

@@ -16,27 +16,27 @@ import httpx
 import openai
 import pytest
 
-from app.audit.timeline import explain_request
-from app.engine.attached.passthrough_engine import BodyKind, PassthroughEngine
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.validator import ValidatingEngine
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.codecs import AnyRecord, decode
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from streams.memory.memory_broker import MemoryBroker
-from streams.ports import Log
-from streams.prompt import Prompt
-from streams.records import Chunk, Fence, Finished, Heartbeat
-from streams.request import Request
-from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
+from kvlane.app.audit.timeline import explain_request
+from kvlane.app.engine.attached.passthrough_engine import BodyKind, PassthroughEngine
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import AnyRecord, decode
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.ports import Log
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, Fence, Finished, Heartbeat
+from kvlane.streams.request import Request
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES
 from tests.harness.http_harness import WAIT_S, Connect, HttpHarness, connect_to, until
 from tests.harness.model_servers import (
     CloseConnection,

@@ -6,21 +6,21 @@ import asyncio
 
 import pytest
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.codecs import decode
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.records import Fencing
-from streams.topics import LEDGER, RESPONSES
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Fencing
+from kvlane.streams.topics import LEDGER, RESPONSES
 from tests.harness.kafka_processes import provisioned
 
 LANES = 2

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from streams import request as r
-from streams.codecs import AnyRecord, decode, pack_tokens
-from streams.records import Refused
-from streams.request import Request
-from streams.topics import REQUESTS
+from kvlane.streams import request as r
+from kvlane.streams.codecs import AnyRecord, decode, pack_tokens
+from kvlane.streams.records import Refused
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS
 from tests.flows.test_preprocessor import begin, publish, serve, serve_demo
 from tests.harness.memory_world import MemoryWorld, scenario_test
 

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import publish_folder as publish_model
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from app.preprocess.text.byte_level import render_chat
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.ports import Entry
-from streams.records import (
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import publish_folder as publish_model
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.text.byte_level import render_chat
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import (
     Artifact,
     Cancel,
     EngineConfig,
@@ -29,8 +29,8 @@ from streams.records import (
     Tombstone,
     WorkerCard,
 )
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS, lane_of, partition_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 R = TypeVar("R", bound=AnyRecord)

@@ -14,24 +14,24 @@ from aiokafka import AIOKafkaProducer
 from faststream import FastStream
 from msgspec import structs
 
-from app import preprocessor
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import publish_folder
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.prompts.prompt_source import PromptSource
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.codecs import AnyRecord, decode, encode
-from streams.kafka.aiokafka_client import SILENT_TIMEOUTS
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition, Record
-from streams.records import Cancel, Refused, RouterCapacity
-from streams.request import Request
-from streams.topics import BATCH, CAPACITY, DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
+from kvlane.app import preprocessor
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import publish_folder
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.prompts.prompt_source import PromptSource
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import AnyRecord, decode, encode
+from kvlane.streams.kafka.aiokafka_client import SILENT_TIMEOUTS
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Entry, Partition, Record
+from kvlane.streams.records import Cancel, Refused, RouterCapacity
+from kvlane.streams.request import Request
+from kvlane.streams.topics import BATCH, CAPACITY, DEAD_LETTERS, PROMPTS, REGISTRY, REQUESTS
 from tests.harness.kafka_processes import WAIT_S, provisioned
 
 LANES = 2
@@ -260,7 +260,7 @@ async def test_faststream_publish_reaches_a_running_preprocessor(log: KafkaLog, 
     message = json.dumps({"id": "a", "body": body, "kind": "cancel"})
     async with running():
         command = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "faststream", "publish", "app.preprocessor:app", message,
+            sys.executable, "-m", "faststream", "publish", "kvlane.app.preprocessor:app", message,
             "--topic", log.prefix + topic,
         )  # fmt: skip
         assert await command.wait() == 0

@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from app.preprocessor import Preprocessor
-from app.prompts.prompt_source import PromptSource
-from streams.memory.broker_faults import AppendFate
-from streams.ports import Entry
-from streams.prompt import with_append_time
-from streams.records import Refused
-from streams.request import Request
-from streams.topics import BATCH, DEAD_LETTERS, PROMPT_READABLE_MS, PROMPTS, partition_of
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.prompts.prompt_source import PromptSource
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.ports import Entry
+from kvlane.streams.prompt import with_append_time
+from kvlane.streams.records import Refused
+from kvlane.streams.request import Request
+from kvlane.streams.topics import BATCH, DEAD_LETTERS, PROMPT_READABLE_MS, PROMPTS, partition_of
 from tests.flows.test_batch_prompts import report
 from tests.flows.test_preprocessor import begin, publish, sent
 from tests.harness.memory_world import MemoryWorld, scenario_test

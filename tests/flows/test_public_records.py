@@ -11,11 +11,11 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from app.preprocessor import Preprocessor
-from app.runtime.process import ProcessContext
-from streams.client import Client
-from streams.prompt import Prompt
-from streams.topics import PROMPTS, RESPONSES
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.client import Client
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.topics import PROMPTS, RESPONSES
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.memory_world import MemoryWorld, run_scenario
 

@@ -8,18 +8,18 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from app.indexer import Indexer
-from app.preprocess.thread_pool import InlinePool
-from app.router import Router
-from app.runtime.process import ProcessContext
-from indexer.block_keys import derive_secret
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
-from streams.codecs import decode
-from streams.codecs import encode as encoded
-from streams.memory.memory_log import MemoryLog
-from streams.records import Blocks, Heartbeat, SnapshotPointer
-from streams.topics import KV_EVENTS, REGISTRY, SNAPSHOTS, TOPICS_BY_NAME, partition_of
-from streams.views.tail_reader import MAX_QUEUED_RECORDS
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
+from kvlane.streams.codecs import decode
+from kvlane.streams.codecs import encode as encoded
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import Blocks, Heartbeat, SnapshotPointer
+from kvlane.streams.topics import KV_EVENTS, REGISTRY, SNAPSHOTS, TOPICS_BY_NAME, partition_of
+from kvlane.streams.views.tail_reader import MAX_QUEUED_RECORDS
 from tests.harness.fake_worker import FakeWorker
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.http_exchange import HttpExchange

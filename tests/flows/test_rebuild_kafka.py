@@ -18,19 +18,19 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from typer.testing import CliRunner
 
-from app.cli import app
-from app.settings import Settings
-from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.codecs import decode
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.reading.range_reader import read_range
-from streams.record_publisher import RecordPublisher
-from streams.records import Blocks, SnapshotPointer
-from streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
+from kvlane.app.cli import app
+from kvlane.app.settings import Settings
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Blocks, SnapshotPointer
+from kvlane.streams.topics import KV_EVENTS, REGISTRY, TOPICS_BY_NAME, partition_of
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned
 
 WORKERS = [f"w{n}" for n in range(12)]

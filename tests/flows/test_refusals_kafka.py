@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.standalone import StandaloneProcess
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.topics import RESPONSES, lane_of
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.ports import Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.kafka_processes import WAIT_S, provisioned
 
 LANES = 2

@@ -19,23 +19,23 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from app.collector import Collector
-from app.gateway import Gateway
-from app.indexer import Indexer
-from app.local.deployment import InProcessDeployment, deployment_parts
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime import spans
-from app.settings import Settings
-from app.worker import build as build_worker
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.codecs import decode
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry
-from streams.request import Request
-from streams.topics import BATCH, PROMPTS, REQUESTS
+from kvlane.app.collector import Collector
+from kvlane.app.gateway import Gateway
+from kvlane.app.indexer import Indexer
+from kvlane.app.local.deployment import InProcessDeployment, deployment_parts
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime import spans
+from kvlane.app.settings import Settings
+from kvlane.app.worker import build as build_worker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry
+from kvlane.streams.request import Request
+from kvlane.streams.topics import BATCH, PROMPTS, REQUESTS
 
 TRACE, CALLER = "1" * 32, "2" * 16
 SAMPLED = f"00-{TRACE}-{CALLER}-01"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.preprocessor import Preprocessor
-from app.results import lane_collector
-from app.results.unanswered_requests import LedgerFindings
-from app.runtime.process import ProcessContext
-from streams.memory.broker_faults import AppendFate
-from streams.records import (
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.results import lane_collector
+from kvlane.app.results.unanswered_requests import LedgerFindings
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import (
     Assigned,
     Chunk,
     End,
@@ -22,8 +22,8 @@ from streams.records import (
     RequestOffset,
     ResultUsage,
 )
-from streams.request import OutputOptions, Request, ResultOptions
-from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, RESULTS
+from kvlane.streams.request import OutputOptions, Request, ResultOptions
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, RESULTS
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness

@@ -14,13 +14,13 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
 
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.codecs import encode
-from streams.kafka.kafka_log import KafkaLog
-from streams.records import Chunk, End, Ended
-from streams.request import ReplyAddress, Request, ResultOptions
-from streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, lane_of
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.codecs import encode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.records import Chunk, End, Ended
+from kvlane.streams.request import ReplyAddress, Request, ResultOptions
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, lane_of
 from tests.harness.kafka_processes import app_process, provisioned
 
 REQUESTS_COUNT = 120

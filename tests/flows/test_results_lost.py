@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streams.records import Assigned, End, Ended, Finished, RequestOffset
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.streams.records import Assigned, End, Ended, Finished, RequestOffset
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness
 

@@ -11,15 +11,15 @@ from itertools import count
 
 import pytest
 
-import app.collector
-from app.testing.virtual_time import VirtualClock
-from streams.errors import RecordTooLarge
-from streams.memory.memory_transactions import MemoryTransactionalWriter
-from streams.ports import TopicEntry
-from streams.request import ReplyAddress
-from streams.topics import RESPONSES, RESULTS
+import kvlane.app.collector as collector_process
+from kvlane.streams.errors import RecordTooLarge
+from kvlane.streams.memory.memory_transactions import MemoryTransactionalWriter
+from kvlane.streams.ports import TopicEntry
+from kvlane.streams.request import ReplyAddress
+from kvlane.streams.topics import RESPONSES, RESULTS
 from tests.flows.test_results_replies import HOUR_MS, collector
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.testing.virtual_time import VirtualClock
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def group_of_its_own(name: str) -> Iterator[None]:
     """A collector that starts meanwhile gets all lanes, and no other one loses any: as where the
     coordinator has moved the lanes of a process that does not reach it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app.collector, "GROUP", name)
+        patch.setattr(collector_process, "GROUP", name)
         yield
 
 

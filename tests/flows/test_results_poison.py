@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from streams.records import Chunk, LogProb, Result
-from streams.request import OutputOptions, ReplyAddress, Request, ResultOptions
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.streams.records import Chunk, LogProb, Result
+from kvlane.streams.request import OutputOptions, ReplyAddress, Request, ResultOptions
+from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness
 

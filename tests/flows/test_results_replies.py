@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from app.results import reply_sender
-from app.runtime.process import ProcessContext
-from streams.errors import AccessDenied, AppendFailed, StreamError
-from streams.memory.broker_faults import AppendFate
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Appended, Entry
-from streams.request import ReplyAddress
-from streams.topics import REQUESTS, RESULTS, partition_of
+from kvlane.app.results import reply_sender
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.errors import AccessDenied, AppendFailed, StreamError
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Appended, Entry
+from kvlane.streams.request import ReplyAddress
+from kvlane.streams.topics import REQUESTS, RESULTS, partition_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness
 
@@ -266,7 +266,9 @@ async def test_denied_results_end_the_process(world: MemoryWorld) -> None:
         async def refuse(*_: object) -> None:
             raise AccessDenied(RESULTS)
 
-        patch.setattr("streams.memory.memory_transactions.MemoryTransactionalWriter.write", refuse)
+        patch.setattr(
+            "kvlane.streams.memory.memory_transactions.MemoryTransactionalWriter.write", refuse
+        )
         results = await collector(world)
         ask(results, ["a"], "replies")
         ctx = results.running["c1"][1]

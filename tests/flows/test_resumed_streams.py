@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from streams.client import Client
-from streams.codecs import pack_tokens
-from streams.records import Chunk, Fence, LogProb, PassthroughDelta
-from streams.responses import reply_stream
-from streams.responses.positions import Position
-from streams.topics import RESPONSES, lane_of
+from kvlane.streams.client import Client
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Chunk, Fence, LogProb, PassthroughDelta
+from kvlane.streams.responses import reply_stream
+from kvlane.streams.responses.positions import Position
+from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import connect, publish

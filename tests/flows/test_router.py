@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from app.router import Router
-from streams.records import Assigned, Assignment, End, Ended, Finished
-from streams.request import Request
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.app.router import Router
+from kvlane.streams.records import Assigned, Assignment, End, Ended, Finished
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

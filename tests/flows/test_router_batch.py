@@ -9,12 +9,12 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from app.lanes.scheduling import batch_scheduler
-from app.routing.selection.batch_placement import runs_to_preempt
-from app.routing.worker_rank import WorkerRank
-from streams.codecs import pack_tokens, unpack_tokens
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.lanes.scheduling import batch_scheduler
+from kvlane.app.routing.selection.batch_placement import runs_to_preempt
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.codecs import pack_tokens, unpack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -25,8 +25,8 @@ from streams.records import (
     LogRecord,
     PrefillDone,
 )
-from streams.request import GuidedDecoding, Hints, Request, SamplingOptions, StopConditions
-from streams.topics import LEDGER, REQUESTS, RESPONSES, TOPICS_BY_NAME
+from kvlane.streams.request import GuidedDecoding, Hints, Request, SamplingOptions, StopConditions
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, TOPICS_BY_NAME
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,

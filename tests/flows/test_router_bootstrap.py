@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.testing.virtual_time import VirtualClock
-from streams.codecs import pack_tokens, unpack_tokens
-from streams.records import (
+from kvlane.streams.codecs import pack_tokens, unpack_tokens
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -20,8 +19,8 @@ from streams.records import (
     Fencing,
     PrefillDone,
 )
-from streams.request import BootstrapInfo, Hints
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.streams.request import BootstrapInfo, Hints
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -32,6 +31,7 @@ from tests.harness.fake_worker import (
 )
 from tests.harness.handover_harness import LONG, assigned
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.testing.virtual_time import VirtualClock
 
 ENDPOINT = {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998}
 

@@ -7,14 +7,23 @@ from typing import Any
 
 import pytest
 
-from app.lanes.lane_backpressure import MAX_APPENDING_BYTES
-from app.routing.queueing.fair_share import ClassConfig
-from streams.codecs import decode
-from streams.memory.broker_faults import AppendFate, BrokerFaults
-from streams.ports import Partition
-from streams.records import Assigned, Assignment, End, Ended, Finished, Lost, ModelCard, Tombstone
-from streams.request import Hints, OpenAiBody, Request
-from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from kvlane.app.lanes.lane_backpressure import MAX_APPENDING_BYTES
+from kvlane.app.routing.queueing.fair_share import ClassConfig
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
+    Assigned,
+    Assignment,
+    End,
+    Ended,
+    Finished,
+    Lost,
+    ModelCard,
+    Tombstone,
+)
+from kvlane.streams.request import Hints, OpenAiBody, Request
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -415,7 +424,7 @@ async def test_wait_of_many_requests_ends_in_time(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch, model: str, deadline_s: int, code: str
 ) -> None:
     """Each of them retries every 10 s, and its wait ends after 5."""
-    monkeypatch.setattr("app.routing.queueing.router_queue.MAX_FREQUENT_RETRIES", 10)
+    monkeypatch.setattr("kvlane.app.routing.queueing.router_queue.MAX_FREQUENT_RETRIES", 10)
     FakeWorker(world, state="draining")
     world.append(REGISTRY, 0, ModelCard(name="big"), key="model/big")
     await start_router(world, no_worker_timeout_s=5)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
-from app.engine.simulated.engine import SimulatedEngine
-from app.routing.selection.select import recompute_choice
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.codecs import pack_tokens
-from streams.records import Assigned, Assignment, End, Finished, PrefillDone
-from streams.request import Hints, Request, StopConditions
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.routing.selection.select import recompute_choice
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assigned, Assignment, End, Finished, PrefillDone
+from kvlane.streams.request import Hints, Request, StopConditions
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,

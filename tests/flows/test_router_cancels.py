@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
-from app.router import Router
-from app.runtime.process import ProcessContext
-from streams.codecs import decode
-from streams.memory.memory_log import MemoryLog
-from streams.records import Assignment, Cancel, CancelRun, End, Ended, Fence, Refused
-from streams.request import Request
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import Assignment, Cancel, CancelRun, End, Ended, Fence, Refused
+from kvlane.streams.request import Request
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from streams.codecs import decode, unpack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.ports import Partition
-from streams.records import (
+from kvlane.streams.codecs import decode, unpack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     CancelRun,
@@ -20,8 +20,8 @@ from streams.records import (
     Tombstone,
     Usage,
 )
-from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
-from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

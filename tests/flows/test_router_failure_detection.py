@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from app.lanes.failure_detector import PROBE_LEAD
-from app.router import Router
-from app.settings import Settings
-from streams.codecs import decode
-from streams.errors import AppendFailed
-from streams.ports import Appended
-from streams.records import Assignment, Fence, Lost, Probe, Tombstone
-from streams.topics import KV_EVENTS, REGISTRY, REQUESTS, RESPONSES, partition_of
+from kvlane.app.lanes.failure_detector import PROBE_LEAD
+from kvlane.app.router import Router
+from kvlane.app.settings import Settings
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.ports import Appended
+from kvlane.streams.records import Assignment, Fence, Lost, Probe, Tombstone
+from kvlane.streams.topics import KV_EVENTS, REGISTRY, REQUESTS, RESPONSES, partition_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

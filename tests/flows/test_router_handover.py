@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from app.lanes.scheduling.scheduler import Scheduler
-from app.routing.queueing.pending import LaneRequest
-from app.routing.selection.decision import Decision
-from app.testing.virtual_time import VirtualClock
-from streams.codecs import decode as decoded
-from streams.codecs import pack_tokens, unpack_tokens
-from streams.records import (
+from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.routing.queueing.pending import LaneRequest
+from kvlane.app.routing.selection.decision import Decision
+from kvlane.streams.codecs import decode as decoded
+from kvlane.streams.codecs import pack_tokens, unpack_tokens
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -22,15 +21,15 @@ from streams.records import (
     Fencing,
     PrefillDone,
 )
-from streams.request import (
+from kvlane.streams.request import (
     Hints,
     RouterConfigOverride,
     RoutingConstraints,
     SessionControl,
     StopConditions,
 )
-from streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
-from streams.views.tail_reader import AWAITED_GATHER_S
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.views.tail_reader import AWAITED_GATHER_S
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -41,6 +40,7 @@ from tests.harness.fake_worker import (
 )
 from tests.harness.handover_harness import LONG, PARAMS, assigned, workers
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.testing.virtual_time import VirtualClock
 
 
 def decisions(world: MemoryWorld, key: str = "a") -> list[tuple[int, str, str]]:

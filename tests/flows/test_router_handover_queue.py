@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from streams.codecs import pack_tokens
-from streams.records import Assignment, End, Fencing
-from streams.request import Hints
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assignment, End, Fencing
+from kvlane.streams.request import Hints
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,

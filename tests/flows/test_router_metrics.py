@@ -8,17 +8,16 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from app.bench.routing.router_views import LoadFigures, parse_view
-from app.router import Router
-from app.routing.policy_names import POLICY_NAMES
-from app.runtime.process import ProcessContext
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.records import Assigned, Assignment, End, ModelCard
-from streams.request import Hints, Request
-from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
+from kvlane.app.router import Router
+from kvlane.app.routing.policy_names import POLICY_NAMES
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import Assigned, Assignment, End, ModelCard
+from kvlane.streams.request import Hints, Request
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,
@@ -30,6 +29,7 @@ from tests.harness.fake_worker import (
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.bench.routing.router_views import LoadFigures, parse_view
 
 SIZE = 16
 TOKENS = list(range(5 * SIZE + 4))

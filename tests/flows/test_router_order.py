@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streams.memory.broker_faults import AppendFate
-from streams.records import (
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -18,7 +18,15 @@ from streams.records import (
     Started,
     Tombstone,
 )
-from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.topics import (
+    ASSIGNMENTS,
+    KV_EVENTS,
+    LEDGER,
+    REGISTRY,
+    REQUESTS,
+    RESPONSES,
+    lane_of,
+)
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from app.router import Router
-from streams.errors import AccessDenied, LogClosed, Malformed, NewerRecord, PositionLost
-from streams.ports import Entry
-from streams.records import (
+from kvlane.app.router import Router
+from kvlane.streams.errors import AccessDenied, LogClosed, Malformed, NewerRecord, PositionLost
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import (
     Assigned,
     Assignment,
     Cancel,
@@ -22,8 +22,8 @@ from streams.records import (
     RequestOffset,
     Started,
 )
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from app.perf_curves import PerfCurves
-from app.router import Router
-from app.routing.queueing import router_queue
-from app.routing.queueing.herd_avoidance import MIN_REQUESTS, NO_STAGGER
-from app.routing.queueing.pending import MAX_WAKEUPS
-from app.routing.selection.select import select_worker
-from streams.codecs import pack_tokens
-from streams.records import Assigned, Assignment, Cancel, End, PrefillDone, RequestOffset
-from streams.request import Hints, Request
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.router import Router
+from kvlane.app.routing.queueing import router_queue
+from kvlane.app.routing.queueing.herd_avoidance import MIN_REQUESTS, NO_STAGGER
+from kvlane.app.routing.queueing.pending import MAX_WAKEUPS
+from kvlane.app.routing.selection.select import select_worker
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assigned, Assignment, Cancel, End, PrefillDone, RequestOffset
+from kvlane.streams.request import Hints, Request
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 from tests.harness.fake_worker import (
     FakeWorker,
     append_record,
@@ -158,7 +158,7 @@ async def test_unplannable_request_does_not_block_the_others(world: MemoryWorld)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router_queue, "select_worker", broken)
-        patch.setattr("app.routing.queueing.joint_planning.plan_uniform", lambda *_: 1 // 0)
+        patch.setattr("kvlane.app.routing.queueing.joint_planning.plan_uniform", lambda *_: 1 // 0)
         for name in ("a", "poison", "b"):
             send(world, name, 100)
         await world.wait_until(lambda: sorted(taken(hand)) == ["a", "b"], within_s=1)

@@ -10,10 +10,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from app.runtime import spans as process_spans
-from streams.records import Assigned, Assignment
-from streams.request import BootstrapInfo
-from streams.topics import LEDGER, REQUESTS
+from kvlane.app.runtime import spans as process_spans
+from kvlane.streams.records import Assigned, Assignment
+from kvlane.streams.request import BootstrapInfo
+from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import (
     PROMPT,
     FakeWorker,

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.router import Router
-from app.testing.virtual_time import VirtualClock
-from streams.codecs import decode
-from streams.ports import Entry
-from streams.records import Assigned, Assignment, Ended, Fence, Lost, RunProgress, Tombstone
-from streams.topics import (
+from kvlane.app.router import Router
+from kvlane.streams.codecs import decode
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import Assigned, Assignment, Ended, Fence, Lost, RunProgress, Tombstone
+from kvlane.streams.topics import (
     DEAD_LETTERS,
     KV_EVENTS,
     LEDGER,
@@ -31,6 +30,7 @@ from tests.harness.fake_worker import (
     wait_for_items,
 )
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.testing.virtual_time import VirtualClock
 
 
 def count_finds(router: Router) -> list[Any]:

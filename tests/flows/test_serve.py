@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.codecs import decode
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.reading.range_reader import read_range
-from streams.records import Heartbeat
-from streams.topics import KV_EVENTS
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.records import Heartbeat
+from kvlane.streams.topics import KV_EVENTS
 from tests.harness.kafka_processes import provisioned
 
 LANES = 2
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 BROKEN = """
 import asyncio
-from app.runtime.process import faststream_app
+from kvlane.app.runtime.process import faststream_app
 
 class Broken:
     def __init__(self, log, settings, life):
@@ -53,10 +53,10 @@ app = faststream_app("broken", Broken)
 """
 
 MORTAL = """
-from app.engine.interface import EngineDead
-from app.engine.echo import EchoEngine
-from app.runtime.process import faststream_app
-from app.worker import Worker
+from kvlane.app.engine.interface import EngineDead
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.runtime.process import faststream_app
+from kvlane.app.worker import Worker
 
 class Mortal(EchoEngine):
     async def generate(self, request, context):
@@ -138,7 +138,7 @@ async def deployment(kafka: Broker, topic_prefix: str) -> AsyncIterator[dict[str
 
 
 async def test_broker_that_is_not_there_is_an_error(run: Run) -> None:
-    process = run("app.router:app", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
+    process = run("kvlane.app.router:app", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
     assert await process.code(60) == 1
     assert "KVLANE_BOOTSTRAP_SERVERS" in process.text
     assert "Traceback" not in process.text
@@ -149,7 +149,7 @@ async def test_signal_ends_a_process_that_waits_for_a_broker(
     run: Run, silent: str, number: signal.Signals
 ) -> None:
     process = run(
-        "app.router:app", KVLANE_BOOTSTRAP_SERVERS=silent, KVLANE_REQUEST_TIMEOUT_MS="60000"
+        "kvlane.app.router:app", KVLANE_BOOTSTRAP_SERVERS=silent, KVLANE_REQUEST_TIMEOUT_MS="60000"
     )
     await process.sends("router starts")
     process.terminate(number)
@@ -179,14 +179,14 @@ async def test_error_in_the_background_ends_a_start(
 async def test_process_with_other_lanes_does_not_start(
     run: Run, deployment: dict[str, str]
 ) -> None:
-    process = run("app.preprocessor:app", **deployment | {"KVLANE_LANES": str(LANES + 1)})
+    process = run("kvlane.app.preprocessor:app", **deployment | {"KVLANE_LANES": str(LANES + 1)})
     assert await process.code(60) == 1
     assert f"set KVLANE_LANES={LANES}" in process.text
     assert "Traceback" not in process.text
 
 
 async def test_ready_process_stops_in_order(run: Run, deployment: dict[str, str]) -> None:
-    process = run("app.router:app", **deployment)
+    process = run("kvlane.app.router:app", **deployment)
     await process.sends("router is ready")
     process.terminate()
     assert await process.code() == 0

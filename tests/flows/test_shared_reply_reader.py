@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streams.errors import BrokerUnavailable, LogClosed
-from streams.records import Chunk
-from streams.responses.reply_reader import IDLE_LANE_TTL_S, ReplyReader
+from kvlane.streams.errors import BrokerUnavailable, LogClosed
+from kvlane.streams.records import Chunk
+from kvlane.streams.responses.reply_reader import IDLE_LANE_TTL_S, ReplyReader
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker, in_lane
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import app
-from app.commands.simulation.report import Report, Threshold
+from kvlane.app.cli import app
+from kvlane.app.commands.simulation.report import Report, Threshold
 
 
 def simulate(*arguments: str) -> Result:
@@ -52,7 +52,7 @@ def test_result_is_drawn(tmp_path: Path, name: str, begins: bytes) -> None:
 def test_without_matplotlib_the_package_is_named_before_the_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("app.commands.console.find_spec", lambda _: None)
+    monkeypatch.setattr("kvlane.app.commands.console.find_spec", lambda _: None)
     done = simulate("--plot", f"{tmp_path / 'it.png'}")
     assert done.exit_code == 2
     assert "pip install -e '.[plot]'" in done.output
@@ -84,7 +84,7 @@ def test_benchmark_draws_its_thresholds_and_ends_with_1_if_one_is_missed(
         sent.extend(arguments)
         return Report("simulate", [], [Threshold("8x1: ours", 1.2, "x", "<= 1", passed)])
 
-    monkeypatch.setattr("app.bench.routing.policy_simulation.bench_policies", found)
+    monkeypatch.setattr("workbench.bench.routing.policy_simulation.bench_policies", found)
     file = tmp_path / "thresholds.png"
     done = CliRunner().invoke(app, ["bench", "simulate", "--jobs", "3", "--plot", f"{file}"])
     assert done.exit_code == (0 if passed else 1), done.output

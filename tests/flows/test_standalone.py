@@ -14,34 +14,34 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from app.engine.engine_factory import text_generator_of
-from app.engine.simulated.text_generator import ExpectedAnswer, expected_answer
-from app.preprocess.models.model import LoadedModel, model_of_files
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
-from app.preprocess.requests import openai_requests
-from app.preprocess.thread_pool import InlinePool
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.standalone import StandaloneProcess
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import prompt_keys
-from indexer.epochs import CacheId
-from indexer.events import EventColumns
-from indexer.reference_index import ReferenceIndex
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.codecs import decode, unpack_tokens
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Log, Partition
-from streams.prompt import Prompt
-from streams.records import Artifact, Blocks
-from streams.request import Request
-from streams.topics import KV_EVENTS
+from kvlane.app.engine.engine_factory import text_generator_of
+from kvlane.app.engine.simulated.text_generator import ExpectedAnswer, expected_answer
+from kvlane.app.preprocess.models.model import LoadedModel, model_of_files
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
+from kvlane.app.preprocess.requests import openai_requests
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import EventColumns
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode, unpack_tokens
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Artifact, Blocks
+from kvlane.streams.request import Request
+from kvlane.streams.topics import KV_EVENTS
 from tests.harness.decoded import decode_events as events_of
 from tests.harness.topic_cleanup import delete_topics
+from workbench.reference_index import ReferenceIndex
 
 LANES = 4
 CONTEXT = 4096

@@ -16,7 +16,7 @@ def failed(kind: str, **variables: str) -> list[str]:
     """What a process logs before it ends with code 1: warnings and errors of its own."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVLANE_")}
     done = subprocess.run(
-        [sys.executable, "-m", "app", "run", kind],
+        [sys.executable, "-m", "kvlane.app", "run", kind],
         env=inherited | variables, capture_output=True, text=True, timeout=90, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip

@@ -7,20 +7,20 @@ import random
 import httpx
 import pytest
 
-from app.engine.echo import EchoEngine
-from app.metrics.metric_set import MetricSet
-from app.metrics.request_metrics import RequestMetrics
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.worker import Worker
-from indexer.cache_events.engine_events import EventsLost
-from streams.clock import SystemClock
-from streams.memory.broker_faults import AppendFate
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.request import Request
-from streams.topics import KV_EVENTS, PROMPTS
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.metrics.metric_set import MetricSet
+from kvlane.app.metrics.request_metrics import RequestMetrics
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.worker import Worker
+from kvlane.indexer.cache_events.engine_events import EventsLost
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.request import Request
+from kvlane.streams.topics import KV_EVENTS, PROMPTS
 from tests.flows.test_preprocessor import begin, publish, send
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.http_exchange import HttpExchange
@@ -185,7 +185,7 @@ async def test_name_of_a_model_that_no_worker_serves_is_no_label(world: MemoryWo
 
 def test_unfinished_requests_are_dropped_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr("app.metrics.request_metrics.MAX_TRACKED_REQUESTS", 10)
+    monkeypatch.setattr("kvlane.app.metrics.request_metrics.MAX_TRACKED_REQUESTS", 10)
     metrics = RequestMetrics(MetricSet())
     for n in range(100):
         metrics.on_accepted(Request(id=f"r{n}", model="m"), is_served=True)

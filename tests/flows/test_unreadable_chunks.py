@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from app.lanes.shared_reads import SharedScanner
-from streams.codecs import encode
-from streams.ports import Entry, Unreadable
-from streams.records import Chunk, End, Fence
-from streams.request import Request, ResultOptions
-from streams.responses.reply_stream import Reply
-from streams.topics import DEAD_LETTERS, REQUESTS, RESPONSES, lane_of
+from kvlane.app.lanes.shared_reads import SharedScanner
+from kvlane.streams.codecs import encode
+from kvlane.streams.ports import Entry, Unreadable
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.request import Request, ResultOptions
+from kvlane.streams.responses.reply_stream import Reply
+from kvlane.streams.topics import DEAD_LETTERS, REQUESTS, RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import EngineError, EngineOutput, GenerateContext, token_usage
-from app.serving.chunk_writer import MAX_PENDING_TOKENS
-from streams.codecs import decode, pack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.records import (
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, token_usage
+from kvlane.app.serving.chunk_writer import MAX_PENDING_TOKENS
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import (
     Blocks,
     Chunk,
     EngineConfig,
@@ -23,9 +23,9 @@ from streams.records import (
     Tombstone,
     WorkerCard,
 )
-from streams.request import Request, SamplingOptions, StopConditions
-from streams.responses.transcript import Transcript
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY, RESPONSES, lane_of
+from kvlane.streams.request import Request, SamplingOptions, StopConditions
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY, RESPONSES, lane_of
 from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import (

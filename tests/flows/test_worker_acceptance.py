@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streams.records import Started
-from streams.topics import LEDGER
+from kvlane.streams.records import Started
+from kvlane.streams.topics import LEDGER
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import STEP_S, WorkerHarness, visible
 

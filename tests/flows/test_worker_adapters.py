@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.attached import server_engine
-from app.engine.attached.passthrough_engine import PassthroughEngine
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.echo import EchoEngine
-from app.engine.validator import ValidatingEngine
-from streams.clock import SystemClock
-from streams.records import Assigned, WorkerCard
-from streams.request import Hints
-from streams.topics import LEDGER, REGISTRY, REQUESTS
+from kvlane.app.engine.attached import server_engine
+from kvlane.app.engine.attached.passthrough_engine import PassthroughEngine
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import Assigned, WorkerCard
+from kvlane.streams.request import Hints
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS
 from tests.flows.test_attached_faults import RealWorld, until
 from tests.harness.fake_worker import PROMPT, append_record, read_records, start_router
 from tests.harness.memory_world import MemoryWorld, scenario_test

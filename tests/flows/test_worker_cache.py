@@ -8,18 +8,21 @@ from itertools import pairwise
 
 import pytest
 
-from app.engine.interface import KvEventListener
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.block_cache import BlockCache
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.text_generator import TextGenerator
-from app.engine.validator import ValidatingEngine
-from app.serving import kv_event_publisher
-from app.serving.kv_event_publisher import REPUBLISH_CHUNK_INTERVAL_S, REPUBLISHES_PER_RETENTION
-from app.settings import Settings
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import prompt_keys
-from indexer.cache_events.engine_events import (
+from kvlane.app.engine.interface import KvEventListener
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.block_cache import BlockCache
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.text_generator import TextGenerator
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.serving import kv_event_publisher
+from kvlane.app.serving.kv_event_publisher import (
+    REPUBLISH_CHUNK_INTERVAL_S,
+    REPUBLISHES_PER_RETENTION,
+)
+from kvlane.app.settings import Settings
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -27,16 +30,16 @@ from indexer.cache_events.engine_events import (
     EngineHash,
     EventsLost,
 )
-from indexer.epochs import CacheId
-from indexer.events import EventColumns
-from indexer.reference_index import ReferenceIndex
-from streams.codecs import decode, pack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.records import Blocks, Heartbeat, Lost, PrefillDone
-from streams.topics import KV_EVENTS, partition_of
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import EventColumns
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import Blocks, Heartbeat, Lost, PrefillDone
+from kvlane.streams.topics import KV_EVENTS, partition_of
 from tests.harness.decoded import decode_events as events_of
 from tests.harness.memory_world import MemoryWorld, run_scenario
 from tests.harness.worker_harness import WorkerHarness
+from workbench.reference_index import ReferenceIndex
 
 SIZE = 4
 SHAPE = EngineLimits(block_size=SIZE, cache_blocks=24, max_sequences=4)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from app.serving.registration import REGISTER_TIMEOUT_S
-from app.worker import WorkerIdTaken
-from streams.codecs import decode
-from streams.errors import AppendFailed
-from streams.memory.broker_faults import AppendFate
-from streams.records import Blocks, Finished, Lost, Tombstone, WorkerCard
-from streams.topics import KV_EVENTS, LEDGER, REGISTRY
+from kvlane.app.serving.registration import REGISTER_TIMEOUT_S
+from kvlane.app.worker import WorkerIdTaken
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import Blocks, Finished, Lost, Tombstone, WorkerCard
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import ScriptedEngine, WorkerHarness
 

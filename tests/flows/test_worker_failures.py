@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
-from streams.memory.broker_faults import AppendFate
-from streams.ports import Entry
-from streams.records import EngineStats, LogProb, PassthroughDelta, Started
-from streams.request import Request
-from streams.topics import ASSIGNMENTS, LEDGER, RESPONSES, lane_of
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import EngineStats, LogProb, PassthroughDelta, Started
+from kvlane.streams.request import Request
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import STEP_S, TOKEN, ScriptedEngine, WorkerHarness
 

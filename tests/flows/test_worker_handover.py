@@ -7,16 +7,22 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import EngineDead, EngineError, EngineFull, EngineOutput, InvalidRequest
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.transfers import KvTransfers
-from app.engine.validator import ValidatingEngine
-from app.settings import SettingsError
-from streams.codecs import AnyRecord, decode, pack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.records import (
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import (
+    EngineDead,
+    EngineError,
+    EngineFull,
+    EngineOutput,
+    InvalidRequest,
+)
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.transfers import KvTransfers
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.settings import SettingsError
+from kvlane.streams.codecs import AnyRecord, decode, pack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import (
     CancelRun,
     EngineConfig,
     Finished,
@@ -25,14 +31,14 @@ from streams.records import (
     Usage,
     WorkerCard,
 )
-from streams.request import (
+from kvlane.streams.request import (
     BootstrapInfo,
     PrefillResult,
     PromptTokensDetails,
     Request,
     StopConditions,
 )
-from streams.topics import LEDGER, REGISTRY, RESPONSES, lane_of
+from kvlane.streams.topics import LEDGER, REGISTRY, RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import PROMPT, TOKEN, ScriptedEngine, WorkerHarness, visible
 

@@ -6,12 +6,12 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator
 
-from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
-from streams.codecs import decode, pack_tokens
-from streams.memory.broker_faults import AppendFate
-from streams.records import EngineStats, Finished, Heartbeat, Lost
-from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
-from streams.topics import KV_EVENTS, LEDGER, RESPONSES
+from kvlane.app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.records import EngineStats, Finished, Heartbeat, Lost
+from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from kvlane.streams.topics import KV_EVENTS, LEDGER, RESPONSES
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import TOKEN, ScriptedEngine, WorkerHarness
 

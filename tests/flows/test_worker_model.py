@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app import worker
-from app.engine.echo import EchoEngine
-from app.engine.engine_factory import create_engine, text_generator_of
-from app.engine.simulated.text_generator import expected_answer
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import LoadedModel, load_model
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.prompt_errors import BadModel
-from app.preprocess.requests.openai_requests import read_openai
-from app.preprocess.thread_pool import InlinePool
-from app.runtime.process import ProcessContext
-from app.serving.model_compatibility import ModelMismatch
-from app.settings import Settings, SettingsError
-from streams.clock import SystemClock
-from streams.codecs import decode, pack_tokens
-from streams.records import EngineConfig, ModelCard, WorkerCard
-from streams.request import Request
-from streams.topics import REGISTRY
+from kvlane.app import worker
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.engine_factory import create_engine, text_generator_of
+from kvlane.app.engine.simulated.text_generator import expected_answer
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import LoadedModel, load_model
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.prompt_errors import BadModel
+from kvlane.app.preprocess.requests.openai_requests import read_openai
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.model_compatibility import ModelMismatch
+from kvlane.app.settings import Settings, SettingsError
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.records import EngineConfig, ModelCard, WorkerCard
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REGISTRY
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import WorkerHarness
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.interface import EngineOutput, InvalidRequest, KvEventListener
-from app.http.api_errors import error_of_piece
-from indexer.cache_events.engine_events import BlocksStored
-from streams.records import Blocks, EngineConfig, WorkerCard
-from streams.topics import KV_EVENTS, REGISTRY
+from kvlane.app.engine.interface import EngineOutput, InvalidRequest, KvEventListener
+from kvlane.app.http.api_errors import error_of_piece
+from kvlane.indexer.cache_events.engine_events import BlocksStored
+from kvlane.streams.records import Blocks, EngineConfig, WorkerCard
+from kvlane.streams.topics import KV_EVENTS, REGISTRY
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import TOKEN, ScriptedEngine, WorkerHarness
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from app.engine.simulated.engine import SimulatedEngine
-from streams.records import Assigned, End, Finished, WorkerCard
-from streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.streams.records import Assigned, End, Finished, WorkerCard
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.harness.fake_worker import PROMPT, append_record, read_records, start_router
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.engine.interface import EngineOutput, token_usage
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Finished, LogProb, PassthroughDelta, PrefillDone, Started
-from streams.request import OpenAiBody, OutputOptions, Request, StopConditions
-from streams.topics import LEDGER
+from kvlane.app.engine.interface import EngineOutput, token_usage
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import (
+    EngineConfig,
+    Finished,
+    LogProb,
+    PassthroughDelta,
+    PrefillDone,
+    Started,
+)
+from kvlane.streams.request import OpenAiBody, OutputOptions, Request, StopConditions
+from kvlane.streams.topics import LEDGER
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import PROMPT, ScriptedEngine, WorkerHarness, visible
 

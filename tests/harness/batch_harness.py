@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from app.batches.job_runner import JobRunner
-from app.runtime.process import ProcessContext
-from streams.codecs import encode
-from streams.memory.memory_log import MemoryLog
-from streams.records import Result, ResultError
-from streams.topics import BATCH, RESULTS, lane_of
+from kvlane.app.batches.job_runner import JobRunner
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import encode
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import Result, ResultError
+from kvlane.streams.topics import BATCH, RESULTS, lane_of
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.key_files import auth_headers

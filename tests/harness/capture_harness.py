@@ -8,21 +8,27 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from app.audit.capture_lines import capture_period
-from app.audit.time_range import TimeRange
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.traces.capture_format import AnyCaptureLine, created_capture
-from app.worker import Worker
-from indexer.block_keys import KeySecret, derive_secret
-from streams.clock import Clock
-from streams.codecs import decode, pack_tokens
-from streams.ids import RequestIds
-from streams.records import Finished
-from streams.request import Hints, Request, RoutingConstraints, SessionControl, StopConditions
-from streams.topics import LEDGER, REQUESTS
+from kvlane.app.audit.capture_lines import capture_period
+from kvlane.app.audit.time_range import TimeRange
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.traces.capture_format import AnyCaptureLine, created_capture
+from kvlane.app.worker import Worker
+from kvlane.indexer.block_keys import KeySecret, derive_secret
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.ids import RequestIds
+from kvlane.streams.records import Finished
+from kvlane.streams.request import (
+    Hints,
+    Request,
+    RoutingConstraints,
+    SessionControl,
+    StopConditions,
+)
+from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.fake_worker import append_record
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.memory_world import MemoryWorld

@@ -7,16 +7,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import Engine
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.router import Router
-from app.worker import Worker
-from streams.codecs import decode, pack_tokens
-from streams.records import Assigned, Assignment, Ended, EngineConfig
-from streams.request import Hints, Request
-from streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.router import Router
+from kvlane.app.worker import Worker
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.records import Assigned, Assignment, Ended, EngineConfig
+from kvlane.streams.request import Hints, Request
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
 from tests.harness.fake_worker import append_record
 from tests.harness.gateway_harness import CONTEXT, STEP_S, GatewayHarness
 from tests.harness.http_exchange import HttpExchange

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from app.preprocess.text.byte_level import ByteDetokenizer
-from indexer.events import CacheEvent, EventColumns, EventKind, Tier, parse_columns
+from kvlane.app.preprocess.text.byte_level import ByteDetokenizer
+from kvlane.indexer.events import CacheEvent, EventColumns, EventKind, Tier, parse_columns
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:

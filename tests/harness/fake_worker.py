@@ -7,15 +7,15 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import prompt_keys
-from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
-from streams.clock import Clock
-from streams.codecs import AnyRecord, decode, pack_tokens
-from streams.records import (
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import AnyRecord, decode, pack_tokens
+from kvlane.streams.records import (
     Assignment,
     Blocks,
     Chunk,
@@ -30,8 +30,16 @@ from streams.records import (
     WorkerCard,
     WorkerState,
 )
-from streams.request import Request
-from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REGISTRY, REQUESTS, lane_of, partition_of
+from kvlane.streams.request import Request
+from kvlane.streams.topics import (
+    ASSIGNMENTS,
+    KV_EVENTS,
+    LEDGER,
+    REGISTRY,
+    REQUESTS,
+    lane_of,
+    partition_of,
+)
 from tests.harness.memory_world import MemoryWorld
 
 R = TypeVar("R", bound=AnyRecord)

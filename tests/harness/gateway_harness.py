@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import Engine
-from app.gateway import Gateway
-from app.preprocess.thread_pool import InlinePool
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.clock import Clock
-from streams.codecs import decode
-from streams.memory.memory_log import MemoryLog
-from streams.records import Cancel, End, EngineConfig, WorkerCard
-from streams.request import Request
-from streams.topics import REGISTRY, REQUESTS, RESPONSES, lane_of
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import Engine
+from kvlane.app.gateway import Gateway
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import Cancel, End, EngineConfig, WorkerCard
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REGISTRY, REQUESTS, RESPONSES, lane_of
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld
 

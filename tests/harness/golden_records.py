@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 
-from streams import batch_records as b
-from streams import records as r
-from streams import request as q
-from streams.codecs import AnyRecord, pack_tokens
+from kvlane.streams import batch_records as b
+from kvlane.streams import records as r
+from kvlane.streams import request as q
+from kvlane.streams.codecs import AnyRecord, pack_tokens
 
 ORIGIN = r.RequestOffset(topic="requests", partition=17, offset=4711)
 CANDIDATE_ROWS = struct.pack(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from streams.codecs import pack_tokens
-from streams.records import Assignment
-from streams.request import Request, StopConditions
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assignment
+from kvlane.streams.request import Request, StopConditions
 from tests.harness.fake_worker import FakeWorker, wait_for_items
 from tests.harness.memory_world import MemoryWorld
 

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import openai
 
-from app.demo.expected_answers import AnswerOracle, DemoAnswer
-from app.preprocess.requests.openai_requests import TokenizedKind
-from app.settings import Settings
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.prompt import Prompt
+from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
+from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
+from kvlane.app.settings import Settings
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.prompt import Prompt
 
 ANSWER_S = 60.0
 """Time limit of an answer in a test."""

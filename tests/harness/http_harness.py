@@ -12,16 +12,16 @@ from typing import Any
 
 import openai
 
-from app.engine.interface import Engine
-from app.gateway import Gateway
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Log
+from kvlane.app.engine.interface import Engine
+from kvlane.app.gateway import Gateway
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log
 
 WAIT_S = 20.0
 

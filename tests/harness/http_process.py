@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from app.indexer import Indexer
-from app.runtime.process import ProcessContext, tune_interpreter
-from app.settings import Settings
-from app.standalone import StandaloneProcess
-from app.worker import Worker
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
+from kvlane.app.indexer import Indexer
+from kvlane.app.runtime.process import ProcessContext, tune_interpreter
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.app.worker import Worker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
 from tests.harness.http_harness import until
 
 LANES = 4

@@ -7,9 +7,9 @@ import json
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from streams.brokers.broker_factory import Broker, java_tool
-from streams.records import Chunk, End, Fence
-from streams.responses.transcript import Transcript
+from kvlane.streams.brokers.broker_factory import Broker, java_tool
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.responses.transcript import Transcript
 
 TOOL_TIMEOUT_S = 50.0
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 from typer.testing import CliRunner
 
-from app.cli import app
-from app.settings import Settings
-from streams.clock import SystemClock
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
+from kvlane.app.cli import app
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
 from tests.harness.topic_cleanup import delete_topics
 
 WAIT_S = 40.0
@@ -45,7 +45,7 @@ def app_process(
     """A process `app.KIND:app` with this environment (its own by default), killed at the end."""
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "faststream", "run", f"app.{kind}:app"],
+            [sys.executable, "-m", "faststream", "run", f"kvlane.app.{kind}:app"],
             stdout=file, stderr=subprocess.STDOUT, env=env or os.environ, start_new_session=True,
         )  # fmt: skip
     try:

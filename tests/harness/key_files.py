@@ -6,8 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.access import key_file
-from app.access.key_file import KeyFile, KeyRole, new_key
+from kvlane.app.access import key_file
+from kvlane.app.access.key_file import KeyFile, KeyRole, new_key
 from tests.harness.cluster_harness import ClusterHarness, caching_engine
 from tests.harness.memory_world import MemoryWorld
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
-from indexer.epochs import CacheId, Overlap
-from indexer.events import CacheEvent, encode_events
-from indexer.index import Index
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import CacheEvent, encode_events
+from kvlane.indexer.index import Index
 
 SECRET = derive_secret(LOOPBACK_SECRET)
 M64 = (1 << 64) - 1

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from app.commands import kafka_client
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
+from kvlane.app.commands import kafka_client
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
 
 
 def connect_commands(broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
-from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
-from streams.codecs import AnyRecord, encode
-from streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry
-from streams.topics import partition_of
+from kvlane.streams.codecs import AnyRecord, encode
+from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry
+from kvlane.streams.topics import partition_of
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 
 Scenario = Callable[["MemoryWorld"], Coroutine[Any, Any, Any]]
 

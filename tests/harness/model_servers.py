@@ -17,13 +17,18 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from app.engine.interface import Engine, EngineError, GenerateContext
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from indexer.cache_events.engine_events import AllCleared, BlocksRemoved, BlocksStored, EngineEvent
-from streams.codecs import pack_tokens
-from streams.request import PrefillResult, Request, SamplingOptions, StopConditions
+from kvlane.app.engine.interface import Engine, EngineError, GenerateContext
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.indexer.cache_events.engine_events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineEvent,
+)
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import PrefillResult, Request, SamplingOptions, StopConditions
 
 TOKENIZER = Tokenizer(read_folder(DEMO_MODEL_FOLDER).tokenizer, InlinePool())
 EOS = read_folder(DEMO_MODEL_FOLDER).eos_token_ids

@@ -7,16 +7,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.routing.queueing.pending import LaneRequest, RequestKey
-from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.selection.decision import Decision, Placement, Wait
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.ledger import LedgerState
-from streams.codecs import pack_tokens
-from streams.ports import Partition
-from streams.records import Assigned, Finished, LogRecord, Phase, PrefillDone, RequestOffset
-from streams.request import Hints, Request
+from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
+from kvlane.app.routing.queueing.router_queue import QueueConfig, RouterQueue
+from kvlane.app.routing.selection.decision import Decision, Placement, Wait
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Assigned, Finished, LogRecord, Phase, PrefillDone, RequestOffset
+from kvlane.streams.request import Hints, Request
 from tests.harness.routing_harness import NOW_MS, RoutingHarness
 
 LEDGER = Partition("ledger", 0)

@@ -16,9 +16,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple, Self
 
-from streams.errors import AppendFailed, OwnershipLost
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Appended, Entry, Partition
+from kvlane.streams.errors import AppendFailed, OwnershipLost
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Appended, Entry, Partition
 
 PAUSE_S = 0.02
 COMMIT_EVERY_S = 0.2

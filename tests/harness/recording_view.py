@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from streams.ports import Partition
-from streams.records import LogRecord
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord
 
 
 @dataclass

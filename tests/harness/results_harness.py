@@ -6,14 +6,14 @@ import asyncio
 import random
 from typing import Any
 
-from app.collector import Collector
-from app.runtime.process import ProcessContext
-from streams.codecs import decode
-from streams.memory.memory_log import MemoryLog
-from streams.prompt import Prompt, encode_prompt
-from streams.records import Chunk, Fence, Result
-from streams.request import Request, ResultOptions
-from streams.topics import PROMPTS, REQUESTS, RESPONSES, RESULTS, lane_of, partition_of
+from kvlane.app.collector import Collector
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.prompt import Prompt, encode_prompt
+from kvlane.streams.records import Chunk, Fence, Result
+from kvlane.streams.request import Request, ResultOptions
+from kvlane.streams.topics import PROMPTS, REQUESTS, RESPONSES, RESULTS, lane_of, partition_of
 from tests.harness.gateway_harness import memory_settings
 from tests.harness.memory_world import MemoryWorld
 

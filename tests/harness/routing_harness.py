@@ -8,21 +8,26 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from app.routing.selection.decision import Decision, Placement, PlannedReservations, RoutingState
-from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.selection.select import select_worker
-from app.routing.state.active_load import ActiveLoad, WorkerLoad
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.events import CacheEvent, EventKind, Tier, encode_events
-from streams.codecs import pack_tokens
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.routing.selection.decision import (
+    Decision,
+    Placement,
+    PlannedReservations,
+    RoutingState,
+)
+from kvlane.app.routing.selection.eligibility import CandidatePools
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.selection.select import select_worker
+from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.events import CacheEvent, EventKind, Tier, encode_events
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Blocks,
     EngineConfig,
@@ -31,7 +36,7 @@ from streams.records import (
     RequestOffset,
     WorkerCard,
 )
-from streams.request import Hints, Request
+from kvlane.streams.request import Hints, Request
 
 NOW_MS = 2000
 TIMEOUT_MS = 5000

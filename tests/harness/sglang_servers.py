@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from app.engine.attached.request_body import FAKE_BOOTSTRAP_HOST
-from app.engine.interface import Engine
+from kvlane.app.engine.attached.request_body import FAKE_BOOTSTRAP_HOST
+from kvlane.app.engine.interface import Engine
 from tests.harness.model_servers import CloseConnection, ModelServer, ServerExchange
 
 

@@ -12,27 +12,27 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import Engine
-from app.engine.validator import ValidatingEngine
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.testing.virtual_time import PROCESS, VirtualLoop, process_context
-from app.worker import Worker
-from streams.codecs import decode, pack_tokens
-from streams.errors import RecordError
-from streams.memory.memory_log import MemoryLog
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Appended, Entry
-from streams.records import Chunk, End, Fence, Usage
-from streams.request import Request, StopConditions
-from streams.responses.transcript import Transcript
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.errors import RecordError
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Appended, Entry
+from kvlane.streams.records import Chunk, End, Fence, Usage
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.harness.decoded import decode_bytes as text_of
 from tests.harness.fake_worker import append_record
 from tests.harness.memory_world import MemoryWorld
 from tests.harness.worker_harness import PROMPT, STEP_S
+from workbench.testing.virtual_time import PROCESS, VirtualLoop, process_context
 
 MODEL = "echo"
 

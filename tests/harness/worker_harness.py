@@ -7,16 +7,16 @@ import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import Engine, EngineOutput, GenerateContext
-from app.engine.validator import ValidatingEngine
-from app.preprocess.text.byte_level import ASSISTANT, USER
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.codecs import AnyRecord, decode, pack_tokens
-from streams.ports import Appended, Entry
-from streams.records import (
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import Engine, EngineOutput, GenerateContext
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.codecs import AnyRecord, decode, pack_tokens
+from kvlane.streams.ports import Appended, Entry
+from kvlane.streams.records import (
     Assignment,
     CancelRun,
     Chunk,
@@ -26,9 +26,9 @@ from streams.records import (
     RequestOffset,
     RunProgress,
 )
-from streams.request import Request, StopConditions
-from streams.responses.transcript import Transcript
-from streams.topics import (
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import (
     ASSIGNMENTS,
     KV_EVENTS,
     LEDGER,

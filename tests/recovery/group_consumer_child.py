@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from streams.clock import SystemClock
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Appended, Batches, Entry, Member, RebalanceListener
-from streams.reading.group_consumer import GroupConsumer, PartitionClaim
-from streams.record_publisher import RecordPublisher
-from streams.records import Ended, LogRecord, Refused
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Appended, Batches, Entry, Member, RebalanceListener
+from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Ended, LogRecord, Refused
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
 
 GROUP = "intake"
 SESSION_MS = 1500

@@ -15,16 +15,16 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.client import AIOKafkaClient
 
-from app.settings import Settings
-from streams.brokers.broker_factory import JvmBroker
-from streams.codecs import encode
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.ports import Entry, Partition
-from streams.records import Chunk
-from streams.request import ReplyAddress, Request, ResultOptions
-from streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, TOPICS
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import JvmBroker
+from kvlane.streams.codecs import encode
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.records import Chunk
+from kvlane.streams.request import ReplyAddress, Request, ResultOptions
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, RESULTS, TOPICS
 from tests.harness.kafka_processes import app_process, provisioned
 from tests.harness.record_traffic import RecordTraffic
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from streams.brokers.broker import LOOPBACK, free_ports
-from streams.brokers.broker_factory import obtain_broker
-from streams.brokers.docker import find_image
-from streams.brokers.jvm import JvmBroker, prepare
-from streams.brokers.jvm_artifacts import jars
-from streams.brokers.watchdog import LABEL, MARK, marked_processes
-from streams.errors import BrokerUnavailable
+from kvlane.streams.brokers.broker import LOOPBACK, free_ports
+from kvlane.streams.brokers.broker_factory import obtain_broker
+from kvlane.streams.brokers.docker import find_image
+from kvlane.streams.brokers.jvm import JvmBroker, prepare
+from kvlane.streams.brokers.jvm_artifacts import jars
+from kvlane.streams.brokers.watchdog import LABEL, MARK, marked_processes
+from kvlane.streams.errors import BrokerUnavailable
 from tests.brokers import BrokerUsage
 
 pytestmark = pytest.mark.kafka
@@ -32,7 +32,7 @@ DEADLINE_S = 20.0
 
 OWNER = """
 import json, signal, sys
-from streams.brokers.broker_factory import obtain_broker
+from kvlane.streams.brokers.broker_factory import obtain_broker
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 with obtain_broker(sys.argv[1], brokers=int(sys.argv[2]), report=lambda _: None) as broker:
     print(json.dumps({
@@ -265,7 +265,7 @@ def test_failing_maven_is_quoted(maven: Callable[[str], Path]) -> None:
 
 def test_owner_is_killed_while_maven_fetches(maven: Callable[[str], Path]) -> None:
     where = maven('sleep 100 & echo $! > "$(dirname "$0")/child"; wait')
-    with owner("from streams.brokers.jvm_artifacts import jars\njars(print)") as process:
+    with owner("from kvlane.streams.brokers.jvm_artifacts import jars\njars(print)") as process:
         cache = where / "cache"
         eventually((where / "child").exists, "Maven was not started")
         process.kill()

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from streams.brokers.broker_factory import JvmBroker, obtain_broker
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.errors import BrokerUnavailable
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.prompt import Prompt
-from streams.record_publisher import RecordPublisher
-from streams.records import Chunk
-from streams.topics import RESPONSES
+from kvlane.streams.brokers.broker_factory import JvmBroker, obtain_broker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Chunk
+from kvlane.streams.topics import RESPONSES
 
 PREFIX = "restart."
 STREAMS = 20

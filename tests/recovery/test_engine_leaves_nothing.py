@@ -19,15 +19,15 @@ pytestmark = pytest.mark.skipif(
 WORKER = r"""
 import asyncio, os, subprocess, sys, random, time
 
-from app.engine.interface import Engine, EngineOutput
-from app.engine.echo import EchoEngine
-from app.engine.process_reaper import ProcessReaper
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.worker import Worker
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
+from kvlane.app.engine.interface import Engine, EngineOutput
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.process_reaper import ProcessReaper
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
 
 SLEEP = "import time; time.sleep(600)"
 

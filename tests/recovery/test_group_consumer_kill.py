@@ -21,14 +21,14 @@ from typing import NamedTuple, Self
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.broker import Broker
-from streams.clock import SystemClock
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition
-from streams.record_publisher import RecordPublisher
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
+from kvlane.streams.brokers.broker import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS
 from tests.recovery.group_consumer_child import GROUP, POINTS
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(240)]

@@ -17,17 +17,17 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from app.standalone import StandaloneProcess
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.reading.range_reader import read_range
-from streams.topics import GROUPS, LEDGER, RESPONSES, TOPICS
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.topics import GROUPS, LEDGER, RESPONSES, TOPICS
 from tests.harness.topic_cleanup import delete_topics
 
 LANES = 4

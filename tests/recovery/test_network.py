@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from streams.brokers.broker import free_ports
-from streams.brokers.jvm import JvmBroker
-from streams.errors import BrokerUnavailable
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.topics import LEDGER, TOPICS
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.jvm import JvmBroker
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.topics import LEDGER, TOPICS
 from tests.harness.record_traffic import RecordTraffic
 from tests.links import Link
 

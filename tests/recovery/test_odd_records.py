@@ -24,17 +24,17 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
-from app.local.processes import free_port
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.codecs import decode
-from streams.errors import RecordError
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.records import Result
-from streams.topics import RESULTS, TOPICS
+from kvlane.app.local.processes import free_port
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import RecordError
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Result
+from kvlane.streams.topics import RESULTS, TOPICS
 from tests.deployments import Deployment, Part
 from tests.harness.http_and_kafka_clients import ANSWER_S, CLOCK, DeploymentClients
 from tests.harness.topic_cleanup import delete_topics

@@ -18,16 +18,16 @@ import httpx
 import msgspec
 import pytest
 
-from app.settings import Settings
-from streams.brokers.broker import free_ports
-from streams.brokers.broker_factory import Broker
-from streams.clock import SystemClock
-from streams.ids import new_request_id
-from streams.kafka.kafka_log import KafkaLog
-from streams.record_publisher import RecordPublisher
-from streams.records import Chunk
-from streams.responses.reply_stream import MAX_PENDING_PIECES
-from streams.topics import RESPONSES, lane_of
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.ids import new_request_id
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Chunk
+from kvlane.streams.responses.reply_stream import MAX_PENDING_PIECES
+from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
 IS_LONG = "KVLANE_TEST_LONG" in os.environ

@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from app.bench.chaos.load_generator import Conversation, LoadGenerator
-from app.bench.chaos.log_observer import LogObserver
-from app.demo.expected_answers import AnswerOracle
-from app.local.processes import free_port
-from app.percentiles import percentile
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.client import Client
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
+from kvlane.app.demo.expected_answers import AnswerOracle
+from kvlane.app.local.processes import free_port
+from kvlane.app.percentiles import percentile
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.client import Client
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
 from tests.deployments import Deployment, Part, kernel_folder
 from tests.harness.http_and_kafka_clients import CLOCK
 from tests.harness.topic_cleanup import delete_topics
+from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
+from workbench.bench.chaos.log_observer import LogObserver
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = os.environ.get("KVLANE_TEST_UPGRADE_FROM", "3084ef4")
@@ -69,10 +69,11 @@ def code_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("before")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
+    root = "kvlane." if (folder / "kvlane" / "indexer").exists() else ""
     # Numba's cache is valid for the files of one folder.
     kernels = {"KVLANE_KERNEL_CACHE_DIR": str(kernel_folder(folder))}
     subprocess.run(
-        [sys.executable, "-m", "indexer.precompile"],
+        [sys.executable, "-m", f"{root}indexer.precompile"],
         cwd=folder, env=os.environ | kernels, check=True,
     )  # fmt: skip
     return folder

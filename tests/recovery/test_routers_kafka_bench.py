@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.routing.routers_kafka import RouterScale, bench_kafka_routers
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics
+from workbench.bench.routing.routers_kafka import RouterScale, bench_kafka_routers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

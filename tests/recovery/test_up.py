@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from app.local.processes import free_port
-from streams.brokers.broker import free_ports
-from streams.brokers.jvm_artifacts import java
-from streams.brokers.watchdog import MARK
-from streams.errors import BrokerUnavailable
+from kvlane.app.local.processes import free_port
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.brokers.jvm_artifacts import java
+from kvlane.streams.brokers.watchdog import MARK
+from kvlane.streams.errors import BrokerUnavailable
 from tests.brokers import requested_kind
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(180)]
 
-KVLANE = [sys.executable, "-m", "app"]
+KVLANE = [sys.executable, "-m", "kvlane.app"]
 READY_S = 90.0
 REFUSED_S = 45.0
 """Most of it is the interpreter's start on a busy machine."""

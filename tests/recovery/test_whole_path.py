@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from app.demo.expected_answers import DemoAnswer
-from app.local.processes import free_port
-from app.preprocess.requests.openai_requests import TokenizedKind
-from app.settings import Settings
-from streams.brokers.broker_factory import Broker
-from streams.codecs import decode
-from streams.kafka import provision
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.records import Chunk, End, Fence
-from streams.responses.transcript import Transcript
-from streams.topics import PROMPTS, RESPONSES, lane_of
+from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.local.processes import free_port
+from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import Broker
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka import provision
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.deployments import Deployment, Part
 from tests.harness.http_and_kafka_clients import ANSWER_S, CLOCK, DeploymentClients, SseListener
 from tests.harness.java_tools import java_publishes, java_reads, transcript_of

@@ -17,9 +17,9 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from app.testing.seed_simulation import simulate_seed
 from tests.simulation.mutations import MUTATIONS, scenarios_of
 from tests.simulation.test_mutations import FOUND_BY, SEARCH, notices
+from workbench.testing.seed_simulation import simulate_seed
 
 
 class FoundSeeds(NamedTuple):

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import NamedTuple
 
-from app.testing.seed_simulation import simulate_seed
-from app.testing.world_parameters import Scenario
 from tests.simulation.replacements import Replacement, edge, reading, router, worker
+from workbench.testing.seed_simulation import simulate_seed
+from workbench.testing.world_parameters import Scenario
 
 
 class MaskingRule(NamedTuple):

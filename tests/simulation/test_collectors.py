@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from app.results import pending_result
-from app.results.lane_collector import LaneCollector
-from app.results.result_writer import ResultWriter
-from app.testing.virtual_time import VirtualLoop, run_virtual
-from streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
-from streams.memory.memory_broker import MemoryBroker
-from streams.records import Chunk, End
-from streams.topics import REQUESTS, RESULTS
+from kvlane.app.results import pending_result
+from kvlane.app.results.lane_collector import LaneCollector
+from kvlane.app.results.result_writer import ResultWriter
+from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.records import Chunk, End
+from kvlane.streams.topics import REQUESTS, RESULTS
 from tests.harness.memory_world import MemoryWorld
 from tests.harness.results_harness import ResultsHarness
+from workbench.testing.virtual_time import VirtualLoop, run_virtual
 
 SEEDS = range(12)
 MUTATION_SEEDS = range(60)

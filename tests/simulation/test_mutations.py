@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.routing import reconcile
-from app.routing.state import ledger, request_state, request_transitions
-from app.testing.seed_simulation import simulate_seed
-from streams.reading.group_consumer import PartitionClaim
+from kvlane.app.routing import reconcile
+from kvlane.app.routing.state import ledger, request_state, request_transitions
+from kvlane.streams.reading.group_consumer import PartitionClaim
 from tests.simulation.mutations import MUTATIONS, apply_mutations, scenarios_of
+from workbench.testing.seed_simulation import simulate_seed
 
 # Seeds that find it quickly. Any change of the product may make others of them; when none of
 # these does any more, the search finds new ones, and they belong here.

@@ -14,18 +14,18 @@ from unittest.mock import patch
 
 import pytest
 
-from app.lanes.owner import LaneOwner
-from app.lanes.scheduling.scheduler import Scheduler
-from app.perf_curves import PerfCurves
-from app.request_timers import TIMER_RESOLUTION_MS
-from app.routing.queueing.pending import LaneRequest
-from app.routing.reconcile import next_action
-from app.routing.selection.decision import Wait
-from app.routing.state import performance
-from app.testing import world_parameters
-from app.testing.checks.invariants import _failed
-from app.testing.seed_simulation import simulate_seed
-from streams.errors import BrokerUnavailable
+from kvlane.app.lanes.owner import LaneOwner
+from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.request_timers import TIMER_RESOLUTION_MS
+from kvlane.app.routing.queueing.pending import LaneRequest
+from kvlane.app.routing.reconcile import next_action
+from kvlane.app.routing.selection.decision import Wait
+from kvlane.app.routing.state import performance
+from kvlane.streams.errors import BrokerUnavailable
+from workbench.testing import world_parameters
+from workbench.testing.checks.invariants import _failed
+from workbench.testing.seed_simulation import simulate_seed
 
 SEEDS = 100
 AT_ONCE = 10
@@ -127,7 +127,8 @@ def test_seeds_differ() -> None:
 def test_seed_replays_in_other_processes() -> None:
     """Their sets of strings are in another order."""
     script = (
-        "from app.testing.seed_simulation import simulate_seed as s\nprint(s(1).history.digest())"
+        "from workbench.testing.seed_simulation import simulate_seed as s\n"
+        "print(s(1).history.digest())"
     )
     digests = set()
     for hash_seed in ("1", "2"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.testing.virtual_time import (
+from workbench.testing.virtual_time import (
     Deadlock,
     StepLimitExceeded,
     VirtualClock,

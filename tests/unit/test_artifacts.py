@@ -10,16 +10,16 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 
-from app.preprocess.models import artifacts
-from app.preprocess.models.artifacts import ArtifactStore, part_count
-from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
-from app.preprocess.thread_pool import InlinePool
-from streams.memory.broker_faults import AppendFate
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry
-from streams.reading.part_format import PART_BYTES
-from streams.records import Artifact
-from streams.topics import ARTIFACTS
+from kvlane.app.preprocess.models import artifacts
+from kvlane.app.preprocess.models.artifacts import ArtifactStore, part_count
+from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry
+from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.records import Artifact
+from kvlane.streams.topics import ARTIFACTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 BIG = bytes(range(256)) * (PART_BYTES // 256 * 2 + 100)  # three parts

@@ -11,16 +11,16 @@ import pytest
 from faststream import FastStream
 from jsonschema import Draft202012Validator
 
-from app.preprocessor import Preprocessor
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.asyncapi import document as written
-from streams.asyncapi import specification
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.prompt import Prompt
-from streams.reading.log_broker import LogBroker
-from streams.records import Chunk, End, Fence, Result
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.asyncapi import document as written
+from kvlane.streams.asyncapi import specification
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.reading.log_broker import LogBroker
+from kvlane.streams.records import Chunk, End, Fence, Result
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:faststream")
 

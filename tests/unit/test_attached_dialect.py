@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from app.engine.attached.completion_events import parse_completion_event
-from app.engine.attached.request_body import ServerDialect, completion_body
-from app.engine.attached.server_errors import (
+from kvlane.app.engine.attached.completion_events import parse_completion_event
+from kvlane.app.engine.attached.request_body import ServerDialect, completion_body
+from kvlane.app.engine.attached.server_errors import (
     RequestRejected,
     ServerFailed,
     error_of_body,
     error_of_event,
 )
-from app.engine.attached.server_metrics import read_metrics
-from app.engine.attached.token_completion import Retokenizer
-from app.engine.interface import EngineFull, InvalidRequest
-from app.engine.output_values import LOWEST_LOG_PROB
-from streams.codecs import pack_tokens
-from streams.records import LogProb
-from streams.request import (
+from kvlane.app.engine.attached.server_metrics import read_metrics
+from kvlane.app.engine.attached.token_completion import Retokenizer
+from kvlane.app.engine.interface import EngineFull, InvalidRequest
+from kvlane.app.engine.output_values import LOWEST_LOG_PROB
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import LogProb
+from kvlane.streams.request import (
     BootstrapInfo,
     GuidedDecoding,
     Hints,

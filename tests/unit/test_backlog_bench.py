@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from app.bench.bench_environment import BenchFailed
-from app.bench.chaos.backlog_drain import BacklogDrain, BacklogScale, background, cut_rounds
-from app.bench.chaos.backlog_prompts import engine_requests_per_s
-from app.bench.chaos.backlog_report import (
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.prompt import Prompt
+from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.bench.bench_environment import BenchFailed
+from workbench.bench.chaos.backlog_drain import BacklogDrain, BacklogScale, background, cut_rounds
+from workbench.bench.chaos.backlog_prompts import engine_requests_per_s
+from workbench.bench.chaos.backlog_report import (
     RETRY,
     BacklogResult,
     MemorySeries,
@@ -21,10 +24,7 @@ from app.bench.chaos.backlog_report import (
     memory_growth,
     waiting_report,
 )
-from app.bench.chaos.fault_injection import InjectedFault
-from streams.errors import BrokerUnavailable
-from streams.prompt import Prompt
-from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.bench.chaos.fault_injection import InjectedFault
 
 MB = 1024 * 1024
 GOOD = BacklogResult(

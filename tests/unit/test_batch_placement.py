@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.perf_curves import PerfCurves, curves_from
-from app.routing.selection.batch_placement import (
+from kvlane.app.perf_curves import PerfCurves, curves_from
+from kvlane.app.routing.selection.batch_placement import (
     BatchBounds,
     RankWork,
     blocked_share,
@@ -18,19 +18,19 @@ from app.routing.selection.batch_placement import (
     runs_to_preempt,
     slowdown,
 )
-from app.routing.selection.candidate_table import CandidateTable
-from app.routing.selection.decision import RoutingState
-from app.routing.selection.eligibility import CandidatePool, CandidatePools, CandidateRow
-from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, batch_delay_ms
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import RECENT_MS, EngineProfile, RecentPrefill
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from app.simulation.trace_requests import SIMULATION_SECRET
-from indexer.epochs import CacheId
-from streams.records import EngineConfig, WorkerCard
+from kvlane.app.routing.selection.candidate_table import CandidateTable
+from kvlane.app.routing.selection.decision import RoutingState
+from kvlane.app.routing.selection.eligibility import CandidatePool, CandidatePools, CandidateRow
+from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, batch_delay_ms
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.performance import RECENT_MS, EngineProfile, RecentPrefill
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.simulation.trace_requests import SIMULATION_SECRET
+from kvlane.indexer.epochs import CacheId
+from kvlane.streams.records import EngineConfig, WorkerCard
 
 PROFILE = EngineProfile(capacity_tokens=1_000_000)
 BOUNDS = BatchBounds()

@@ -11,7 +11,7 @@ from aiokafka.protocol.produce import ProduceRequest_v7, ProduceResponse_v7
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.kafka.client_patches.batch_sender import BatchRequest
+from kvlane.streams.kafka.client_patches.batch_sender import BatchRequest
 
 INT16 = st.integers(-(2**15), 2**15 - 1)
 INT32 = st.integers(-(2**31), 2**31 - 1)

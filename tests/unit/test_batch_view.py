@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from app.batches.batch_view import BatchView, batch_key, file_key
-from streams.batch_records import BatchCancel, BatchJob, FileCard
-from streams.ports import Partition
-from streams.records import LogRecord, Tombstone
-from streams.topics import BATCH_JOBS, FILE_RETENTION_MS
+from kvlane.app.batches.batch_view import BatchView, batch_key, file_key
+from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord, Tombstone
+from kvlane.streams.topics import BATCH_JOBS, FILE_RETENTION_MS
 
 SOURCE = Partition(BATCH_JOBS, 0)
 OTHER = Partition(BATCH_JOBS, 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.events import (
+from kvlane.indexer.events import (
     CLEARED,
     CacheEvent,
     EventColumns,

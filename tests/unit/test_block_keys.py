@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.block_hashes import hash_blocks
-from indexer.block_keys import (
+from kvlane.indexer.block_hashes import hash_blocks
+from kvlane.indexer.block_keys import (
     LOOPBACK_SECRET,
     derive_secret,
     keys_from_sums,

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from app.bench.chaos.broker_links import BrokerLink
-from streams.brokers.broker import LOOPBACK, free_ports
-from streams.brokers.jvm import add_links
-from streams.brokers.jvm_node import LinkPorts
+from kvlane.streams.brokers.broker import LOOPBACK, free_ports
+from kvlane.streams.brokers.jvm import add_links
+from kvlane.streams.brokers.jvm_node import LinkPorts
+from workbench.bench.chaos.broker_links import BrokerLink
 
 
 async def test_cut_link_holds_what_is_sent_until_it_is_restored() -> None:

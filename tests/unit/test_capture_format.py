@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from app.traces.capture_format import (
+from kvlane.app.traces.capture_format import (
     CAPTURE_FORMAT,
     AnyCaptureLine,
     CapturedDecision,
@@ -19,7 +19,7 @@ from app.traces.capture_format import (
     created_capture,
     read_capture,
 )
-from streams.records import Assigned, Candidate, RequestOffset
+from kvlane.streams.records import Assigned, Candidate, RequestOffset
 
 HEAD = CaptureHeader(format=CAPTURE_FORMAT, from_ms=1, to_ms=9, lanes=4)
 ASKED = CapturedRequest(id="a", at_ms=2, prompt_tokens=40, block_size=16, blocks=bytes(range(16)))

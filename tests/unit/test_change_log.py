@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.state.change_log import MIN_REMEMBERED_CHANGES, ChangeLog, TrackedDict
+from kvlane.app.routing.state.change_log import MIN_REMEMBERED_CHANGES, ChangeLog, TrackedDict
 
 
 @given(st.lists(st.integers(1, MIN_REMEMBERED_CHANGES + 300), max_size=8), st.data())

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from app.bench.chaos import impact
-from app.bench.chaos.fault_injection import (
+from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.engine.simulated.text_generator import ExpectedAnswer
+from workbench.bench.chaos import impact
+from workbench.bench.chaos.fault_injection import (
     BROKER_FAULTS,
     FAULT_KINDS,
     ROLLING,
     InjectedFault,
     draw_faults,
 )
-from app.bench.chaos.load_generator import Conversation
-from app.bench.chaos.log_observer import ObservedRequest, WorkerLoss
-from app.demo.expected_answers import DemoAnswer
-from app.engine.simulated.text_generator import ExpectedAnswer
+from workbench.bench.chaos.load_generator import Conversation
+from workbench.bench.chaos.log_observer import ObservedRequest, WorkerLoss
 
 PARTS = {
     "gateway": ["gateway-1", "gateway-2"],

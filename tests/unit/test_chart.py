@@ -24,10 +24,10 @@ import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes_schemas
 
-from app.gateway import REDIRECT_TIMEOUT_S
-from app.settings import Settings, unknown_variables, variable_name
-from app.worker import DRAIN_NOTICE_HEARTBEATS, SHUTDOWN_STEP_S
-from streams.topics import PER_LANE, TOPICS_BY_NAME, required_acls
+from kvlane.app.gateway import REDIRECT_TIMEOUT_S
+from kvlane.app.settings import Settings, unknown_variables, variable_name
+from kvlane.app.worker import DRAIN_NOTICE_HEARTBEATS, SHUTDOWN_STEP_S
+from kvlane.streams.topics import PER_LANE, TOPICS_BY_NAME, required_acls
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "chart"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.prompt_errors import BadModel, InvalidPrompt
-from app.preprocess.text import template_sandbox
-from app.preprocess.text.chat_template import ChatTemplate
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt
+from kvlane.app.preprocess.text import template_sandbox
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 LOOP = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"

@@ -8,20 +8,20 @@ from typing import cast
 
 import pytest
 
-from app.runtime.process import ProcessContext
-from app.serving.chunk_writer import (
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.chunk_writer import (
     MAX_BATCH_BYTES,
     MAX_PENDING_BYTES,
     ChunkWriter,
     FinalChunk,
     StreamBroken,
 )
-from streams.codecs import AnyRecord, encode
-from streams.errors import AccessDenied, AppendFailed, RecordTooLarge
-from streams.ports import Appended
-from streams.record_publisher import RecordPublisher
-from streams.records import Chunk, PassthroughDelta, Usage
-from streams.topics import lane_of
+from kvlane.streams.codecs import AnyRecord, encode
+from kvlane.streams.errors import AccessDenied, AppendFailed, RecordTooLarge
+from kvlane.streams.ports import Appended
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Chunk, PassthroughDelta, Usage
+from kvlane.streams.topics import lane_of
 
 WIDE_TOKENS = [2**32 - 1] * 500
 WIDE_TEXT = "\x01" * 500  # six bytes each in JSON

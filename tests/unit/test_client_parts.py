@@ -16,12 +16,17 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("version", "parser"),
-    [("0.14.0", "streams.kafka.client_patches.record_batches"), ("0.14.1", "aiokafka.record")],
+    [
+        ("0.14.0", "kvlane.streams.kafka.client_patches.record_batches"),
+        ("0.14.1", "aiokafka.record"),
+    ],
 )
 def test_parts_of_a_version_are_replaced_only_if_it_was_tested(version: str, parser: str) -> None:
     code = (
-        f"import aiokafka; aiokafka.__version__ = '{version}'; import streams.kafka.kafka_log; "
-        "from streams.kafka.client_patches.client_parts import client_parts; client_parts(); "
+        f"import aiokafka; aiokafka.__version__ = '{version}'; "
+        "import kvlane.streams.kafka.kafka_log; "
+        "from kvlane.streams.kafka.client_patches.client_parts import client_parts; "
+        "client_parts(); "
         f"client_parts(); {FETCHERS_PARSER}"
     )
     process = _run(code)
@@ -33,9 +38,11 @@ def test_parts_of_a_version_are_replaced_only_if_it_was_tested(version: str, par
 
 def test_plain_client_loads_no_module_that_replaces_a_part() -> None:
     code = (
-        "import aiokafka, sys; aiokafka.__version__ = '9.0.0'; import streams.kafka.kafka_log; "
-        "from streams.kafka.client_patches.client_parts import client_parts; client_parts(); "
-        "print(*(m for m in sys.modules if m.startswith('streams.kafka.client_patches.')))"
+        "import aiokafka, sys; aiokafka.__version__ = '9.0.0'; "
+        "import kvlane.streams.kafka.kafka_log; "
+        "from kvlane.streams.kafka.client_patches.client_parts import client_parts; "
+        "client_parts(); "
+        "print(*(m for m in sys.modules if m.startswith('kvlane.streams.kafka.client_patches.')))"
     )
     loaded = {name.rpartition(".")[2] for name in _run(code).stdout.split()}
     assert loaded == {"producer_queue", "client_parts", "plain_client", "plain_queue"}

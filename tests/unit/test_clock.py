@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.clock import WINDOW_S, BrokerClock, LeaderClock
+from kvlane.streams.clock import WINDOW_S, BrokerClock, LeaderClock
 
 DAY_S = 86_400
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from streams import codecs, record_base
-from streams import records as r
-from streams import request as q
-from streams.codecs import (
+from kvlane.streams import codecs, record_base
+from kvlane.streams import records as r
+from kvlane.streams import request as q
+from kvlane.streams.codecs import (
     AnyRecord,
     decode,
     encode,
@@ -28,11 +28,11 @@ from streams.codecs import (
     type_of,
     unpack_tokens,
 )
-from streams.errors import Malformed, NewerRecord, UnknownType
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry, Unreadable
-from streams.prompt import Prompt, encode_prompt
-from streams.record_types.candidate_records import ROW, TIMED_ROW
+from kvlane.streams.errors import Malformed, NewerRecord, UnknownType
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry, Unreadable
+from kvlane.streams.prompt import Prompt, encode_prompt
+from kvlane.streams.record_types.candidate_records import ROW, TIMED_ROW
 from tests.harness.golden_records import (
     GOLDEN,
     QUEUED_REQUEST,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.audit.collisions import ConcurrentDecisions, find_concurrent
-from streams.records import Assigned, LogRecord
+from kvlane.app.audit.collisions import ConcurrentDecisions, find_concurrent
+from kvlane.streams.records import Assigned, LogRecord
 from tests.harness.routing_harness import RoutingHarness, to_assigned
 
 POLICY = "predictive"

@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from app.http.connection_table import (
+from kvlane.app.http.connection_table import (
     ALL_HEADS_BYTES,
     HEAD_BYTES,
     LOG_PERIOD_S,
     SPARE,
     ConnectionTable,
 )
-from app.metrics.metric_set import MetricSet
+from kvlane.app.metrics.metric_set import MetricSet
 
 
 class Connection:

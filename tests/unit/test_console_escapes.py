@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from app.audit.timeline import RequestTimeline, TimelineStep
-from app.commands.console import escape_control, escape_lines, escape_text
-from app.commands.explain_view import show_timeline
-from streams.ports import Partition
-from streams.topics import REQUESTS
+from kvlane.app.audit.timeline import RequestTimeline, TimelineStep
+from kvlane.app.commands.console import escape_control, escape_lines, escape_text
+from kvlane.app.commands.explain_view import show_timeline
+from kvlane.streams.ports import Partition
+from kvlane.streams.topics import REQUESTS
 
 HOSTILE = "job\x1b]0;owned\x07[bold]\r\n\x9b2J\u202e"
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import fields, replace
 
-from app.engine.interface import GenerateContext, with_whole_thinking_budget
-from app.lanes.continuation import CONTINUATION, continuation_blocker
-from app.serving.run_executor import resumed_request
-from streams.codecs import pack_tokens
-from streams.request import (
+from kvlane.app.engine.interface import GenerateContext, with_whole_thinking_budget
+from kvlane.app.lanes.continuation import CONTINUATION, continuation_blocker
+from kvlane.app.serving.run_executor import resumed_request
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import (
     GuidedDecoding,
     OpenAiBody,
     OutputOptions,

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.audit.cost_terms import DecisionReasons, reasons_for
-from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from streams.codecs import pack_tokens
-from streams.records import SessionUse
-from streams.request import Hints, Request, RouterParams, RoutingConstraints, SessionControl
+from kvlane.app.audit.cost_terms import DecisionReasons, reasons_for
+from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import SessionUse
+from kvlane.streams.request import Hints, Request, RouterParams, RoutingConstraints, SessionControl
 from tests.harness.routing_harness import TOKENS, RoutingHarness, to_assigned
 
 WEIGHTS = DynamoWeights(prefill_load_scale=2.0, active_request_weight=0.5, overlap_decay=0.3)

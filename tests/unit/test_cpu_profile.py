@@ -11,18 +11,18 @@ import aiokafka
 import msgspec
 import pytest
 
-import indexer.index
-import streams.codecs
-from app.bench.cpu_profile import SAMPLE_S, CpuSampler, part_of
+from kvlane.indexer import index
+from kvlane.streams import codecs
+from workbench.bench.cpu_profile import SAMPLE_S, CpuSampler, part_of
 
 
 @pytest.mark.parametrize(
     ("file", "function", "part"),
     [
         (aiokafka.__file__, "send", "client"),
-        (streams.codecs.__file__, "decode", "decode"),
-        (streams.codecs.__file__, "encode", "encode"),
-        (indexer.index.__file__, "match_depths", "match"),
+        (codecs.__file__, "decode", "decode"),
+        (codecs.__file__, "encode", "encode"),
+        (index.__file__, "match_depths", "match"),
         (asyncio.__file__, "run", "loop"),
         (time.__name__, "sleep", None),
     ],

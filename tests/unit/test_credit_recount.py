@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from app.prompts.prompt_credit import REPORT_TTL_S, CreditDebit, PromptCredit
-from app.testing.credit_recount import CreditRecount
-from streams.clock import SystemClock
-from streams.codecs import encode
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Partition
-from streams.record_base import ServiceClass
-from streams.records import Cancel, LogRecord, RouterCapacity
-from streams.request import Request
-from streams.topics import CAPACITY, REQUESTS
+from kvlane.app.prompts.prompt_credit import REPORT_TTL_S, CreditDebit, PromptCredit
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import Cancel, LogRecord, RouterCapacity
+from kvlane.streams.request import Request
+from kvlane.streams.topics import CAPACITY, REQUESTS
+from workbench.testing.credit_recount import CreditRecount
 
 
 class UnlimitedCredit(PromptCredit):

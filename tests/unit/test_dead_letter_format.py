@@ -6,11 +6,11 @@ from hashlib import sha256
 
 import pytest
 
-from streams.memory.broker_faults import AppendFate
-from streams.memory.partition_log import MemoryRecord
-from streams.reading.dead_letter_format import DeadLetterWriter
-from streams.record_publisher import RecordPublisher
-from streams.topics import DEAD_LETTERS, MAX_RECORD_BYTES, REQUESTS
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.reading.dead_letter_format import DeadLetterWriter
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.topics import DEAD_LETTERS, MAX_RECORD_BYTES, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 
@@ -97,7 +97,7 @@ async def test_key_that_leaves_no_room_for_the_reason_is_dropped(world: MemoryWo
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_letter_is_bounded_for_any_error_text(kept: bool) -> None:
-    from streams.reading.dead_letter_format import to_dead_letter
+    from kvlane.streams.reading.dead_letter_format import to_dead_letter
 
     record = a_record()._replace(headers=(("t", b"x" * 100_000),))
     letter = to_dead_letter(REQUESTS, record, "y" * 100_000, 1, keep_value=kept)

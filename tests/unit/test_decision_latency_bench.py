@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from app.bench.routing import cost_reference
-from app.bench.routing.decision_latency import (
+from kvlane.app.settings import Settings
+from workbench.bench.routing import cost_reference
+from workbench.bench.routing.decision_latency import (
     DecisionMismatch,
     DecisionScale,
     bench_decisions,
     decision_thresholds,
 )
-from app.settings import Settings
 
 SMALL = DecisionScale((1, 3), 5, 2)
 

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import app
-from streams.clock import SystemClock
-from streams.codecs import RECORD_VERSION, encode
-from streams.errors import NewerRecord, NothingToSkip
-from streams.memory.memory_broker import MemoryBroker
-from streams.ports import Entry, Partition, Unreadable
-from streams.reading.decoding import RecordDecoder, read_skips, skip_key, write_skip
-from streams.records import Assigned, Chunk, Ended, ModelCard, Skip, Tombstone
-from streams.topics import LEDGER, REGISTRY
-from streams.views.follower import Follower
+from kvlane.app.cli import app
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import RECORD_VERSION, encode
+from kvlane.streams.errors import NewerRecord, NothingToSkip
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.ports import Entry, Partition, Unreadable
+from kvlane.streams.reading.decoding import RecordDecoder, read_skips, skip_key, write_skip
+from kvlane.streams.records import Assigned, Chunk, Ended, ModelCard, Skip, Tombstone
+from kvlane.streams.topics import LEDGER, REGISTRY
+from kvlane.streams.views.follower import Follower
 from tests.harness.golden_records import GOLDEN
 from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
@@ -69,7 +69,7 @@ def test_one_of_each_kind_is_logged_with_its_position(caplog: pytest.LogCaptureF
         for records in (world.records(LEDGER, 0), world.records(LEDGER, 0)):
             assert await decoding.decode_records(LANE, records) == []
 
-    with caplog.at_level(logging.WARNING, "streams.reading.decoding"):
+    with caplog.at_level(logging.WARNING, "kvlane.streams.reading.decoding"):
         run_scenario(scenario)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from app.lanes.scheduling.waiting_tasks import wait_for_room
-from app.routing.queueing.deferred_prompts import MAX_CONCURRENT_FETCHES, DeferredPrompts, QueueSize
-from app.routing.queueing.fair_share import QueueKey
+from kvlane.app.lanes.scheduling.waiting_tasks import wait_for_room
+from kvlane.app.routing.queueing.deferred_prompts import (
+    MAX_CONCURRENT_FETCHES,
+    DeferredPrompts,
+    QueueSize,
+)
+from kvlane.app.routing.queueing.fair_share import QueueKey
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 ONE = QueueSize(1, 10, 100)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.demo.demo_environment import _text
-from app.demo.demo_run import _changes
-from app.settings import Settings, variable_name
-from streams.brokers.broker import ExternalBroker
+from kvlane.app.demo.demo_environment import _text
+from kvlane.app.demo.demo_run import _changes
+from kvlane.app.settings import Settings, variable_name
+from kvlane.streams.brokers.broker import ExternalBroker
 
 
 def test_processes_of_the_demo_share_a_hash_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.text.detokenize import Detokenizer
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.text.detokenize import Detokenizer
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
 
 SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
 WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)

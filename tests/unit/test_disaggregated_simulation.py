@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.routing.disagg import FLEETS, free_thresholds, thresholds
-from app.engine.simulated.batch import EngineLimits
-from app.routing.selection.handover_rules import DEFAULT_RULES
-from app.routing.selection.routing_config import PredictiveWeights, RoutingConfig, TransferSpeed
-from app.simulation.network_conditions import NetworkConditions
-from app.simulation.run_metrics import metrics_of
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulator import Simulator, new_simulator
-from app.simulation.trace_requests import ArrivalRate, schedule_arrivals, trace_requests
-from app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
+from kvlane.app.routing.selection.routing_config import (
+    PredictiveWeights,
+    RoutingConfig,
+    TransferSpeed,
+)
+from kvlane.app.simulation.network_conditions import NetworkConditions
+from kvlane.app.simulation.run_metrics import metrics_of
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulator import Simulator, new_simulator
+from kvlane.app.simulation.trace_requests import ArrivalRate, schedule_arrivals, trace_requests
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from tests.unit.test_trace_replay import SIMPLE
+from workbench.bench.routing.disagg import FLEETS, free_thresholds, thresholds
 
 ENGINE = EngineLimits(CHUNK_TOKENS, 2048)
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import typer
 
-from app.cli import app
-from app.commands.settings_table import settings_markdown
-from app.settings import Settings, variable_name
-from streams.topics import TOPICS
+from kvlane.app.cli import app
+from kvlane.app.commands.settings_table import settings_markdown
+from kvlane.app.settings import Settings, variable_name
+from kvlane.streams.topics import TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -23,7 +23,7 @@ PAGES = [
 PAGES = [page for page in PAGES if page.is_file()]
 SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "app").rglob("*.py")))
 TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))
-FOLDERS = "app|streams|indexer|kvlane|tests|deploy|docs|examples"
+FOLDERS = "app|streams|indexer|kvlane|workbench|tests|deploy|docs|examples"
 SUFFIXES = ("_total", "_count", "_sum", "_bucket")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

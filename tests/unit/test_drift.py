@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.audit.drift import (
+from kvlane.app.audit.drift import (
     MAX_OPEN_DECISIONS,
     MAX_RUNS,
     MIN_RUNS,
@@ -17,7 +17,14 @@ from app.audit.drift import (
     DriftSummary,
     DriftTracker,
 )
-from streams.records import Assigned, Candidate, Finished, LogRecord, PrefillDone, RequestOffset
+from kvlane.streams.records import (
+    Assigned,
+    Candidate,
+    Finished,
+    LogRecord,
+    PrefillDone,
+    RequestOffset,
+)
 
 SIZE = 16
 NOW_MS = 10_000_000

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.echo import EchoEngine, echo_answer
-from app.engine.interface import GenerateContext
-from app.engine.validator import ValidatingEngine
-from app.preprocess.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig
-from streams.request import Request, StopConditions
+from kvlane.app.engine.echo import EchoEngine, echo_answer
+from kvlane.app.engine.interface import GenerateContext
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Request, StopConditions
 
 PROMPT = render_chat([("system", "be brief"), ("user", "héllo")])
 BODY = list("héllo".encode())

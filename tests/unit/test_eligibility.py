@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from app.routing.selection.decision import Decision, Placement, Rejection, Wait
-from app.routing.selection.eligibility import CandidatePool, filter_eligible, worker_number
-from app.routing.selection.lora import rendezvous_order
-from app.routing.state.active_load import WorkerLoad
-from streams.records import EngineConfig, EngineStats, Lost, WorkerCard
-from streams.request import Hints, OpenAiBody, Request, RoutingConstraints
+from kvlane.app.routing.selection.decision import Decision, Placement, Rejection, Wait
+from kvlane.app.routing.selection.eligibility import CandidatePool, filter_eligible, worker_number
+from kvlane.app.routing.selection.lora import rendezvous_order
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.streams.records import EngineConfig, EngineStats, Lost, WorkerCard
+from kvlane.streams.request import Hints, OpenAiBody, Request, RoutingConstraints
 from tests.harness.routing_harness import TIMEOUT_MS, TOKENS, RoutingHarness
 
 

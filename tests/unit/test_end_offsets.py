@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from app.lanes.shared_reads import EndOffsets
-from app.runtime.process import ProcessContext
-from streams.ports import Partition
-from streams.records import Ended
-from streams.topics import LEDGER, RESPONSES
+from kvlane.app.lanes.shared_reads import EndOffsets
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Ended
+from kvlane.streams.topics import LEDGER, RESPONSES
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from app.routing.state.ended_prompts import BLOCK_IDS, MAX_UNSAVED_OFFSETS, EndedPrompts
-from streams.ports import Partition
-from streams.records import EndedIds, LogRecord
-from streams.topics import ENDED_IDS, PROMPT_READABLE_MS
+from kvlane.app.routing.state.ended_prompts import BLOCK_IDS, MAX_UNSAVED_OFFSETS, EndedPrompts
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import EndedIds, LogRecord
+from kvlane.streams.topics import ENDED_IDS, PROMPT_READABLE_MS
 
 WINDOW_MS = 20_000
 SOURCE = Partition(ENDED_IDS, 0)

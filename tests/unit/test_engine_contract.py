@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     U32_MAX,
     Engine,
     EngineError,
@@ -15,9 +15,9 @@ from app.engine.interface import (
     GenerateContext,
     token_usage,
 )
-from app.engine.validator import ContractViolation, ValidatingEngine
-from streams.records import EngineConfig, LogProb, Usage
-from streams.request import Request
+from kvlane.app.engine.validator import ContractViolation, ValidatingEngine
+from kvlane.streams.records import EngineConfig, LogProb, Usage
+from kvlane.streams.request import Request
 
 Script = Callable[[GenerateContext], AsyncGenerator[EngineOutput, None]]
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from app.engine.echo import EchoEngine
-from app.engine.interface import GenerateContext, InvalidRequest
-from app.engine.simulated.engine import SimulatedEngine
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.request_reader import read_request
-from app.preprocess.requests.engine_features import check_supported, unsupported_features
-from app.routing.state.fleet import Fleet
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.ports import Partition
-from streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
-from streams.request import GuidedDecoding, OutputOptions, Request, SamplingOptions
-from streams.topics import REGISTRY
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import GenerateContext, InvalidRequest
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.request_reader import read_request
+from kvlane.app.preprocess.requests.engine_features import check_supported, unsupported_features
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
+from kvlane.streams.request import GuidedDecoding, OutputOptions, Request, SamplingOptions
+from kvlane.streams.topics import REGISTRY
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.block_hashes import hash_blocks
-from indexer.block_keys import derive_secret
-from indexer.cache_events.engine_events import BlocksRemoved, BlocksStored
-from indexer.cache_events.estimated_cache import EstimatedCache
-from indexer.cache_events.event_normalizer import EventNormalizer
+from kvlane.indexer.block_hashes import hash_blocks
+from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.cache_events.engine_events import BlocksRemoved, BlocksStored
+from kvlane.indexer.cache_events.estimated_cache import EstimatedCache
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 
 SIZE = 2
 prompts = st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12)

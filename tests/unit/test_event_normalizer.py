@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.cache_events.engine_events import (
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -16,13 +16,13 @@ from indexer.cache_events.engine_events import (
     EventsLost,
     tier_of,
 )
-from indexer.cache_events.event_normalizer import (
+from kvlane.indexer.cache_events.event_normalizer import (
     EAGER_BATCH_BLOCKS,
     MAX_BATCH_DELAY_S,
     EventBatch,
     EventNormalizer,
 )
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier
 
 SIZE = 2
 SECRET = derive_secret(b"s")
@@ -152,7 +152,7 @@ def test_sum_0_has_the_key_1_and_is_continued_as_a_sum(monkeypatch: pytest.Monke
     local = np.array([SECRET.start, 5], np.uint64)
     parts = iter([local[:1], local[1:]])
     monkeypatch.setattr(
-        "indexer.cache_events.event_normalizer.local_hashes", lambda *_, **__: next(parts)
+        "kvlane.indexer.cache_events.event_normalizer.local_hashes", lambda *_, **__: next(parts)
     )
     bridge = bridge_after(stored([1], [0, 0]), stored([2], [0, 0], parent=1))
     expected = tuple(prompt_keys(local, SECRET).tolist())

@@ -16,20 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.cache_events.engine_events import (
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
     EngineEvent,
     EngineHash,
 )
-from indexer.cache_events.event_normalizer import MAX_BATCH_BLOCKS, EventNormalizer
-from indexer.epochs import CacheId, Overlap
-from indexer.events import Tier, encode_events
-from indexer.reference_index import ReferenceIndex
+from kvlane.indexer.cache_events.event_normalizer import MAX_BATCH_BLOCKS, EventNormalizer
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import Tier, encode_events
 from tests.harness.decoded import decode_events
+from workbench.reference_index import ReferenceIndex
 
 SIZE = 2
 SECRET = derive_secret(b"s")

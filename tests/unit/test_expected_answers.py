@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from app.demo.expected_answers import AnswerOracle, DemoAnswer
-from app.demo.trace_prompts import bundled_prompts, chunk_tokens
-from app.engine.simulated.text_generator import ExpectedAnswer
-from app.settings import Settings
-from app.traces.mooncake_trace import CHUNK_TOKENS
-from streams.clock import SystemClock
-from streams.records import Chunk, End, FinishReason
+from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
+from kvlane.app.demo.trace_prompts import bundled_prompts, chunk_tokens
+from kvlane.app.engine.simulated.text_generator import ExpectedAnswer
+from kvlane.app.settings import Settings
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import Chunk, End, FinishReason
 
 BODY = list("né".encode())
 DUE = ExpectedAnswer(tuple(BODY), "né", "stop")

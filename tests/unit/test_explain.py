@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.audit.timeline import TimelineStep, _in_order, fields_of
-from app.commands.explain_view import unassigned_since_ms
-from streams.ports import Partition
-from streams.records import Finished
-from streams.topics import LEDGER, REQUESTS, RESPONSES
+from kvlane.app.audit.timeline import TimelineStep, _in_order, fields_of
+from kvlane.app.commands.explain_view import unassigned_since_ms
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Finished
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 
 
 def steps(topic: str, *named: tuple[int, str]) -> list[TimelineStep]:

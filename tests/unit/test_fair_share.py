@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.queueing.fair_share import (
+from kvlane.app.routing.queueing.fair_share import (
     DEFAULT_CLASS,
     ClassConfig,
     FairQueue,
@@ -16,8 +16,8 @@ from app.routing.queueing.fair_share import (
     QueueKey,
     ShareCost,
 )
-from app.settings import Settings, SettingsError
-from streams.request import Hints, Request
+from kvlane.app.settings import Settings, SettingsError
+from kvlane.streams.request import Hints, Request
 
 SHARES = {"batch": ClassConfig(weight=0.25), "gold": ClassConfig(weight=4.0)}
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
-from app.engine.simulated.fast_forward import decode_only_ends_ms, decode_only_steps, fast_forward
-from app.engine.simulated.step import add_sequence, run_step
+from kvlane.app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
+from kvlane.app.engine.simulated.fast_forward import (
+    decode_only_ends_ms,
+    decode_only_steps,
+    fast_forward,
+)
+from kvlane.app.engine.simulated.step import add_sequence, run_step
 
 SHAPE = EngineLimits(block_size=4, cache_blocks=40, max_batched_tokens=16, max_sequences=8)
 REQUESTS = st.lists(

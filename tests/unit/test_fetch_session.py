@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from streams.kafka.client_patches.fetch_session import (
+from kvlane.streams.kafka.client_patches.fetch_session import (
     FINAL_EPOCH,
     INITIAL_EPOCH,
     MAX_EPOCH,

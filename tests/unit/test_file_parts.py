@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batches.file_store import FileKeys, PartOrder
-from streams.memory.partition_log import MemoryRecord
+from kvlane.app.batches.file_store import FileKeys, PartOrder
+from kvlane.streams.memory.partition_log import MemoryRecord
 
 FENCE = "fence"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.routing.state.fleet import Fleet
-from app.routing.state.last_seen import RETENTION_MS
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.last_seen import RETENTION_MS
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     EngineConfig,
     EngineStats,
     Heartbeat,

@@ -11,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from app.cli import app
-from app.commands import fleet_size
-from app.commands.fleet_size import FleetLoad, SizeError, router_cores, routers_needed, size_of
-from streams.topics import PER_LANE, TOPICS
+from kvlane.app.cli import app
+from kvlane.app.commands import fleet_size
+from kvlane.app.commands.fleet_size import (
+    FleetLoad,
+    SizeError,
+    router_cores,
+    routers_needed,
+    size_of,
+)
+from kvlane.streams.topics import PER_LANE, TOPICS
 from tests.unit.test_ledger_size import bytes_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from streams.clock import BrokerClock
-from streams.errors import AccessDenied, LogClosed, NewerRecord
-from streams.memory.memory_log import MemoryReader
-from streams.ports import Batches, Entry, Partition
-from streams.reading.decoding import RecordDecoder
-from streams.records import Ended, LogRecord, ModelCard, Tombstone
-from streams.topics import LEDGER, REGISTRY, REQUESTS
-from streams.views.follower import Follower
-from streams.views.tail_reader import RECORDS_PER_POLL, decode_batches
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.errors import AccessDenied, LogClosed, NewerRecord
+from kvlane.streams.memory.memory_log import MemoryReader
+from kvlane.streams.ports import Batches, Entry, Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.records import Ended, LogRecord, ModelCard, Tombstone
+from kvlane.streams.topics import LEDGER, REGISTRY, REQUESTS
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.tail_reader import RECORDS_PER_POLL, decode_batches
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 

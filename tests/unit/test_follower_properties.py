@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.ports import Entry, Partition
-from streams.records import Ended, LogRecord, ModelCard, Tombstone
-from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
-from streams.views.follower import Follower
-from streams.views.snapshot_store import SnapshotStore
-from streams.views.tail_reader import TailReader
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.records import Ended, LogRecord, ModelCard, Tombstone
+from kvlane.streams.topics import LEDGER, REGISTRY, SNAPSHOTS
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_store import SnapshotStore
+from kvlane.streams.views.tail_reader import TailReader
 from tests.harness.memory_world import MemoryWorld, run_scenario
 from tests.harness.recording_view import RecordingView
 

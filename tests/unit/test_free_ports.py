@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from streams.brokers.broker import free_ports
+from kvlane.streams.brokers.broker import free_ports
 
 
 def test_no_port_is_given_twice_also_with_a_seeded_generator() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from app.settings import Settings, SettingsError
+from kvlane.app.settings import Settings, SettingsError
 
 
 def test_gateway_listens_on_loopback_by_default() -> None:

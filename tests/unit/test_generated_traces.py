@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.simulation.synthetic_traces import (
+from kvlane.app.simulation.synthetic_traces import (
     MAX_PROMPT_TOKENS,
     TRACE_KINDS,
     TraceSize,
     UnknownTraceKind,
     generate_trace,
 )
-from app.traces.mooncake_trace import CHUNK_TOKENS
+from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS
 
 SIZE = TraceSize(requests=800, rate=10.0, seed=3)
 EVERY_KIND = pytest.mark.parametrize("kind", TRACE_KINDS)

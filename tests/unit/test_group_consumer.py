@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from streams.clock import BrokerClock
-from streams.codecs import AnyRecord, encode
-from streams.errors import LogClosed, OwnershipLost, TopicMismatch
-from streams.memory.broker_faults import AppendFate
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry
-from streams.reading.group_consumer import MAX_QUEUED_DEAD_LETTERS, GroupConsumer, PartitionClaim
-from streams.records import Cancel, Heartbeat, LogRecord, Refused, Tombstone
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, REQUESTS
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import AnyRecord, encode
+from kvlane.streams.errors import LogClosed, OwnershipLost, TopicMismatch
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry
+from kvlane.streams.reading.group_consumer import (
+    MAX_QUEUED_DEAD_LETTERS,
+    GroupConsumer,
+    PartitionClaim,
+)
+from kvlane.streams.records import Cancel, Heartbeat, LogRecord, Refused, Tombstone
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 GROUP = "routers"

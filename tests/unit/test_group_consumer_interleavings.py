@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.memory.broker_faults import AppendFate, Operation
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry
-from streams.reading.group_consumer import GroupConsumer, PartitionClaim
-from streams.records import LogRecord
-from streams.request import Request
-from streams.topics import DEAD_LETTERS, REQUESTS
+from kvlane.streams.memory.broker_faults import AppendFate, Operation
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry
+from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim
+from kvlane.streams.records import LogRecord
+from kvlane.streams.request import Request
+from kvlane.streams.topics import DEAD_LETTERS, REQUESTS
 from tests.harness.memory_world import MemoryWorld, run_scenario
 
 GROUP = "routers"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.requests.grammar_cost import MAX_COST, cost_of_pattern
-from app.preprocess.requests.guided_decoding import MAX_GRAMMAR_DEPTH, guided_decoding_of
-from app.preprocess.requests.openai_requests import read_openai
-from streams.request import GuidedDecoding
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.grammar_cost import MAX_COST, cost_of_pattern
+from kvlane.app.preprocess.requests.guided_decoding import MAX_GRAMMAR_DEPTH, guided_decoding_of
+from kvlane.app.preprocess.requests.openai_requests import read_openai
+from kvlane.streams.request import GuidedDecoding
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.echo import echo_answer
-from app.engine.interface import EngineError, EngineOutput, GenerateContext
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.transfers import KvTransfers, TransferModel, TransferParams
-from app.engine.validator import ValidatingEngine
-from app.lanes.handovers import bootstrap_info
-from app.preprocess.text.byte_level import ASSISTANT
-from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
-from indexer.cache_events.engine_events import BlocksStored, EngineEvent
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Phase, WorkerCard
-from streams.request import PrefillResult, Request, StopConditions
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.transfers import KvTransfers, TransferModel, TransferParams
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.lanes.handovers import bootstrap_info
+from kvlane.app.preprocess.text.byte_level import ASSISTANT
+from kvlane.indexer.cache_events.engine_events import BlocksStored, EngineEvent
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineConfig, Phase, WorkerCard
+from kvlane.streams.request import PrefillResult, Request, StopConditions
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 
 SHAPE = EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=4)
 SLOW = TransferModel(bytes_per_token=1000, bytes_per_s=1e5, latency_ms=50.0, lease_s=2.0)

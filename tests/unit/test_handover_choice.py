@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.audit.cost_terms import reasons_for
-from app.audit.recompute import find_difference
-from app.bench.routing import cost_reference
-from app.perf_curves import PerfCurves
-from app.routing.selection.cost_kernels import COMPARED, DECODE_PART, PREFILL_PART
-from app.routing.selection.decision import Placement, RoutingState
-from app.routing.selection.handover_rules import (
+from kvlane.app.audit.cost_terms import reasons_for
+from kvlane.app.audit.recompute import find_difference
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.selection.cost_kernels import COMPARED, DECODE_PART, PREFILL_PART
+from kvlane.app.routing.selection.decision import Placement, RoutingState
+from kvlane.app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     FirstPhase,
     HandOverRules,
@@ -24,14 +23,15 @@ from app.routing.selection.handover_rules import (
     is_handed_over,
     recompute_choice_costs,
 )
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.selection.select import recorded_features, select_worker
-from app.routing.state.performance import PerformanceModel, PrefillShares
-from streams.codecs import pack_tokens
-from streams.records import Assigned, LogRecord, PrefillDone
-from streams.request import Hints, Request
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.selection.select import recorded_features, select_worker
+from kvlane.app.routing.state.performance import PerformanceModel, PrefillShares
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Assigned, LogRecord, PrefillDone
+from kvlane.streams.request import Hints, Request
 from tests.harness.routing_harness import NOW_MS, RoutingHarness, to_assigned
+from workbench.bench.routing import cost_reference
 
 PREDICTIVE = RoutingConfig()
 ENGINE = {

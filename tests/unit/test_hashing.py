@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.block_hashes import (
+from kvlane.indexer.block_hashes import (
     block_seed,
     hash_blocks,
     local_hashes,
@@ -20,8 +20,8 @@ from indexer.block_hashes import (
     sequence_hashes,
     token_array,
 )
-from indexer.native.xxh3_kernels import hash_rows
-from indexer.xxh3 import xxh3
+from kvlane.indexer.native.xxh3_kernels import hash_rows
+from kvlane.indexer.xxh3 import xxh3
 from tests.hashing_times import hashing_times
 
 TOKENS = list(range(12))

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from app.routing.queueing.herd_avoidance import (
+from kvlane.app.routing.queueing.herd_avoidance import (
     MAX_INTERVALS,
     MIN_REQUESTS,
     NO_STAGGER,
@@ -17,8 +17,8 @@ from app.routing.queueing.herd_avoidance import (
     routers_before,
     stagger_by_worker,
 )
-from streams.record_base import ServiceClass
-from streams.records import Assigned, LogRecord, Phase, RequestOffset
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import Assigned, LogRecord, Phase, RequestOffset
 
 ROUTERS = [f"router-{n}" for n in range(8)]
 WORKERS = [f"worker-{n}" for n in range(400)]

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from app.http.api_errors import (
+from kvlane.app.http.api_errors import (
     ApiError,
     error_of_piece,
     error_of_prompt,
@@ -15,8 +15,13 @@ from app.http.api_errors import (
     invalid_request,
     overloaded,
 )
-from app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded, TooLarge
-from streams.errors import (
+from kvlane.app.preprocess.prompt_errors import (
+    BadModel,
+    InvalidPrompt,
+    PreprocessorOverloaded,
+    TooLarge,
+)
+from kvlane.streams.errors import (
     AccessDenied,
     AppendFailed,
     BrokerUnavailable,
@@ -25,7 +30,7 @@ from streams.errors import (
     RecordTooLarge,
     UnknownType,
 )
-from streams.records import Chunk, End, EndCode
+from kvlane.streams.records import Chunk, End, EndCode
 
 
 def error_of(error: ApiError) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.metrics.gateway_metrics import BLOCK_TOKENS, GatewayMetrics, TokenTimes
-from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
+from kvlane.app.metrics.gateway_metrics import BLOCK_TOKENS, GatewayMetrics, TokenTimes
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 
 
 def observed(metrics: GatewayMetrics, name: str) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.ids import RequestIds, TenantTag, has_tenant_tag, issued_ms, new_request_id
+from kvlane.streams.ids import RequestIds, TenantTag, has_tenant_tag, issued_ms, new_request_id
 
 
 class Wall:

@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.bench.index.comparison import (
+from kvlane.indexer.block_hashes import local_hashes, sequence_hashes
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.indexer.epochs import CacheId
+from workbench.bench.index.comparison import (
     OUR_INDEX,
     IndexFigure,
     RatioTarget,
@@ -19,7 +22,7 @@ from app.bench.index.comparison import (
     thresholds,
     throughput_figure,
 )
-from app.bench.index.index_workload import (
+from workbench.bench.index.index_workload import (
     MATCH,
     REMOVED,
     STORED,
@@ -31,14 +34,14 @@ from app.bench.index.index_workload import (
     queries_by_overlap,
     trace_operations,
 )
-from app.bench.index.kernel_timing import DictIndex, KernelIndex, ticks_per_us
-from app.bench.index.measurements import (
+from workbench.bench.index.kernel_timing import DictIndex, KernelIndex, ticks_per_us
+from workbench.bench.index.measurements import (
     AnswerComparison,
     IndexMeasurements,
     Repetitions,
     replay_trace,
 )
-from app.bench.index.peers import (
+from workbench.bench.index.peers import (
     CrateIndex,
     MeasuredIndex,
     PeerCrate,
@@ -46,10 +49,7 @@ from app.bench.index.peers import (
     PeerUnavailable,
     load_crate,
 )
-from app.bench.index.python_overhead import filled_index, record_rates
-from indexer.block_hashes import local_hashes, sequence_hashes
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
-from indexer.epochs import CacheId
+from workbench.bench.index.python_overhead import filled_index, record_rates
 
 SMALL = IndexSetup(64, 4, 4_000)
 TRACE = Path(__file__).resolve().parents[2] / "app" / "data" / "conversation_300.jsonl"

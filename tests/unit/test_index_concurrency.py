@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import indexer.index
-from indexer.blocks.block_table import (
+from kvlane.indexer import index as index_module
+from kvlane.indexer.blocks.block_table import (
     USED,
     BlockTable,
     empty_table,
@@ -21,10 +21,10 @@ from indexer.blocks.block_table import (
     lookup_set,
     write_slot,
 )
-from indexer.epochs import CacheId, Overlap
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier
-from indexer.kernels import kernel
-from indexer.native.intrinsics import load_acquire, store_release
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from kvlane.indexer.kernels import kernel
+from kvlane.indexer.native.intrinsics import load_acquire, store_release
 from tests.harness.keyed_index import KeyedIndex, ScanningIndex, local_hashes_of
 
 STEADY = [CacheId(f"steady-{n}", 0) for n in range(3)]
@@ -122,7 +122,7 @@ def test_reader_with_old_arrays_retries(monkeypatch: pytest.MonkeyPatch) -> None
 
     for bit in range(8):
         add(bit, *(key for n, key in enumerate(keys, 1) if n >> bit & 1))
-    rows, original = len(index._views[Tier.DEVICE].sets.references), indexer.index.match_prefix
+    rows, original = len(index._views[Tier.DEVICE].sets.references), index_module.match_prefix
 
     def late(*args: Any) -> int:
         """The writer was quicker than this reader."""
@@ -130,7 +130,7 @@ def test_reader_with_old_arrays_retries(monkeypatch: pytest.MonkeyPatch) -> None
             add(8, *prompt, *keys[:130])
         return original(*args)
 
-    monkeypatch.setattr(indexer.index, "match_prefix", late)
+    monkeypatch.setattr(index_module, "match_prefix", late)
     columns, found = index.match_depths(local_hashes_of(prompt))
     assert len(index._views[Tier.DEVICE].sets.references) > rows
     assert sorted(found[:, 0].tolist()) == [200, 300, 600, 600]

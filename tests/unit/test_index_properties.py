@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from indexer.epochs import CacheId
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier
-from indexer.reference_index import ReferenceIndex
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier
 from tests.harness.keyed_index import KeyedIndex, ScanningIndex
+from workbench.reference_index import ReferenceIndex
 
 WORKERS = [f"worker-{n}" for n in range(70)]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.epochs import CacheId, Overlap
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier
-from indexer.reference_index import ReferenceIndex
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier
 from tests.harness.keyed_index import KeyedIndex
+from workbench.reference_index import ReferenceIndex
 
 ONE, TWO = CacheId("one", 0), CacheId("two", 0)
 PROMPT = [11, 12, 13, 14]

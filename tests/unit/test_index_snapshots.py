@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from indexer.blocks import snapshot_format
-from indexer.epochs import CacheId, Overlap
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from kvlane.indexer.blocks import snapshot_format
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier
 from tests.harness.keyed_index import KeyedIndex
 
 CELL = {"epoch": 1, "lost": False, "ranks": [(0, 5, True, False)]}

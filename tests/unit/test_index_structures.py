@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from indexer.blocks.block_table import (
+from kvlane.indexer.blocks.block_table import (
     USED,
     BlockTable,
     copy_slots,
@@ -21,7 +21,7 @@ from indexer.blocks.block_table import (
     start_growth,
     write_slot,
 )
-from indexer.blocks.holder_sets import (
+from kvlane.indexer.blocks.holder_sets import (
     EMPTY_SET,
     GENERATION,
     HolderSets,
@@ -31,10 +31,10 @@ from indexer.blocks.holder_sets import (
     with_capacity,
     with_column_flipped,
 )
-from indexer.epochs import CacheId, Overlap
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier
-from indexer.kernels import kernel
-from indexer.native.intrinsics import allocate_zeros
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier
+from kvlane.indexer.kernels import kernel
+from kvlane.indexer.native.intrinsics import allocate_zeros
 from tests.harness.keyed_index import KeyedIndex, local_hashes_of
 
 ONE = CacheId("one", 0)

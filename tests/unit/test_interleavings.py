@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.reconcile import ReconcileTimeouts, next_action
-from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import LedgerState
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.routing.reconcile import ReconcileTimeouts, next_action
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Ended,
     Fencing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.prompts.job_order import QUANTUM_REQUESTS, BatchItem, JobOrder
+from kvlane.app.prompts.job_order import QUANTUM_REQUESTS, BatchItem, JobOrder
 
 
 def test_common_prefixes_follow_each_other() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from app.batches.batch_requests import error_file_id, output_file_id
-from app.batches.file_store import FileStore
-from app.batches.job_output import JobOutput, OutputSuperseded
-from app.batches.output_lines import OutputLine, failure_line
-from streams.batch_records import BatchJob
-from streams.reading.part_format import PART_BYTES
-from streams.topics import FILE_PARTS
+from kvlane.app.batches.batch_requests import error_file_id, output_file_id
+from kvlane.app.batches.file_store import FileStore
+from kvlane.app.batches.job_output import JobOutput, OutputSuperseded
+from kvlane.app.batches.output_lines import OutputLine, failure_line
+from kvlane.streams.batch_records import BatchJob
+from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.topics import FILE_PARTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 JOB = "batch_0198c5a4-0000-7000-8000-000000000001"

@@ -13,30 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from app.bench.streaming.body_shapes import BODY_BYTES, SHAPE_NAMES, body_shape
-from app.preprocess import json_limits
-from app.preprocess.cooperative_steps import run_now
-from app.preprocess.json_errors import json_error
-from app.preprocess.json_limits import (
+from kvlane.app.preprocess import json_limits
+from kvlane.app.preprocess.cooperative_steps import run_now
+from kvlane.app.preprocess.json_errors import json_error
+from kvlane.app.preprocess.json_limits import (
     MAX_PARTS,
     MAX_REQUESTS_BYTES,
     MAX_VALUES,
     ParsedJson,
     parse_json,
 )
-from app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
-from app.preprocess.models.byte_model import ByteModel
-from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
-from app.preprocess.request_reader import prepare, read_request
-from app.preprocess.requests.passthrough import BYTES_PER_TOKEN, MEDIA_ITEM_TOKENS, estimate_tokens
-from app.preprocess.requests.request_models import (
+from kvlane.app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt
+from kvlane.app.preprocess.models.byte_model import ByteModel
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, TooLarge
+from kvlane.app.preprocess.request_reader import prepare, read_request
+from kvlane.app.preprocess.requests.passthrough import (
+    BYTES_PER_TOKEN,
+    MEDIA_ITEM_TOKENS,
+    estimate_tokens,
+)
+from kvlane.app.preprocess.requests.request_models import (
     ChatBody,
     CompletionBody,
     EmbeddingBody,
     PassthroughBody,
     TokensBody,
 )
-from streams.records import Refused
+from kvlane.streams.records import Refused
+from workbench.bench.streaming.body_shapes import BODY_BYTES, SHAPE_NAMES, body_shape
 
 ACCEPTED = {name for name in SHAPE_NAMES if name[0].isdigit()} - {
     "8 192 wrong biases", "128 answers", "128 answers with an echo", "500 000 wrong tokens",

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batches import batch_requests as requests
-from app.batches.batch_requests import JobRequest, RequestKeys, parse_line
-from app.batches.jsonl_lines import JsonlLine, lines_of
-from app.preprocess.cooperative_steps import run_now
-from app.preprocess.json_limits import MAX_PARTS, UNCHECKED_BYTES
-from streams.batch_records import BatchError
+from kvlane.app.batches import batch_requests as requests
+from kvlane.app.batches.batch_requests import JobRequest, RequestKeys, parse_line
+from kvlane.app.batches.jsonl_lines import JsonlLine, lines_of
+from kvlane.app.preprocess.cooperative_steps import run_now
+from kvlane.app.preprocess.json_limits import MAX_PARTS, UNCHECKED_BYTES
+from kvlane.streams.batch_records import BatchError
 from tests.harness.batch_harness import CHATS, chat_line
 
 MOST = 20

@@ -15,7 +15,7 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest, MetadataResponse_v1
 
-from streams.kafka.client_patches.client_parts import client_parts
+from kvlane.streams.kafka.client_patches.client_parts import client_parts
 
 client_parts()  # replaces the methods of connections
 

@@ -16,14 +16,14 @@ from aiokafka import TopicPartition
 from aiokafka.consumer import group_coordinator
 from aiokafka.errors import KafkaConnectionError
 
-from streams.errors import AccessDenied, BrokerUnavailable, LogClosed
-from streams.kafka.aiokafka_client import LazyConsumer, LogRateLimiter, limit_client_logs
-from streams.kafka.client_patches.record_batches import ReadRecord
-from streams.kafka.connection_options import ConnectionOptions
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.kafka_reader import _LastResponse, _Tails
-from streams.kafka.provision import describe_topics
-from streams.ports import Appended, Entry
+from kvlane.streams.errors import AccessDenied, BrokerUnavailable, LogClosed
+from kvlane.streams.kafka.aiokafka_client import LazyConsumer, LogRateLimiter, limit_client_logs
+from kvlane.streams.kafka.client_patches.record_batches import ReadRecord
+from kvlane.streams.kafka.connection_options import ConnectionOptions
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.kafka_reader import _LastResponse, _Tails
+from kvlane.streams.kafka.provision import describe_topics
+from kvlane.streams.ports import Appended, Entry
 
 LANE, OTHER = TopicPartition("t.registry", 0), TopicPartition("t.kv-events", 3)
 
@@ -164,9 +164,9 @@ class TestSecurity:
     @pytest.fixture
     def options(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         Refusing.options = []
-        monkeypatch.setattr("streams.kafka.producer.AIOKafkaProducer", Refusing)
-        monkeypatch.setattr("streams.kafka.aiokafka_client.AIOKafkaConsumer", Refusing)
-        monkeypatch.setattr("streams.kafka.provision.AIOKafkaAdminClient", Refusing)
+        monkeypatch.setattr("kvlane.streams.kafka.producer.AIOKafkaProducer", Refusing)
+        monkeypatch.setattr("kvlane.streams.kafka.aiokafka_client.AIOKafkaConsumer", Refusing)
+        monkeypatch.setattr("kvlane.streams.kafka.provision.AIOKafkaAdminClient", Refusing)
         return Refusing.options
 
     async def test_options_reach_producer_consumer_and_admin(

@@ -18,11 +18,11 @@ from aiokafka.errors import (
 )
 from aiokafka.producer.transaction_manager import TransactionManager
 
-from streams.errors import AccessDenied, AppendFailed, LogClosed, RecordTooLarge
-from streams.kafka import producer as kafka_producer
-from streams.kafka.client_patches.batch_queue import LEADER_RETRY_S, BatchQueue, PendingBatch
-from streams.kafka.producer import Producer
-from streams.ports import Appended, Entry
+from kvlane.streams.errors import AccessDenied, AppendFailed, LogClosed, RecordTooLarge
+from kvlane.streams.kafka import producer as kafka_producer
+from kvlane.streams.kafka.client_patches.batch_queue import LEADER_RETRY_S, BatchQueue, PendingBatch
+from kvlane.streams.kafka.producer import Producer
+from kvlane.streams.ports import Appended, Entry
 
 QUEUED_BYTES = 1024 * 1024
 LANE, OTHER = TopicPartition("t.ledger", 0), TopicPartition("t.ledger", 1)

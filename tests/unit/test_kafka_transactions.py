@@ -18,10 +18,16 @@ from aiokafka.errors import (
 )
 from aiokafka.producer.transaction_manager import TransactionManager
 
-from streams.errors import AccessDenied, AppendFailed, BrokerUnavailable, OwnershipLost, StreamError
-from streams.kafka import kafka_transactions
-from streams.kafka.kafka_transactions import KafkaTransactionalWriter
-from streams.ports import Entry, TopicEntry
+from kvlane.streams.errors import (
+    AccessDenied,
+    AppendFailed,
+    BrokerUnavailable,
+    OwnershipLost,
+    StreamError,
+)
+from kvlane.streams.kafka import kafka_transactions
+from kvlane.streams.kafka.kafka_transactions import KafkaTransactionalWriter
+from kvlane.streams.ports import Entry, TopicEntry
 
 RECORD = Entry(b"k", b"v")
 ENTRIES = [TopicEntry("results", RECORD, 0), TopicEntry("results", RECORD, 1)]

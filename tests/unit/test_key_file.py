@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.access import key_file
-from app.access.key_file import KeyFile, KeyFileError, KeyRing, Tenant, new_key
+from kvlane.app.access import key_file
+from kvlane.app.access.key_file import KeyFile, KeyFileError, KeyRing, Tenant, new_key
 
 NOW_S = 1_800_000_000.0
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.kv_events import (
+from kvlane.app.engine.kv_events import (
     END_OF_REPLAY,
     BatchNumberTracker,
     EngineEventBatch,
@@ -20,9 +20,9 @@ from app.engine.kv_events import (
     decode_batch,
     recovered_events,
 )
-from indexer.block_hashes import local_hashes, multimodal_hash
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.cache_events.engine_events import (
+from kvlane.indexer.block_hashes import local_hashes, multimodal_hash
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -30,8 +30,8 @@ from indexer.cache_events.engine_events import (
     EventsLost,
     UnreadableEvent,
 )
-from indexer.cache_events.event_normalizer import EventNormalizer, NormalizerCounters
-from indexer.reference_index import CacheId, ReferenceIndex
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer, NormalizerCounters
+from workbench.reference_index import CacheId, ReferenceIndex
 
 SECRET = derive_secret(b"s")
 HOLDER = CacheId("w", 0)

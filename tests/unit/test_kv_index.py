@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.last_seen import RETENTION_MS
-from indexer.epochs import CacheId, Overlap
-from indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
-from streams.ports import Partition
-from streams.records import Blocks, Heartbeat, LogRecord, Lost, Probe
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.last_seen import RETENTION_MS
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Blocks, Heartbeat, LogRecord, Lost, Probe
 from tests.harness.keyed_index import SECRET, local_hashes_of
 
 EVENTS = Partition("kv-events", 5)

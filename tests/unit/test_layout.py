@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("app", "streams", "indexer", "workbench/bench", "workbench/testing")
 IMPURE = ("asyncio", "aiokafka", "faststream", "pydantic")
 
 
 def modules_of(package: str) -> list[str]:
-    folder = ROOT.joinpath(*package.split("."))
-    files = sorted(folder.rglob("*.py"))
+    files = sorted((ROOT / package).rglob("*.py"))
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
-    return [name.removesuffix(".__init__") for name in names]
+    return [f"kvlane.{name}".removesuffix(".__init__") for name in names]
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -35,38 +35,60 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", [*modules_of("indexer"), *modules_of("app.routing"), "app.simulation.simulation_runs"]
+    "module",
+    [*modules_of("indexer"), *modules_of("app/routing"), "kvlane.app.simulation.simulation_runs"],
 )
 def test_pure_module_loads_no_event_loop_no_kafka_and_no_pydantic(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint(IMPURE)
 
 
-@pytest.mark.parametrize("module", ["app.cli", "app.gateway", "app.preprocessor"])
+@pytest.mark.parametrize(
+    "module", ["kvlane.app.cli", "kvlane.app.gateway", "kvlane.app.preprocessor"]
+)
 def test_process_without_kernels_loads_no_compiler(module: str) -> None:
     assert "numba" not in loaded_by(f"import {module}")
 
 
-@pytest.mark.parametrize("module", ["app.router", "app.worker", "app.preprocessor"])
+@pytest.mark.parametrize(
+    "module", ["kvlane.app.router", "kvlane.app.worker", "kvlane.app.preprocessor"]
+)
 def test_process_with_probes_only_loads_no_fastapi(module: str) -> None:
     """0.3 s of CPU at each start, most of it for models of OpenAPI documents."""
     assert "fastapi" not in loaded_by(f"import {module}")
 
 
 def test_app_loads_its_process_lazily() -> None:
-    before = loaded_by("")
-    assert loaded_by("import app") - before == {"app"}
+    before = loaded_by("import kvlane")
+    assert loaded_by("import kvlane.app") - before == {"kvlane.app"}
 
 
 def test_missing_attribute_of_app_is_named() -> None:
-    import app
+    import kvlane.app
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = app.nonsense
+        _ = kvlane.app.nonsense
+
+
+def test_process_of_a_checkout_is_loaded_once_under_both_names() -> None:
+    """`faststream run app.router:app` imports `app.router`."""
+    script = """
+import app, app.router, app.http.openai.sse
+import kvlane.app.router, kvlane.app.http.openai.sse
+assert app is kvlane.app
+assert app.router is kvlane.app.router
+assert app.router.__name__ == app.router.__spec__.name == "kvlane.app.router"
+assert app.http.openai.sse is kvlane.app.http.openai.sse
+import sys
+files = [m.__file__ for n, m in sys.modules.items() if n.startswith("kvlane.") and m.__file__]
+assert len(files) == len(set(files)) > 100
+assert [n for n in sys.modules if n.partition(".")[0] in ("streams", "indexer")] == []
+"""
+    loaded_by(script)
 
 
 def test_init_files_hold_no_code() -> None:
     filled = []
-    for package in ("app", "streams", "indexer"):
+    for package in PACKAGES:
         for file in (ROOT / package).rglob("__init__.py"):
             statements = ast.parse(file.read_text()).body
             docstring = statements and isinstance(getattr(statements[0], "value", 0), ast.Constant)
@@ -87,5 +109,5 @@ def test_one_environment_holds_the_project_and_vllm() -> None:
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    folders = {f.parent for p in ("app", "streams", "indexer") for f in (ROOT / p).rglob("*.py")}
+    folders = {f.parent for p in PACKAGES for f in (ROOT / p).rglob("*.py")}
     assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from app.demo.ledger_reader import LedgerDecisions
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.records import Assigned, Finished, Phase, PrefillDone, RequestOffset, RunCode
+from kvlane.app.demo.ledger_reader import LedgerDecisions
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import Assigned, Finished, Phase, PrefillDone, RequestOffset, RunCode
 
 ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.perf_curves import PerfCurves
-from app.routing.selection.routing_config import RoutingConfig
-from streams.codecs import encode
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.streams.codecs import encode
 from tests.harness.routing_harness import RoutingHarness, to_assigned
 
 ID = "019aa5c1-7f3e-7c02-9d41-0123456789ab-5e884898"

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.state.active_load import WorkerLoad
-from app.routing.state.ledger import LedgerState
-from app.routing.state.request_state import RunId
-from app.routing.worker_rank import WorkerRank
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Ended,
     Fencing,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from app.local.deployment import DeploymentPart, InProcessDeployment
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.ports import Log
+from kvlane.app.local.deployment import DeploymentPart, InProcessDeployment
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.ports import Log
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 

@@ -12,12 +12,12 @@ from faststream import BaseMiddleware
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
 from prometheus_client import CollectorRegistry, generate_latest
 
-from streams.asyncapi import PromptPayload
-from streams.errors import AccessDenied
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry, Member
-from streams.reading.log_broker import LogBroker
-from streams.topics import BATCH, REQUESTS
+from kvlane.streams.asyncapi import PromptPayload
+from kvlane.streams.errors import AccessDenied
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry, Member
+from kvlane.streams.reading.log_broker import LogBroker
+from kvlane.streams.topics import BATCH, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 Handler = Callable[[PromptPayload], Any]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from app.runtime.broker_probe import MAX_PENDING_PROBES, BrokerProbe
-from streams.errors import BrokerUnavailable
+from kvlane.app.runtime.broker_probe import MAX_PENDING_PROBES, BrokerProbe
+from kvlane.streams.errors import BrokerUnavailable
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 LANES = 8
@@ -90,7 +90,7 @@ async def test_waits_end_when_the_log_stops_responding(world: MemoryWorld) -> No
 def test_beginning_and_the_end_of_an_outage_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO", "app.runtime.broker_probe")
+    caplog.set_level("INFO", "kvlane.app.runtime.broker_probe")
 
     async def scenario(world: MemoryWorld) -> None:
         answers, _ = probed(world)

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.runtime.logging_setup import MAX_LINE_KINDS, RepeatFilter, configure_logging
-from app.settings import Settings
+from kvlane.app.runtime.logging_setup import MAX_LINE_KINDS, RepeatFilter, configure_logging
+from kvlane.app.settings import Settings
 
 
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
-    names = ("app", "streams", "indexer", "aiokafka")
+    names = ("kvlane", "aiokafka")
     before = {n: (logging.getLogger(n).handlers, logging.getLogger(n).level) for n in names}
     yield
     for name, (handlers, level) in before.items():
@@ -28,17 +28,17 @@ def test_json_lines_can_be_read_by_programs(capsys: pytest.CaptureFixture[str]) 
     try:
         int("broken")
     except ValueError:
-        logging.getLogger("app.worker").exception("run %s failed", "a")
+        logging.getLogger("kvlane.app.worker").exception("run %s failed", "a")
     line = json.loads(capsys.readouterr().err)
-    assert (line["level"], line["logger"]) == ("ERROR", "app.worker")
+    assert (line["level"], line["logger"]) == ("ERROR", "kvlane.app.worker")
     assert line["message"] == "run a failed"
     assert "ValueError: invalid literal" in line["traceback"]
 
 
 def test_messages_below_the_level_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(Settings(log_level="WARNING"))
-    logging.getLogger("streams.record_publisher").info("quiet")
-    logging.getLogger("streams.record_publisher").warning("loud")
+    logging.getLogger("kvlane.streams.record_publisher").info("quiet")
+    logging.getLogger("kvlane.streams.record_publisher").warning("loud")
     err = capsys.readouterr().err
     assert "loud" in err
     assert "quiet" not in err
@@ -60,7 +60,7 @@ def lines_of(
     """What is written of lines of one kind at these times."""
     repeats, written = RepeatFilter(), []
     for number, second in enumerate(seconds):
-        record = logging.LogRecord("app.worker", level, "", 0, text, (number,), None)
+        record = logging.LogRecord("kvlane.app.worker", level, "", 0, text, (number,), None)
         record.created = second
         if repeats.filter(record):
             written.append(record.getMessage())

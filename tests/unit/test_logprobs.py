@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.openai.logprobs import TokenText
-from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader, full_response
-from app.preprocess.models.byte_model import ByteModel
-from streams.records import Chunk, LogProb
-from streams.request import Request, StopConditions
-from streams.responses.reply_stream import merge_chunks
+from kvlane.app.http.openai.logprobs import TokenText
+from kvlane.app.http.openai.openai_responses import (
+    Choice,
+    ChunkEncoder,
+    ResponseHeader,
+    full_response,
+)
+from kvlane.app.preprocess.models.byte_model import ByteModel
+from kvlane.streams.records import Chunk, LogProb
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.responses.reply_stream import merge_chunks
 
 CHAT = ResponseHeader("chat", "id-1", "demo", 1700000000)
 COMPLETION = ResponseHeader("completion", "id-1", "demo", 1700000000)

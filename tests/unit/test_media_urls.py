@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.engine.attached.request_body import ServerDialect, passthrough_body
-from app.engine.interface import InvalidRequest
-from app.engine.media_urls import refuse_media
-from streams.request import OpenAiBody, Request
+from kvlane.app.engine.attached.request_body import ServerDialect, passthrough_body
+from kvlane.app.engine.interface import InvalidRequest
+from kvlane.app.engine.media_urls import refuse_media
+from kvlane.streams.request import OpenAiBody, Request
 
 INSIDE = "http://169.254.169.254/latest/meta-data"
 DATA = "data:image/png;base64,AAAA"

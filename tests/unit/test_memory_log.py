@@ -8,16 +8,22 @@ from contextlib import suppress
 
 import pytest
 
-from app.testing.virtual_time import VirtualClock
-from streams.clock import SystemClock
-from streams.errors import AppendFailed, BrokerUnavailable, LogClosed, OwnershipLost, PositionLost
-from streams.memory.broker_faults import AppendFate
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.memory.memory_member import MemoryMember
-from streams.ports import Entry, Partition, Record
-from streams.topics import BATCH_JOBS, LEDGER, REGISTRY, REQUESTS
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import (
+    AppendFailed,
+    BrokerUnavailable,
+    LogClosed,
+    OwnershipLost,
+    PositionLost,
+)
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.memory.memory_member import MemoryMember
+from kvlane.streams.ports import Entry, Partition, Record
+from kvlane.streams.topics import BATCH_JOBS, LEDGER, REGISTRY, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
+from workbench.testing.virtual_time import VirtualClock
 
 HOUR_S = 3600.0
 SESSION_S = 10.0

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from app.lanes.failover import finish_reason_of, migration_blocker
-from streams.records import Chunk
-from streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
-from streams.responses.transcript import Transcript
+from kvlane.app.lanes.failover import finish_reason_of, migration_blocker
+from kvlane.streams.records import Chunk
+from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from kvlane.streams.responses.transcript import Transcript
 
 
 def sent(eos: tuple[int, ...] = (), **stop: Any) -> Request:

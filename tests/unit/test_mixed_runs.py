@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from app.bench.routing.mix import thresholds
-from app.routing.selection.batch_placement import BatchBounds
-from app.routing.selection.decision import Placement
-from app.simulation.batch_work import BatchWork
-from app.simulation.mixed_runs import Mix, MixedRun
-from app.simulation.synthetic_traces import TraceSize, generate_trace
-from app.simulation.trace_requests import trace_requests
-from app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
+from kvlane.app.routing.selection.batch_placement import BatchBounds
+from kvlane.app.routing.selection.decision import Placement
+from kvlane.app.simulation.batch_work import BatchWork
+from kvlane.app.simulation.mixed_runs import Mix, MixedRun
+from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
+from kvlane.app.simulation.trace_requests import trace_requests
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
+from workbench.bench.routing.mix import thresholds
 
 ROWS = read_trace(BUNDLED_TRACE)[:30]
 BATCH = generate_trace("offline", TraceSize(400))

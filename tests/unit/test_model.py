@@ -10,19 +10,24 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import LoadedModel, PreparedPrompts, load_model, publish_folder
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, checksum_of
-from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel, InvalidPrompt
-from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
-from app.preprocess.text.chat_template import ChatTemplate
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from streams import records as r
-from streams import request as q
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens, unpack_tokens
-from streams.records import ModelCard
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import (
+    LoadedModel,
+    PreparedPrompts,
+    load_model,
+    publish_folder,
+)
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, checksum_of
+from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel, InvalidPrompt
+from kvlane.app.preprocess.requests.openai_requests import TokenizedKind, read_openai
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams import records as r
+from kvlane.streams import request as q
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens, unpack_tokens
+from kvlane.streams.records import ModelCard
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.tenant_times import guess
 

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from app.preprocess.models.model_folder import (
+from kvlane.app.preprocess.models.model_folder import (
     DEMO_MODEL_FOLDER,
     ModelFiles,
     card_of,
     checksum_of,
     read_folder,
 )
-from app.preprocess.prompt_errors import BadModel
-from app.preprocess.text.chat_template import ChatTemplate
-from streams.clock import SystemClock
-from streams.records import Artifact, ModelCard
-from streams.request import SamplingOptions
+from kvlane.app.preprocess.prompt_errors import BadModel
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import Artifact, ModelCard
+from kvlane.streams.request import SamplingOptions
 
 TOKENIZER = Artifact(sha256="aa", size=10)
 TEMPLATE = Artifact(sha256="bb", size=20)

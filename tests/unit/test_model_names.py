@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from app.preprocess.models.model_names import ModelNames
-from app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
-from app.routing.state.fleet import Fleet
-from streams.ports import Partition
-from streams.record_base import InternalRecord
-from streams.records import Artifact, EngineConfig, LogRecord, ModelCard, Tombstone, WorkerCard
-from streams.topics import REGISTRY
+from kvlane.app.preprocess.models.model_names import ModelNames
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import InternalRecord
+from kvlane.streams.records import (
+    Artifact,
+    EngineConfig,
+    LogRecord,
+    ModelCard,
+    Tombstone,
+    WorkerCard,
+)
+from kvlane.streams.topics import REGISTRY
 
 FILE = Artifact(sha256="0" * 64, size=1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
 
 LINE = '{"timestamp": 5, "input_length": 513, "output_length": 2, "hash_ids": [7, 8]}'
 

@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.requests.nvext import (
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.nvext import (
     NvExt,
     agent_context_of,
     cost_override_of,
     hints_of,
     latency_targets_of,
 )
-from app.preprocess.requests.openai_requests import read_openai
-from streams import request as q
+from kvlane.app.preprocess.requests.openai_requests import read_openai
+from kvlane.streams import request as q
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BIGGEST = 2**64 - 1

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.ports import Partition
-from streams.views.offset_waiters import OffsetWaiters
+from kvlane.streams.ports import Partition
+from kvlane.streams.views.offset_waiters import OffsetWaiters
 
 A, B = Partition("ledger", 0), Partition("ledger", 1)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from app.lanes.handovers import LEASE_SHARE, HandOver, HandOvers
-from app.lanes.scheduling.remaining_work import RemainingWork
-from app.routing.state.request_state import RunId
-from streams.codecs import pack_tokens
-from streams.records import Finished, LogRecord, PrefillDone, RequestOffset
-from streams.request import BootstrapInfo, Request
+from kvlane.app.lanes.handovers import LEASE_SHARE, HandOver, HandOvers
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Finished, LogRecord, PrefillDone, RequestOffset
+from kvlane.streams.request import BootstrapInfo, Request
 
 TIMEOUT_MS = 5_000
 BROKER_MS = 1_790_000_000_000

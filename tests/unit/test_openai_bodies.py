@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.requests.openai_requests import TokenizedKind, read_openai
-from app.preprocess.requests.request_models import MAX_CHOICES, MAX_STOPS
-from app.preprocess.text.chat_template import ChatTemplate
-from streams.clock import SystemClock
-from streams.records import ModelCard
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.openai_requests import TokenizedKind, read_openai
+from kvlane.app.preprocess.requests.request_models import MAX_CHOICES, MAX_STOPS
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import ModelCard
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}

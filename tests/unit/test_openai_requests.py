@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt
-from app.preprocess.requests.openai_requests import (
+from kvlane.app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt
+from kvlane.app.preprocess.requests.openai_requests import (
     OpenAIRequest,
     TokenizedKind,
     nth_request,
     read_openai,
 )
-from app.preprocess.text.chat_template import ChatTemplate
-from streams import records as r
-from streams import request as q
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.streams import records as r
+from kvlane.streams import request as q
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
 
 CARD = r.ModelCard(
     name="demo",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.openai.openai_responses import (
+from kvlane.app.http.openai.openai_responses import (
     Choice,
     ChunkEncoder,
     EndpointKind,
@@ -21,7 +21,7 @@ from app.http.openai.openai_responses import (
     usage,
     usage_chunk,
 )
-from streams.records import Chunk, DryRunResult, End, Usage
+from kvlane.streams.records import Chunk, DryRunResult, End, Usage
 
 CHAT = ResponseHeader("chat", "id-1", "demo", 1700000000)
 COMPLETION = ResponseHeader("completion", "id-1", "demo", 1700000000)

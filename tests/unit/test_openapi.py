@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.requests.openai_requests import read_openai
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.openai_requests import read_openai
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 

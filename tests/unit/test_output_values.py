@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.interface import EngineError, EngineOutput
-from app.engine.output_values import LOWEST_LOG_PROB, checked_output, checked_stats
-from streams.codecs import decode, encode
-from streams.memory.partition_log import MemoryRecord
-from streams.records import Chunk, EngineStats, LogProb, PassthroughDelta, Usage
+from kvlane.app.engine.interface import EngineError, EngineOutput
+from kvlane.app.engine.output_values import LOWEST_LOG_PROB, checked_output, checked_stats
+from kvlane.streams.codecs import decode, encode
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.records import Chunk, EngineStats, LogProb, PassthroughDelta, Usage
 
 NAN, INF = math.nan, math.inf
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.bench.chaos.overload import (
+from workbench.bench.chaos.overload import (
     MemorySample,
     OverloadOutcome,
     OverloadResult,

@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.preprocess.json_limits import MAX_REQUESTS_BYTES
-from app.preprocess.models.byte_model import ByteModel
-from app.preprocess.prompt_errors import InvalidPrompt, TooLarge
-from app.preprocess.request_reader import prepare, read_request
-from app.preprocess.requests.openai_requests import OpenAIRequest, nth_request
-from app.preprocess.requests.passthrough import (
+from kvlane.app.preprocess.json_limits import MAX_REQUESTS_BYTES
+from kvlane.app.preprocess.models.byte_model import ByteModel
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, TooLarge
+from kvlane.app.preprocess.request_reader import prepare, read_request
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest, nth_request
+from kvlane.app.preprocess.requests.passthrough import (
     MEDIA_ITEM_TOKENS,
     PassthroughRequest,
     estimate_tokens,
 )
-from streams.records import ModelCard
-from streams.request import Request
+from kvlane.streams.records import ModelCard
+from kvlane.streams.request import Request
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOKENS = {"token_ids": [1]}

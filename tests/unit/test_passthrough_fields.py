@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from app.http.openai.openai_responses import (
+from kvlane.app.http.openai.openai_responses import (
     Choice,
     ChunkEncoder,
     ResponseHeader,
@@ -18,9 +18,9 @@ from app.http.openai.openai_responses import (
     full_response,
     usage,
 )
-from app.http.openai.passthrough_fields import merge_fields, split_chunk
-from streams.records import Chunk, End, PassthroughDelta, Usage
-from streams.responses.reply_stream import merge_chunks
+from kvlane.app.http.openai.passthrough_fields import merge_fields, split_chunk
+from kvlane.streams.records import Chunk, End, PassthroughDelta, Usage
+from kvlane.streams.responses.reply_stream import merge_chunks
 
 CHAT = ResponseHeader("chat", "id-1", "demo", 1700000000)
 COMPLETION = ResponseHeader("completion", "id-1", "demo", 1700000000)

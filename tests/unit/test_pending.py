@@ -6,16 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.queueing.fair_share import (
+from kvlane.app.routing.queueing.fair_share import (
     DEFAULT_CLASS,
     ClassConfig,
     FairQueue,
     QueueKey,
     ShareCost,
 )
-from app.routing.queueing.joint_planning import PlanningContext, plan_together
-from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, QueueOrder, ReservedRequests
-from app.routing.selection.decision import (
+from kvlane.app.routing.queueing.joint_planning import PlanningContext, plan_together
+from kvlane.app.routing.queueing.pending import (
+    MAX_WAKEUPS,
+    PendingRequest,
+    QueueOrder,
+    ReservedRequests,
+)
+from kvlane.app.routing.selection.decision import (
     Decision,
     Forecast,
     Placement,
@@ -24,16 +29,16 @@ from app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.active_load import ActiveLoad
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from streams.records import CandidateRows
-from streams.request import Hints, Request
+from kvlane.app.routing.selection.eligibility import CandidatePools
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.active_load import ActiveLoad
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import CandidateRows
+from kvlane.streams.request import Hints, Request
 from tests.harness.routing_harness import SECRET, reserved
 
 W1, W2 = WorkerRank("w1", 1), WorkerRank("w2", 2)

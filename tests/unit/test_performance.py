@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.perf_curves import PerfCurves, curves_from
-from app.routing.state.performance import (
+from kvlane.app.perf_curves import PerfCurves, curves_from
+from kvlane.app.routing.state.performance import (
     EXPLORATION_INTERVAL,
     MAX_RATIOS,
     MAX_REMEMBERED,
@@ -20,7 +20,7 @@ from app.routing.state.performance import (
     SlowdownEstimate,
     profile_from_card,
 )
-from streams.records import (
+from kvlane.streams.records import (
     Assigned,
     Candidate,
     EngineConfig,

@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.preprocess.text import piece_cache
-from app.preprocess.text.piece_cache import MAX_SHARES, MIN_CHARS, PieceCache, Scope, size_of
+from kvlane.app.preprocess.text import piece_cache
+from kvlane.app.preprocess.text.piece_cache import MAX_SHARES, MIN_CHARS, PieceCache, Scope, size_of
 
 MODEL = "a model"
 TOKENS = array("I", range(10))

@@ -15,21 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.bench.routing.cost_reference import dynamo_cost as plain_dynamo
-from app.routing.policy_names import POLICY_NAMES, RECORDED_POLICIES
-from app.routing.selection import policies
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.choice import INELIGIBLE, Costs, choose, cost_range, rank_hashes
-from app.routing.selection.decision_record import (
+from kvlane.app.routing.policy_names import POLICY_NAMES, RECORDED_POLICIES
+from kvlane.app.routing.selection import policies
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.choice import INELIGIBLE, Costs, choose, cost_range, rank_hashes
+from kvlane.app.routing.selection.decision_record import (
     MAX_RECORDED_CANDIDATES,
     candidates_from_record,
     record_decision,
 )
-from app.routing.selection.policies.registry import POLICIES, RECORDED
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate
+from kvlane.app.routing.selection.policies.registry import POLICIES, RECORDED
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Candidate
+from workbench.bench.routing.cost_reference import dynamo_cost as plain_dynamo
 
 ASK = RequestFeatures(id="a", prompt_tokens=160, block_size=16, seed=0)
 DEFAULTS = DynamoWeights()

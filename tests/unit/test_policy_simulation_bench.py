@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.bench_environment import BenchFailed
-from app.bench.routing import policy_scenarios, policy_simulation, result_cache
-from app.bench.routing.policy_scenarios import (
+from kvlane.app.commands.simulation.report import Report, Threshold
+from kvlane.app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
+from kvlane.app.simulation.trace_requests import ArrivalRate
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
+from workbench.bench.bench_environment import BenchFailed
+from workbench.bench.routing import policy_scenarios, policy_simulation, result_cache
+from workbench.bench.routing.policy_scenarios import (
     ARRIVAL_JITTER_S,
     CONVERSATION,
     FULL,
@@ -27,12 +31,8 @@ from app.bench.routing.policy_scenarios import (
     scenario_runs,
     trace_scenario,
 )
-from app.bench.routing.policy_simulation import TraceSet
-from app.bench.routing.result_cache import ResultCache
-from app.commands.simulation.report import Report, Threshold
-from app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
-from app.simulation.trace_requests import ArrivalRate
-from app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
+from workbench.bench.routing.policy_simulation import TraceSet
+from workbench.bench.routing.result_cache import ResultCache
 
 TINY = SimulationScale(("dynamo",), 2, 0, generated_seeds=0)
 SHIPPED_PLAYS = [
@@ -76,7 +76,7 @@ def test_without_the_trace_its_bars_are_not_met_and_its_source_is_named(
 
 
 def scenes_size(requests: int) -> policy_simulation.TraceSize:
-    from app.simulation.synthetic_traces import TraceSize
+    from kvlane.app.simulation.synthetic_traces import TraceSize
 
     return TraceSize(requests)
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from streams.brokers import port_probe
-from streams.brokers.port_probe import ClientSecurity, connection_advice
+from kvlane.streams.brokers import port_probe
+from kvlane.streams.brokers.port_probe import ClientSecurity, connection_advice
 
 PLAIN = ClientSecurity(None, uses_sasl=False)
 

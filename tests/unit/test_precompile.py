@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from indexer import kernels, precompile
+from kvlane.indexer import kernels, precompile
 
 ROOT = Path(__file__).resolve().parents[2]
-HASH = "from indexer.block_hashes import local_hashes; print(local_hashes(range(12), 4)[0])"
+HASH = "from kvlane.indexer.block_hashes import local_hashes; print(local_hashes(range(12), 4)[0])"
 STATS = """
 import sys
-from indexer.precompile import compile_all
+from kvlane.indexer.precompile import compile_all
 compile_all()
 found = {
     id(each): each for name, module in list(sys.modules.items())
-    if name.startswith(("indexer.", "app."))
+    if name.startswith("kvlane.")
     for each in vars(module).values() if hasattr(each, "stats")
 }
 kept = [each for each in found.values() if each.targetoptions.get("nogil")]
@@ -153,7 +153,7 @@ def test_every_file_with_kernels_is_listed() -> None:
     known = set(kernels.kernel_sources())
     with_kernels = {
         path
-        for path in ROOT.joinpath("indexer").rglob("*.py")
+        for path in ROOT.joinpath("kvlane", "indexer").rglob("*.py")
         if re.search(r"^@kernel", path.read_text(), re.MULTILINE)
     }
     assert with_kernels - known == set()
@@ -170,7 +170,7 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
 
 
 def test_compilation_by_other_processes_is_not_logged(tmp_path: Path) -> None:
-    others = "import indexer.kernels, numba; numba.njit(lambda: 1)()"
+    others = "import kvlane.indexer.kernels, numba; numba.njit(lambda: 1)()"
     assert output_of(others, KVLANE_KERNEL_CACHE_DIR=str(tmp_path)) == ([], "")
 
 

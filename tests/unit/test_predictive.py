@@ -13,20 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from app.bench.routing import cost_reference
-from app.perf_curves import PerfCurves
-from app.routing.queueing import joint_planning
-from app.routing.queueing.joint_planning import (
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.queueing import joint_planning
+from kvlane.app.routing.queueing.joint_planning import (
     PlannedOrder,
     PlanningContext,
     plan_together,
     plan_uniform,
     uniform_groups,
 )
-from app.routing.queueing.pending import PendingRequest, ReservedRequests
-from app.routing.selection import cost_kernels as kernels
-from app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
-from app.routing.selection.cost_kernels import (
+from kvlane.app.routing.queueing.pending import PendingRequest, ReservedRequests
+from kvlane.app.routing.selection import cost_kernels as kernels
+from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
+from kvlane.app.routing.selection.cost_kernels import (
     COMPARED,
     DECODE_PART,
     PREFILL_PART,
@@ -35,26 +34,32 @@ from app.routing.selection.cost_kernels import (
     WHOLE,
     Floats,
 )
-from app.routing.selection.decision import Decision, Placement, Reservation, RoutingState, Wait
-from app.routing.selection.decision_record import (
+from kvlane.app.routing.selection.decision import (
+    Decision,
+    Placement,
+    Reservation,
+    RoutingState,
+    Wait,
+)
+from kvlane.app.routing.selection.decision_record import (
     MAX_RECORDED_CANDIDATES,
     MAX_RECORDED_RESERVATIONS,
     candidates_from_record,
     record_decision,
 )
-from app.routing.selection.policies.predictive import Prediction, predict
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
-from app.routing.selection.select import recompute_choice, reconstruct, select_worker
-from app.routing.state.active_load import WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from app.routing.state.change_log import TrackedDict
-from app.routing.state.performance import EngineProfile
-from app.routing.worker_rank import WorkerRank
-from streams.codecs import pack_tokens
-from streams.records import Candidate, CandidateRows
-from streams.request import Hints, Request, RoutingConstraints, StopConditions
+from kvlane.app.routing.selection.policies.predictive import Prediction, predict
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
+from kvlane.app.routing.selection.select import recompute_choice, reconstruct, select_worker
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from kvlane.app.routing.state.change_log import TrackedDict
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Candidate, CandidateRows
+from kvlane.streams.request import Hints, Request, RoutingConstraints, StopConditions
 from tests.harness.routing_harness import (
     NOW_MS,
     TOKENS,
@@ -63,6 +68,7 @@ from tests.harness.routing_harness import (
     reserved,
     to_assigned,
 )
+from workbench.bench.routing import cost_reference
 
 CURVES = PerfCurves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 10.0, 5.0))
 """A step takes 10 ms and 0.01 ms a prompt token; of decode 5 ms, and 10 ms more in a full cache."""

@@ -8,13 +8,13 @@ import socket
 import pytest
 from fastapi import FastAPI
 
-from app.http import http_server
-from app.http.http_server import CannotListen, UvicornServer
-from app.operator_error import OperatorError
-from app.runtime.process import ProcessContext, run_process
-from app.settings import SettingsError
-from streams.clock import SystemClock
-from streams.errors import AccessDenied
+from kvlane.app.http import http_server
+from kvlane.app.http.http_server import CannotListen, UvicornServer
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.runtime.process import ProcessContext, run_process
+from kvlane.app.settings import SettingsError
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import AccessDenied
 from tests.harness.memory_world import MemoryWorld, run_scenario, scenario_test
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 ORPHAN = """
 import os
-from app.bench.process_pool import process_pool
+from workbench.bench.process_pool import process_pool
 if __name__ == "__main__":
     pool = process_pool(1)
     print(pool.submit(os.getpid).result(), flush=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.cpu_limit import limit_cpu
-from app.local.processes import ManagedProcess, ProcessFailed, launch
-from streams.brokers.watchdog import ProcessGuard
-from streams.clock import SystemClock
+from kvlane.app.local.processes import ManagedProcess, ProcessFailed, launch
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.clock import SystemClock
+from workbench.bench.cpu_limit import limit_cpu
 
 WAIT_S = 30.0
 

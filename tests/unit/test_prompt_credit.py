@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from app.prompts.prompt_credit import REPORT_TTL_S, UNREPORTED_LANE_RATE, CreditDebit, PromptCredit
-from streams.codecs import pack_tokens
-from streams.ports import Partition
-from streams.records import LogRecord, RouterCapacity
-from streams.request import Request
-from streams.topics import CAPACITY
+from kvlane.app.prompts.prompt_credit import (
+    REPORT_TTL_S,
+    UNREPORTED_LANE_RATE,
+    CreditDebit,
+    PromptCredit,
+)
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord, RouterCapacity
+from kvlane.streams.request import Request
+from kvlane.streams.topics import CAPACITY
 
 SOURCE = Partition(CAPACITY, 0)
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.routing.selection.prompt_hashes import PromptHashes
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.cache_events.engine_events import BlocksStored
-from indexer.cache_events.event_normalizer import EventNormalizer
-from streams.codecs import pack_tokens
-from streams.request import BlockExtraInfo, Hints, MmObject, MmRoutingInfo, Request
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.cache_events.engine_events import BlocksStored
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import BlockExtraInfo, Hints, MmObject, MmRoutingInfo, Request
 
 SECRET = derive_secret(b"test")
 TOKENS = list(range(100, 142))

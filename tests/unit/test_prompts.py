@@ -10,22 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.preprocess.kafka_prompts import (
+from kvlane.app.preprocess.kafka_prompts import (
     FindModel,
     PromptRecord,
     UnreadablePrompt,
     read_prompt,
     to_request,
 )
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.preprocess.prompt_errors import BadModel
-from app.preprocess.result_rules import ResultRules
-from app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
-from streams import ports
-from streams.codecs import encode, unpack_tokens
-from streams.prompt import Prompt
-from streams.records import Cancel, Refused
-from streams.request import ReplyAddress, Request, ResultOptions, SamplingOptions, StopConditions
+from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.prompt_errors import BadModel
+from kvlane.app.preprocess.result_rules import ResultRules
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
+from kvlane.streams import ports
+from kvlane.streams.codecs import encode, unpack_tokens
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Cancel, Refused
+from kvlane.streams.request import (
+    ReplyAddress,
+    Request,
+    ResultOptions,
+    SamplingOptions,
+    StopConditions,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

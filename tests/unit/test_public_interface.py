@@ -32,9 +32,9 @@ def test_another_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import kvlane", ("app", "streams", "indexer", "numba")),
-        ("from kvlane import Client, KafkaLog, Prompt", ("app", "numba", "faststream")),
-        ("from kvlane import Index, hash_blocks", ("app", "streams", "pydantic")),
+        ("import kvlane", ("kvlane.app", "kvlane.streams", "kvlane.indexer", "numba")),
+        ("from kvlane import Client, KafkaLog, Prompt", ("kvlane.app", "numba", "faststream")),
+        ("from kvlane import Index, hash_blocks", ("kvlane.app", "kvlane.streams", "pydantic")),
         ("from kvlane import Engine, worker_app", ("faststream",)),
     ],
 )

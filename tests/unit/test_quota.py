@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.access.key_file import Tenant
-from app.access.quota import QuotaLease, TenantQuota, TokenBucket
+from kvlane.app.access.key_file import Tenant
+from kvlane.app.access.quota import QuotaLease, TenantQuota, TokenBucket
 
 
 class Answer(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("app", "streams", "indexer", "kvlane")
+PACKAGES = ("app", "streams", "indexer", "kvlane", "workbench")
 OTHERS = ("tests", "examples", "deploy")
 QUOTED = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`|\b([A-Z][A-Z0-9]*_[A-Z0-9_]+)\b")
 FOREIGN = frozenset({

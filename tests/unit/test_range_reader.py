@@ -6,12 +6,12 @@ from contextlib import aclosing
 
 import pytest
 
-from streams.errors import BrokerUnavailable, PositionLost
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Partition
-from streams.reading.range_reader import NO_DATA_TIMEOUT_S, read_range
-from streams.records import Ended
-from streams.topics import LEDGER
+from kvlane.streams.errors import BrokerUnavailable, PositionLost
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.reading.range_reader import NO_DATA_TIMEOUT_S, read_range
+from kvlane.streams.records import Ended
+from kvlane.streams.topics import LEDGER
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 LANE = Partition(LEDGER, 0)

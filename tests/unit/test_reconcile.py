@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.reconcile import (
+from kvlane.app.routing.reconcile import (
     Action,
     Decode,
     Finish,
@@ -18,11 +18,11 @@ from app.routing.reconcile import (
     next_action,
     next_action_ms,
 )
-from app.routing.state.fleet import Fleet
-from app.routing.state.request_state import RequestState, RunId, RunState, RunStatus
-from app.routing.worker_rank import WorkerRank
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.request_state import RequestState, RunId, RunState, RunStatus
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     EngineConfig,
     Heartbeat,
     LogRecord,

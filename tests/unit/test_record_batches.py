@@ -17,19 +17,19 @@ from aiokafka.consumer import fetcher
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
-from streams.kafka.client_patches import record_batches
-from streams.kafka.client_patches.decompression import DecompressionError, decompress
-from streams.kafka.client_patches.record_batches import (
+from kvlane.streams.kafka.client_patches import record_batches
+from kvlane.streams.kafka.client_patches.decompression import DecompressionError, decompress
+from kvlane.streams.kafka.client_patches.record_batches import (
     MAX_HEADERS,
     MAX_POLLED_BYTES,
     FetchedBatches,
     PartitionRecords,
 )
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.kafka_reader import KafkaReader
-from streams.kafka.key_filter import KeyFilter
-from streams.ports import Partition, Unreadable
-from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.kafka_reader import KafkaReader
+from kvlane.streams.kafka.key_filter import KeyFilter
+from kvlane.streams.ports import Partition, Unreadable
+from kvlane.streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 
 PLAIN, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 COMPRESSED = [GZIP, SNAPPY, LZ4, ZSTD]

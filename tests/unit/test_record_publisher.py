@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import pytest
 
-from streams.clock import BrokerClock
-from streams.codecs import decode
-from streams.errors import AppendFailed, LogClosed, RecordTooLarge
-from streams.memory.broker_faults import AppendFate
-from streams.record_publisher import OutgoingRecord, RecordPublisher
-from streams.records import Cancel, Fencing
-from streams.request import Request
-from streams.retry import MAX_BACKOFF_S
-from streams.topics import LEDGER, REQUESTS
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import AppendFailed, LogClosed, RecordTooLarge
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.record_publisher import OutgoingRecord, RecordPublisher
+from kvlane.streams.records import Cancel, Fencing
+from kvlane.streams.request import Request
+from kvlane.streams.retry import MAX_BACKOFF_S
+from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 FENCING = Fencing(id="a", attempt=1)

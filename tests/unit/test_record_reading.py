@@ -15,12 +15,12 @@ from aiokafka.record.util import calc_crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.kafka.client_patches.record_batches import (
+from kvlane.streams.kafka.client_patches.record_batches import (
     FetchedBatches,
     PartitionRecords,
     next_records,
 )
-from streams.kafka.key_filter import KeyFilter
+from kvlane.streams.kafka.key_filter import KeyFilter
 
 PARTITION = TopicPartition("t", 3)
 FIRST = 10  # offset of the first batch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from app.serving.registration import CardAction, interpret
-from streams.codecs import AnyRecord
-from streams.records import EngineConfig, LogRecord, Lost, Tombstone, WorkerCard
+from kvlane.app.serving.registration import CardAction, interpret
+from kvlane.streams.codecs import AnyRecord
+from kvlane.streams.records import EngineConfig, LogRecord, Lost, Tombstone, WorkerCard
 
 CARD = WorkerCard(id="w", slot=1, model="m", config=EngineConfig(model="m"), epoch=10, life="mine")
 WRITTEN_AT = 11

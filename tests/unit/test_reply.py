@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from streams.codecs import encode
-from streams.errors import LogClosed
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry
-from streams.records import Chunk, End, Fence, LogProb, Usage
-from streams.responses.reply_stream import MAX_PENDING_PIECES, Reply, merge_chunks
+from kvlane.streams.codecs import encode
+from kvlane.streams.errors import LogClosed
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry
+from kvlane.streams.records import Chunk, End, Fence, LogProb, Usage
+from kvlane.streams.responses.reply_stream import MAX_PENDING_PIECES, Reply, merge_chunks
 
 
 def chunk(

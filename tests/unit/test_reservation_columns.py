@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.routing.queueing.fair_share import ClassConfig, FairQueue, QueueKey, ShareCost
-from app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, ReservedRequests
-from app.routing.queueing.reservation_columns import MIN_ROWS, ReservationColumns
-from app.routing.selection.candidate_table import NO_ROW, CandidateTable
-from app.routing.selection.decision import Reservation
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.worker_rank import WorkerRank
-from streams.request import Request
+from kvlane.app.routing.queueing.fair_share import ClassConfig, FairQueue, QueueKey, ShareCost
+from kvlane.app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, ReservedRequests
+from kvlane.app.routing.queueing.reservation_columns import MIN_ROWS, ReservationColumns
+from kvlane.app.routing.selection.candidate_table import NO_ROW, CandidateTable
+from kvlane.app.routing.selection.decision import Reservation
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.request import Request
 from tests.harness.routing_harness import reserved
 
 PLACES = [WorkerRank(f"w{n // 2}", 0, n % 2) for n in range(6)]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from app.http.openai.response_writer import run_until_disconnect
+from kvlane.app.http.openai.response_writer import run_until_disconnect
 
 
 class Client:

@@ -15,23 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from app.http.body_writer import BodyWriter, body_writer_of
-from app.http.exchange import Exchange
-from app.http.http_server import UvicornServer
-from app.http.openai import response_writer
-from app.http.openai.event_encoder import ResponseOptions
-from app.http.openai.logprobs import TokenText
-from app.http.openai.merged_replies import MergedReplies
-from app.http.openai.openai_responses import Choice, ResponseHeader
-from app.http.openai.response_writer import CompletionResponse
-from app.metrics.gateway_metrics import GatewayMetrics
-from app.runtime.process import ProcessContext
-from streams.clock import SystemClock
-from streams.codecs import encode
-from streams.errors import LogClosed
-from streams.memory.partition_log import MemoryRecord
-from streams.records import Chunk, End, LogProb, PassthroughDelta, Usage
-from streams.responses.reply_stream import MAX_PENDING_PIECES, Reply
+from kvlane.app.http.body_writer import BodyWriter, body_writer_of
+from kvlane.app.http.exchange import Exchange
+from kvlane.app.http.http_server import UvicornServer
+from kvlane.app.http.openai import response_writer
+from kvlane.app.http.openai.event_encoder import ResponseOptions
+from kvlane.app.http.openai.logprobs import TokenText
+from kvlane.app.http.openai.merged_replies import MergedReplies
+from kvlane.app.http.openai.openai_responses import Choice, ResponseHeader
+from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode
+from kvlane.streams.errors import LogClosed
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.records import Chunk, End, LogProb, PassthroughDelta, Usage
+from kvlane.streams.responses.reply_stream import MAX_PENDING_PIECES, Reply
 
 METRICS = GatewayMetrics()
 ID = "job-17"

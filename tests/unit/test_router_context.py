@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.lanes.context import routing_config
-from app.settings import Settings
+from kvlane.app.lanes.context import routing_config
+from kvlane.app.settings import Settings
 
 
 @pytest.mark.parametrize(("max_queued_requests", "max_hold_ms"), [(100, 3000.0), (0, 0.0)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.growth import GrowthFigure, growth_report
-from app.bench.routing.router_latency import RouterLatencyFigures, latency_report
-from app.bench.routing.router_load import RouterLatencyRound
+from workbench.bench.growth import GrowthFigure, growth_report
+from workbench.bench.routing.router_latency import RouterLatencyFigures, latency_report
+from workbench.bench.routing.router_load import RouterLatencyRound
 
 ECHO = RouterLatencyRound("echo", 100, 4, 20, 1000, 990, 100, 100, 100, 0)
 ROUTER = RouterLatencyRound("router", 100, 5, 30, 1900, 1800, 100, 100, 100, 0)

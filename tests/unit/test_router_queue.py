@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from app.perf_curves import PerfCurves
-from app.routing.queueing.deferred_prompts import QueueSize
-from app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, QueueKey
-from app.routing.queueing.router_queue import MAX_FREQUENT_RETRIES
-from app.routing.queueing.worker_capacity import PROBE_INTERVAL_MS
-from app.routing.selection.decision import Rejection, Wait
-from app.routing.selection.handover_rules import HandOverRules
-from streams.records import Assigned
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, QueueKey
+from kvlane.app.routing.queueing.router_queue import MAX_FREQUENT_RETRIES
+from kvlane.app.routing.queueing.worker_capacity import PROBE_INTERVAL_MS
+from kvlane.app.routing.selection.decision import Rejection, Wait
+from kvlane.app.routing.selection.handover_rules import HandOverRules
+from kvlane.streams.records import Assigned
 from tests.harness.queue_harness import ORIGIN, QueueHarness
 from tests.harness.routing_harness import NOW_MS, TIMEOUT_MS, RoutingHarness
 

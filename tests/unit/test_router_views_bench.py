@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from app.bench.routing.router_views import (
+from kvlane.app.metrics.view_metrics import HASH_SHIFT
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.events import CacheEvent, EventKind, Tier, encode_events
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import InternalRecord
+from kvlane.streams.records import Assigned, Blocks, Finished, LogRecord, RequestOffset
+from workbench.bench.routing.router_views import (
     LoadFigures,
     ReferenceState,
     RouterFigures,
@@ -11,14 +19,6 @@ from app.bench.routing.router_views import (
     differences,
     disagreements,
 )
-from app.metrics.view_metrics import HASH_SHIFT
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from indexer.block_keys import derive_secret
-from indexer.events import CacheEvent, EventKind, Tier, encode_events
-from streams.ports import Partition
-from streams.record_base import InternalRecord
-from streams.records import Assigned, Blocks, Finished, LogRecord, RequestOffset
 
 SECRET = derive_secret(b"test")
 LANES = (Partition("ledger", 0), Partition("ledger", 1))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from app.audit.collisions import ConcurrentDecisions
-from app.bench.routing.bursty_workload import BURST_ARRIVALS, SINGLE_ARRIVALS, BurstyWorkload
-from app.bench.routing.router_views import LoadFigures, RouterFigures, RouterView, StateDifference
-from app.bench.routing.routers_kafka import RouterPhase, routers_report
-from streams.clock import SystemClock
-from streams.ports import Partition
-from streams.topics import lane_of
+from kvlane.app.audit.collisions import ConcurrentDecisions
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.ports import Partition
+from kvlane.streams.topics import lane_of
+from workbench.bench.routing.bursty_workload import BURST_ARRIVALS, SINGLE_ARRIVALS, BurstyWorkload
+from workbench.bench.routing.router_views import (
+    LoadFigures,
+    RouterFigures,
+    RouterView,
+    StateDifference,
+)
+from workbench.bench.routing.routers_kafka import RouterPhase, routers_report
 
 LANES, RATE = 6, 12.0
 IDLE = RouterView("r1", {Partition("ledger", 0): 7}, RouterFigures({}, {}))

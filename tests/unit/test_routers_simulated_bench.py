@@ -7,7 +7,11 @@ import math
 
 import pytest
 
-from app.bench.routing.routers_simulated import (
+from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.trace_requests import trace_requests
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, TraceRow
+from workbench.bench.routing.routers_simulated import (
     MAX_ROUTERS,
     QUICK,
     RouterDeployment,
@@ -16,10 +20,6 @@ from app.bench.routing.routers_simulated import (
     collision_share,
     router_thresholds,
 )
-from app.simulation.run_metrics import RunMetrics
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.trace_requests import trace_requests
-from app.traces.mooncake_trace import BUNDLED_TRACE, TraceRow
 
 REQUEST = trace_requests([TraceRow(0, 100, 1, [0])])[0]
 

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from app.lanes.scheduling.model_availability import ModelAvailability
-from app.lanes.scheduling.scheduler import Scheduler
-from app.perf_curves import PerfCurves
-from app.routing.queueing.fair_share import ClassConfig
-from app.routing.queueing.pending import RequestKey
-from app.routing.queueing.router_queue import QueueConfig, RouterQueue
-from app.routing.selection.decision import Placement, Wait
-from app.routing.selection.handover_rules import HandOverRules
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig
-from app.simulation.shared_views import SimulatedLedger, assigned_record
-from app.simulation.simulated_router import SimulatedRouter
-from streams.codecs import pack_tokens
-from streams.records import Finished, Phase, PrefillDone
-from streams.request import Hints, Request
+from kvlane.app.lanes.scheduling.model_availability import ModelAvailability
+from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.queueing.fair_share import ClassConfig
+from kvlane.app.routing.queueing.pending import RequestKey
+from kvlane.app.routing.queueing.router_queue import QueueConfig, RouterQueue
+from kvlane.app.routing.selection.decision import Placement, Wait
+from kvlane.app.routing.selection.handover_rules import HandOverRules
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.simulation.shared_views import SimulatedLedger, assigned_record
+from kvlane.app.simulation.simulated_router import SimulatedRouter
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Finished, Phase, PrefillDone
+from kvlane.streams.request import Hints, Request
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.routing_harness import RoutingHarness
 

@@ -6,18 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.selection.decision import Placement, Rejection
-from app.routing.selection.decision_record import MAX_RECORDED_CANDIDATES
-from app.routing.selection.policies.registry import POLICIES
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from app.routing.selection.select import recompute_choice
-from app.routing.state.active_load import WorkerLoad
-from app.routing.worker_rank import WorkerRank
-from indexer.events import Tier
-from streams.codecs import pack_tokens
-from streams.records import ModelCard, RunProgress, SessionUse
-from streams.request import Hints, Request, RouterConfigOverride, RoutingConstraints, SessionControl
+from kvlane.app.routing.selection.decision import Placement, Rejection
+from kvlane.app.routing.selection.decision_record import MAX_RECORDED_CANDIDATES
+from kvlane.app.routing.selection.policies.registry import POLICIES
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
+from kvlane.app.routing.selection.select import recompute_choice
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.events import Tier
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import ModelCard, RunProgress, SessionUse
+from kvlane.streams.request import (
+    Hints,
+    Request,
+    RouterConfigOverride,
+    RoutingConstraints,
+    SessionControl,
+)
 from tests.harness.routing_harness import NOW_MS, TOKENS, RoutingHarness, to_assigned
 
 # What is booked

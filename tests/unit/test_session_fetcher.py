@@ -14,8 +14,8 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import OffsetOutOfRangeError
 
-from streams.kafka.client_patches.fetch_session import REQUESTS_WITHOUT_SESSION
-from streams.kafka.client_patches.session_fetcher import (
+from kvlane.streams.kafka.client_patches.fetch_session import REQUESTS_WITHOUT_SESSION
+from kvlane.streams.kafka.client_patches.session_fetcher import (
     FEW_BYTES,
     IDLE_WAIT_MS,
     MIN_SPARSE_WAIT_MS,

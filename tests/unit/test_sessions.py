@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.routing.state.ledger import LedgerState
-from app.routing.state.sessions import SessionAffinities
-from app.routing.worker_rank import WorkerRank
-from streams.ports import Partition
-from streams.records import Assigned, LogRecord, Phase, RequestOffset, SessionUse
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.sessions import SessionAffinities
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Assigned, LogRecord, Phase, RequestOffset, SessionUse
 
 WINDOW_MS = 1_200_000
 W1, W2 = WorkerRank("w1", 4), WorkerRank("w2", 5, 1)

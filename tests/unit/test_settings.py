@@ -10,11 +10,17 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 
-from app.commands.settings_table import print_settings, settings_rows
-from app.settings import AREAS, Settings, SettingsError, settings_for_writing, unknown_variables
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret
-from streams.kafka.connection_options import ConnectionOptions, TokenFile
-from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
+from kvlane.app.commands.settings_table import print_settings, settings_rows
+from kvlane.app.settings import (
+    AREAS,
+    Settings,
+    SettingsError,
+    settings_for_writing,
+    unknown_variables,
+)
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
+from kvlane.streams.kafka.connection_options import ConnectionOptions, TokenFile
+from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
 
 MECHANISMS_WITH_PASSWORD = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 SECRET = "open-sesame"

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from app.lanes.shared_reads import SharedScanner
-from streams.errors import Malformed, PositionLost
-from streams.ports import Partition
-from streams.records import Cancel, Chunk, Fence, RequestOffset
-from streams.request import Request
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.lanes.shared_reads import SharedScanner
+from kvlane.streams.errors import Malformed, PositionLost
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Cancel, Chunk, Fence, RequestOffset
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 

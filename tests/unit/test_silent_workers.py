@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from app.routing.state.fleet import Fleet
-from app.routing.state.silent_workers import SilentWorkers
-from streams.ports import Partition
-from streams.record_base import InternalRecord
-from streams.records import EngineConfig, Heartbeat, LogRecord, WorkerCard
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import InternalRecord
+from kvlane.streams.records import EngineConfig, Heartbeat, LogRecord, WorkerCard
 
 REGISTRY, EVENTS = Partition("registry", 0), Partition("kv-events", 0)
 TIMEOUT_S = 5.0

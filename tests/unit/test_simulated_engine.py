@@ -13,25 +13,25 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.engine.echo import echo_answer
-from app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.text_generator import TextGenerator, echo_continuation
-from app.engine.validator import ValidatingEngine
-from app.perf_curves import PerfCurves
-from app.preprocess.text.byte_level import ASSISTANT, END_OF_TEXT, render_chat
-from app.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
-from indexer.block_hashes import local_hashes
-from indexer.block_keys import derive_secret, prompt_keys
-from indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EngineEvent
-from indexer.cache_events.event_normalizer import EventNormalizer
-from indexer.epochs import CacheId, Overlap
-from indexer.reference_index import ReferenceIndex
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig, Usage
-from streams.request import Hints, Request, StopConditions
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.text_generator import TextGenerator, echo_continuation
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, END_OF_TEXT, render_chat
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EngineEvent
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
+from kvlane.indexer.epochs import CacheId, Overlap
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineConfig, Usage
+from kvlane.streams.request import Hints, Request, StopConditions
+from workbench.reference_index import ReferenceIndex
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop, run_virtual
 
 CURVES = PerfCurves()
 SMALL = EngineLimits(block_size=4, cache_blocks=32, max_batched_tokens=64, max_sequences=4)

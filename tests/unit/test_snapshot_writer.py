@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from streams.clock import BrokerClock
-from streams.codecs import decode
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Partition
-from streams.records import Ended, SnapshotPointer
-from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
-from streams.views.follower import Follower
-from streams.views.snapshot_store import CapturedState, SnapshotStore
-from streams.views.snapshot_writer import MAX_RECORDS_BEHIND, SnapshotWriter
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.codecs import decode
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Ended, SnapshotPointer
+from kvlane.streams.topics import LEDGER, REGISTRY, SNAPSHOTS
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_store import CapturedState, SnapshotStore
+from kvlane.streams.views.snapshot_writer import MAX_RECORDS_BEHIND, SnapshotWriter
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import zstandard
 
-from streams.codecs import decode, encode
-from streams.memory.broker_faults import AppendFate
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry, Partition
-from streams.records import Ended, LogRecord, ModelCard, SnapshotPointer, Tombstone
-from streams.topics import LEDGER, REGISTRY, SNAPSHOTS
-from streams.views.follower import Follower
-from streams.views.snapshot_parts import SLICE_BYTES
-from streams.views.snapshot_store import SnapshotStore, capture, pointer_key
+from kvlane.streams.codecs import decode, encode
+from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.records import Ended, LogRecord, ModelCard, SnapshotPointer, Tombstone
+from kvlane.streams.topics import LEDGER, REGISTRY, SNAPSHOTS
+from kvlane.streams.views.follower import Follower
+from kvlane.streams.views.snapshot_parts import SLICE_BYTES
+from kvlane.streams.views.snapshot_store import SnapshotStore, capture, pointer_key
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 

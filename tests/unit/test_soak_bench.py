@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.bench.chaos.soak import ProcessSample, SoakAnswer, SoakResult, soak_report
+from workbench.bench.chaos.soak import ProcessSample, SoakAnswer, SoakResult, soak_report
 
 MB = 1024 * 1024
 SECONDS = 400

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from app.engine.simulated.batch import (
+from kvlane.app.engine.simulated.batch import (
     BatchSequence,
     BatchState,
     EngineLimits,
     PrefillChunk,
     StepResult,
 )
-from app.engine.simulated.step import add_sequence, remove_sequence, run_step
-from app.perf_curves import PerfCurves
+from kvlane.app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from kvlane.app.perf_curves import PerfCurves
 
 CURVES = PerfCurves()
 SMALL = EngineLimits(block_size=4, cache_blocks=10)

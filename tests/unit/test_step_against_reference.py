@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.simulated.batch import FINISHED, BatchSequence, BatchState, EngineLimits, StepResult
-from app.engine.simulated.step import add_sequence, remove_sequence, run_step
-from app.perf_curves import PerfCurves
+from kvlane.app.engine.simulated.batch import (
+    FINISHED,
+    BatchSequence,
+    BatchState,
+    EngineLimits,
+    StepResult,
+)
+from kvlane.app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from kvlane.app.perf_curves import PerfCurves
 from tests.reference_engine import ReferenceEngine, ReferenceSequence, ReferenceStep
 
 SIZE = 2

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
-from app.engine.simulated.step import add_sequence, run_step
+from kvlane.app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
+from kvlane.app.engine.simulated.step import add_sequence, run_step
 
 
 class Arrival(NamedTuple):

@@ -15,11 +15,11 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.text.stop_conditions import TextPiece, TextStream
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from streams.request import StopConditions
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.text.stop_conditions import TextPiece, TextStream
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams.request import StopConditions
 
 SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
 TOKENIZER = Tokenizer(SPEC, InlinePool())

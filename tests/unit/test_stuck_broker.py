@@ -14,8 +14,8 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import CloseReason
 from aiokafka.protocol.metadata import MetadataResponse_v1
 
-from streams.kafka.client_patches import stuck_broker
-from streams.kafka.client_patches.stuck_broker import LATE_FRACTION, watch_connection
+from kvlane.streams.kafka.client_patches import stuck_broker
+from kvlane.streams.kafka.client_patches.stuck_broker import LATE_FRACTION, watch_connection
 
 TIMEOUT_S = 0.4
 SOON_S = 2 * LATE_FRACTION * TIMEOUT_S + 0.1

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from streams.errors import LogClosed, NewerRecord
-from streams.memory.memory_log import MemoryReader
-from streams.ports import Partition
-from streams.reading.decoding import RecordDecoder
-from streams.records import Ended
-from streams.topics import LEDGER, REGISTRY
-from streams.views import tail_reader
-from streams.views.follower import JOIN_DISTANCE, Follower
-from streams.views.tail_reader import AWAITED_GATHER_S, GATHER_S, MAX_QUEUED_RECORDS, TailReader
+from kvlane.streams.errors import LogClosed, NewerRecord
+from kvlane.streams.memory.memory_log import MemoryReader
+from kvlane.streams.ports import Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.records import Ended
+from kvlane.streams.topics import LEDGER, REGISTRY
+from kvlane.streams.views import tail_reader
+from kvlane.streams.views.follower import JOIN_DISTANCE, Follower
+from kvlane.streams.views.tail_reader import (
+    AWAITED_GATHER_S,
+    GATHER_S,
+    MAX_QUEUED_RECORDS,
+    TailReader,
+)
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
 from tests.unit.test_follower import FOR_NEWER_READERS, MALFORMED

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.echo import echo_answer
-from app.engine.engine_factory import text_generator_of
-from app.engine.simulated.text_generator import (
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.engine.engine_factory import text_generator_of
+from kvlane.app.engine.simulated.text_generator import (
     Continuation,
     ExpectedAnswer,
     TextGenerator,
     echo_continuation,
     expected_answer,
 )
-from app.preprocess.models.byte_model import ByteModel
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.text.byte_level import ASSISTANT, USER
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from streams.codecs import pack_tokens
-from streams.request import Request, StopConditions
+from kvlane.app.preprocess.models.byte_model import ByteModel
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import Request, StopConditions
 
 tokens = st.lists(st.sampled_from([1, 2, 3, USER, ASSISTANT]), max_size=12)
 WORDS = {"A": 1, " A": 11, "B": 2, " B": 12, " is": 5, " was": 6, " red": 7, " blue": 8}

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.preprocess.prompt_errors import PreprocessorOverloaded
-from app.preprocess.thread_pool import InlinePool, ThreadPool
+from kvlane.app.preprocess.prompt_errors import PreprocessorOverloaded
+from kvlane.app.preprocess.thread_pool import InlinePool, ThreadPool
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.audit.time_range import InvalidTime, format_time, parse_moment, parse_range
-from streams.ports import Partition
+from kvlane.app.audit.time_range import InvalidTime, format_time, parse_moment, parse_range
+from kvlane.streams.ports import Partition
 
 NOW_MS = 1_763_707_200_000
 

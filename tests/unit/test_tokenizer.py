@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.prompt_errors import BadModel
-from app.preprocess.text import tokenizer as tokenizer_module
-from app.preprocess.text.piece_cache import MIN_CHARS, PieceCache, Scope
-from app.preprocess.text.tokenizer import (
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.prompt_errors import BadModel
+from kvlane.app.preprocess.text import tokenizer as tokenizer_module
+from kvlane.app.preprocess.text.piece_cache import MIN_CHARS, PieceCache, Scope
+from kvlane.app.preprocess.text.tokenizer import (
     INLINE_CHARS,
     SAMPLE_CHARS,
     SAMPLES,
@@ -26,7 +26,7 @@ from app.preprocess.text.tokenizer import (
     Tokenizer,
     TooManyTokens,
 )
-from app.preprocess.thread_pool import InlinePool, ThreadPool
+from kvlane.app.preprocess.thread_pool import InlinePool, ThreadPool
 
 SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
 WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)

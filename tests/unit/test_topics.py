@@ -7,10 +7,10 @@ from aiokafka import partitioner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import collector, indexer, router
-from app.batches import job_runner
-from streams import codecs, topics
-from streams.topics import (
+from kvlane.app import collector, indexer, router
+from kvlane.app.batches import job_runner
+from kvlane.streams import codecs, topics
+from kvlane.streams.topics import (
     GROUPS,
     PER_LANE,
     TOPICS,

@@ -11,28 +11,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.simulated.batch import BatchSequence, EngineLimits, PerfCurves
-from app.routing.queueing import router_queue
-from app.routing.selection.decision import Decision, Rejection, Wait
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.selection.select import select_worker
-from app.simulation import simulated_worker
-from app.simulation.network_conditions import NetworkConditions
-from app.simulation.run_metrics import metrics_of
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulated_router import SimulationFailed
-from app.simulation.simulated_worker import SimulatedWorker
-from app.simulation.simulation_runs import SIMULATED, PreparedTrace, SimulationRun, run_requests
-from app.simulation.simulator import Simulator, new_simulator
-from app.simulation.synthetic_traces import TraceSize, generate_trace
-from app.simulation.trace_requests import (
+from kvlane.app.engine.simulated.batch import BatchSequence, EngineLimits, PerfCurves
+from kvlane.app.routing.queueing import router_queue
+from kvlane.app.routing.selection.decision import Decision, Rejection, Wait
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.selection.select import select_worker
+from kvlane.app.simulation import simulated_worker
+from kvlane.app.simulation.network_conditions import NetworkConditions
+from kvlane.app.simulation.run_metrics import metrics_of
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulated_router import SimulationFailed
+from kvlane.app.simulation.simulated_worker import SimulatedWorker
+from kvlane.app.simulation.simulation_runs import (
+    SIMULATED,
+    PreparedTrace,
+    SimulationRun,
+    run_requests,
+)
+from kvlane.app.simulation.simulator import Simulator, new_simulator
+from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
+from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
     schedule_arrivals,
     trace_requests,
     uses_sessions,
 )
-from app.traces.mooncake_trace import InvalidTrace, TraceRow
-from indexer.epochs import CacheId, Overlap
+from kvlane.app.traces.mooncake_trace import InvalidTrace, TraceRow
+from kvlane.indexer.epochs import CacheId, Overlap
 
 # A step takes 10 ms and a hundredth of one a new token, and 4 ms more if anybody decodes.
 SIMPLE = EngineLimits(512, 64, curves=PerfCurves(prefill=(0.0, 0.01, 10.0), decode=(0.0, 0.0, 4.0)))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.records import Chunk, End, Fence, Usage
-from streams.responses.transcript import Transcript
+from kvlane.streams.records import Chunk, End, Fence, Usage
+from kvlane.streams.responses.transcript import Transcript
 
 Line = Chunk | Fence | End
 

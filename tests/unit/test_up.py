@@ -13,22 +13,22 @@ from typing import Any, Self
 
 import pytest
 
-from app.local.deployment import count_workers, deployment_parts, part_settings
-from app.settings import Settings
-from app.up.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
-from app.up.supervisor import (
+from kvlane.app.local.deployment import count_workers, deployment_parts, part_settings
+from kvlane.app.settings import Settings
+from kvlane.app.up.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
+from kvlane.app.up.supervisor import (
     MAX_RESTART_PAUSE_S,
     STABLE_RUN_S,
     BrokerSupervisor,
     ProcessSupervisor,
     RestartBackoff,
 )
-from app.up.up_run import UpOptions, assign_ports, check_ports, choose_broker, run_up
-from streams.brokers.broker import Broker, KeptData
-from streams.brokers.broker_factory import Kind
-from streams.brokers.docker import DockerBroker, volume
-from streams.brokers.watchdog import MARK, NAME
-from streams.errors import BrokerUnavailable
+from kvlane.app.up.up_run import UpOptions, assign_ports, check_ports, choose_broker, run_up
+from kvlane.streams.brokers.broker import Broker, KeptData
+from kvlane.streams.brokers.broker_factory import Kind
+from kvlane.streams.brokers.docker import DockerBroker, volume
+from kvlane.streams.brokers.watchdog import MARK, NAME
+from kvlane.streams.errors import BrokerUnavailable
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 ASKED = UpOptions("auto", 2, 0, None, None, ephemeral=False)
@@ -335,7 +335,7 @@ def test_container_gets_the_port_and_a_volume_that_outlives_it(
             raise OSError("no daemon in this test")
 
     monkeypatch.setattr("testcontainers.core.container.DockerContainer", Container)
-    monkeypatch.setattr("streams.brokers.docker.find_image", lambda _: "image")
+    monkeypatch.setattr("kvlane.streams.brokers.docker.find_image", lambda _: "image")
     with (tmp_path / "lock").open("w") as lock:
         kept = KeptData(tmp_path, lock.fileno())
         with pytest.raises(BrokerUnavailable, match="no daemon in this test"):

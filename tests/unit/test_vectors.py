@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import streams.vectors
-from streams.codecs import decode, encode
-from streams.memory.partition_log import MemoryRecord
-from streams.records import Chunk, End, Fence
-from streams.responses.transcript import Transcript
-from streams.topics import partition_of
+from kvlane.streams import vectors
+from kvlane.streams.codecs import decode, encode
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.records import Chunk, End, Fence
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import partition_of
 
 Line = Chunk | Fence | End
 Vector = dict[str, Any]
-HERE = Path(streams.vectors.__file__).parent
+HERE = Path(vectors.__file__).parent
 VECTORS: list[Vector] = [
     vector
     for path in sorted(HERE.glob("*.json"))

@@ -15,23 +15,23 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from app.engine.interface import EngineDead, EngineError, GenerateContext, InvalidRequest
-from app.engine.vllm import versions
-from app.engine.vllm.async_llm import VllmEngine, _output, _transfer_lease_s
-from app.engine.vllm.event_receiver import MAX_PENDING_MESSAGES, KvEventReceiver
-from app.engine.vllm.params import extra_args, vllm_priority, vllm_prompt
-from app.engine.vllm.stats import VllmStats
-from indexer.cache_events.engine_events import (
+from kvlane.app.engine.interface import EngineDead, EngineError, GenerateContext, InvalidRequest
+from kvlane.app.engine.vllm import versions
+from kvlane.app.engine.vllm.async_llm import VllmEngine, _output, _transfer_lease_s
+from kvlane.app.engine.vllm.event_receiver import MAX_PENDING_MESSAGES, KvEventReceiver
+from kvlane.app.engine.vllm.params import extra_args, vllm_priority, vllm_prompt
+from kvlane.app.engine.vllm.stats import VllmStats
+from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,
     EngineEvent,
     EventsLost,
     UnreadableEvent,
 )
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import EngineStats, LogProb
-from streams.request import Hints, MultimodalData, PrefillResult, Request
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineStats, LogProb
+from kvlane.streams.request import Hints, MultimodalData, PrefillResult, Request
 
 HANDLE = b'{"kv_transfer_params": {"remote_host": "a"}}'
 
@@ -237,7 +237,7 @@ def removed(block: int) -> dict[str, Any]:
 
 ORPHAN = """
 import os, time
-from app.engine.vllm.parent_death import PARENT_PID_VARIABLE, end_with_parent
+from kvlane.app.engine.vllm.parent_death import PARENT_PID_VARIABLE, end_with_parent
 os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
 if os.fork() == 0:
     end_with_parent()  # before its number is known: then it may be orphaned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.wait_queue import WaitQueue
+from kvlane.app.wait_queue import WaitQueue
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from app.routing.queueing.wake_ups import MAX_CLOCK_STEP_MS, Priority, QueueName, WakeUps
+from kvlane.app.routing.queueing.wake_ups import MAX_CLOCK_STEP_MS, Priority, QueueName, WakeUps
 
 M, N = ("m",), ("n",)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.demo.tiny_model import HIDDEN_SIZE, LAYERS, Weights, _normal, _write
+from kvlane.app.demo.tiny_model import HIDDEN_SIZE, LAYERS, Weights, _normal, _write
 
 
 def make_adapter(folder: Path, seed: int) -> Path:

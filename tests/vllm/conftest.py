@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from app.demo import tiny_model
+from kvlane.app.demo import tiny_model
 
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]

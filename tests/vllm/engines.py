@@ -7,17 +7,17 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from app.demo import tiny_model
-from app.engine.interface import EngineOutput, GenerateContext
-from app.engine.validator import ValidatingEngine
-from app.engine.vllm.async_llm import VllmEngine
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret
-from indexer.cache_events.engine_events import EngineEvent
-from indexer.cache_events.event_normalizer import EventNormalizer
-from streams.clock import SystemClock
-from streams.codecs import pack_tokens
-from streams.records import EngineConfig
-from streams.request import Hints, Request, SamplingOptions, StopConditions
+from kvlane.app.demo import tiny_model
+from kvlane.app.engine.interface import EngineOutput, GenerateContext
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.engine.vllm.async_llm import VllmEngine
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
+from kvlane.indexer.cache_events.engine_events import EngineEvent
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Hints, Request, SamplingOptions, StopConditions
 
 CLOCK = SystemClock()
 GREEDY = SamplingOptions(temperature=0.0)

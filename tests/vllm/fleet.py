@@ -9,26 +9,26 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from app.demo.ledger_reader import FleetObserver, LedgerDecisions
-from app.engine.interface import Engine, EngineOutput, GenerateContext, KvEventListener
-from app.gateway import Gateway
-from app.local.deployment import DeploymentPart, InProcessDeployment
-from app.local.processes import free_port
-from app.preprocess.models.model_folder import read_folder
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext
-from app.serving.model_publisher import ModelPublisher
-from app.settings import Settings
-from app.worker import Worker
-from streams.client import Client
-from streams.clock import SystemClock
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Log
-from streams.prompt import Prompt
-from streams.records import Chunk, End, EngineConfig, EngineStats, Role
-from streams.request import Request
+from kvlane.app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from kvlane.app.engine.interface import Engine, EngineOutput, GenerateContext, KvEventListener
+from kvlane.app.gateway import Gateway
+from kvlane.app.local.deployment import DeploymentPart, InProcessDeployment
+from kvlane.app.local.processes import free_port
+from kvlane.app.preprocess.models.model_folder import read_folder
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.model_publisher import ModelPublisher
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Chunk, End, EngineConfig, EngineStats, Role
+from kvlane.streams.request import Request
 from tests.vllm.engines import RealEngine
 
 CLOCK = SystemClock()

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import pytest
 
-from app.demo import tiny_model
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AssumedLimits, AttachedEngine
-from app.preprocess.models.model_folder import read_folder
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from streams.brokers.broker import LOOPBACK, free_ports
-from streams.clock import SystemClock
+from kvlane.app.demo import tiny_model
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
+from kvlane.app.preprocess.models.model_folder import read_folder
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams.brokers.broker import LOOPBACK, free_ports
+from kvlane.streams.clock import SystemClock
 
 BLOCKS = 41
 CONTEXT = 512

@@ -18,21 +18,21 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 
-from app.demo import tiny_model
-from app.engine.attached.passthrough_engine import BodyKind, PassthroughEngine
-from app.engine.attached.server_engine import ServerAddress
-from app.engine.attached.token_engine import AttachedEngine
-from app.engine.interface import EngineError, GenerateContext, InvalidRequest
-from app.engine.validator import ValidatingEngine
-from app.engine.vllm.versions import installed_version
-from indexer.block_keys import derive_secret
-from indexer.cache_events.engine_events import EngineEvent, EventsLost
-from indexer.cache_events.event_normalizer import EventNormalizer
-from indexer.events import EventKind
-from streams.brokers.broker import free_ports
-from streams.clock import SystemClock
-from streams.records import EngineConfig
-from streams.request import (
+from kvlane.app.demo import tiny_model
+from kvlane.app.engine.attached.passthrough_engine import BodyKind, PassthroughEngine
+from kvlane.app.engine.attached.server_engine import ServerAddress
+from kvlane.app.engine.attached.token_engine import AttachedEngine
+from kvlane.app.engine.interface import EngineError, GenerateContext, InvalidRequest
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.engine.vllm.versions import installed_version
+from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.cache_events.engine_events import EngineEvent, EventsLost
+from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
+from kvlane.indexer.events import EventKind
+from kvlane.streams.brokers.broker import free_ports
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import (
     GuidedDecoding,
     Hints,
     OpenAiBody,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from app.demo import tiny_model
-from app.engine.interface import Engine
-from app.engine.vllm.async_llm import VllmEngine
+from kvlane.app.demo import tiny_model
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.vllm.async_llm import VllmEngine
 from tests.conformance import Conformance, Lifecycle, Subject
 from tests.vllm.engines import CLOCK, RealEngine
 

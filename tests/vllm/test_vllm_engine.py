@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
-from app.engine.interface import EngineError, EngineOutput, GenerateContext, InvalidRequest
-from indexer.cache_events.engine_events import BlocksStored
-from indexer.cache_events.event_normalizer import NormalizerCounters
-from streams.codecs import pack_tokens
-from streams.request import (
+from kvlane.app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, InvalidRequest
+from kvlane.indexer.cache_events.engine_events import BlocksStored
+from kvlane.indexer.cache_events.event_normalizer import NormalizerCounters
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import (
     GuidedDecoding,
     MultimodalData,
     OutputOptions,

@@ -12,10 +12,10 @@ import openai
 import pytest
 import pytest_asyncio
 
-from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
-from app.engine.interface import EngineDead
-from streams.records import Chunk
-from streams.request import StopConditions
+from kvlane.app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
+from kvlane.app.engine.interface import EngineDead
+from kvlane.streams.records import Chunk
+from kvlane.streams.request import StopConditions
 from tests.vllm.engines import RealEngine, answer, direct, make_request, outputs, started
 from tests.vllm.fleet import Fleet
 

@@ -15,13 +15,13 @@ import openai
 import pytest
 import pytest_asyncio
 
-from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE, connector_arguments
-from app.engine.interface import EngineError, EngineOutput, GenerateContext
-from app.engine.validator import ValidatingEngine
-from app.local.processes import free_port
-from indexer.cache_events.engine_events import BlocksStored
-from streams.codecs import AnyRecord, decode, encode
-from streams.records import (
+from kvlane.app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE, connector_arguments
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.local.processes import free_port
+from kvlane.indexer.cache_events.engine_events import BlocksStored
+from kvlane.streams.codecs import AnyRecord, decode, encode
+from kvlane.streams.records import (
     Assignment,
     Chunk,
     Finished,
@@ -31,8 +31,8 @@ from streams.records import (
     Role,
     WorkerCard,
 )
-from streams.request import PrefillResult, Request
-from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+from kvlane.streams.request import PrefillResult, Request
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
 from tests.vllm.engines import CLOCK, RealEngine, direct, make_request, settled, started
 from tests.vllm.fleet import Fleet
 from tests.vllm.servers import START_S, running

@@ -12,14 +12,14 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from app.demo import demo_run, vllm_scenario
-from app.demo.demo_environment import demo_environment
-from app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
-from app.demo.trace_prompts import TracePrompt
-from app.demo.vllm_scenario import MIN_COMPARED, MIN_HANDED_OVER, VllmScenario
-from app.local.deployment import deployment_parts
-from app.settings import Settings
-from streams.brokers.broker_factory import obtain_broker
+from kvlane.app.demo import demo_run, vllm_scenario
+from kvlane.app.demo.demo_environment import demo_environment
+from kvlane.app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
+from kvlane.app.demo.trace_prompts import TracePrompt
+from kvlane.app.demo.vllm_scenario import MIN_COMPARED, MIN_HANDED_OVER, VllmScenario
+from kvlane.app.local.deployment import deployment_parts
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import obtain_broker
 
 REQUESTS, KILLS = 200, 20
 RATE = 2.0

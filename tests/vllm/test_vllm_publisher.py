@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.engine.kv_events import END_OF_REPLAY, EngineEventBatch, decode_batch
-from app.engine.vllm.plugin import ENDPOINT_PREFIX, register
+from kvlane.app.engine.kv_events import END_OF_REPLAY, EngineEventBatch, decode_batch
+from kvlane.app.engine.vllm.plugin import ENDPOINT_PREFIX, register
 from tests.vllm.servers import free_ports
 
 WITHIN_MS = 10_000
@@ -25,7 +25,7 @@ def published(rank: int, tmp_path: Path, **options: Any) -> Iterator[tuple[Any, 
     """A publisher, and a reader that it has heard of."""
     import zmq
 
-    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
+    from kvlane.app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
     endpoint = f"ipc://{tmp_path / 'events'}"
     with zmq.Context() as context, context.socket(zmq.SUB) as reader:
@@ -94,7 +94,7 @@ def test_vllm_selects_the_publisher_by_its_endpoint(tmp_path: Path) -> None:
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 
-    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
+    from kvlane.app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
     register()
     register()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from indexer.cache_events.event_normalizer import NormalizerCounters
-from streams.request import Hints
+from kvlane.indexer.cache_events.event_normalizer import NormalizerCounters
+from kvlane.streams.request import Hints
 from tests.vllm.engines import RealEngine, answer, cached, make_request, outputs, settled, started
 
 

@@ -19,18 +19,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.local.processes import ManagedProcess, free_port, launch, process_command
-from app.operator_error import OperatorError
-from app.settings import Settings, variable_name
-from streams.brokers.broker_factory import Broker, BrokerChoice, JvmBroker, obtain_broker
-from streams.brokers.watchdog import ProcessGuard
-from streams.clock import Clock, SystemClock
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.record_publisher import RecordPublisher
-from streams.records import EngineConfig, WorkerCard
-from streams.retry import retry_while_unavailable
-from streams.topics import ASSIGNMENTS, REGISTRY, partition_of
+from kvlane.app.local.processes import ManagedProcess, free_port, launch, process_command
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.settings import Settings, variable_name
+from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, JvmBroker, obtain_broker
+from kvlane.streams.brokers.watchdog import ProcessGuard
+from kvlane.streams.clock import Clock, SystemClock
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import EngineConfig, WorkerCard
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import ASSIGNMENTS, REGISTRY, partition_of
 
 READY_TIMEOUT_S = 60.0
 """Start timeout of a process; imports take five seconds on a machine with one idle core."""
@@ -104,8 +104,8 @@ class BenchEnvironment:
         return MeasuredGateway(process, port)
 
     async def start_feeder(self, *pace: object) -> ManagedProcess:
-        """A worker without an engine that is ready: `app/bench/streaming/token_feeder.py`."""
-        feeder = self.launch("feeder", "app.bench.streaming.token_feeder", *map(str, pace))
+        """A worker without an engine that is ready: `workbench/bench/streaming/token_feeder.py`."""
+        feeder = self.launch("feeder", "workbench.bench.streaming.token_feeder", *map(str, pace))
         await self.wait_until(lambda: "ready" in feeder.output, feeder)
         return feeder
 
@@ -174,7 +174,7 @@ async def bench_environment(
     # Else each process compiles all kernels when it starts, and is not ready in time.
     await asyncio.to_thread(
         subprocess.run,
-        (sys.executable, "-m", "indexer.precompile"),
+        (sys.executable, "-m", "kvlane.indexer.precompile"),
         check=True,
         stdout=subprocess.PIPE,
     )

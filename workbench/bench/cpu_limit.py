@@ -6,8 +6,8 @@ each, the machine has room for all of them.
 
 from __future__ import annotations
 
-from app.local.processes import ManagedProcess
-from streams.clock import Clock
+from kvlane.app.local.processes import ManagedProcess
+from kvlane.streams.clock import Clock
 
 PERIOD_S = 0.01
 """The clock of CPU times on Linux has the same period."""

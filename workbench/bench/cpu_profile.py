@@ -1,6 +1,6 @@
 """CPU time of a process by part: a sampling profiler inside the process.
 
-    python -m app.bench.cpu_profile FILE MODULE ARGUMENTS...: runs a module as `python -m` does
+    python -m workbench.bench.cpu_profile FILE MODULE ARGUMENTS...: runs a module like `python -m`
 
 SIGUSR1 starts the sampling; another one ends it and writes the samples of each part to FILE as
 JSON. A sample is taken after each SAMPLE_S of CPU time, of all threads and of the kernel; it counts
@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.local.processes import ManagedProcess
-from streams.clock import Clock
+from kvlane.app.local.processes import ManagedProcess
+from kvlane.streams.clock import Clock
 
 SAMPLE_S = 0.005
 """A sample takes about 20 us: less than half a percent."""
@@ -51,7 +51,7 @@ PARTS = (
     CpuPart("views", ("app/routing/", "streams/views/", "streams/reading/", "streams/")),
     CpuPart("lanes", ("app/lanes/", "app/router.py")),
     CpuPart("metrics", ("app/metrics/", "app/http/", "prometheus_client/", "uvicorn/")),
-    CpuPart("loop", ("asyncio/", "uvloop/", "faststream/", "app/bench/", "anyio/")),
+    CpuPart("loop", ("asyncio/", "uvloop/", "faststream/", "workbench/bench/", "anyio/")),
 )  # fmt: skip
 """In the order in which a function is compared with them; "other" is the rest."""
 OTHER = "other"
@@ -59,7 +59,7 @@ OTHER = "other"
 
 def part_of(path: str, function: str) -> str | None:
     """The part of a function in a file; None for one that counts for its caller."""
-    name = path.removeprefix(_ROOT)
+    name = path.removeprefix(_ROOT).removeprefix("kvlane/")
     for border in ("site-packages/", f"python3.{sys.version_info.minor}/"):
         name = name.rpartition(border)[2]
     for part in PARTS:
@@ -116,7 +116,7 @@ class ProfiledProcess:
     @staticmethod
     def command(file: Path, *module: str) -> tuple[str, ...]:
         """Arguments of `BenchEnvironment.launch` for a module and its arguments."""
-        return ("app.bench.cpu_profile", str(file), *module)
+        return ("workbench.bench.cpu_profile", str(file), *module)
 
     def start(self) -> None:
         self._file.unlink(missing_ok=True)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.bench.process_pool import process_pool
-from app.commands.simulation.report import Report, none_of
+from kvlane.app.commands.simulation.report import Report, none_of
+from workbench.bench.process_pool import process_pool
 
 
 class SeedResult(NamedTuple):
@@ -22,7 +22,7 @@ class SeedResult(NamedTuple):
 
 
 def simulate_seed(seed: int) -> SeedResult:
-    from app.testing.seed_simulation import simulate_seed
+    from workbench.testing.seed_simulation import simulate_seed
 
     began = time.perf_counter()
     verdict = simulate_seed(seed)
@@ -63,6 +63,6 @@ def seed_history(seed: int, request_id: str = "") -> str:
 
     With `request_id`, records of other requests are left out.
     """
-    from app.testing.seed_simulation import simulate_seed
+    from workbench.testing.seed_simulation import simulate_seed
 
     return simulate_seed(seed).report(request_id)

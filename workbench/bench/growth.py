@@ -18,21 +18,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.routing.baseline_kafka import BareProducer
-from app.bench.routing.decision_latency import SECRET, decision_times, loaded_fleet, queued_times
-from app.bench.routing.router_load import MODEL, RegisteredWorkers, SharedPrefixPrompts
-from app.bench.streaming.token_latency import STREAMS, TOKENS_PER_S, token_round
-from app.commands.simulation.report import Report, Threshold, at_most, figure
-from app.local.processes import ManagedProcess, process_command
-from app.settings import Settings
-from indexer.block_keys import prompt_keys
-from indexer.epochs import CacheId
-from indexer.events import CacheEvent, EventKind, encode_events
-from indexer.index import Index
-from indexer.precompile import compile_all
-from streams.records import EngineConfig
-from streams.topics import DEFAULT_LANES, REQUESTS
+from kvlane.app.commands.simulation.report import Report, Threshold, at_most, figure
+from kvlane.app.local.processes import ManagedProcess, process_command
+from kvlane.app.settings import Settings
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import CacheEvent, EventKind, encode_events
+from kvlane.indexer.index import Index
+from kvlane.indexer.precompile import compile_all
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.topics import DEFAULT_LANES, REQUESTS
+from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from workbench.bench.routing.baseline_kafka import BareProducer
+from workbench.bench.routing.decision_latency import (
+    SECRET,
+    decision_times,
+    loaded_fleet,
+    queued_times,
+)
+from workbench.bench.routing.router_load import MODEL, RegisteredWorkers, SharedPrefixPrompts
+from workbench.bench.streaming.token_latency import STREAMS, TOKENS_PER_S, token_round
 
 TOLERANCE = 1.5
 """A cost may grow by so much more than n log n allows: caches of the processor are finite."""

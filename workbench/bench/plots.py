@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.commands.simulation.policy_plot import axes
+from kvlane.app.commands.simulation.policy_plot import axes
 
 if TYPE_CHECKING:
-    from app.bench.chaos.overload import OverloadResult
-    from app.commands.simulation.report import Threshold
+    from kvlane.app.commands.simulation.report import Threshold
+    from workbench.bench.chaos.overload import OverloadResult
 
 ROW_IN, THRESHOLD_IN = 0.5, 0.14
 """Inches."""

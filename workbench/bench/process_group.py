@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import READY_LINE, BenchEnvironment, BenchFailed
-from app.local.processes import ManagedProcess, process_command
+from kvlane.app.local.processes import ManagedProcess, process_command
+from workbench.bench.bench_environment import READY_LINE, BenchEnvironment, BenchFailed
 
 READY_TIMEOUT_S = 180.0
 """Start timeout of a process, with several of them starting on a busy machine."""

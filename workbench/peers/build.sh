@@ -2,7 +2,7 @@
 # Build what benchmarks measure kvlane against, into build/peers. For `kvlane bench index --peers`: Dynamo's
 # Rust crate as a shared library (needs cargo), and its Python wheel in an environment of its own. For
 # `kvlane bench peer-router`: SGLang's router, a wheel in an environment of its own.
-#   tests/peers/build.sh [library|wheel|router]...    default: all        JOBS=N: compilers at a time
+#   workbench/peers/build.sh [library|wheel|router]...    default: all        JOBS=N: compilers at a time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 OUT=$(cd ../.. && pwd)/build/peers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from app.access.key_file import KeyFile, new_key, write_key_file
-from app.testing.simulated_process import SimulatedProcess
-from app.testing.virtual_time import VirtualLoop
+from kvlane.app.access.key_file import KeyFile, new_key, write_key_file
+from workbench.testing.simulated_process import SimulatedProcess
+from workbench.testing.virtual_time import VirtualLoop
 
 TENANTS = ("acme", "zenith")
 NOTICE_S = 2.0

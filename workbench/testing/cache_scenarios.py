@@ -14,15 +14,15 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
-from app.indexer import Indexer
-from app.router import Router
-from app.routing.state.kv_index import KvIndexView
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.virtual_time import PROCESS
-from app.worker import Worker
-from indexer.epochs import CacheId
-from streams.ports import Entry, Partition
-from streams.topics import KV_EVENTS, SNAPSHOTS, partition_of
+from kvlane.app.indexer import Indexer
+from kvlane.app.router import Router
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.worker import Worker
+from kvlane.indexer.epochs import CacheId
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.topics import KV_EVENTS, SNAPSHOTS, partition_of
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import PROCESS
 
 SNAPSHOT_FAULT_SHARE = 0.1
 """Probability of a fault right after a part of a snapshot was appended."""

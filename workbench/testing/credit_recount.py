@@ -27,12 +27,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from app.prompts.prompt_credit import REPORT_TTL_S, CreditDebit, PromptCredit
-from streams.codecs import type_of
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Partition
-from streams.records import LogRecord, RouterCapacity
-from streams.request import Request
+from kvlane.app.prompts.prompt_credit import REPORT_TTL_S, CreditDebit, PromptCredit
+from kvlane.streams.codecs import type_of
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord, RouterCapacity
+from kvlane.streams.request import Request
 
 
 class CreditUse(NamedTuple):

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from app.testing.virtual_time import PROCESS, VirtualLoop
-from streams.codecs import decode
-from streams.errors import RecordError
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Entry, Partition
-from streams.records import Heartbeat, Probe
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import RecordError
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Entry, Partition
+from kvlane.streams.records import Heartbeat, Probe
+from workbench.testing.virtual_time import PROCESS, VirtualLoop
 
 
 class EventHistory:

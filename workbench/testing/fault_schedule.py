@@ -12,26 +12,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from app.preprocess.text.byte_level import ASSISTANT
-from app.router import Router
-from app.testing.api_keys import TENANTS
-from app.testing.cache_scenarios import SnapshotFaults
-from app.testing.simulated_process import SimulatedProcess
-from app.testing.simulated_world import (
-    BROKER_COUNT,
-    MEAN_RESTART_S,
-    SESSION_TIMEOUT_S,
-    SimulatedWorld,
-)
-from app.testing.virtual_time import PROCESS
-from app.testing.world_parameters import COMMITS, Absence, ProcessKind
-from app.worker import Worker
-from streams.codecs import encode, pack_tokens
-from streams.memory.broker_faults import Operation
-from streams.ports import Partition
-from streams.records import Lost
-from streams.request import Request
-from streams.topics import (
+from kvlane.app.preprocess.text.byte_level import ASSISTANT
+from kvlane.app.router import Router
+from kvlane.app.worker import Worker
+from kvlane.streams.codecs import encode, pack_tokens
+from kvlane.streams.memory.broker_faults import Operation
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Lost
+from kvlane.streams.request import Request
+from kvlane.streams.topics import (
     ASSIGNMENTS,
     BATCH,
     KV_EVENTS,
@@ -42,6 +31,17 @@ from streams.topics import (
     RESPONSES,
     lane_of,
 )
+from workbench.testing.api_keys import TENANTS
+from workbench.testing.cache_scenarios import SnapshotFaults
+from workbench.testing.simulated_process import SimulatedProcess
+from workbench.testing.simulated_world import (
+    BROKER_COUNT,
+    MEAN_RESTART_S,
+    SESSION_TIMEOUT_S,
+    SimulatedWorld,
+)
+from workbench.testing.virtual_time import PROCESS
+from workbench.testing.world_parameters import COMMITS, Absence, ProcessKind
 
 EDGE_KINDS: tuple[ProcessKind, ...] = ("preprocessor", "gateway")
 RESPONSE_FAULT_SHARE = 0.1

@@ -15,14 +15,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from app.testing.checks.invariants import has_open_work, violations
-from app.testing.clients.all_clients import Clients
-from app.testing.event_history import EventHistory
-from app.testing.fault_schedule import SimulationFaults
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.virtual_time import Deadlock, StepLimitExceeded, VirtualLoop, run_virtual
-from app.testing.world_parameters import PENDING_PIECES, Scenario, WorldParameters
-from streams.responses import reply_stream
+from kvlane.streams.responses import reply_stream
+from workbench.testing.checks.invariants import has_open_work, violations
+from workbench.testing.clients.all_clients import Clients
+from workbench.testing.event_history import EventHistory
+from workbench.testing.fault_schedule import SimulationFaults
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import Deadlock, StepLimitExceeded, VirtualLoop, run_virtual
+from workbench.testing.world_parameters import PENDING_PIECES, Scenario, WorldParameters
 
 DRAIN_S = 120.0
 """Enough for a session time-out, a worker failure, and several attempts with their back-offs."""

@@ -6,25 +6,25 @@ import asyncio
 import random
 from typing import Literal, Protocol
 
-from app.collector import Collector
-from app.engine.echo import EchoEngine
-from app.engine.interface import Engine
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.transfers import KvTransfers
-from app.engine.validator import ValidatingEngine
-from app.gateway import Gateway
-from app.indexer import Indexer
-from app.preprocess.thread_pool import InlinePool
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.runtime.process import ProcessContext, run_process
-from app.settings import Settings
-from app.testing.simulation_engines import FlakyEngine, cached_engine
-from app.testing.virtual_time import VirtualClock, VirtualLoop, process_context
-from app.testing.world_parameters import ProcessKind, WorldParameters
-from app.worker import Worker
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
+from kvlane.app.collector import Collector
+from kvlane.app.engine.echo import EchoEngine
+from kvlane.app.engine.interface import Engine
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.transfers import KvTransfers
+from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.gateway import Gateway
+from kvlane.app.indexer import Indexer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext, run_process
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from workbench.testing.simulation_engines import FlakyEngine, cached_engine
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop, process_context
+from workbench.testing.world_parameters import ProcessKind, WorldParameters
 
 NodeState = Literal["starting", "up", "paused", "stopping", "killed", "ended"]
 

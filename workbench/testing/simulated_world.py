@@ -19,27 +19,27 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from app.preprocessor import Preprocessor
-from app.testing.api_keys import SimulatedKeys
-from app.testing.credit_recount import CreditRecount
-from app.testing.event_history import EventHistory
-from app.testing.network_faults import NetworkFaults
-from app.testing.simulated_process import SimulatedProcess
-from app.testing.simulation_engines import new_transfers
-from app.testing.virtual_time import VirtualClock, VirtualLoop, process_context
-from app.testing.world_parameters import (
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.streams.codecs import encode
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Appended, Entry, Partition
+from kvlane.streams.records import ModelCard
+from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, REGISTRY, REQUESTS
+from workbench.testing.api_keys import SimulatedKeys
+from workbench.testing.credit_recount import CreditRecount
+from workbench.testing.event_history import EventHistory
+from workbench.testing.network_faults import NetworkFaults
+from workbench.testing.simulated_process import SimulatedProcess
+from workbench.testing.simulation_engines import new_transfers
+from workbench.testing.virtual_time import VirtualClock, VirtualLoop, process_context
+from workbench.testing.world_parameters import (
     DEAD_REPLIES,
     MODELS,
     REPLY_TOPICS,
     ProcessKind,
     WorldParameters,
 )
-from streams.codecs import encode
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Appended, Entry, Partition
-from streams.records import ModelCard
-from streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, REGISTRY, REQUESTS
 
 SESSION_TIMEOUT_S = 4.0
 MEAN_RESTART_S = 3.0

@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     Engine,
     EngineDead,
     EngineError,
@@ -19,13 +19,13 @@ from app.engine.interface import (
     GenerateContext,
     KvEventListener,
 )
-from app.engine.simulated.batch import EngineLimits
-from app.engine.simulated.engine import SimulatedEngine
-from app.engine.simulated.transfers import KvTransfers, TransferModel
-from app.serving.engine_health import PROBE
-from streams.clock import Clock
-from streams.records import EngineConfig, EngineStats
-from streams.request import Request
+from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.engine.simulated.transfers import KvTransfers, TransferModel
+from kvlane.app.serving.engine_health import PROBE
+from kvlane.streams.clock import Clock
+from kvlane.streams.records import EngineConfig, EngineStats
+from kvlane.streams.request import Request
 
 ENGINE_SHAPE = EngineLimits(block_size=2, cache_blocks=1100)
 """Small blocks, since prompts are short; two endless answers fill the cache."""

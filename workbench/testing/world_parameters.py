@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from app.settings import Settings
-from app.testing.network_faults import FaultProfile
-from streams.clock import CLOCK_SKEW_MS
-from streams.records import Role
-from streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import CLOCK_SKEW_MS
+from kvlane.streams.records import Role
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REGISTRY, REQUESTS, RESPONSES
+from workbench.testing.network_faults import FaultProfile
 
 ProcessKind = Literal["router", "worker", "preprocessor", "gateway", "indexer", "collector"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from app.commands import capture_commands
-from app.commands import console as screen
-from app.simulation.counterfactual import (
+from kvlane.app.commands import capture_commands
+from kvlane.app.commands import console as screen
+from kvlane.app.simulation.counterfactual import (
     CapturedPeriod,
     CaptureReader,
     PolicyRegret,
@@ -20,9 +20,9 @@ from app.simulation.counterfactual import (
     recorded_metrics,
     simulate_recorded,
 )
-from app.simulation.network_conditions import NetworkConditions
-from app.simulation.run_metrics import RunMetrics, metrics_of
-from indexer.precompile import compile_all
+from kvlane.app.simulation.network_conditions import NetworkConditions
+from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.indexer.precompile import compile_all
 
 RECORDED_ROW, REPLAYED_ROW = "as it happened", "decisions taken"
 EXPLANATION = (

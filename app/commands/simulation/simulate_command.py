@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from app.commands import console as screen
+from kvlane.app.commands import console as screen
 
 if TYPE_CHECKING:
-    from app.traces.mooncake_trace import TraceRow
+    from kvlane.app.traces.mooncake_trace import TraceRow
 
 
 DEFAULT_WORKERS = 8
@@ -129,10 +129,10 @@ def simulate(
 
     - `kvlane simulate --from-ledger -1h`: the last hour under other policies
     """
-    from app.commands.simulation.report import Report
-    from app.perf_curves import PerfCurves, curves_from
-    from app.simulation.network_conditions import NetworkConditions
-    from app.simulation.simulation_runs import (
+    from kvlane.app.commands.simulation.report import Report
+    from kvlane.app.perf_curves import PerfCurves, curves_from
+    from kvlane.app.simulation.network_conditions import NetworkConditions
+    from kvlane.app.simulation.simulation_runs import (
         PreparedTrace,
         SimulationRun,
         UnknownPolicy,
@@ -140,8 +140,8 @@ def simulate(
         result_row,
         run_timed,
     )
-    from app.simulation.trace_requests import ArrivalRate
-    from indexer.precompile import compile_all
+    from kvlane.app.simulation.trace_requests import ArrivalRate
+    from kvlane.indexer.precompile import compile_all
 
     policies = policy.split(",")
     try:
@@ -158,7 +158,7 @@ def simulate(
         staggers_routers=not no_stagger,
     )
     if from_ledger:
-        from app.commands.simulation.counterfactual_table import show_counterfactuals
+        from kvlane.app.commands.simulation.counterfactual_table import show_counterfactuals
 
         _refuse_others(context)
         show_counterfactuals(from_ledger, policies, seeds, conditions, json)
@@ -191,7 +191,7 @@ def simulate(
     if json is not None:
         Report("simulate", rows, []).write(json)
     if plot is not None:
-        from app.commands.simulation.policy_plot import plot_policies
+        from kvlane.app.commands.simulation.policy_plot import plot_policies
 
         plot_policies(rows, plot)
 
@@ -234,10 +234,10 @@ def _show_mix(
     rows: list[TraceRow], batch: str, workers: int, speed: float, blocks: int, json: Path | None
 ) -> None:
     """Print the comparison of modes of batch work."""
-    from app.commands.simulation.report import Report
-    from app.simulation.batch_work import MODES
-    from app.simulation.mixed_runs import Mix, MixedRun, mixed_row
-    from indexer.precompile import compile_all
+    from kvlane.app.commands.simulation.report import Report
+    from kvlane.app.simulation.batch_work import MODES
+    from kvlane.app.simulation.mixed_runs import Mix, MixedRun, mixed_row
+    from kvlane.indexer.precompile import compile_all
 
     is_generated = batch.startswith("gen:")
     batch_rows = _rows(batch, BATCH_REQUESTS if is_generated else None, None, None)
@@ -269,13 +269,13 @@ def _can_draw(plot: Path | None) -> None:
 
 def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None) -> list[TraceRow]:
     """The requests of --trace. Raises BadParameter, InvalidTrace."""
-    from app.simulation.synthetic_traces import (
+    from kvlane.app.simulation.synthetic_traces import (
         NAME_PREFIX,
         TraceSize,
         UnknownTraceKind,
         generate_trace,
     )
-    from app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
+    from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
 
     if not trace.startswith(NAME_PREFIX):
         if (requests, rate, seed) != (None, None, None):

@@ -19,10 +19,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.engine.attached.server_client import EventStream
-from app.engine.attached.server_errors import DONE, ConnectionBroken, ServerFailed
-from app.engine.interface import EngineOutput, GenerateContext, token_usage
-from streams.records import FinishReason, Usage
+from kvlane.app.engine.attached.server_client import EventStream
+from kvlane.app.engine.attached.server_errors import DONE, ConnectionBroken, ServerFailed
+from kvlane.app.engine.interface import EngineOutput, GenerateContext, token_usage
+from kvlane.streams.records import FinishReason, Usage
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.engine.attached.answer_stream import parse_finish_reason, parse_usage
-from app.engine.attached.request_body import ServerDialect
-from app.engine.attached.server_errors import ServerFailed, error_of_event
-from app.engine.output_values import LOWEST_LOG_PROB
-from streams.records import FinishReason, LogProb, Usage
+from kvlane.app.engine.attached.answer_stream import parse_finish_reason, parse_usage
+from kvlane.app.engine.attached.request_body import ServerDialect
+from kvlane.app.engine.attached.server_errors import ServerFailed, error_of_event
+from kvlane.app.engine.output_values import LOWEST_LOG_PROB
+from kvlane.streams.records import FinishReason, LogProb, Usage
 
 TOKEN_ID_PREFIX = "token_id:"  # noqa: S105 - vLLM's prefix of token ids
 MAX_COMPLETION_EVENT_BYTES = 1 << 20

@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.engine.attached.completion_events import (
+from kvlane.app.engine.attached.completion_events import (
     MAX_COMPLETION_EVENT_BYTES,
     CompletionEvent,
     parse_completion_event,
 )
-from app.engine.attached.request_body import ServerDialect, completion_body
-from app.engine.attached.server_client import ServerClient
-from app.engine.attached.server_errors import DONE, RequestRejected, ServerFailed
-from app.engine.interface import EngineError
-from app.preprocess.text.tokenizer import Tokenizer
-from streams.clock import Clock
-from streams.codecs import pack_tokens
-from streams.request import Request, StopConditions
+from kvlane.app.engine.attached.request_body import ServerDialect, completion_body
+from kvlane.app.engine.attached.server_client import ServerClient
+from kvlane.app.engine.attached.server_errors import DONE, RequestRejected, ServerFailed
+from kvlane.app.engine.interface import EngineError
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.request import Request, StopConditions
 
 log = logging.getLogger(__name__)
 

@@ -18,17 +18,17 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from app.engine.attached.passthrough_events import (
+from kvlane.app.engine.attached.passthrough_events import (
     MAX_EVENT_BYTES,
     EmbeddingsResponse,
     PassthroughStream,
 )
-from app.engine.attached.request_body import passthrough_body
-from app.engine.attached.server_engine import ServerAddress, ServerEngine
-from app.engine.interface import EngineError, EngineOutput, GenerateContext, InvalidRequest
-from streams.clock import Clock
-from streams.records import EngineConfig
-from streams.request import OpenAiBody, Request
+from kvlane.app.engine.attached.request_body import passthrough_body
+from kvlane.app.engine.attached.server_engine import ServerAddress, ServerEngine
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, InvalidRequest
+from kvlane.streams.clock import Clock
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import OpenAiBody, Request
 
 log = logging.getLogger(__name__)
 

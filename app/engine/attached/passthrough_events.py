@@ -15,22 +15,22 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from app.engine.attached.answer_stream import (
+from kvlane.app.engine.attached.answer_stream import (
     AnswerStream,
     non_empty,
     parse_finish_reason,
     parse_usage,
 )
-from app.engine.attached.server_client import EventStream
-from app.engine.attached.server_errors import (
+from kvlane.app.engine.attached.server_client import EventStream
+from kvlane.app.engine.attached.server_errors import (
     ResponseTooLarge,
     ServerFailed,
     error_of_event,
     error_of_text,
     is_json,
 )
-from app.engine.interface import EngineOutput, GenerateContext, InvalidRequest
-from streams.records import PassthroughDelta, Usage
+from kvlane.app.engine.interface import EngineOutput, GenerateContext, InvalidRequest
+from kvlane.streams.records import PassthroughDelta, Usage
 
 _OTHERS = frozenset({"id", "object", "created", "model"})
 """Fields of an event that the gateway writes itself."""

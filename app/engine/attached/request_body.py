@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from app.engine.interface import InvalidRequest, refuse_unknown_options
-from app.engine.media_urls import refuse_media
-from streams.codecs import unpack_tokens
-from streams.record_base import JsonText
-from streams.request import GuidedDecoding, Request
+from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
+from kvlane.app.engine.media_urls import refuse_media
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.request import GuidedDecoding, Request
 
 AnswerTokens = Literal["token_ids", "log_probs", "text"]
 """Where an answer has its token ids: in their own field, only in the log probabilities, or nowhere;

@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from app.engine.attached.server_errors import (
+from kvlane.app.engine.attached.server_errors import (
     ConnectionBroken,
     ResponseTooLarge,
     ServerFailed,
@@ -23,7 +23,7 @@ from app.engine.attached.server_errors import (
     error_of_text,
     is_json,
 )
-from app.engine.interface import InvalidRequest
+from kvlane.app.engine.interface import InvalidRequest
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Limit on a body that is no stream; the metrics of large servers have half a MiB."""

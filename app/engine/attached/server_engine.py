@@ -11,13 +11,19 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
-from app.engine.attached.discovery import ServerDiscovery
-from app.engine.attached.request_body import ServerDialect
-from app.engine.attached.server_client import MAX_STREAM_BYTES, EventStream, ServerClient
-from app.engine.attached.server_health import ServerHealth
-from app.engine.interface import Engine, EngineDead, EngineError, EngineOutput, GenerateContext
-from streams.clock import Clock
-from streams.records import EngineStats
+from kvlane.app.engine.attached.discovery import ServerDiscovery
+from kvlane.app.engine.attached.request_body import ServerDialect
+from kvlane.app.engine.attached.server_client import MAX_STREAM_BYTES, EventStream, ServerClient
+from kvlane.app.engine.attached.server_health import ServerHealth
+from kvlane.app.engine.interface import (
+    Engine,
+    EngineDead,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+)
+from kvlane.streams.clock import Clock
+from kvlane.streams.records import EngineStats
 
 log = logging.getLogger(__name__)
 

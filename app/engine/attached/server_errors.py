@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from app.engine.interface import EngineError, EngineFull, InvalidRequest
+from kvlane.app.engine.interface import EngineError, EngineFull, InvalidRequest
 
 RETRYABLE_4XX = frozenset({401, 402, 403, 404, 405, 408, 409, 421, 425, 429})
 """Statuses about the server or the caller (unknown model, wrong key, rate limit), not about the

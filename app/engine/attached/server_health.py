@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from app.engine.attached.server_client import ServerClient
-from app.engine.attached.server_metrics import ServerMetrics, read_metrics
-from app.engine.interface import EngineError
-from streams.clock import Clock
+from kvlane.app.engine.attached.server_client import ServerClient
+from kvlane.app.engine.attached.server_metrics import ServerMetrics, read_metrics
+from kvlane.app.engine.interface import EngineError
+from kvlane.streams.clock import Clock
 
 log = logging.getLogger(__name__)
 

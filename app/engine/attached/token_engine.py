@@ -21,13 +21,16 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from app.engine.attached.completion_events import ECHO_BYTES_PER_TOKEN, MAX_COMPLETION_EVENT_BYTES
-from app.engine.attached.request_body import ServerDialect, completion_body, prefill_body
-from app.engine.attached.server_engine import ServerAddress, ServerEngine
-from app.engine.attached.server_metrics import ServerMetrics
-from app.engine.attached.token_completion import PrefillResponse, TokenCompletion
-from app.engine.attached.zmq_events import ZmqEventFollower
-from app.engine.interface import (
+from kvlane.app.engine.attached.completion_events import (
+    ECHO_BYTES_PER_TOKEN,
+    MAX_COMPLETION_EVENT_BYTES,
+)
+from kvlane.app.engine.attached.request_body import ServerDialect, completion_body, prefill_body
+from kvlane.app.engine.attached.server_engine import ServerAddress, ServerEngine
+from kvlane.app.engine.attached.server_metrics import ServerMetrics
+from kvlane.app.engine.attached.token_completion import PrefillResponse, TokenCompletion
+from kvlane.app.engine.attached.zmq_events import ZmqEventFollower
+from kvlane.app.engine.interface import (
     EngineError,
     EngineOutput,
     GenerateContext,
@@ -35,13 +38,13 @@ from app.engine.interface import (
     token_usage,
     with_whole_thinking_budget,
 )
-from app.preprocess.text.tokenizer import Tokenizer
-from indexer.cache_events.engine_events import AllCleared, EngineEvent
-from indexer.cache_events.estimated_cache import EstimatedCache
-from streams.clock import Clock
-from streams.codecs import token_count, unpack_tokens
-from streams.records import EngineConfig
-from streams.request import Request
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.indexer.cache_events.engine_events import AllCleared, EngineEvent
+from kvlane.indexer.cache_events.estimated_cache import EstimatedCache
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import token_count, unpack_tokens
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
 

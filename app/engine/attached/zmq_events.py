@@ -23,8 +23,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from app.engine.interface import EngineError, KvEventListener
-from app.engine.kv_events import (
+from kvlane.app.engine.interface import EngineError, KvEventListener
+from kvlane.app.engine.kv_events import (
     END_OF_REPLAY,
     BatchNumberTracker,
     EngineEventBatch,
@@ -32,7 +32,7 @@ from app.engine.kv_events import (
     decode_batch,
     recovered_events,
 )
-from indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
+from kvlane.indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.engine.simulated.block_cache import BlockCache
-from app.perf_curves import PerfCurves
+from kvlane.app.engine.simulated.block_cache import BlockCache
+from kvlane.app.perf_curves import PerfCurves
 
 WAITING, PREFILL, DECODE, HELD, FINISHED = range(5)
 """The phases of a sequence. HELD: its prompt is computed, its blocks wait for their transfer."""

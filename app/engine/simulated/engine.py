@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     TEXT_ONLY_UNSUPPORTED,
     Engine,
     EngineDead,
@@ -27,18 +27,18 @@ from app.engine.interface import (
     check_text_only,
     token_usage,
 )
-from app.engine.simulated.batch import HELD, BatchState, EngineLimits, StepResult
-from app.engine.simulated.batch import BatchSequence as Modelled
-from app.engine.simulated.simulated_run import STORAGE_MEDIUM, SimulatedRun
-from app.engine.simulated.step import add_sequence, release_held, remove_sequence, run_step
-from app.engine.simulated.text_generator import Continuation, echo_continuation
-from app.engine.simulated.transfers import KvTransfers
-from indexer.cache_events.engine_events import BlocksRemoved, EngineEvent
-from streams.clock import Clock
-from streams.codecs import token_count
-from streams.record_base import JsonText
-from streams.records import EngineConfig, EngineStats
-from streams.request import Request
+from kvlane.app.engine.simulated.batch import HELD, BatchState, EngineLimits, StepResult
+from kvlane.app.engine.simulated.batch import BatchSequence as Modelled
+from kvlane.app.engine.simulated.simulated_run import STORAGE_MEDIUM, SimulatedRun
+from kvlane.app.engine.simulated.step import add_sequence, release_held, remove_sequence, run_step
+from kvlane.app.engine.simulated.text_generator import Continuation, echo_continuation
+from kvlane.app.engine.simulated.transfers import KvTransfers
+from kvlane.indexer.cache_events.engine_events import BlocksRemoved, EngineEvent
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import token_count
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.records import EngineConfig, EngineStats
+from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
 

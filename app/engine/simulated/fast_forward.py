@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine.simulated.batch import BatchState
-from indexer.kernels import kernel
+from kvlane.app.engine.simulated.batch import BatchState
+from kvlane.indexer.kernels import kernel
 
 
 def decode_only_steps(state: BatchState) -> int:

@@ -10,14 +10,14 @@ import asyncio
 from array import array
 from hashlib import blake2b
 
-from app.engine.interface import EngineError, EngineOutput, GenerateContext, token_usage
-from app.engine.simulated.batch import BatchSequence, StoredBlocks
-from app.engine.simulated.text_generator import Continuation
-from indexer.cache_events.engine_events import BlocksStored
-from streams.codecs import pack_tokens, unpack_tokens
-from streams.record_base import JsonText
-from streams.records import FinishReason
-from streams.request import Request, StopConditions
+from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, token_usage
+from kvlane.app.engine.simulated.batch import BatchSequence, StoredBlocks
+from kvlane.app.engine.simulated.text_generator import Continuation
+from kvlane.indexer.cache_events.engine_events import BlocksStored
+from kvlane.streams.codecs import pack_tokens, unpack_tokens
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.records import FinishReason
+from kvlane.streams.request import Request, StopConditions
 
 STORAGE_MEDIUM = "GPU"
 

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
-from app.engine.simulated.batch import (
+from kvlane.app.engine.simulated.batch import (
     DECODE,
     FINISHED,
     HELD,

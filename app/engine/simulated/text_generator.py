@@ -18,11 +18,11 @@ from importlib.resources import files
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from app.engine.echo import current_turn
-from app.preprocess.text.stop_conditions import TextStream
-from streams.codecs import TOKEN_BYTES, pack_tokens, unpack_tokens
-from streams.records import FinishReason
-from streams.request import Request
+from kvlane.app.engine.echo import current_turn
+from kvlane.app.preprocess.text.stop_conditions import TextStream
+from kvlane.streams.codecs import TOKEN_BYTES, pack_tokens, unpack_tokens
+from kvlane.streams.records import FinishReason
+from kvlane.streams.request import Request
 
 Continuation = Callable[[Sequence[int], int | None], Iterator[int]]
 """(sequence, maximum number of tokens or None) → tokens."""
@@ -80,7 +80,7 @@ def echo_continuation(sequence: Sequence[int], max_tokens: int | None) -> Iterat
 
 def demo_sentences() -> list[str]:
     """The sentences that come with kvlane, for a `TextGenerator`."""
-    text = files("app").joinpath("data/sentences.txt").read_text("utf-8")
+    text = files("kvlane.app").joinpath("data/sentences.txt").read_text("utf-8")
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.engine.interface import EngineError
-from streams.clock import Clock
-from streams.record_base import JsonText
+from kvlane.app.engine.interface import EngineError
+from kvlane.streams.clock import Clock
+from kvlane.streams.record_base import JsonText
 
 
 class TransferModel(NamedTuple):

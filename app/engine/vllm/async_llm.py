@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.engine.interface import (
+from kvlane.app.engine.interface import (
     Engine,
     EngineDead,
     EngineError,
@@ -34,18 +34,23 @@ from app.engine.interface import (
     token_usage,
     with_whole_thinking_budget,
 )
-from app.engine.process_reaper import ProcessReaper
-from app.engine.vllm.event_receiver import KvEventReceiver
-from app.engine.vllm.fork_safety import make_fork_safe
-from app.engine.vllm.params import KV_TRANSFER_FIELD, sampling_params, vllm_priority, vllm_prompt
-from app.engine.vllm.parent_death import PARENT_PID_VARIABLE
-from app.engine.vllm.plugin import ENDPOINT_PREFIX
-from app.engine.vllm.stats import VllmStats
-from app.engine.vllm.versions import check_plugin, installed_version
-from streams.clock import Clock
-from streams.codecs import token_count
-from streams.records import EngineConfig, EngineStats, FinishReason, LogProb
-from streams.request import Request
+from kvlane.app.engine.process_reaper import ProcessReaper
+from kvlane.app.engine.vllm.event_receiver import KvEventReceiver
+from kvlane.app.engine.vllm.fork_safety import make_fork_safe
+from kvlane.app.engine.vllm.params import (
+    KV_TRANSFER_FIELD,
+    sampling_params,
+    vllm_priority,
+    vllm_prompt,
+)
+from kvlane.app.engine.vllm.parent_death import PARENT_PID_VARIABLE
+from kvlane.app.engine.vllm.plugin import ENDPOINT_PREFIX
+from kvlane.app.engine.vllm.stats import VllmStats
+from kvlane.app.engine.vllm.versions import check_plugin, installed_version
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import token_count
+from kvlane.streams.records import EngineConfig, EngineStats, FinishReason, LogProb
+from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +201,7 @@ class VllmEngine(Engine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if endpoint:
-            from app.engine.vllm.plugin import register
+            from kvlane.app.engine.vllm.plugin import register
 
             register()
         os.environ[PARENT_PID_VARIABLE] = str(os.getpid())

@@ -16,14 +16,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from app.engine.interface import KvEventListener
-from app.engine.kv_events import (
+from kvlane.app.engine.interface import KvEventListener
+from kvlane.app.engine.kv_events import (
     BatchNumberTracker,
     EngineEventBatch,
     UnreadableEvents,
     decode_batch,
 )
-from indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
+from kvlane.indexer.cache_events.engine_events import AllCleared, EngineEvent, EventsLost
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.engine.vllm.versions import INSTALL_VLLM
-from app.preprocess.prompt_errors import BadModel
+from kvlane.app.engine.vllm.versions import INSTALL_VLLM
+from kvlane.app.preprocess.prompt_errors import BadModel
 
 MODEL_FILE_PATTERNS = ("*.json", "*.jinja")
 """The files that `app/preprocess/models/model_folder.py` reads; vLLM downloads the weights itself.

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from app.engine.interface import InvalidRequest, refuse_unknown_options
-from app.engine.media_urls import check_url
-from streams.codecs import unpack_tokens
-from streams.record_base import JsonText
-from streams.records import Phase
-from streams.request import GuidedDecoding, MultimodalData, Request
+from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
+from kvlane.app.engine.media_urls import check_url
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.records import Phase
+from kvlane.streams.request import GuidedDecoding, MultimodalData, Request
 
 KV_TRANSFER_FIELD = "kv_transfer_params"
 """The field of a prefill's transfer for vLLM's connector."""

@@ -22,7 +22,7 @@ def register() -> None:
     """Use kvlane's publisher for endpoints with the prefix. Idempotent."""
     from vllm.distributed.kv_events import EventPublisherFactory
 
-    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
+    from kvlane.app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
     known = EventPublisherFactory._registry  # noqa: SLF001 - vLLM's config accepts no new names
     plain = known["zmq"]

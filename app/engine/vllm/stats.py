@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from streams.records import EngineStats
+from kvlane.streams.records import EngineStats
 
 
 class VllmStats:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from app.engine.interface import EngineError
-from app.engine.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
-from app.operator_error import install_hint
+from kvlane.app.engine.interface import EngineError
+from kvlane.app.engine.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
+from kvlane.app.operator_error import install_hint
 
 log = logging.getLogger(__name__)
 

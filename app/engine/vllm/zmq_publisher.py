@@ -17,7 +17,7 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import EventPublisher, ZmqEventPublisher
 
-from app.engine.vllm.parent_death import end_with_parent
+from kvlane.app.engine.vllm.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)
 

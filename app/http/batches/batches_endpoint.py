@@ -17,15 +17,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.batches.batch_log import BatchLog
-from app.http.api_errors import ApiError, invalid_request
-from app.http.authentication import Caller, caller_of
-from app.http.batches.listing import json_response, list_response, page_of, translated
-from app.http.middleware import BodyLimiter
-from app.http.openai.completions import parse_body
-from app.http.openai.gateway_deps import GatewayDeps
-from app.preprocess.cooperative_steps import run_cooperatively
-from streams.batch_records import BatchCancel, BatchEndpoint, BatchJob
+from kvlane.app.batches.batch_log import BatchLog
+from kvlane.app.http.api_errors import ApiError, invalid_request
+from kvlane.app.http.authentication import Caller, caller_of
+from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
+from kvlane.app.http.middleware import BodyLimiter
+from kvlane.app.http.openai.completions import parse_body
+from kvlane.app.http.openai.gateway_deps import GatewayDeps
+from kvlane.app.preprocess.cooperative_steps import run_cooperatively
+from kvlane.streams.batch_records import BatchCancel, BatchEndpoint, BatchJob
 
 LIST_DEFAULT, LIST_MOST = 20, 100
 MAX_METADATA = 16

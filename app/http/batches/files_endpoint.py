@@ -16,13 +16,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from app.http.api_errors import ApiError, invalid_request, overloaded
-from app.http.authentication import Caller, caller_of
-from app.http.batches.listing import json_response, list_response, page_of, translated
-from app.http.batches.multipart_upload import MultipartBody, multipart_body
-from app.http.openai.gateway_deps import GatewayDeps
-from streams.batch_records import FileCard, FilePurpose
-from streams.topics import FILE_RETENTION_MS
+from kvlane.app.http.api_errors import ApiError, invalid_request, overloaded
+from kvlane.app.http.authentication import Caller, caller_of
+from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
+from kvlane.app.http.batches.multipart_upload import MultipartBody, multipart_body
+from kvlane.app.http.openai.gateway_deps import GatewayDeps
+from kvlane.streams.batch_records import FileCard, FilePurpose
+from kvlane.streams.topics import FILE_RETENTION_MS
 
 MAX_TRANSFERS = 16
 """Uploads and downloads at a time, of some megabytes of memory each; more are refused. A tenant has

@@ -11,11 +11,11 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
-from app.batches.file_store import FileDamaged
-from app.http.api_errors import ApiError, error_of_stream, invalid_request
-from app.http.probes import JSON
-from streams.batch_records import BatchJob, FileCard
-from streams.errors import StreamError
+from kvlane.app.batches.file_store import FileDamaged
+from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_request
+from kvlane.app.http.probes import JSON
+from kvlane.streams.batch_records import BatchJob, FileCard
+from kvlane.streams.errors import StreamError
 
 Entity = TypeVar("Entity", FileCard, BatchJob)
 

@@ -17,8 +17,8 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import HttpProcessingError
 from starlette.requests import ClientDisconnect, Request
 
-from app.http.api_errors import ApiError, invalid_request
-from app.http.middleware import check_content_encoding
+from kvlane.app.http.api_errors import ApiError, invalid_request
+from kvlane.app.http.middleware import check_content_encoding
 
 T = TypeVar("T")
 

@@ -16,26 +16,26 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from app.http.api_errors import (
+from kvlane.app.http.api_errors import (
     ApiError,
     error_of_stream,
     gateway_stopping,
     overloaded,
     unknown_stream,
 )
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.clock import BrokerClock, Clock
-from streams.errors import BrokerUnavailable, StreamError
-from streams.ids import RequestIds, has_tenant_tag
-from streams.ports import Log
-from streams.record_publisher import RecordPublisher
-from streams.records import Cancel
-from streams.request import Request
-from streams.responses.reply_reader import ReplyReader
-from streams.responses.reply_stream import Reply
-from streams.retry import retry_while_unavailable
-from streams.topics import REQUESTS, RESPONSES, lane_of
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.errors import BrokerUnavailable, StreamError
+from kvlane.streams.ids import RequestIds, has_tenant_tag
+from kvlane.streams.ports import Log
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Cancel
+from kvlane.streams.request import Request
+from kvlane.streams.responses.reply_reader import ReplyReader
+from kvlane.streams.responses.reply_stream import Reply
+from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
 

@@ -12,28 +12,28 @@ from opentelemetry.trace import Span, SpanKind
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from app.http.api_errors import ApiError, invalid_request
-from app.http.authentication import Caller, caller_of
-from app.http.middleware import BodyLimiter
-from app.http.openai.event_encoder import ResponseOptions
-from app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
-from app.http.openai.logprobs import TokenText
-from app.http.openai.merged_replies import publish_and_read
-from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from app.http.openai.response_writer import CompletionResponse
-from app.preprocess.cooperative_steps import Steps, run_cooperatively
-from app.preprocess.json_errors import json_error
-from app.preprocess.json_limits import check_size, parse_json
-from app.preprocess.models.byte_model import Model
-from app.preprocess.models.model import PreparedPrompts
-from app.preprocess.request_reader import prepare, read_request
-from app.preprocess.requests import openai_requests
-from app.preprocess.requests.engine_features import check_supported
-from app.preprocess.requests.openai_requests import OpenAIRequest
-from app.preprocess.requests.passthrough import PassthroughRequest
-from app.runtime import spans
-from streams.ids import issued_ms
-from streams.request import Request, ResultOptions
+from kvlane.app.http.api_errors import ApiError, invalid_request
+from kvlane.app.http.authentication import Caller, caller_of
+from kvlane.app.http.middleware import BodyLimiter
+from kvlane.app.http.openai.event_encoder import ResponseOptions
+from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
+from kvlane.app.http.openai.logprobs import TokenText
+from kvlane.app.http.openai.merged_replies import publish_and_read
+from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
+from kvlane.app.preprocess.json_errors import json_error
+from kvlane.app.preprocess.json_limits import check_size, parse_json
+from kvlane.app.preprocess.models.byte_model import Model
+from kvlane.app.preprocess.models.model import PreparedPrompts
+from kvlane.app.preprocess.request_reader import prepare, read_request
+from kvlane.app.preprocess.requests import openai_requests
+from kvlane.app.preprocess.requests.engine_features import check_supported
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
+from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
+from kvlane.app.runtime import spans
+from kvlane.streams.ids import issued_ms
+from kvlane.streams.request import Request, ResultOptions
 
 DETACH_HEADER = "x-kvlane-detach"
 """Header: with the value true, a request continues after its client disconnects."""

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.http.api_errors import error_of_piece, invalid_request
-from app.http.openai import openai_responses, sse
-from app.http.openai.merged_replies import ReplyPiece
-from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
-from app.http.openai.passthrough_fields import split_chunk
-from app.metrics.gateway_metrics import TokenTimes
-from streams.records import Chunk
+from kvlane.app.http.api_errors import error_of_piece, invalid_request
+from kvlane.app.http.openai import openai_responses, sse
+from kvlane.app.http.openai.merged_replies import ReplyPiece
+from kvlane.app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
+from kvlane.app.http.openai.passthrough_fields import split_chunk
+from kvlane.app.metrics.gateway_metrics import TokenTimes
+from kvlane.streams.records import Chunk
 
 
 class ResponseOptions(NamedTuple):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.batches.batch_log import BatchLog
-from app.batches.file_store import FileStore
-from app.http.authentication import AccessControl
-from app.http.openai.active_streams import ActiveStreams
-from app.http.openai.served_models import ModelCatalog, ServedModels
-from app.http.probes import Probes
-from app.metrics.gateway_metrics import GatewayMetrics
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.ids import RequestIds
+from kvlane.app.batches.batch_log import BatchLog
+from kvlane.app.batches.file_store import FileStore
+from kvlane.app.http.authentication import AccessControl
+from kvlane.app.http.openai.active_streams import ActiveStreams
+from kvlane.app.http.openai.served_models import ModelCatalog, ServedModels
+from kvlane.app.http.probes import Probes
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.ids import RequestIds
 
 DEADLINE_MARGIN_S = 30.0
 """Time after its deadline within which a router must end a request."""

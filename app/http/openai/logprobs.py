@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from app.http.openai.passthrough_fields import JsonObject
-from streams.records import Chunk, LogProb
+from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.streams.records import Chunk, LogProb
 
 
 class TokenText(NamedTuple):

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from app.http.api_errors import error_of_stream
-from app.http.openai.active_streams import ActiveStreams
-from streams.errors import StreamError
-from streams.records import Chunk, End
-from streams.request import Request
-from streams.responses.reply_stream import PieceSink, Reply
+from kvlane.app.http.api_errors import error_of_stream
+from kvlane.app.http.openai.active_streams import ActiveStreams
+from kvlane.streams.errors import StreamError
+from kvlane.streams.records import Chunk, End
+from kvlane.streams.request import Request
+from kvlane.streams.responses.reply_stream import PieceSink, Reply
 
 ReplyPiece = Chunk | End
 

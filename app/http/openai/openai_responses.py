@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from app.http.openai import logprobs, passthrough_fields
-from app.http.openai.logprobs import TokenLogprobs, TokenText
-from app.http.openai.passthrough_fields import JsonObject
-from streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
-from streams.responses.positions import Position, rest_after
+from kvlane.app.http.openai import logprobs, passthrough_fields
+from kvlane.app.http.openai.logprobs import TokenLogprobs, TokenText
+from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
+from kvlane.streams.responses.positions import Position, rest_after
 
 EndpointKind = Literal["chat", "completion", "embedding"]
 

@@ -16,9 +16,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app.http.openai.openai_responses import EndpointKind
-from app.http.openai.passthrough_fields import JsonObject
-from app.preprocess.requests.request_models import (
+from kvlane.app.http.openai.openai_responses import EndpointKind
+from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.preprocess.requests.request_models import (
     MAX_INPUTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -26,8 +26,8 @@ from app.preprocess.requests.request_models import (
     CompletionBody,
     EmbeddingBody,
 )
-from streams.batch_records import BatchEndpoint, BatchStatus, FilePurpose
-from streams.records import MAX_ID_CHARS
+from kvlane.streams.batch_records import BatchEndpoint, BatchStatus, FilePurpose
+from kvlane.streams.records import MAX_ID_CHARS
 
 _REF = "#/components/schemas/{model}"
 _BODIES: dict[str, type[BaseModel]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streams.records import Chunk, PassthroughDelta
+from kvlane.streams.records import Chunk, PassthroughDelta
 
 JsonObject = dict[str, Any]
 """An object of JSON, decoded or to be encoded."""

@@ -25,17 +25,22 @@ from opentelemetry.trace import Span
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.http.api_errors import ApiError, deadline_exceeded, error_of_stream, gateway_stopping
-from app.http.body_writer import BodyWriter, body_writer_of
-from app.http.openai import openai_responses, sse
-from app.http.openai.event_encoder import EventEncoder, ResponseOptions
-from app.http.openai.merged_replies import MergedReplies, ReplyPiece, is_last
-from app.http.openai.openai_responses import Choice
-from app.metrics.gateway_metrics import GatewayMetrics, TokenTimes
-from app.runtime.spans import NO_SPAN, set_error
-from streams.clock import Clock
-from streams.errors import LogClosed, StreamError
-from streams.responses.reply_stream import PieceSink
+from kvlane.app.http.api_errors import (
+    ApiError,
+    deadline_exceeded,
+    error_of_stream,
+    gateway_stopping,
+)
+from kvlane.app.http.body_writer import BodyWriter, body_writer_of
+from kvlane.app.http.openai import openai_responses, sse
+from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
+from kvlane.app.http.openai.merged_replies import MergedReplies, ReplyPiece, is_last
+from kvlane.app.http.openai.openai_responses import Choice
+from kvlane.app.metrics.gateway_metrics import GatewayMetrics, TokenTimes
+from kvlane.app.runtime.spans import NO_SPAN, set_error
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import LogClosed, StreamError
+from kvlane.streams.responses.reply_stream import PieceSink
 
 log = logging.getLogger(__name__)
 

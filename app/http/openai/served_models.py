@@ -13,17 +13,22 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from app.http.api_errors import DEFAULT_RETRY_AFTER_S, ApiError, error_of_stream, invalid_request
-from app.http.openai.openai_responses import EndpointKind
-from app.preprocess.models.byte_model import ByteModel, Model
-from app.preprocess.models.model_loader import ModelLoader
-from app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
-from app.routing.state.fleet import Fleet, FleetMember
-from streams.errors import StreamError
-from streams.ports import Partition
-from streams.record_base import ModelKind
-from streams.records import LogRecord, ModelCard, WorkerCard
-from streams.topics import REGISTRY
+from kvlane.app.http.api_errors import (
+    DEFAULT_RETRY_AFTER_S,
+    ApiError,
+    error_of_stream,
+    invalid_request,
+)
+from kvlane.app.http.openai.openai_responses import EndpointKind
+from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.model_loader import ModelLoader
+from kvlane.app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
+from kvlane.app.routing.state.fleet import Fleet, FleetMember
+from kvlane.streams.errors import StreamError
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import ModelKind
+from kvlane.streams.records import LogRecord, ModelCard, WorkerCard
+from kvlane.streams.topics import REGISTRY
 
 MAX_KNOWN_NAMES = 10_000
 """Names of models that had a worker before; more than any registry has."""

@@ -15,16 +15,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.http.api_errors import invalid_request
-from app.http.authentication import caller_of
-from app.http.openai.event_encoder import ResponseOptions
-from app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
-from app.http.openai.merged_replies import resume_reply
-from app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from app.http.openai.response_writer import CompletionResponse
-from streams.ids import issued_ms
-from streams.records import MAX_ID_CHARS
-from streams.responses.reply_reader import may_begin
+from kvlane.app.http.api_errors import invalid_request
+from kvlane.app.http.authentication import caller_of
+from kvlane.app.http.openai.event_encoder import ResponseOptions
+from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
+from kvlane.app.http.openai.merged_replies import resume_reply
+from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.streams.ids import issued_ms
+from kvlane.streams.records import MAX_ID_CHARS
+from kvlane.streams.responses.reply_reader import may_begin
 
 UNDATED_START_S = 5.0
 """Time within which a request must start whose id has no timestamp."""

@@ -20,31 +20,31 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from app.lanes.scheduling.scheduler import Scheduler
-from app.lanes.scheduling.waiting_tasks import WaitingTasks
-from app.routing.queueing.deferred_prompts import QueueSize
-from app.routing.queueing.fair_share import FairQueue
-from app.routing.queueing.pending import LaneRequest
-from app.routing.queueing.router_queue import batch_run
-from app.routing.queueing.waiting_requests import WaitingRequests
-from app.routing.queueing.wake_ups import QueueName
-from app.routing.selection.batch_placement import (
+from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.lanes.scheduling.waiting_tasks import WaitingTasks
+from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.fair_share import FairQueue
+from kvlane.app.routing.queueing.pending import LaneRequest
+from kvlane.app.routing.queueing.router_queue import batch_run
+from kvlane.app.routing.queueing.waiting_requests import WaitingRequests
+from kvlane.app.routing.queueing.wake_ups import QueueName
+from kvlane.app.routing.selection.batch_placement import (
     RESUME_ELSEWHERE_MS,
     BatchBounds,
     max_sequences,
     place_batch_request,
     runs_to_preempt,
 )
-from app.routing.selection.decision import Decision, Placement, RoutingState, Wait
-from app.routing.state.active_load import WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey
-from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import LedgerState
-from app.routing.state.performance import profile_from_card
-from app.routing.state.request_state import OPEN, RequestState
-from app.routing.worker_rank import WorkerRank
-from streams.clock import BrokerClock
-from streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
+from kvlane.app.routing.selection.decision import Decision, Placement, RoutingState, Wait
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.performance import profile_from_card
+from kvlane.app.routing.state.request_state import OPEN, RequestState
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
 
 WAKE_INTERVAL_S = 0.05
 """From a record that may have freed a place to the next look: a busy ledger has thousands a second,

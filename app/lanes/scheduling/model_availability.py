@@ -6,8 +6,8 @@ import math
 from collections import OrderedDict
 from typing import Any
 
-from app.routing.state.fleet import Fleet
-from streams.clock import BrokerClock
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.clock import BrokerClock
 
 MAX_MODELS = 10_000
 """Bound on the names of models; more than any registry has."""

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.routing.queueing.deferred_prompts import QueueSize
-from app.routing.queueing.fair_share import QueueKey
-from streams.record_base import ServiceClass
-from streams.records import RequestOffset
-from streams.request import Request
+from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.fair_share import QueueKey
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import RequestOffset
+from kvlane.streams.request import Request
 
 
 class RemainingWork(NamedTuple):

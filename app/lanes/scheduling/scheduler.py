@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from app.lanes.scheduling.model_availability import ModelAvailability
-from app.lanes.scheduling.waiting_tasks import WaitingTasks
-from app.routing.queueing.pending import LaneRequest, RequestKey
-from app.routing.queueing.router_queue import RouterQueue
-from app.routing.queueing.waiting_requests import WaitingRequests
-from app.routing.selection.decision import Decision, Wait
-from app.routing.selection.handover_rules import FirstPhase
-from streams.clock import BrokerClock
-from streams.records import LogRecord, ModelCard, WorkerCard
+from kvlane.app.lanes.scheduling.model_availability import ModelAvailability
+from kvlane.app.lanes.scheduling.waiting_tasks import WaitingTasks
+from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
+from kvlane.app.routing.queueing.router_queue import RouterQueue
+from kvlane.app.routing.queueing.waiting_requests import WaitingRequests
+from kvlane.app.routing.selection.decision import Decision, Wait
+from kvlane.app.routing.selection.handover_rules import FirstPhase
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.records import LogRecord, ModelCard, WorkerCard
 
 
 class Scheduler:

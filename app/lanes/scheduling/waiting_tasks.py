@@ -8,12 +8,12 @@ from collections.abc import Hashable
 from functools import partial
 from typing import TypeVar
 
-from app.routing.queueing.deferred_prompts import DeferredPrompts, QueueSize
-from app.routing.queueing.fair_share import QueueKey
-from app.routing.queueing.pending import RequestKey
-from app.routing.queueing.wake_ups import MIN_WAIT_MS, WakeUps
-from app.wait_queue import resolve
-from streams.clock import BrokerClock
+from kvlane.app.routing.queueing.deferred_prompts import DeferredPrompts, QueueSize
+from kvlane.app.routing.queueing.fair_share import QueueKey
+from kvlane.app.routing.queueing.pending import RequestKey
+from kvlane.app.routing.queueing.wake_ups import MIN_WAIT_MS, WakeUps
+from kvlane.app.wait_queue import resolve
+from kvlane.streams.clock import BrokerClock
 
 K = TypeVar("K", bound=Hashable)
 

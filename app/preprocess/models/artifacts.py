@@ -19,16 +19,16 @@ from contextlib import aclosing, suppress
 from hashlib import sha256
 from pathlib import Path
 
-from app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
-from app.preprocess.thread_pool import WorkPool
-from streams.clock import Clock
-from streams.errors import PositionLost
-from streams.ports import Log, Partition, Record
-from streams.reading.part_format import PART_BYTES, numbered_part, part_number
-from streams.reading.range_reader import read_range
-from streams.record_publisher import RecordPublisher
-from streams.records import Artifact
-from streams.topics import ARTIFACTS, partition_of
+from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
+from kvlane.app.preprocess.thread_pool import WorkPool
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import PositionLost
+from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.reading.part_format import PART_BYTES, numbered_part, part_number
+from kvlane.streams.reading.range_reader import read_range
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Artifact
+from kvlane.streams.topics import ARTIFACTS, partition_of
 
 log = logging.getLogger(__name__)
 

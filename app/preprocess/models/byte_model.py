@@ -10,16 +10,16 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from app.preprocess.json_limits import MAX_PROMPT_TOKENS
-from app.preprocess.models.model import PreparedPrompts
-from app.preprocess.prompt_errors import InvalidPrompt, context_error
-from app.preprocess.requests.openai_requests import NO_EFFORT, OpenAIRequest, TextOrTokens
-from app.preprocess.requests.request_models import ChatBody, TokensBody
-from app.preprocess.text import byte_level
-from app.preprocess.text.detokenize import ByteLevelDetokenizer, Vocabulary
-from app.preprocess.text.stop_conditions import TextStream
-from streams.records import ModelCard
-from streams.request import Request
+from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
+from kvlane.app.preprocess.models.model import PreparedPrompts
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, context_error
+from kvlane.app.preprocess.requests.openai_requests import NO_EFFORT, OpenAIRequest, TextOrTokens
+from kvlane.app.preprocess.requests.request_models import ChatBody, TokensBody
+from kvlane.app.preprocess.text import byte_level
+from kvlane.app.preprocess.text.detokenize import ByteLevelDetokenizer, Vocabulary
+from kvlane.app.preprocess.text.stop_conditions import TextStream
+from kvlane.streams.records import ModelCard
+from kvlane.streams.request import Request
 
 _VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)], frozenset())
 

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.preprocess.json_limits import MAX_PROMPT_TOKENS
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
-from app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
-from app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
-from app.preprocess.text.chat_template import ChatTemplate
-from app.preprocess.text.piece_cache import PieceCache, Scope
-from app.preprocess.text.stop_conditions import TextStream
-from app.preprocess.text.tokenizer import Tokenizer, TooManyTokens
-from app.preprocess.thread_pool import WorkPool
-from streams.clock import Clock
-from streams.codecs import unpack_tokens
-from streams.records import Artifact, ModelCard
-from streams.request import Request
+from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
+from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.app.preprocess.text.piece_cache import PieceCache, Scope
+from kvlane.app.preprocess.text.stop_conditions import TextStream
+from kvlane.app.preprocess.text.tokenizer import Tokenizer, TooManyTokens
+from kvlane.app.preprocess.thread_pool import WorkPool
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.records import Artifact, ModelCard
+from kvlane.streams.request import Request
 
 
 class PreparedPrompts(NamedTuple):

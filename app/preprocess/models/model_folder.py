@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from app.preprocess.prompt_errors import BadModel
-from streams.records import Artifact, ModelCard
-from streams.request import SamplingOptions
+from kvlane.app.preprocess.prompt_errors import BadModel
+from kvlane.streams.records import Artifact, ModelCard
+from kvlane.streams.request import SamplingOptions
 
 T = TypeVar("T")
 
-DEMO_MODEL_FOLDER = Path(str(files("app"))) / "data" / "demo-model"
+DEMO_MODEL_FOLDER = Path(str(files("kvlane.app"))) / "data" / "demo-model"
 """A small tokenizer, with its template."""
 
 

@@ -10,15 +10,15 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from app.preprocess.models import model as loaded
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import LoadedModel
-from app.preprocess.prompt_errors import BadModel
-from app.preprocess.text.piece_cache import PieceCache
-from app.preprocess.thread_pool import WorkPool
-from app.runtime.process import ProcessContext
-from streams.errors import StreamError
-from streams.records import ModelCard
+from kvlane.app.preprocess.models import model as loaded
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import LoadedModel
+from kvlane.app.preprocess.prompt_errors import BadModel
+from kvlane.app.preprocess.text.piece_cache import PieceCache
+from kvlane.app.preprocess.thread_pool import WorkPool
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.errors import StreamError
+from kvlane.streams.records import ModelCard
 
 log = logging.getLogger(__name__)
 

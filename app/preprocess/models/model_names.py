@@ -11,10 +11,10 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
-from app.routing.state.fleet import Fleet
-from streams.record_base import ModelKind
-from streams.records import ModelCard, WorkerCard
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, UnknownModel
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.record_base import ModelKind
+from kvlane.streams.records import ModelCard, WorkerCard
 
 MAX_LISTED_NAMES = 5
 """Names that an error lists at most."""

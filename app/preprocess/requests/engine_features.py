@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.requests.guided_decoding import guided_field
-from app.preprocess.requests.openai_requests import OpenAIRequest
-from app.preprocess.requests.passthrough import PassthroughRequest
-from app.routing.state.fleet import Fleet
-from streams.records import GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.guided_decoding import guided_field
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
+from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.records import GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE
 
 
 def unsupported_features(fleet: Fleet, model: str) -> frozenset[str]:

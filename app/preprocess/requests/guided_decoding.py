@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from app.preprocess.requests.grammar_cost import (
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.grammar_cost import (
     MAX_COST,
     cost_of_choices,
     cost_of_json,
     cost_of_pattern,
 )
-from app.preprocess.requests.request_models import GenerationBody
-from streams.record_base import JsonText
-from streams.request import GuidedDecoding
+from kvlane.app.preprocess.requests.request_models import GenerationBody
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.request import GuidedDecoding
 
 MAX_GRAMMAR_DEPTH = 500
 """Brackets inside brackets: the parsers of grammars are recursive."""

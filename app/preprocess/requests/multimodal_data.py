@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from streams.request import MultimodalData
+from kvlane.streams.request import MultimodalData
 
 Media = dict[str, tuple[MultimodalData, ...]]
 

@@ -23,11 +23,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from app.preprocess.json_limits import MAX_PROMPT_TOKENS
-from app.preprocess.prompt_errors import InvalidPrompt
-from streams.codecs import pack_tokens
-from streams.record_base import JsonText
-from streams.request import (
+from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.record_base import JsonText
+from kvlane.streams.request import (
     NO_HINTS,
     BlockExtraInfo,
     Hints,

@@ -19,17 +19,17 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import BaseModel, ValidationError
 
-from app.preprocess.json_limits import check_size
-from app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt, invalid_prompt
-from app.preprocess.requests.guided_decoding import guided_decoding_of
-from app.preprocess.requests.nvext import (
+from kvlane.app.preprocess.json_limits import check_size
+from kvlane.app.preprocess.prompt_errors import ContextExceeded, InvalidPrompt, invalid_prompt
+from kvlane.app.preprocess.requests.guided_decoding import guided_decoding_of
+from kvlane.app.preprocess.requests.nvext import (
     NvExt,
     extra_args_of,
     mm_routing_of,
     routing_fields_of,
     with_headers,
 )
-from app.preprocess.requests.request_models import (
+from kvlane.app.preprocess.requests.request_models import (
     MAX_CHOICES,
     ChatBody,
     CompletionBody,
@@ -37,11 +37,11 @@ from app.preprocess.requests.request_models import (
     PassthroughBody,
     TokensBody,
 )
-from app.preprocess.requests.unsupported_fields import OF_CHATS, refuse_unsupported
-from app.preprocess.text.chat_template import ChatTemplate
-from streams.codecs import pack_tokens
-from streams.records import ModelCard
-from streams.request import OutputOptions, Request, SamplingOptions, StopConditions
+from kvlane.app.preprocess.requests.unsupported_fields import OF_CHATS, refuse_unsupported
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import ModelCard
+from kvlane.streams.request import OutputOptions, Request, SamplingOptions, StopConditions
 
 TokenizedKind = Literal["chat", "completion", "tokens"]
 TextOrTokens = str | Sequence[int]

@@ -22,13 +22,13 @@ from typing import Any, Literal
 import msgspec
 from pydantic import ValidationError
 
-from app.preprocess.json_limits import check_size
-from app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
-from app.preprocess.requests.nvext import NvExt, routing_fields_of, with_headers
-from app.preprocess.requests.openai_requests import RoutingOptions
-from app.preprocess.requests.request_models import MAX_CHOICES, PassthroughBody
-from streams.records import ModelCard
-from streams.request import OpenAiBody, Request, SamplingOptions, StopConditions
+from kvlane.app.preprocess.json_limits import check_size
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
+from kvlane.app.preprocess.requests.nvext import NvExt, routing_fields_of, with_headers
+from kvlane.app.preprocess.requests.openai_requests import RoutingOptions
+from kvlane.app.preprocess.requests.request_models import MAX_CHOICES, PassthroughBody
+from kvlane.streams.records import ModelCard
+from kvlane.streams.request import OpenAiBody, Request, SamplingOptions, StopConditions
 
 BYTES_PER_TOKEN = 4
 """For JSON with English text; other languages have more tokens per byte, code fewer."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 
 _GROUPS: Mapping[str, Mapping[str, str]] = {
     "": {name: f"nvext.{name}" for name in (

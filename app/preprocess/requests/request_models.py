@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from app.preprocess.requests.multimodal_data import parse_media
-from app.preprocess.requests.nvext import (
+from kvlane.app.preprocess.requests.multimodal_data import parse_media
+from kvlane.app.preprocess.requests.nvext import (
     SHORT_LIST,
     STRICT_MODEL,
     Name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 
 RESERVED = (
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",

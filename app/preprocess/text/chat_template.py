@@ -23,14 +23,14 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from app.preprocess.prompt_errors import BadModel, InvalidPrompt
-from app.preprocess.text.template_sandbox import (
+from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt
+from kvlane.app.preprocess.text.template_sandbox import (
     RENDER_TIMEOUT_S,
     RenderBudget,
     TemplateSandbox,
     limited_by,
 )
-from streams.clock import Clock
+from kvlane.streams.clock import Clock
 
 MAX_SOURCE_CHARS = 1024 * 1024
 """Characters of a template. The longest published ones have 20 000."""

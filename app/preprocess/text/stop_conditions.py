@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from app.preprocess.text.detokenize import Detokenizer
-from streams.records import FinishReason
-from streams.request import StopConditions
+from kvlane.app.preprocess.text.detokenize import Detokenizer
+from kvlane.streams.records import FinishReason
+from kvlane.streams.request import StopConditions
 
 
 class TextPiece(NamedTuple):

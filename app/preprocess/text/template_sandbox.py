@@ -29,8 +29,8 @@ from jinja2.runtime import Context, LoopContext, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from app.preprocess.prompt_errors import InvalidPrompt
-from streams.clock import Clock
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.streams.clock import Clock
 
 RENDER_TIMEOUT_S = 2.0
 MAX_LOOP_ROUNDS = 1_000_000

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from app.routing.queueing.fair_share import QueueKey
+from kvlane.app.routing.queueing.fair_share import QueueKey
 
 K = TypeVar("K", bound=Hashable)
 

@@ -27,7 +27,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from streams.request import Request
+from kvlane.streams.request import Request
 
 K = TypeVar("K", bound=Hashable)
 

@@ -22,8 +22,8 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from indexer.xxh3 import xxh3
-from streams.records import Assigned, LogRecord
+from kvlane.indexer.xxh3 import xxh3
+from kvlane.streams.records import Assigned, LogRecord
 
 BURST_WINDOW = 64
 """Requests over which the number of those that arrive together is averaged."""

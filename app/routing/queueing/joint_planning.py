@@ -14,11 +14,11 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from app.routing.queueing.pending import PendingRequest, ReservedRequests
-from app.routing.selection import cost_kernels
-from app.routing.selection.candidate_table import CandidateTable
-from app.routing.selection.candidates import NO_MULTIPLIER
-from app.routing.selection.decision import (
+from kvlane.app.routing.queueing.pending import PendingRequest, ReservedRequests
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.candidate_table import CandidateTable
+from kvlane.app.routing.selection.candidates import NO_MULTIPLIER
+from kvlane.app.routing.selection.decision import (
     Decision,
     Rejection,
     Reservation,
@@ -28,15 +28,15 @@ from app.routing.selection.decision import (
     reservation_of,
     wait_for_rank,
 )
-from app.routing.selection.eligibility import CandidatePool, filter_eligible
-from app.routing.selection.request_features import (
+from kvlane.app.routing.selection.eligibility import CandidatePool, filter_eligible
+from kvlane.app.routing.selection.request_features import (
     expected_output_tokens,
     invalid_weight,
     latency_targets,
 )
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.selection.select import part_of, refreshed_table, reservation_rows
-from indexer.xxh3 import M64
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.selection.select import part_of, refreshed_table, reservation_rows
+from kvlane.indexer.xxh3 import M64
 
 K = TypeVar("K", bound=Hashable)
 

@@ -28,12 +28,18 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from app.routing.queueing.fair_share import NO_COST, FairQueue, QueueEntry, QueueKey, ShareCost
-from app.routing.queueing.reservation_columns import JoinedColumns, ReservationColumns
-from app.routing.selection.decision import PlannedReservations, Reservation, Wait
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.worker_rank import WorkerRank
-from streams.records import Phase
+from kvlane.app.routing.queueing.fair_share import (
+    NO_COST,
+    FairQueue,
+    QueueEntry,
+    QueueKey,
+    ShareCost,
+)
+from kvlane.app.routing.queueing.reservation_columns import JoinedColumns, ReservationColumns
+from kvlane.app.routing.selection.decision import PlannedReservations, Reservation, Wait
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Phase
 
 QueueOrder: TypeAlias = Literal["sjf", "fcfs", "wspt"]
 

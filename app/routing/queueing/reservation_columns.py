@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from app.routing.selection.cost_kernels import Ints
-from app.routing.selection.decision import PlannedReservations, Reservation
-from app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.selection.cost_kernels import Ints
+from kvlane.app.routing.selection.decision import PlannedReservations, Reservation
+from kvlane.app.routing.worker_rank import WorkerRank
 
 NO_NUMBER = -1
 """The place of a request without a reservation."""

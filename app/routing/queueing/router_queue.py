@@ -33,21 +33,21 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from app.routing.queueing.deferred_prompts import QueueSize
-from app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
-from app.routing.queueing.herd_avoidance import HerdAvoidance
-from app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
-from app.routing.queueing.pending import (
+from kvlane.app.routing.queueing.deferred_prompts import QueueSize
+from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
+from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
+from kvlane.app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
+from kvlane.app.routing.queueing.pending import (
     MAX_WAKEUPS,
     LaneRequest,
     QueueOrder,
     RequestKey,
     ReservedRequests,
 )
-from app.routing.queueing.waiting_requests import WaitingRequests
-from app.routing.queueing.wake_ups import MIN_WAIT_MS, Priority, QueueName
-from app.routing.queueing.worker_capacity import WorkerCapacity
-from app.routing.selection.decision import (
+from kvlane.app.routing.queueing.waiting_requests import WaitingRequests
+from kvlane.app.routing.queueing.wake_ups import MIN_WAIT_MS, Priority, QueueName
+from kvlane.app.routing.queueing.worker_capacity import WorkerCapacity
+from kvlane.app.routing.selection.decision import (
     NOTHING_PLANNED,
     Decision,
     Placement,
@@ -56,28 +56,28 @@ from app.routing.selection.decision import (
     RoutingState,
     Wait,
 )
-from app.routing.selection.eligibility import CandidatePools, can_take, pinned_worker
-from app.routing.selection.handover_rules import (
+from kvlane.app.routing.selection.eligibility import CandidatePools, can_take, pinned_worker
+from kvlane.app.routing.selection.handover_rules import (
     DEFAULT_RULES,
     WHOLE,
     FirstPhase,
     HandOverRules,
     first_phase,
 )
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.selection.select import select_worker
-from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from app.routing.state.performance import PerformanceModel
-from app.routing.state.request_state import RunId
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from indexer.events import Tier
-from streams.records import Finished, LogRecord, Phase, PrefillDone
-from streams.request import Request
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.selection.select import select_worker
+from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.routing.state.performance import PerformanceModel
+from kvlane.app.routing.state.request_state import RunId
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.events import Tier
+from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone
+from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
 

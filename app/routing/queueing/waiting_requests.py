@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from app.routing.queueing.deferred_prompts import DeferredPrompts, QueueSize
-from app.routing.queueing.fair_share import FairQueue, QueueKey
-from app.routing.queueing.pending import LaneRequest, RequestKey
-from app.routing.queueing.wake_ups import MIN_WAIT_MS, WakeUps
-from app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.queueing.deferred_prompts import DeferredPrompts, QueueSize
+from kvlane.app.routing.queueing.fair_share import FairQueue, QueueKey
+from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
+from kvlane.app.routing.queueing.wake_ups import MIN_WAIT_MS, WakeUps
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 
 RETRY_INTERVAL_MS = 1000
 """How often a waiting request retries without being woken, since a wake-up may have gone to one

@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from app.routing.state.active_load import ActiveLoad
-from app.routing.state.batch_runs import BatchRuns
-from app.routing.state.fleet import Fleet
-from app.routing.state.ledger import LedgerState
-from streams.records import Assigned, Finished, LogRecord, Started
+from kvlane.app.routing.state.active_load import ActiveLoad
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.streams.records import Assigned, Finished, LogRecord, Started
 
 PROBE_INTERVAL_MS = 1_000
 """How long a refusal holds before one request probes for capacity."""

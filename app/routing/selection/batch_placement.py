@@ -51,25 +51,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.routing.policy_names import BATCH_POLICY
-from app.routing.selection.candidates import NO_RESERVATIONS
-from app.routing.selection.choice import INELIGIBLE, choose
-from app.routing.selection.decision import Placement, Rejection, RoutingState, Wait
-from app.routing.selection.decision_record import record_decision
-from app.routing.selection.eligibility import (
+from kvlane.app.routing.policy_names import BATCH_POLICY
+from kvlane.app.routing.selection.candidates import NO_RESERVATIONS
+from kvlane.app.routing.selection.choice import INELIGIBLE, choose
+from kvlane.app.routing.selection.decision import Placement, Rejection, RoutingState, Wait
+from kvlane.app.routing.selection.decision_record import record_decision
+from kvlane.app.routing.selection.eligibility import (
     CandidatePool,
     CandidateRow,
     NotEligible,
     filter_eligible,
 )
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.request_features import expected_output_tokens
-from app.routing.selection.select import not_eligible, refreshed_table
-from app.routing.state.active_load import WorkerLoad
-from app.routing.state.batch_runs import BatchLoads, BatchRun, BatchRunKey, load_of
-from app.routing.state.performance import EngineProfile
-from app.routing.worker_rank import WorkerRank
-from streams.records import WorkerCard
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.request_features import expected_output_tokens
+from kvlane.app.routing.selection.select import not_eligible, refreshed_table
+from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchLoads, BatchRun, BatchRunKey, load_of
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import WorkerCard
 
 NO_ROOM = "no worker has capacity that interactive requests leave"
 DEFAULT_MAX_SEQUENCES = 256

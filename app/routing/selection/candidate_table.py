@@ -18,18 +18,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from app.routing.selection import cost_kernels
-from app.routing.selection.candidates import Candidates, Reservations
-from app.routing.selection.choice import rank_hashes
-from app.routing.selection.cost_kernels import Floats, Ints
-from app.routing.state.active_load import NO_LOAD, ActiveLoad
-from app.routing.state.batch_runs import BatchRuns, batch_delay_ms
-from app.routing.state.change_log import ChangeLog, TrackedDict
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
-from app.routing.worker_rank import WorkerRank
-from indexer.epochs import CacheId
-from indexer.index import MatchDepths
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.candidates import Candidates, Reservations
+from kvlane.app.routing.selection.choice import rank_hashes
+from kvlane.app.routing.selection.cost_kernels import Floats, Ints
+from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad
+from kvlane.app.routing.state.batch_runs import BatchRuns, batch_delay_ms
+from kvlane.app.routing.state.change_log import ChangeLog, TrackedDict
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.index import MatchDepths
 
 _LOAD = Struct(f"{cost_kernels.BUSY_MS}d")
 """The columns before `BUSY_MS`. Packing takes a third of the time of assigning to a slice."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from app.routing.selection.cost_kernels import Floats, Ints, Words
-from app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.selection.cost_kernels import Floats, Ints, Words
+from kvlane.app.routing.worker_rank import WorkerRank
 
 NO_MULTIPLIER: Floats = np.empty(0)
 """No factors on the costs."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from app.routing.selection import cost_kernels
-from app.routing.selection.cost_kernels import Floats, Words
-from app.routing.worker_rank import WorkerRank
-from indexer.xxh3 import M64
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.cost_kernels import Floats, Words
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.xxh3 import M64
 
 Costs = Floats
 INELIGIBLE = math.inf

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.kernels import inlined, kernel
+from kvlane.indexer.kernels import inlined, kernel
 
 (
     RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,

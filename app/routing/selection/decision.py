@@ -12,20 +12,20 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from app.routing.policy_names import adds_load
-from app.routing.selection import cost_kernels
-from app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.cost_kernels import Floats, Ints
-from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.active_load import ActiveLoad, WorkerLoad
-from app.routing.state.batch_runs import BatchRuns
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares, RecentPrefill
-from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate, CandidateRows, EndCode, HandOverChoice, Phase
+from kvlane.app.routing.policy_names import adds_load
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.cost_kernels import Floats, Ints
+from kvlane.app.routing.selection.eligibility import CandidatePools
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares, RecentPrefill
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Candidate, CandidateRows, EndCode, HandOverChoice, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):

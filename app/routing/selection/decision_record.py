@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.routing.selection import cost_kernels
-from app.routing.selection.candidate_table import profile_columns, recorded_curve
-from app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
-from app.routing.selection.choice import Costs, rank_hashes
-from app.routing.selection.cost_kernels import (
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.candidate_table import profile_columns, recorded_curve
+from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
+from kvlane.app.routing.selection.choice import Costs, rank_hashes
+from kvlane.app.routing.selection.cost_kernels import (
     BATCH_MS,
     BUSY_MS,
     FEATURES,
@@ -33,9 +33,9 @@ from app.routing.selection.cost_kernels import (
     Floats,
     Ints,
 )
-from app.routing.state.performance import recorded_profile
-from app.routing.worker_rank import WorkerRank
-from streams.records import Candidate, CandidateRows
+from kvlane.app.routing.state.performance import recorded_profile
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Candidate, CandidateRows
 
 MAX_RECORDED_CANDIDATES = 16
 """Number of candidates that a decision records: the best ones, and the chosen one besides."""

@@ -12,18 +12,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from app.routing.selection.candidate_table import CandidateTable
-from app.routing.selection.lora import can_serve, placement
-from app.routing.state.active_load import ActiveLoad
-from app.routing.state.fleet import Fleet, FleetMember
-from app.routing.state.performance import EngineProfile, profile_from_card
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from indexer.epochs import CacheId
-from indexer.xxh3 import xxh3
-from streams.record_base import ModelKind
-from streams.records import EndCode, Phase, Role, WorkerCard
-from streams.request import NO_HINTS, Hints, Request
+from kvlane.app.routing.selection.candidate_table import CandidateTable
+from kvlane.app.routing.selection.lora import can_serve, placement
+from kvlane.app.routing.state.active_load import ActiveLoad
+from kvlane.app.routing.state.fleet import Fleet, FleetMember
+from kvlane.app.routing.state.performance import EngineProfile, profile_from_card
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.xxh3 import xxh3
+from kvlane.streams.record_base import ModelKind
+from kvlane.streams.records import EndCode, Phase, Role, WorkerCard
+from kvlane.streams.request import NO_HINTS, Hints, Request
 
 DEFAULT_BLOCK_SIZE = 16
 """The block size of models whose workers report none."""

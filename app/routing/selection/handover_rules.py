@@ -20,15 +20,15 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from app.routing.selection import cost_kernels
-from app.routing.selection.decision import RoutingState
-from app.routing.selection.decision_record import candidates_from_record, record_decision
-from app.routing.selection.eligibility import NotEligible, domain_taint, filter_eligible
-from app.routing.selection.policies.predictive import recorded_params
-from app.routing.selection.policies.registry import POLICIES
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import RoutingConfig, recorded_config
-from app.routing.selection.select import (
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.decision import RoutingState
+from kvlane.app.routing.selection.decision_record import candidates_from_record, record_decision
+from kvlane.app.routing.selection.eligibility import NotEligible, domain_taint, filter_eligible
+from kvlane.app.routing.selection.policies.predictive import recorded_params
+from kvlane.app.routing.selection.policies.registry import POLICIES
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import RoutingConfig, recorded_config
+from kvlane.app.routing.selection.select import (
     expected_transfer_ms,
     features_for,
     options_for,
@@ -36,10 +36,10 @@ from app.routing.selection.select import (
     recorded_features,
     refreshed_table,
 )
-from app.routing.worker_rank import WorkerRank
-from indexer.events import Tier
-from streams.records import Assigned, Candidate, HandOverChoice, Phase
-from streams.request import (
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.indexer.events import Tier
+from kvlane.streams.records import Assigned, Candidate, HandOverChoice, Phase
+from kvlane.streams.request import (
     BootstrapInfo,
     PrefillResult,
     PromptTokensDetails,

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from indexer.xxh3 import xxh3
-from streams.records import EngineConfig
+from kvlane.indexer.xxh3 import xxh3
+from kvlane.streams.records import EngineConfig
 
 DEFAULT_RUNS_PER_WORKER = 32
 """Open runs of an adapter per worker that loads it, for engines that report no limit on concurrent

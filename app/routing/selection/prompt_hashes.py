@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.block_hashes import local_hashes
-from streams.codecs import token_count
-from streams.request import BlockExtraInfo, Request
+from kvlane.indexer.block_hashes import local_hashes
+from kvlane.streams.codecs import token_count
+from kvlane.streams.request import BlockExtraInfo, Request
 
 
 class PromptHashes:

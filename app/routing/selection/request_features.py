@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from app.routing.selection import cost_kernels
-from streams.request import Request
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.streams.request import Request
 
 MAX_WEIGHT = 1e6
 """Bound on weights that a request may set: costs stay finite, so that one is the least."""

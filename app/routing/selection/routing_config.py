@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from app.routing.policy_names import has_forecast
-from streams.request import RouterConfigOverride
+from kvlane.app.routing.policy_names import has_forecast
+from kvlane.streams.request import RouterConfigOverride
 
 
 class DynamoWeights(NamedTuple):

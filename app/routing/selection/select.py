@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.routing.policy_names import adds_load
-from app.routing.selection import cost_kernels
-from app.routing.selection.candidate_table import NO_ROW, CandidateTable, TableInputs
-from app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
-from app.routing.selection.choice import apply_affinity, choose
-from app.routing.selection.cost_kernels import Floats
-from app.routing.selection.decision import (
+from kvlane.app.routing.policy_names import adds_load
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.candidate_table import NO_ROW, CandidateTable, TableInputs
+from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
+from kvlane.app.routing.selection.choice import apply_affinity, choose
+from kvlane.app.routing.selection.cost_kernels import Floats
+from kvlane.app.routing.selection.decision import (
     Decision,
     Forecast,
     Placement,
@@ -30,27 +30,27 @@ from app.routing.selection.decision import (
     forecast,
     wait_for_rank,
 )
-from app.routing.selection.decision_record import candidates_from_record, record_decision
-from app.routing.selection.eligibility import (
+from kvlane.app.routing.selection.decision_record import candidates_from_record, record_decision
+from kvlane.app.routing.selection.eligibility import (
     CandidatePool,
     CandidateRow,
     NotEligible,
     filter_eligible,
 )
-from app.routing.selection.policies.policy import Scores
-from app.routing.selection.policies.registry import POLICIES, RECORDED
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.request_features import (
+from kvlane.app.routing.selection.policies.policy import Scores
+from kvlane.app.routing.selection.policies.registry import POLICIES, RECORDED
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.request_features import (
     MAX_WEIGHT,
     RequestFeatures,
     expected_output_tokens,
     invalid_weight,
     latency_targets,
 )
-from app.routing.selection.routing_config import RoutingConfig, recorded_config
-from app.routing.worker_rank import WorkerRank
-from streams.records import Assigned, EngineConfig, Phase
-from streams.request import Request, RouterConfigOverride
+from kvlane.app.routing.selection.routing_config import RoutingConfig, recorded_config
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Assigned, EngineConfig, Phase
+from kvlane.streams.request import Request, RouterConfigOverride
 
 _PARTS: Mapping[Phase, int] = {
     "aggregated": cost_kernels.WHOLE,

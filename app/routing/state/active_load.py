@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from app.routing.state.change_log import ChangeLog
-from app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.change_log import ChangeLog
+from kvlane.app.routing.worker_rank import WorkerRank
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):

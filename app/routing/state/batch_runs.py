@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from app.routing.state.active_load import NO_LOAD, WorkerLoad
-from app.routing.state.change_log import ChangeLog
-from app.routing.state.performance import EngineProfile
-from app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.active_load import NO_LOAD, WorkerLoad
+from kvlane.app.routing.state.change_log import ChangeLog
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.app.routing.worker_rank import WorkerRank
 
 
 class BatchRun(msgspec.Struct, frozen=True, gc=False):

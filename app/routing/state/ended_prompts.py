@@ -26,9 +26,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from streams.ports import Partition
-from streams.records import EndedIds, LogRecord
-from streams.topics import PROMPT_READABLE_MS
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import EndedIds, LogRecord
+from kvlane.streams.topics import PROMPT_READABLE_MS
 
 BLOCK_IDS = 8192
 """Ids that are sorted together; a look-up searches each block that is young enough."""

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.routing.state.change_log import ChangeLog
-from app.routing.state.last_seen import LastSeen
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.routing.state.change_log import ChangeLog
+from kvlane.app.routing.state.last_seen import LastSeen
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Heartbeat,
     LogRecord,
     Lost,
@@ -37,7 +37,7 @@ from streams.records import (
 )
 
 REGISTRY = "registry"
-"""The topic's name; `streams.topics` is not imported here, since it loads the Kafka client."""
+"""The topic's name; `streams/topics.py` is not imported here, since it loads the Kafka client."""
 
 
 class FleetMember(NamedTuple):

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from app.routing.state.last_seen import LastSeen
-from indexer.block_keys import KeySecret
-from indexer.epochs import CacheId, CacheSize, Overlap
-from indexer.events import EventColumns, MalformedColumns, Tier
-from indexer.index import Index as BlockIndex
-from indexer.index import MatchDepths
-from streams.ports import Partition
-from streams.records import Blocks, Heartbeat, LogRecord, Lost
+from kvlane.app.routing.state.last_seen import LastSeen
+from kvlane.indexer.block_keys import KeySecret
+from kvlane.indexer.epochs import CacheId, CacheSize, Overlap
+from kvlane.indexer.events import EventColumns, MalformedColumns, Tier
+from kvlane.indexer.index import Index as BlockIndex
+from kvlane.indexer.index import MatchDepths
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Blocks, Heartbeat, LogRecord, Lost
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from app.routing.state.active_load import ActiveLoad
-from app.routing.state.batch_runs import BatchRuns
-from app.routing.state.ended_prompts import EndedPrompts, EndIds, id_digest
-from app.routing.state.request_state import (
+from kvlane.app.routing.state.active_load import ActiveLoad
+from kvlane.app.routing.state.batch_runs import BatchRuns
+from kvlane.app.routing.state.ended_prompts import EndedPrompts, EndIds, id_digest
+from kvlane.app.routing.state.request_state import (
     OPEN,
     FinishedRequest,
     RequestState,
@@ -29,18 +29,18 @@ from app.routing.state.request_state import (
     RunStatus,
     WorkerEpoch,
 )
-from app.routing.state.request_transitions import (
+from kvlane.app.routing.state.request_transitions import (
     LedgerRecord,
     RunLoads,
     apply_record,
     clear_runs,
     last_code,
 )
-from app.routing.state.sessions import Affinity, SessionAffinities, SessionKey
-from app.routing.worker_rank import WorkerRank
-from streams.ports import Partition
-from streams.record_base import ServiceClass
-from streams.records import Assigned, LogRecord, Phase, RequestOffset, RunKey
+from kvlane.app.routing.state.sessions import Affinity, SessionAffinities, SessionKey
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import Assigned, LogRecord, Phase, RequestOffset, RunKey
 
 
 class LaneState:

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.perf_curves import PerfCurves, curves_from
-from app.routing.policy_names import has_forecast
-from app.routing.state.change_log import TrackedDict
-from streams.records import (
+from kvlane.app.perf_curves import PerfCurves, curves_from
+from kvlane.app.routing.policy_names import has_forecast
+from kvlane.app.routing.state.change_log import TrackedDict
+from kvlane.streams.records import (
     Assigned,
     Candidate,
     EngineConfig,

@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from app.routing.state.active_load import NO_LOAD, WorkerLoad
-from app.routing.worker_rank import WorkerRank
-from streams.record_base import ServiceClass
-from streams.records import Phase, RequestOffset, RunKey
+from kvlane.app.routing.state.active_load import NO_LOAD, WorkerLoad
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import Phase, RequestOffset, RunKey
 
 RunState = Literal[
     "assigned", "started", "prefilled",

@@ -16,12 +16,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from app.routing.policy_names import adds_load
-from app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
-from app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from app.routing.state.request_state import FAILED, OPEN, RequestState, RunId, RunState, RunStatus
-from app.routing.worker_rank import WorkerRank
-from streams.records import Assigned, Ended, Fencing, Finished, PrefillDone, Started
+from kvlane.app.routing.policy_names import adds_load
+from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
+from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from kvlane.app.routing.state.request_state import (
+    FAILED,
+    OPEN,
+    RequestState,
+    RunId,
+    RunState,
+    RunStatus,
+)
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Assigned, Ended, Fencing, Finished, PrefillDone, Started
 
 LedgerRecord = Assigned | Started | PrefillDone | Finished | Fencing | Ended
 

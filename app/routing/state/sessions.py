@@ -18,8 +18,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from app.routing.worker_rank import WorkerRank
-from streams.records import Assigned, Phase
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.streams.records import Assigned, Phase
 
 MAX_SESSIONS_PER_LANE = 100_000
 """Bound on the sessions of one lane; the least recently used one is dropped first."""

@@ -15,8 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from app.routing.state.fleet import Fleet
-from streams.records import Heartbeat, LogRecord, WorkerCard
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.records import Heartbeat, LogRecord, WorkerCard
 
 
 class _LastRead(NamedTuple):

@@ -23,14 +23,14 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, NotLeaderForPartitionError, TopicAuthorizationFailedError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from streams.kafka.client_patches.batch_sender import BatchSender
-from streams.kafka.client_patches.producer_queue import (
+from kvlane.streams.kafka.client_patches.batch_sender import BatchSender
+from kvlane.streams.kafka.client_patches.producer_queue import (
     MAX_BATCH_BYTES,
     PendingAppend,
     TranslateError,
 )
-from streams.ports import Appended
-from streams.topics import MAX_RECORD_BYTES
+from kvlane.streams.ports import Appended
+from kvlane.streams.topics import MAX_RECORD_BYTES
 
 LEADER_RETRY_S = 0.1
 """Pause between two questions for the leader of a partition."""

@@ -19,8 +19,8 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.produce import ProduceRequest
 
-from streams.kafka.client_patches.fetch_codec import decode_header, encode_header
-from streams.kafka.client_patches.session_fetcher import DecodedHeader, EncodedHeader
+from kvlane.streams.kafka.client_patches.fetch_codec import decode_header, encode_header
+from kvlane.streams.kafka.client_patches.session_fetcher import DecodedHeader, EncodedHeader
 
 _ALL_REPLICAS = -1
 _REQUEST = struct.Struct(">hhii")  # no transactional id, acks, time-out, number of topics

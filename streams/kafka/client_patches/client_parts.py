@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import aiokafka
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from streams.kafka.client_patches.plain_client import PlainClient
-from streams.kafka.client_patches.producer_queue import ProducerQueue, TranslateError
+from kvlane.streams.kafka.client_patches.plain_client import PlainClient
+from kvlane.streams.kafka.client_patches.producer_queue import ProducerQueue, TranslateError
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ClientParts(Protocol):
 def client_parts() -> ClientParts:
     """The parts for this process; the first call replaces parts of aiokafka, for good."""
     if aiokafka.__version__ in TESTED_VERSIONS:
-        from streams.kafka.client_patches.patched_client import PatchedClient
+        from kvlane.streams.kafka.client_patches.patched_client import PatchedClient
 
         return PatchedClient()
     log.warning(

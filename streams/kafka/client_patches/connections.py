@@ -11,7 +11,7 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import KafkaConnectionError
 
-from streams.kafka.client_patches.stuck_broker import watch_connection
+from kvlane.streams.kafka.client_patches.stuck_broker import watch_connection
 
 _send = AIOKafkaConnection.send
 _connect = AIOKafkaConnection.connect

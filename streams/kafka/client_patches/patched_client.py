@@ -12,11 +12,11 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.protocol.group import HeartbeatRequest, SyncGroupRequest
 
-from streams.kafka.client_patches.batch_queue import BatchQueue
-from streams.kafka.client_patches.connections import patch_connections
-from streams.kafka.client_patches.producer_queue import ProducerQueue, TranslateError
-from streams.kafka.client_patches.record_batches import patch_parser
-from streams.kafka.client_patches.session_fetcher import SessionFetcher
+from kvlane.streams.kafka.client_patches.batch_queue import BatchQueue
+from kvlane.streams.kafka.client_patches.connections import patch_connections
+from kvlane.streams.kafka.client_patches.producer_queue import ProducerQueue, TranslateError
+from kvlane.streams.kafka.client_patches.record_batches import patch_parser
+from kvlane.streams.kafka.client_patches.session_fetcher import SessionFetcher
 
 
 class PatchedClient:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from streams.kafka.client_patches.plain_queue import PlainQueue
-from streams.kafka.client_patches.producer_queue import ProducerQueue, TranslateError
+from kvlane.streams.kafka.client_patches.plain_queue import PlainQueue
+from kvlane.streams.kafka.client_patches.producer_queue import ProducerQueue, TranslateError
 
 
 class PlainClient:

@@ -17,8 +17,8 @@ from typing import Any
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, KafkaTimeoutError, UnknownTopicOrPartitionError
 
-from streams.kafka.client_patches.producer_queue import PendingAppend, TranslateError
-from streams.ports import Appended
+from kvlane.streams.kafka.client_patches.producer_queue import PendingAppend, TranslateError
+from kvlane.streams.ports import Appended
 
 _RETRY_S = 0.1
 """Pause before an append is passed on again to a producer without room, or without its topic."""

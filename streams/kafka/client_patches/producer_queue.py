@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from aiokafka import TopicPartition
 
-from streams.ports import Appended, Entry
+from kvlane.streams.ports import Appended, Entry
 
 MAX_BATCH_BYTES = 1024 * 1024
 """Bound of a batch of several records. One record may have `MAX_RECORD_BYTES` by itself."""

@@ -30,10 +30,10 @@ from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from aiokafka.record.memory_records import MemoryRecords
 
-from streams.kafka.client_patches.decompression import DecompressionError, decompress
-from streams.kafka.key_filter import KeyFilter
-from streams.ports import Headers, Unreadable
-from streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
+from kvlane.streams.kafka.client_patches.decompression import DecompressionError, decompress
+from kvlane.streams.kafka.key_filter import KeyFilter
+from kvlane.streams.ports import Headers, Unreadable
+from kvlane.streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.fetch import FetchRequest
 
-from streams.kafka.client_patches.fetch_codec import (
+from kvlane.streams.kafka.client_patches.fetch_codec import (
     API_KEY,
     API_VERSION,
     FetchOptions,
@@ -36,7 +36,7 @@ from streams.kafka.client_patches.fetch_codec import (
     encode_header,
     encode_request,
 )
-from streams.kafka.client_patches.fetch_session import FetchSession
+from kvlane.streams.kafka.client_patches.fetch_session import FetchSession
 
 log = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from app.http import authentication
-from app.http.openai import stream_resume
-from app.lanes import admission, owner
-from app.prompts import prompt_credit, prompt_source
-from app.routing.selection import eligibility
-from app.routing.selection.decision import Rejection
-from streams import ids
-from streams.errors import RecordError
-from streams.ports import Partition
-from streams.records import Chunk
-from streams.responses import reply_reader, transcript
-from streams.views import tail_reader
+from kvlane.app.http import authentication
+from kvlane.app.http.openai import stream_resume
+from kvlane.app.lanes import admission, owner
+from kvlane.app.prompts import prompt_credit, prompt_source
+from kvlane.app.routing.selection import eligibility
+from kvlane.app.routing.selection.decision import Rejection
+from kvlane.streams import ids
+from kvlane.streams.errors import RecordError
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Chunk
+from kvlane.streams.responses import reply_reader, transcript
+from kvlane.streams.views import tail_reader
 from tests.simulation.replacements import Replacement
 
 # --- the edge ------------------------------------------------------------------------------------

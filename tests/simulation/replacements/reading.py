@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from app.results import lane_results, reply_sender, result_writer
-from streams.responses import reply_stream
+from kvlane.app.results import lane_results, reply_sender, result_writer
+from kvlane.streams.responses import reply_stream
 from tests.simulation.replacements import Replacement
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from app import router
-from app.lanes import dispatch, handovers, owner, shared_reads, termination
-from app.results import lane_collector, pending_result
-from app.routing import reconcile
-from app.routing.state import ended_prompts, ledger, request_state, request_transitions
-from app.serving import run_executor, run_queue
-from streams import record_publisher
-from streams.errors import AppendFailed, BrokerUnavailable
-from streams.ports import Appended, Partition
-from streams.reading import group_consumer
-from streams.records import (
+from kvlane.app import router
+from kvlane.app.lanes import dispatch, handovers, owner, shared_reads, termination
+from kvlane.app.results import lane_collector, pending_result
+from kvlane.app.routing import reconcile
+from kvlane.app.routing.state import ended_prompts, ledger, request_state, request_transitions
+from kvlane.app.serving import run_executor, run_queue
+from kvlane.streams import record_publisher
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
+from kvlane.streams.ports import Appended, Partition
+from kvlane.streams.reading import group_consumer
+from kvlane.streams.records import (
     Blocks,
     Cancel,
     Chunk,
@@ -27,8 +27,8 @@ from streams.records import (
     Finished,
     Started,
 )
-from streams.responses import transcript
-from streams.topics import RESPONSES
+from kvlane.streams.responses import transcript
+from kvlane.streams.topics import RESPONSES
 from tests.simulation.replacements import Replacement
 
 # --- obligations ---------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from app import worker
-from app.http.openai import active_streams
-from app.serving import chunk_writer, registration, run_queue
-from streams.clock import BrokerClock
-from streams.errors import AppendFailed
-from streams.ports import Appended, Partition
-from streams.reading import range_reader
-from streams.views import snapshot_writer
+from kvlane.app import worker
+from kvlane.app.http.openai import active_streams
+from kvlane.app.serving import chunk_writer, registration, run_queue
+from kvlane.streams.clock import BrokerClock
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.ports import Appended, Partition
+from kvlane.streams.reading import range_reader
+from kvlane.streams.views import snapshot_writer
 from tests.simulation.replacements import Replacement
 
 # --- workers -------------------------------------------------------------------------------------

@@ -29,8 +29,14 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.chaos.backlog_prompts import (
+from kvlane.app.commands.simulation.report import Report
+from kvlane.app.demo.expected_answers import AnswerOracle
+from kvlane.app.local.processes import free_port
+from kvlane.app.settings import Settings
+from kvlane.streams.client import Client
+from kvlane.streams.clock import Clock
+from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from workbench.bench.chaos.backlog_prompts import (
     ENGINE_SPEEDUP,
     MAX_SEQS,
     POLL_S,
@@ -40,7 +46,7 @@ from app.bench.chaos.backlog_prompts import (
     engine_requests_per_s,
     publish_prompts,
 )
-from app.bench.chaos.backlog_report import (
+from workbench.bench.chaos.backlog_report import (
     RETRY,
     SAMPLE_INTERVAL_S,
     BacklogResult,
@@ -49,24 +55,23 @@ from app.bench.chaos.backlog_report import (
     backlog_report,
     waiting_report,
 )
-from app.bench.chaos.broker_links import BrokerLinks, LinkEnds, links_between
-from app.bench.chaos.chaos_run import (
+from workbench.bench.chaos.broker_links import BrokerLinks, LinkEnds, links_between
+from workbench.bench.chaos.chaos_run import (
     CLUSTER_BROKERS,
     CLUSTER_LANES,
     MODEL_READY_TIMEOUT_S,
     PROCESS_FAULTS,
     deployment_processes,
 )
-from app.bench.chaos.fault_injection import RESTARTS, FaultInjector, InjectedFault, draw_faults
-from app.bench.chaos.impact import ROUND_S
-from app.bench.chaos.load_generator import Conversation, LoadGenerator
-from app.bench.process_group import PROCESS_KINDS, ProcessGroup
-from app.commands.simulation.report import Report
-from app.demo.expected_answers import AnswerOracle
-from app.local.processes import free_port
-from app.settings import Settings
-from streams.client import Client
-from streams.clock import Clock
+from workbench.bench.chaos.fault_injection import (
+    RESTARTS,
+    FaultInjector,
+    InjectedFault,
+    draw_faults,
+)
+from workbench.bench.chaos.impact import ROUND_S
+from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
+from workbench.bench.process_group import PROCESS_KINDS, ProcessGroup
 
 WORKERS = 3
 PROCESS_SETTINGS: dict[str, Any] = {

@@ -9,16 +9,16 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from app.bench.bench_environment import BenchEnvironment
-from app.demo.expected_answers import AnswerOracle
-from app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
-from app.engine.simulated.step import add_sequence, run_step
-from streams.client import Client
-from streams.codecs import decode
-from streams.ports import Partition
-from streams.prompt import Prompt
-from streams.records import Result
-from streams.topics import RESULTS
+from kvlane.app.demo.expected_answers import AnswerOracle
+from kvlane.app.engine.simulated.batch import BatchSequence, BatchState, EngineLimits
+from kvlane.app.engine.simulated.step import add_sequence, run_step
+from kvlane.streams.client import Client
+from kvlane.streams.codecs import decode
+from kvlane.streams.ports import Partition
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.records import Result
+from kvlane.streams.topics import RESULTS
+from workbench.bench.bench_environment import BenchEnvironment
 
 MAX_SEQS = 8
 ENGINE_SPEEDUP = 0.3

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from app.commands.simulation.report import Report, Threshold, at_least, at_most, none_of
-from app.percentiles import percentile
+from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most, none_of
+from kvlane.app.percentiles import percentile
 
 SAMPLE_INTERVAL_S = 1.0
 """Time between two samples of the memory."""

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from app.bench.bench_environment import BenchEnvironment
-from app.bench.process_group import ProcessSpec
-from streams.brokers.broker import LOOPBACK
-from streams.brokers.broker_factory import JvmBroker
-from streams.brokers.jvm_node import LinkPorts
+from kvlane.streams.brokers.broker import LOOPBACK
+from kvlane.streams.brokers.broker_factory import JvmBroker
+from kvlane.streams.brokers.jvm_node import LinkPorts
+from workbench.bench.bench_environment import BenchEnvironment
+from workbench.bench.process_group import ProcessSpec
 
 LinkEnds = tuple[str, int]
 """The ends of a link: the name of a process, and the number of a broker, from 1."""

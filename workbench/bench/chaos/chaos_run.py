@@ -24,26 +24,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.chaos import impact
-from app.bench.chaos.fault_injection import (
+from kvlane.app.commands.simulation.report import Report
+from kvlane.app.demo.expected_answers import AnswerOracle
+from kvlane.app.local.processes import free_port
+from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker_factory import JvmBroker
+from kvlane.streams.client import Client
+from kvlane.streams.records import Role
+from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from workbench.bench.chaos import impact
+from workbench.bench.chaos.fault_injection import (
     BROKER_FAULTS,
     FAULT_KINDS,
     FaultInjector,
     InjectedFault,
     draw_faults,
 )
-from app.bench.chaos.load_generator import Conversation, LoadGenerator
-from app.bench.chaos.log_observer import LogObserver
-from app.bench.process_group import PROCESS_KINDS as PARTS
-from app.bench.process_group import ProcessGroup, ProcessSpec
-from app.commands.simulation.report import Report
-from app.demo.expected_answers import AnswerOracle
-from app.local.processes import free_port
-from app.settings import Settings
-from streams.brokers.broker_factory import JvmBroker
-from streams.client import Client
-from streams.records import Role
+from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
+from workbench.bench.chaos.log_observer import LogObserver
+from workbench.bench.process_group import PROCESS_KINDS as PARTS
+from workbench.bench.process_group import ProcessGroup, ProcessSpec
 
 CLUSTER_BROKERS = 3
 CLUSTER_LANES = 6
@@ -116,7 +116,7 @@ async def bench_chaos(
     Raises BenchFailed, BrokerUnavailable.
     """
     # Warnings of clients about injected broker faults are expected.
-    logging.getLogger("streams").setLevel(logging.ERROR)
+    logging.getLogger("kvlane.streams").setLevel(logging.ERROR)
     killed = sum(len(line.get("strikes", ())) for line in rounds)
     progress(min(1.0, killed / scale.kills))
     if killed < scale.kills:

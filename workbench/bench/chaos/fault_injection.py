@@ -13,14 +13,14 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from app.bench.bench_environment import BenchFailed
-from app.bench.process_group import PROCESS_KINDS as PARTS
-from app.bench.process_group import ProcessGroup
-from streams.brokers.broker_factory import JvmBroker
-from streams.clock import Clock
-from streams.errors import BrokerUnavailable
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import count_lagging_partitions
+from kvlane.streams.brokers.broker_factory import JvmBroker
+from kvlane.streams.clock import Clock
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import count_lagging_partitions
+from workbench.bench.bench_environment import BenchFailed
+from workbench.bench.process_group import PROCESS_KINDS as PARTS
+from workbench.bench.process_group import ProcessGroup
 
 ROLLING = "rolling"
 BROKER, BROKER_PAUSE, BROKER_DISK = "broker", "broker-pause", "broker-disk"

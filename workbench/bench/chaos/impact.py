@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from app.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFault
-from app.bench.chaos.load_generator import Conversation
-from app.bench.chaos.log_observer import ObservedRequest, WorkerLoss
-from app.commands.simulation.report import Report, Threshold, at_most, figure, none_of
-from app.percentiles import percentile
+from kvlane.app.commands.simulation.report import Report, Threshold, at_most, figure, none_of
+from kvlane.app.percentiles import percentile
+from workbench.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFault
+from workbench.bench.chaos.load_generator import Conversation
+from workbench.bench.chaos.log_observer import ObservedRequest, WorkerLoss
 
 ROUND_S = 10.0
 """The least time between the starts of two rounds."""

@@ -17,14 +17,14 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionChunk
 
-from app.demo.expected_answers import AnswerOracle, DemoAnswer
-from app.http.openai.completions import DETACH_HEADER
-from app.http.openai.response_writer import ID_HEADER
-from streams.client import Client
-from streams.clock import Clock
-from streams.prompt import Prompt
-from streams.record_base import ServiceClass
-from streams.records import End
+from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
+from kvlane.app.http.openai.completions import DETACH_HEADER
+from kvlane.app.http.openai.response_writer import ID_HEADER
+from kvlane.streams.client import Client
+from kvlane.streams.clock import Clock
+from kvlane.streams.prompt import Prompt
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import End
 
 READ_TIMEOUT_S = 12.0
 """After this silence a client closes its connection. Longer than the timeout of a worker and the

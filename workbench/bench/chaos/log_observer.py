@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from streams.clock import Clock
-from streams.codecs import decode
-from streams.errors import RecordError
-from streams.ports import Log, Partition
-from streams.records import (
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import decode
+from kvlane.streams.errors import RecordError
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.records import (
     Assigned,
     Chunk,
     End,
@@ -25,9 +25,9 @@ from streams.records import (
     Result,
     Started,
 )
-from streams.request import Request
-from streams.responses.transcript import Transcript
-from streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, RESULTS
+from kvlane.streams.request import Request
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REQUESTS, RESPONSES, RESULTS
 
 POLL_S = 0.2
 READ_INTERVAL_S = 0.1

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import PrintLine, bench_environment
-from app.bench.chaos.chaos_run import ChaosDeployment, ChaosScale, chaos_deployment
-from app.bench.process_group import ProcessGroup
-from app.commands.simulation.report import Report, Threshold, at_most, none_of
-from app.percentiles import percentile
-from app.settings import Settings
+from kvlane.app.commands.simulation.report import Report, Threshold, at_most, none_of
+from kvlane.app.percentiles import percentile
+from kvlane.app.settings import Settings
+from workbench.bench.bench_environment import PrintLine, bench_environment
+from workbench.bench.chaos.chaos_run import ChaosDeployment, ChaosScale, chaos_deployment
+from workbench.bench.process_group import ProcessGroup
 
 PARTS = 4
 """The time is divided into so many parts; the first one is warm-up."""

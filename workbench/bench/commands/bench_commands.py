@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
-from app.bench.commands import fault_benchmarks, latency_benchmarks, policy_benchmarks
-from app.bench.commands.benchmark_command import Full
-from app.bench.commands.fault_benchmarks import backlog, chaos, faults, overload
-from app.bench.commands.latency_benchmarks import (
+from workbench.bench.commands import fault_benchmarks, latency_benchmarks, policy_benchmarks
+from workbench.bench.commands.benchmark_command import Full
+from workbench.bench.commands.fault_benchmarks import backlog, chaos, faults, overload
+from workbench.bench.commands.latency_benchmarks import (
     attach,
     decision,
     gateway,
@@ -19,7 +19,7 @@ from app.bench.commands.latency_benchmarks import (
     router_latency,
     tokens,
 )
-from app.bench.commands.policy_benchmarks import mix, routers, simulate
+from workbench.bench.commands.policy_benchmarks import mix, routers, simulate
 
 app = typer.Typer(no_args_is_help=True, help="Measure and stress kvlane on this machine.")
 for group in (latency_benchmarks, policy_benchmarks, fault_benchmarks):

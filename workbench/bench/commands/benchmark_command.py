@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 import uvloop
 
-from app.commands import console as screen
-from app.settings import Settings
+from kvlane.app.commands import console as screen
+from kvlane.app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.commands.simulation.report import Report
+    from kvlane.app.commands.simulation.report import Report
 
 Callback = Callable[[Any], None]
 RunBenchmark = Callable[[Callback, Callback], Coroutine[Any, Any, "Report"]]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.bench.commands.benchmark_command import (
+from kvlane.app.commands import console as screen
+from kvlane.app.settings import Settings
+from workbench.bench.commands.benchmark_command import (
     Benchmark,
     Callback,
     Full,
@@ -18,11 +20,9 @@ from app.bench.commands.benchmark_command import (
     measure,
     require_passed,
 )
-from app.commands import console as screen
-from app.settings import Settings
 
 if TYPE_CHECKING:
-    from app.commands.simulation.report import Report
+    from kvlane.app.commands.simulation.report import Report
 
 app = typer.Typer()
 
@@ -47,7 +47,7 @@ def faults(
     every request ended once with the right text. A failed seed can be replayed exactly. Exit
     code 1 if a seed fails.
     """
-    from app.bench.fault_seeds import seed_history, simulate_seeds
+    from workbench.bench.fault_seeds import seed_history, simulate_seeds
 
     if replay is not None:
         typer.echo(seed_history(replay, about))
@@ -93,9 +93,9 @@ def chaos(
     of three brokers, and most requests go through Kafka. --resume continues an earlier run. Exit
     code 1 if a threshold is missed.
     """
-    from app.bench.chaos.chaos_run import PROCESS_FAULTS, ChaosScale, bench_chaos, read_rounds
-    from app.bench.chaos.fault_injection import FAULT_KINDS
-    from app.bench.plots import plot_chaos
+    from workbench.bench.chaos.chaos_run import PROCESS_FAULTS, ChaosScale, bench_chaos, read_rounds
+    from workbench.bench.chaos.fault_injection import FAULT_KINDS
+    from workbench.bench.plots import plot_chaos
 
     kinds = tuple(filter(None, only.split(","))) or PROCESS_FAULTS
     if unknown := set(kinds) - set(FAULT_KINDS):
@@ -137,8 +137,8 @@ def overload(
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
     screen.require_matplotlib(plot)
-    from app.bench.chaos.overload import OverloadResult, OverloadScale, bench_overload
-    from app.bench.plots import plot_overload
+    from workbench.bench.chaos.overload import OverloadResult, OverloadScale, bench_overload
+    from workbench.bench.plots import plot_overload
 
     scale = OverloadScale(60 * (FULL_MINUTES if full else minutes), factor)
     results: list[OverloadResult] = []
@@ -161,7 +161,7 @@ def soak() -> Benchmark:
     Two minutes; --full: twenty. Every text is compared with the engine's. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
-    from app.bench.chaos.soak import FULL, QUICK, bench_soak
+    from workbench.bench.chaos.soak import FULL, QUICK, bench_soak
 
     return Benchmark(bench_soak, QUICK, FULL)
 
@@ -205,7 +205,7 @@ def backlog(
     requests meanwhile, and publish more prompts until all faults are done. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
-    from app.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
+    from workbench.bench.chaos.backlog_drain import DEFAULT, FULL, QUICK, bench_backlog
 
     has_one_phase = cut_links or dedup_window is not None
     scale = (FULL if full else QUICK if quick or has_one_phase else DEFAULT)._replace(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from app.bench.commands.benchmark_command import Benchmark, Full, Json, benchmark, measure
-from app.settings import Settings
+from kvlane.app.settings import Settings
+from workbench.bench.commands.benchmark_command import Benchmark, Full, Json, benchmark, measure
 
 app = typer.Typer()
 
@@ -23,7 +23,7 @@ def router_latency() -> Benchmark:
     capacity and two routers, too: ten minutes. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a
     broker.
     """
-    from app.bench.routing.router_latency import FULL, QUICK, bench_router_latency
+    from workbench.bench.routing.router_latency import FULL, QUICK, bench_router_latency
 
     return Benchmark(bench_router_latency, QUICK, FULL)
 
@@ -35,7 +35,7 @@ def tokens() -> Benchmark:
     100 streams, 5000 tokens/s, 1 and 8 tokens per step, compared with a bare server that sends the
     same events. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    from app.bench.streaming.token_latency import FULL, QUICK, bench_tokens
+    from workbench.bench.streaming.token_latency import FULL, QUICK, bench_tokens
 
     return Benchmark(bench_tokens, QUICK, FULL)
 
@@ -47,7 +47,7 @@ def gateway() -> Benchmark:
     Compared with a bare FastAPI server that renders and tokenizes the same bodies. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    from app.bench.streaming.gateway_load import FULL, QUICK, bench_gateway
+    from workbench.bench.streaming.gateway_load import FULL, QUICK, bench_gateway
 
     return Benchmark(bench_gateway, QUICK, FULL)
 
@@ -56,10 +56,10 @@ def gateway() -> Benchmark:
 def peer_router() -> Benchmark:
     """Requests and tokens from client to model server and back, compared with SGLang's router.
 
-    Mock servers, the same for both; bodies are forwarded unchanged. Needs `tests/peers/build.sh
+    Mock servers, the same for both; bodies are forwarded unchanged. Needs `workbench/peers/build.sh
     router`. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    from app.bench.streaming.peer_router import FULL, QUICK, bench_peer_router
+    from workbench.bench.streaming.peer_router import FULL, QUICK, bench_peer_router
 
     return Benchmark(bench_peer_router, QUICK, FULL)
 
@@ -71,7 +71,7 @@ def growth() -> Benchmark:
     And the memory of a stream and of a waiting request. Uses KVLANE_BOOTSTRAP_SERVERS if set, else
     starts brokers.
     """
-    from app.bench.growth import FULL, QUICK, bench_growth
+    from workbench.bench.growth import FULL, QUICK, bench_growth
 
     return Benchmark(bench_growth, QUICK, FULL)
 
@@ -82,7 +82,7 @@ def access() -> Benchmark:
 
     Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    from app.bench.streaming.key_refusals import FULL, QUICK, bench_key_refusals
+    from workbench.bench.streaming.key_refusals import FULL, QUICK, bench_key_refusals
 
     return Benchmark(bench_key_refusals, QUICK, FULL)
 
@@ -94,7 +94,7 @@ def attach() -> Benchmark:
     Quick: 100 000 Chunks in the lane, for 5 s; --full: 400 000, for 25 s. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if one waits more than 5 s.
     """
-    from app.bench.streaming.attach_latency import FULL, QUICK, bench_attach
+    from workbench.bench.streaming.attach_latency import FULL, QUICK, bench_attach
 
     return Benchmark(bench_attach, QUICK, FULL)
 
@@ -105,7 +105,7 @@ def bodies() -> Benchmark:
 
     The longest stall for each shape, on topics in memory.
     """
-    from app.bench.streaming.body_stalls import FULL, QUICK, bench_bodies
+    from workbench.bench.streaming.body_stalls import FULL, QUICK, bench_bodies
 
     return Benchmark(bench_bodies, QUICK, FULL)
 
@@ -122,7 +122,7 @@ def rebuild(
     From snapshots and the tail, and from the log alone, compared with a start with empty topics.
     Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    from app.bench.routing.cold_start import ColdStartScale, bench_cold_start
+    from workbench.bench.routing.cold_start import ColdStartScale, bench_cold_start
 
     scale = ColdStartScale(blocks, rounds=5 if full else 2)
     measure("rebuild", partial(bench_cold_start, Settings(), scale), json)
@@ -151,7 +151,7 @@ def index(
     With --peers compared with the Rust crate of Dynamo in the same process, on the same data, with
     answers compared. Throughput is CPU time; latencies are measured inside the compiled code.
     """
-    from app.bench.index.index_bench import FULL, QUICK, bench_index, bench_index_pauses
+    from workbench.bench.index.index_bench import FULL, QUICK, bench_index, bench_index_pauses
 
     if pauses:
         measure("index pauses", lambda _, progress: bench_index_pauses(progress), json)
@@ -167,7 +167,7 @@ def decision() -> Benchmark:
     Fleets of 8, 64 and 512 workers; --full: 1 to 1024. Every decision is compared with the one
     recomputed from its record, and with a plain implementation of the formulas.
     """
-    from app.bench.routing.decision_latency import FULL, QUICK, bench_decisions
+    from workbench.bench.routing.decision_latency import FULL, QUICK, bench_decisions
 
     return Benchmark(bench_decisions, QUICK, FULL)
 
@@ -180,6 +180,6 @@ def vllm() -> Benchmark:
     KVLANE_MODEL_PATH and KVLANE_ENGINE_ARGS 8 and 64 streams of that model, on a GPU too. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
     """
-    from app.bench.streaming.vllm_overhead import FULL, QUICK, bench_vllm
+    from workbench.bench.streaming.vllm_overhead import FULL, QUICK, bench_vllm
 
     return Benchmark(bench_vllm, QUICK, FULL)

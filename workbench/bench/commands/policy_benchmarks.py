@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from app.bench.commands.benchmark_command import (
+from kvlane.app.commands import console as screen
+from kvlane.app.settings import Settings
+from workbench.bench.commands.benchmark_command import (
     Benchmark,
     Full,
     Json,
@@ -18,8 +20,6 @@ from app.bench.commands.benchmark_command import (
     require_passed,
     trace_benchmark,
 )
-from app.commands import console as screen
-from app.settings import Settings
 
 app = typer.Typer()
 
@@ -46,9 +46,9 @@ def simulate(
     too. Exit code 1 if a threshold is missed; those that need --trace are missed without it.
     """
     screen.require_matplotlib(plot)
-    from app.bench.plots import plot_thresholds
-    from app.bench.routing.policy_scenarios import FULL, QUICK
-    from app.bench.routing.policy_simulation import bench_policies
+    from workbench.bench.plots import plot_thresholds
+    from workbench.bench.routing.policy_scenarios import FULL, QUICK
+    from workbench.bench.routing.policy_simulation import bench_policies
 
     scale, at_a_time = FULL if full else QUICK, jobs or os.cpu_count() or 1
     report = measure(
@@ -68,7 +68,7 @@ def disagg() -> Benchmark:
     Needs --trace with the conversation trace. Quick: 8 workers at the recorded rate; --full: two
     more fleets at 4 and 8 times the rate. Exit code 1 if a threshold is missed.
     """
-    from app.bench.routing.disagg import FLEETS, QUICK, bench_disagg
+    from workbench.bench.routing.disagg import FLEETS, QUICK, bench_disagg
 
     return Benchmark(bench_disagg, QUICK, FLEETS)
 
@@ -80,7 +80,7 @@ def mix() -> Benchmark:
     Rows to compare: batch work without preemption, and without classes. Quick: 150 requests of the
     trace that ships with kvlane; --full: the hour of --trace. Exit code 1 if a threshold is missed.
     """
-    from app.bench.routing.mix import FULL, QUICK, bench_mix
+    from workbench.bench.routing.mix import FULL, QUICK, bench_mix
 
     return Benchmark(bench_mix, QUICK, FULL)
 
@@ -105,7 +105,7 @@ def routers(
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Quick: half a minute of each; --full: one
     and a half. Exit code 1 if the state of a router is wrong.
     """
-    from app.bench.routing import routers_kafka, routers_simulated
+    from workbench.bench.routing import routers_kafka, routers_simulated
 
     if not kafka:
         size = routers_simulated.FULL if full else routers_simulated.QUICK

@@ -1,6 +1,6 @@
 """The index compared with Dynamo's: matches, updates, tokens to scores, a trace, memory.
 
-The peer is the crate `dynamo-kv-router` as a library in this process (`tests/peers`), with the
+The peer is the crate `dynamo-kv-router` as a library in this process (`workbench/peers`), with the
 structure that is best at each measure. Both get the same arrays and are timed inside compiled code,
 without Python dispatch, which is measured separately. All answers are compared. Without a peer only
 our index is measured, its answers are compared with the reference index, and every threshold that
@@ -16,17 +16,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.bench.bench_environment import PrintLine
-from app.bench.index.comparison import OUR_INDEX, IndexFigure, RatioTarget, thresholds
-from app.bench.index.index_workload import (
+from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most, machine_info
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE
+from kvlane.indexer.block_hashes import local_hashes
+from workbench.bench.bench_environment import PrintLine
+from workbench.bench.index.comparison import OUR_INDEX, IndexFigure, RatioTarget, thresholds
+from workbench.bench.index.index_workload import (
     CachedSequences,
     IndexSetup,
     TraceFleet,
     make_sequences,
     trace_operations,
 )
-from app.bench.index.kernel_timing import DictIndex, KernelIndex, compile_kernels, ticks_per_us
-from app.bench.index.measurements import (
+from workbench.bench.index.kernel_timing import (
+    DictIndex,
+    KernelIndex,
+    compile_kernels,
+    ticks_per_us,
+)
+from workbench.bench.index.measurements import (
     MISS_LIMIT_US,
     AnswerComparison,
     IndexMeasurements,
@@ -35,8 +43,8 @@ from app.bench.index.measurements import (
     replay_trace,
     token_scores,
 )
-from app.bench.index.memory_per_block import bytes_per_pair
-from app.bench.index.peers import (
+from workbench.bench.index.memory_per_block import bytes_per_pair
+from workbench.bench.index.peers import (
     CRATE_NAME,
     CrateIndex,
     MeasuredIndex,
@@ -45,15 +53,12 @@ from app.bench.index.peers import (
     PeerUnavailable,
     load_crate,
 )
-from app.bench.index.python_overhead import (
+from workbench.bench.index.python_overhead import (
     PAUSE_LIMIT_MS,
     call_latencies,
     reader_pauses,
     record_rates,
 )
-from app.commands.simulation.report import Report, Threshold, at_least, at_most, machine_info
-from app.traces.mooncake_trace import BUNDLED_TRACE
-from indexer.block_hashes import local_hashes
 
 BYTES_PER_PAIR_LIMIT = 36.0
 RECORD_BLOCKS = (128, 1024, 8192)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.traces.mooncake_trace import read_trace
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.app.traces.mooncake_trace import read_trace
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
 
 STORED, REMOVED, MATCH = range(3)
 OPERATION = np.dtype(

@@ -16,19 +16,9 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from app.bench.index.index_workload import (
-    MATCH,
-    SECRET,
-    STORED,
-    IndexSetup,
-    OperationBatch,
-    U64Column,
-    make_sequences,
-)
-from app.bench.index.peers import BlocksByWorker, TokenArray
-from indexer.block_hashes import BASE_SEED, local_hashes
-from indexer.block_keys import prompt_keys
-from indexer.blocks.block_table import (
+from kvlane.indexer.block_hashes import BASE_SEED, local_hashes
+from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.blocks.block_table import (
     MAX_LOAD_FACTOR,
     NEXT_CAPACITY,
     USED,
@@ -39,7 +29,7 @@ from indexer.blocks.block_table import (
     is_too_full,
     start_growth,
 )
-from indexer.blocks.holder_sets import (
+from kvlane.indexer.blocks.holder_sets import (
     COUNT,
     FREE,
     RETIRED,
@@ -48,14 +38,24 @@ from indexer.blocks.holder_sets import (
     empty_sets,
     with_capacity,
 )
-from indexer.blocks.prefix_keys import TIERS, KeyConstants, SearchScratch, new_scratch
-from indexer.blocks.prefix_search import RETRY, match_prefix
-from indexer.blocks.updates import ACCOUNT_WORDS, update_run
-from indexer.epochs import CacheId
-from indexer.events import CacheEvent, EventKind, Tier
-from indexer.kernels import inlined, kernel
-from indexer.native.xxh3_kernels import hash_rows
-from indexer.reference_index import ReferenceIndex
+from kvlane.indexer.blocks.prefix_keys import TIERS, KeyConstants, SearchScratch, new_scratch
+from kvlane.indexer.blocks.prefix_search import RETRY, match_prefix
+from kvlane.indexer.blocks.updates import ACCOUNT_WORDS, update_run
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import CacheEvent, EventKind, Tier
+from kvlane.indexer.kernels import inlined, kernel
+from kvlane.indexer.native.xxh3_kernels import hash_rows
+from workbench.bench.index.index_workload import (
+    MATCH,
+    SECRET,
+    STORED,
+    IndexSetup,
+    OperationBatch,
+    U64Column,
+    make_sequences,
+)
+from workbench.bench.index.peers import BlocksByWorker, TokenArray
+from workbench.reference_index import ReferenceIndex
 
 MAX_PROMPT_BLOCKS = 1 << 14
 """The largest number of blocks of a prompt."""

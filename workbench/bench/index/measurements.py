@@ -12,8 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from app.bench.index.comparison import IndexFigure, RatioTarget, latency_figure, throughput_figure
-from app.bench.index.index_workload import (
+from workbench.bench.index.comparison import (
+    IndexFigure,
+    RatioTarget,
+    latency_figure,
+    throughput_figure,
+)
+from workbench.bench.index.index_workload import (
     MATCH,
     CachedSequences,
     IndexSetup,
@@ -21,7 +26,7 @@ from app.bench.index.index_workload import (
     U64Column,
     queries_by_overlap,
 )
-from app.bench.index.peers import MeasuredIndex
+from workbench.bench.index.peers import MeasuredIndex
 
 OPERATIONS_PER_TURN = 20
 STORE_PARTS = 10

@@ -1,7 +1,8 @@
 """Memory of an index per block of each cache, from the growth of a process.
 
-`python -m app.bench.index.memory_per_block SIDE BLOCKS WORKERS PAIRS` fills one index and prints
-bytes. Each side has a process of its own, since one would reuse memory that the other has freed.
+`python -m workbench.bench.index.memory_per_block SIDE BLOCKS WORKERS PAIRS` fills one index and
+prints bytes. Each side has a process of its own, since one would reuse memory that the other has
+freed.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from app.bench.index.comparison import (
+from workbench.bench.index.comparison import (
     OUR_INDEX,
     IndexFigure,
     RatioTarget,
     SampleSummary,
     compare_sides,
 )
-from app.bench.index.index_workload import IndexSetup, make_sequences
-from app.bench.index.kernel_timing import KernelIndex, compile_kernels
-from app.bench.index.peers import CrateIndex, MeasuredIndex, PeerStructure, load_crate
+from workbench.bench.index.index_workload import IndexSetup, make_sequences
+from workbench.bench.index.kernel_timing import KernelIndex, compile_kernels
+from workbench.bench.index.peers import CrateIndex, MeasuredIndex, PeerStructure, load_crate
 
 BATCH_BLOCKS = 200_000
 """Blocks per batch of events: their own memory is small, and freed."""
@@ -42,7 +43,7 @@ def bytes_per_pair(setup: IndexSetup, structures: Iterable[PeerStructure]) -> In
 def _measure(name: str, where: IndexSetup) -> float:
     numbers = [str(number) for number in where]
     done = subprocess.run(  # noqa: S603 - our own interpreter
-        [sys.executable, "-m", "app.bench.index.memory_per_block", name, *numbers],
+        [sys.executable, "-m", "workbench.bench.index.memory_per_block", name, *numbers],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from app.bench.bench_environment import PrintLine
-from app.bench.index.index_workload import MATCH, OPERATION, OperationBatch, U64Column
+from workbench.bench.bench_environment import PrintLine
+from workbench.bench.index.index_workload import MATCH, OPERATION, OperationBatch, U64Column
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "indexer").is_dir())
-BUILD_SCRIPT = ROOT / "tests" / "peers" / "build.sh"
+ROOT = Path(__file__).resolve().parents[3]
+BUILD_SCRIPT = ROOT / "workbench" / "peers" / "build.sh"
 LIBRARY = ROOT / "build" / "peers" / "libpeers.so"
 CRATE_NAME = "dynamo-kv-router 1.6.1"
 
@@ -157,11 +157,11 @@ def load_crate(print_line: PrintLine, *, build: bool = True) -> PeerCrate:
     """
     sources = [*BUILD_SCRIPT.parent.glob("Cargo.*"), BUILD_SCRIPT.parent / "src" / "lib.rs"]
     if not BUILD_SCRIPT.exists():
-        raise PeerUnavailable("tests/peers is missing: run it from a checkout of the sources")
+        raise PeerUnavailable("workbench/peers is missing: run it from a checkout of the sources")
     if LIBRARY.exists() and LIBRARY.stat().st_mtime >= max(f.stat().st_mtime for f in sources):
         return PeerCrate(LIBRARY)
     if not build:
-        raise PeerUnavailable("not built; tests/peers/build.sh library does it")
+        raise PeerUnavailable("not built; workbench/peers/build.sh library does it")
     if shutil.which("cargo") is None:
         raise PeerUnavailable("cargo is missing, which builds it (https://rustup.rs)")
     print_line(f"building {CRATE_NAME}, once: some minutes")

@@ -1,7 +1,7 @@
 """Overhead of Python around the index kernels: decoding records, calls, and reader pauses.
 
 The only peer is Dynamo's Python wheel, for calls. It runs in an environment of its own
-(`tests/peers/build.sh wheel`), because its dependencies conflict with those of kvlane.
+(`workbench/peers/build.sh wheel`), because its dependencies conflict with those of kvlane.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from app.bench.index.comparison import (
+from kvlane.app.runtime.process import tune_interpreter
+from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import CLEARED, EventColumns, EventKind
+from kvlane.indexer.events import encode_events as columns_of
+from kvlane.indexer.index import Index
+from kvlane.streams import codecs
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.records import Blocks
+from kvlane.streams.topics import KV_EVENTS
+from workbench.bench.index.comparison import (
     OUR_INDEX,
     IndexFigure,
     RatioTarget,
     SampleSummary,
     compare_sides,
 )
-from app.bench.index.index_workload import (
+from workbench.bench.index.index_workload import (
     SECRET,
     CachedSequences,
     IndexSetup,
     U64Column,
     make_sequences,
 )
-from app.bench.index.measurements import AnswerComparison
-from app.bench.index.peers import BUILD_SCRIPT, LIBRARY
-from app.runtime.process import tune_interpreter
-from indexer.epochs import CacheId
-from indexer.events import CLEARED, EventColumns, EventKind
-from indexer.events import encode_events as columns_of
-from indexer.index import Index
-from streams import codecs
-from streams.memory.partition_log import MemoryRecord
-from streams.records import Blocks
-from streams.topics import KV_EVENTS
+from workbench.bench.index.measurements import AnswerComparison
+from workbench.bench.index.peers import BUILD_SCRIPT, LIBRARY
 
 MILLION = 1_000_000
 WHEEL = LIBRARY.parent / "wheel" / "bin" / "python"

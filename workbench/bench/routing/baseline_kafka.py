@@ -1,6 +1,6 @@
 """The bare Kafka client that benchmarks measure against: a producer, and an echo of records.
 
-    python -m app.bench.routing.baseline_kafka: consumes `requests` in a group, produces to
+    python -m workbench.bench.routing.baseline_kafka: consumes `requests` in a group, produces to
     `assignments`
 
 The echo is the baseline of the router: a record in, the same record out, no decision. The client
@@ -18,9 +18,9 @@ from collections.abc import Iterable
 import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
-from app.settings import Settings
-from streams.ports import Entry
-from streams.topics import ASSIGNMENTS, REQUESTS
+from kvlane.app.settings import Settings
+from kvlane.streams.ports import Entry
+from kvlane.streams.topics import ASSIGNMENTS, REQUESTS
 
 POLL_MS = 500
 BATCH_BYTES = 256 * 1024

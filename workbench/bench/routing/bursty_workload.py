@@ -10,11 +10,11 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from streams.clock import Clock
-from streams.codecs import pack_tokens
-from streams.ids import RequestIds
-from streams.request import Request, StopConditions
-from streams.topics import lane_of
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ids import RequestIds
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.topics import lane_of
 
 TOKEN_RANGE = range(100, 4000)
 PREFIXES, PREFIX_TOKENS = 16, 640

@@ -19,17 +19,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
-from app.bench.streaming.raw_http import metrics_page
-from app.commands.simulation.report import Report, at_most, none_of
-from app.local.processes import ManagedProcess, free_port, process_command
-from app.settings import Settings
-from indexer.events import CLEARED, CacheEvent, EventKind, encode_events
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.records import Blocks
-from streams.topics import KV_EVENTS, partition_of
+from kvlane.app.commands.simulation.report import Report, at_most, none_of
+from kvlane.app.local.processes import ManagedProcess, free_port, process_command
+from kvlane.app.settings import Settings
+from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.records import Blocks
+from kvlane.streams.topics import KV_EVENTS, partition_of
+from workbench.bench.bench_environment import (
+    BenchEnvironment,
+    BenchFailed,
+    PrintLine,
+    bench_environment,
+)
+from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
+from workbench.bench.streaming.raw_http import metrics_page
 
 WORKERS = 64
 BLOCKS = 2_300_000

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from app.routing.selection.cost_kernels import (
+from kvlane.app.routing.selection.cost_kernels import (
     DECODE_PART,
     DISK_SHARE,
     FOLLOWUP_STEPS,
@@ -22,10 +22,10 @@ from app.routing.selection.cost_kernels import (
     SECOND_COPY,
     WHOLE,
 )
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import DynamoWeights
-from app.routing.state.performance import recorded_profile
-from streams.records import Candidate
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import DynamoWeights
+from kvlane.app.routing.state.performance import recorded_profile
+from kvlane.streams.records import Candidate
 
 
 class ReferenceForecast(NamedTuple):

@@ -22,32 +22,30 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from app.bench.bench_environment import PrintLine
-from app.bench.routing import cost_reference
-from app.commands.simulation.report import Report, Threshold
-from app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
-from app.routing.queueing.pending import PendingRequest, ReservedRequests
-from app.routing.selection.decision import Decision, Placement, Reservation, RoutingState
-from app.routing.selection.eligibility import CandidatePools
-from app.routing.selection.prompt_hashes import PromptHashes
-from app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from app.routing.selection.select import recompute_choice, recorded_features, select_worker
-from app.routing.state.active_load import ActiveLoad, WorkerLoad
-from app.routing.state.fleet import Fleet
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.performance import PerformanceModel
-from app.routing.state.silent_workers import SilentWorkers
-from app.routing.worker_rank import WorkerRank
-from app.runtime.process import tune_interpreter
-from app.settings import Settings
-from indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
-from indexer.events import CacheEvent, EventKind, encode_events
-from indexer.index import Index as BlockIndex
-from indexer.index import MatchDepths
-from indexer.precompile import compile_all
-from streams.codecs import pack_tokens
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.commands.simulation.report import Report, Threshold
+from kvlane.app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
+from kvlane.app.routing.queueing.pending import PendingRequest, ReservedRequests
+from kvlane.app.routing.selection.decision import Decision, Placement, Reservation, RoutingState
+from kvlane.app.routing.selection.eligibility import CandidatePools
+from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
+from kvlane.app.routing.selection.select import recompute_choice, recorded_features, select_worker
+from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.performance import PerformanceModel
+from kvlane.app.routing.state.silent_workers import SilentWorkers
+from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.runtime.process import tune_interpreter
+from kvlane.app.settings import Settings
+from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.indexer.events import CacheEvent, EventKind, encode_events
+from kvlane.indexer.index import Index as BlockIndex
+from kvlane.indexer.index import MatchDepths
+from kvlane.indexer.precompile import compile_all
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Blocks,
     EngineConfig,
@@ -56,7 +54,9 @@ from streams.records import (
     RequestOffset,
     WorkerCard,
 )
-from streams.request import Request
+from kvlane.streams.request import Request
+from workbench.bench.bench_environment import PrintLine
+from workbench.bench.routing import cost_reference
 
 NOW_MS = 1_000_000
 BLOCK_SIZE, PROMPT_TOKENS = 16, 2048

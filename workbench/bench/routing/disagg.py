@@ -17,23 +17,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from app.bench.bench_environment import PrintLine
-from app.bench.routing.policy_scenarios import (
+from kvlane.app.commands.simulation.report import Report, Threshold, at_most
+from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
+from kvlane.app.routing.selection.routing_config import TransferSpeed
+from kvlane.app.simulation.network_conditions import NetworkConditions
+from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulation_runs import SimulationRun, result_row, run_timed
+from kvlane.app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
+from kvlane.app.simulation.trace_requests import ArrivalRate
+from kvlane.indexer.precompile import compile_all
+from workbench.bench.bench_environment import PrintLine
+from workbench.bench.routing.policy_scenarios import (
     OWN_POLICY,
     PUBLISHED_TOLERANCE,
     REQUESTS,
     max_deviation,
 )
-from app.bench.routing.policy_simulation import TraceSet, published_trace
-from app.commands.simulation.report import Report, Threshold, at_most
-from app.routing.selection.handover_rules import DEFAULT_RULES
-from app.routing.selection.routing_config import TransferSpeed
-from app.simulation.network_conditions import NetworkConditions
-from app.simulation.run_metrics import RunMetrics
-from app.simulation.simulation_runs import SimulationRun, result_row, run_timed
-from app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
-from app.simulation.trace_requests import ArrivalRate
-from indexer.precompile import compile_all
+from workbench.bench.routing.policy_simulation import TraceSet, published_trace
 
 STEADY_WEIGHT = 0.2
 """Decode weight of the rows that favour steady times between tokens."""

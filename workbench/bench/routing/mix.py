@@ -10,13 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from app.bench.bench_environment import PrintLine
-from app.commands.simulation.report import Report, Threshold, at_least, at_most
-from app.simulation.batch_work import MODES
-from app.simulation.mixed_runs import Mix, MixedMetrics, MixedRun, mixed_row, recomputed_share
-from app.simulation.synthetic_traces import TraceSize, generate_trace
-from app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
-from indexer.precompile import compile_all
+from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most
+from kvlane.app.simulation.batch_work import MODES
+from kvlane.app.simulation.mixed_runs import (
+    Mix,
+    MixedMetrics,
+    MixedRun,
+    mixed_row,
+    recomputed_share,
+)
+from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
+from kvlane.indexer.precompile import compile_all
+from workbench.bench.bench_environment import PrintLine
 
 MAX_TTFT, MAX_ITL, MIN_IDLE_SHARE, MAX_RECOMPUTED = 1.05, 1.10, 0.85, 0.05
 

@@ -19,15 +19,15 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from app.commands.simulation.report import Threshold, at_least, at_most
-from app.perf_curves import PerfCurves
-from app.routing.selection.policies.registry import SIMULATED
-from app.simulation import synthetic_traces
-from app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
-from app.simulation.run_metrics import RunMetrics
-from app.simulation.simulation_runs import SimulationRun
-from app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
-from app.simulation.trace_requests import ArrivalRate
+from kvlane.app.commands.simulation.report import Threshold, at_least, at_most
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.selection.policies.registry import SIMULATED
+from kvlane.app.simulation import synthetic_traces
+from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulation_runs import SimulationRun
+from kvlane.app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
+from kvlane.app.simulation.trace_requests import ArrivalRate
 
 REQUESTS = 12_031
 CONVERSATION = "conversation"

@@ -6,9 +6,9 @@ with the best of Dynamo's settings, simulated as well, separately for each row a
 whole trace has published figures; without it its thresholds count as failed. Generated traces of
 other workloads are simulated in any case.
 
-A scene is a set of runs and their thresholds (`app/bench/routing/policy_scenarios.py`); cached runs
-(`app/bench/routing/result_cache.py`) are not repeated. Runs are independent, so several run in
-parallel, each in a process; the speed of the simulation is measured when no other run is active.
+A scene is a set of runs and their thresholds (`policy_scenarios.py`); cached runs
+(`result_cache.py`) are not repeated. Runs are independent, so several run in parallel, each in a
+process; the speed of the simulation is measured when no other run is active.
 """
 
 from __future__ import annotations
@@ -19,9 +19,20 @@ from concurrent.futures import as_completed
 from functools import cache
 from pathlib import Path
 
-from app.bench.bench_environment import PrintLine
-from app.bench.process_pool import process_pool
-from app.bench.routing.policy_scenarios import (
+from kvlane.app.commands.simulation.report import Report, Threshold, at_least
+from kvlane.app.simulation.simulation_runs import (
+    PreparedTrace,
+    SimulationRun,
+    result_row,
+    run_timed,
+)
+from kvlane.app.simulation.synthetic_traces import NAME_PREFIX, TraceSize, generate_trace
+from kvlane.app.simulation.trace_requests import ArrivalRate
+from kvlane.app.traces.mooncake_trace import InvalidTrace, TraceRow, read_trace
+from kvlane.indexer.precompile import compile_all
+from workbench.bench.bench_environment import PrintLine
+from workbench.bench.process_pool import process_pool
+from workbench.bench.routing.policy_scenarios import (
     CONVERSATION,
     REQUESTS,
     SETUPS,
@@ -32,13 +43,7 @@ from app.bench.routing.policy_scenarios import (
     all_thresholds,
     scenario_runs,
 )
-from app.bench.routing.result_cache import ResultCache
-from app.commands.simulation.report import Report, Threshold, at_least
-from app.simulation.simulation_runs import PreparedTrace, SimulationRun, result_row, run_timed
-from app.simulation.synthetic_traces import NAME_PREFIX, TraceSize, generate_trace
-from app.simulation.trace_requests import ArrivalRate
-from app.traces.mooncake_trace import InvalidTrace, TraceRow, read_trace
-from indexer.precompile import compile_all
+from workbench.bench.routing.result_cache import ResultCache
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 144_793_823, 4_122_048
 """Together with REQUESTS, these identify the trace of the published figures."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from app.bench.bench_environment import BenchFailed
-from app.bench.routing.policy_scenarios import ScenarioResult, ScenarioRun
-from app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.run_metrics import RunMetrics
+from workbench.bench.bench_environment import BenchFailed
+from workbench.bench.routing.policy_scenarios import ScenarioResult, ScenarioRun
 
-_ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "indexer").is_dir())
+_ROOT = Path(__file__).resolve().parents[3]
 SOURCE_PATHS = (
     "app/engine",
     "app/routing",

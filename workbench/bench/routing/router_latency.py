@@ -27,11 +27,24 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
-from app.bench.cpu_limit import limit_cpu
-from app.bench.cpu_profile import ProfiledProcess
-from app.bench.routing.baseline_kafka import BareProducer
-from app.bench.routing.router_load import (
+from kvlane.app.commands.simulation.report import (
+    Report,
+    Threshold,
+    at_least,
+    at_most,
+    figure,
+    none_of,
+)
+from kvlane.app.local.processes import ManagedProcess, process_command
+from kvlane.app.settings import Settings
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.kafka.provision import create_topics
+from kvlane.streams.records import Assignment, EngineConfig
+from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from workbench.bench.cpu_limit import limit_cpu
+from workbench.bench.cpu_profile import ProfiledProcess
+from workbench.bench.routing.baseline_kafka import BareProducer
+from workbench.bench.routing.router_load import (
     IN_FLIGHT,
     MANY_IN_FLIGHT,
     MODEL,
@@ -41,13 +54,7 @@ from app.bench.routing.router_load import (
     RouterLatencySide,
     SharedPrefixPrompts,
 )
-from app.bench.statistics import spread
-from app.commands.simulation.report import Report, Threshold, at_least, at_most, figure, none_of
-from app.local.processes import ManagedProcess, process_command
-from app.settings import Settings
-from streams.kafka.kafka_log import KafkaLog
-from streams.kafka.provision import create_topics
-from streams.records import Assignment, EngineConfig
+from workbench.bench.statistics import spread
 
 WARM_UP_RATE, WARM_UP_S = 200, 20.0
 """The JIT compiler of the broker's JVM has done most of its work after 4000 records per side."""
@@ -155,7 +162,7 @@ async def _prepare(
     cards = [await on.register_worker(f"bench-{n}", config) for n in range(WORKERS)]
     workers = RegisteredWorkers(producers[1], cards)
     prefix = echo_settings.topic_prefix
-    echo = on.launch(ECHO, "app.bench.routing.baseline_kafka", topic_prefix=prefix)
+    echo = on.launch(ECHO, "workbench.bench.routing.baseline_kafka", topic_prefix=prefix)
     samples = on.output_folder / "router.samples"
     command = ProfiledProcess.command(samples, *process_command("router"))
     router = on.launch(ROUTER, *command)

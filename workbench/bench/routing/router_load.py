@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.bench.routing.baseline_kafka import BareProducer
-from app.local.processes import ManagedProcess
-from app.percentiles import percentile
-from streams.clock import SystemClock
-from streams.codecs import decode, encode, token_count, type_of
-from streams.ids import RequestIds
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Entry, Partition, Record
-from streams.reading.range_reader import tail
-from streams.records import Assignment, Finished, Heartbeat, Started, WorkerCard
-from streams.request import Request, StopConditions
-from streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
+from kvlane.app.local.processes import ManagedProcess
+from kvlane.app.percentiles import percentile
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode, encode, token_count, type_of
+from kvlane.streams.ids import RequestIds
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Entry, Partition, Record
+from kvlane.streams.reading.range_reader import tail
+from kvlane.streams.records import Assignment, Finished, Heartbeat, Started, WorkerCard
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
+from workbench.bench.routing.baseline_kafka import BareProducer
 
 WORKERS = 64
 PROMPT_TOKENS = 2000

@@ -15,13 +15,13 @@ from typing import NamedTuple, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics.view_metrics import HASH_SHIFT
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from streams.ports import Partition
-from streams.records import LogRecord
-from streams.topics import LEDGER
-from streams.views.view import MaterializedView
+from kvlane.app.metrics.view_metrics import HASH_SHIFT
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord
+from kvlane.streams.topics import LEDGER
+from kvlane.streams.views.view import MaterializedView
 
 K = TypeVar("K", str, Partition)
 

@@ -22,16 +22,33 @@ from typing import NamedTuple
 
 import aiohttp
 
-from app.audit.collisions import ConcurrentDecisions, find_concurrent
-from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.process_group import ProcessGroup, ProcessSpec
-from app.bench.routing.bursty_workload import (
+from kvlane.app.audit.collisions import ConcurrentDecisions, find_concurrent
+from kvlane.app.commands.simulation.report import Report, figure, none_of
+from kvlane.app.local.processes import free_port
+from kvlane.app.percentiles import percentile
+from kvlane.app.routing.state.kv_index import KvIndexView
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.settings import Settings
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Assigned, LogRecord, PrefillDone
+from kvlane.streams.request import Request
+from kvlane.streams.topics import KV_EVENTS, LEDGER, REQUESTS, lane_of
+from kvlane.streams.views.follower import Follower
+from workbench.bench.bench_environment import (
+    BenchEnvironment,
+    BenchFailed,
+    PrintLine,
+    bench_environment,
+)
+from workbench.bench.process_group import ProcessGroup, ProcessSpec
+from workbench.bench.routing.bursty_workload import (
     BURST_ARRIVALS,
     SINGLE_ARRIVALS,
     BurstyWorkload,
     TimedRequest,
 )
-from app.bench.routing.router_views import (
+from workbench.bench.routing.router_views import (
     ReferenceState,
     RouterView,
     StateDifference,
@@ -39,18 +56,6 @@ from app.bench.routing.router_views import (
     disagreements,
     parse_view,
 )
-from app.commands.simulation.report import Report, figure, none_of
-from app.local.processes import free_port
-from app.percentiles import percentile
-from app.routing.state.kv_index import KvIndexView
-from app.routing.state.ledger import LedgerState
-from app.settings import Settings
-from streams.ports import Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Assigned, LogRecord, PrefillDone
-from streams.request import Request
-from streams.topics import KV_EVENTS, LEDGER, REQUESTS, lane_of
-from streams.views.follower import Follower
 
 ENGINE_SETTINGS = {"engine_speedup": 0.25}
 """Slow enough for all processes to run on two cores: a token every 16 ms, and a tenth of a second

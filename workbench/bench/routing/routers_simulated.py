@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.bench.bench_environment import PrintLine
-from app.bench.routing.policy_scenarios import ARRIVAL_JITTER_S, OWN_POLICY
-from app.bench.routing.policy_simulation import TRACE_MISSING
-from app.commands.simulation.report import Report, Threshold, at_most
-from app.simulation.network_conditions import NetworkConditions
-from app.simulation.run_metrics import RunMetrics, metrics_of
-from app.simulation.simulated_request import SimulatedRequest
-from app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
-from app.simulation.trace_requests import ArrivalRate
-from app.traces.mooncake_trace import read_trace
-from indexer.precompile import compile_all
+from kvlane.app.commands.simulation.report import Report, Threshold, at_most
+from kvlane.app.simulation.network_conditions import NetworkConditions
+from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
+from kvlane.app.simulation.trace_requests import ArrivalRate
+from kvlane.app.traces.mooncake_trace import read_trace
+from kvlane.indexer.precompile import compile_all
+from workbench.bench.bench_environment import PrintLine
+from workbench.bench.routing.policy_scenarios import ARRIVAL_JITTER_S, OWN_POLICY
+from workbench.bench.routing.policy_simulation import TRACE_MISSING
 
 WORKERS, SPEED, LAG_MS = 16, 8.0, 5.0
 MAX_ROUTERS = 8

@@ -14,17 +14,17 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from app.bench.bench_environment import PrintLine, bench_environment
-from app.commands.simulation.report import Report, at_most, none_of
-from app.percentiles import percentile
-from app.settings import Settings
-from streams.clock import Clock
-from streams.codecs import encode
-from streams.ids import RequestIds
-from streams.ports import Log
-from streams.records import Chunk
-from streams.responses.reply_reader import ReplyReader
-from streams.topics import RESPONSES
+from kvlane.app.commands.simulation.report import Report, at_most, none_of
+from kvlane.app.percentiles import percentile
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import encode
+from kvlane.streams.ids import RequestIds
+from kvlane.streams.ports import Log
+from kvlane.streams.records import Chunk
+from kvlane.streams.responses.reply_reader import ReplyReader
+from kvlane.streams.topics import RESPONSES
+from workbench.bench.bench_environment import PrintLine, bench_environment
 
 STREAM_CHUNKS = 50
 BATCH = 1000

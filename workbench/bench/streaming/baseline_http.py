@@ -1,6 +1,6 @@
 """Baseline of HTTP: FastAPI under uvicorn, without a log or an engine.
 
-    python -m app.bench.streaming.baseline_http PORT TOKENS STEP STEPS_PER_S TOTAL
+    python -m workbench.bench.streaming.baseline_http PORT TOKENS STEP STEPS_PER_S TOTAL
 
 `POST /v1/chat/completions` streams TOKENS tokens at the rate of `token_feeder.py`, in the same
 events as the gateway. `POST /prompt` renders the template of the demo model with the messages of
@@ -19,15 +19,15 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
-from app.bench.streaming.token_feeder import timestamped_text
-from app.http.openai import sse
-from app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from app.preprocess.text.chat_template import ChatTemplate
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import InlinePool
-from streams.clock import SystemClock
-from streams.records import Chunk
+from kvlane.app.http.openai import sse
+from kvlane.app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
+from kvlane.app.preprocess.text.chat_template import ChatTemplate
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.records import Chunk
+from workbench.bench.streaming.token_feeder import timestamped_text
 
 
 class StepClock:

@@ -18,23 +18,23 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from app.bench.streaming.body_shapes import SHAPE_NAMES, BodyShape, body_shape
-from app.commands.simulation.report import Report, at_most
-from app.gateway import Gateway
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import publish_folder
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from app.preprocess.thread_pool import ThreadPool
-from app.preprocessor import Preprocessor
-from app.runtime.process import ProcessContext
-from app.settings import Settings
-from streams.clock import SystemClock
-from streams.codecs import encode
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.memory.partition_log import MemoryRecord
-from streams.records import EngineConfig, WorkerCard
-from streams.topics import PROMPTS, REGISTRY, REQUESTS
+from kvlane.app.commands.simulation.report import Report, at_most
+from kvlane.app.gateway import Gateway
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import publish_folder
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.thread_pool import ThreadPool
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.settings import Settings
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import encode
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.records import EngineConfig, WorkerCard
+from kvlane.streams.topics import PROMPTS, REGISTRY, REQUESTS
+from workbench.bench.streaming.body_shapes import SHAPE_NAMES, BodyShape, body_shape
 
 STALL_LIMIT_MS = 50.0
 TICK_S = 0.001

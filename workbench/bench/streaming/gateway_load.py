@@ -14,25 +14,30 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.statistics import histogram_quantile, loop_delay_buckets, spread
-from app.bench.streaming.raw_http import (
+from kvlane.app.commands.simulation.report import Report, at_least, at_most
+from kvlane.app.local.processes import ManagedProcess, free_port
+from kvlane.app.percentiles import percentile
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
+from kvlane.app.preprocess.models.model import publish_folder
+from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
+from kvlane.app.preprocess.text.tokenizer import Tokenizer
+from kvlane.app.preprocess.thread_pool import ThreadPool
+from kvlane.app.settings import Settings
+from kvlane.streams.topics import REGISTRY
+from workbench.bench.bench_environment import (
+    BenchEnvironment,
+    BenchFailed,
+    PrintLine,
+    bench_environment,
+)
+from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
+from workbench.bench.streaming.raw_http import (
     HttpConnection,
     http_request,
     metrics_page,
     read_stream,
     wait_listening,
 )
-from app.commands.simulation.report import Report, at_least, at_most
-from app.local.processes import ManagedProcess, free_port
-from app.percentiles import percentile
-from app.preprocess.models.artifacts import ArtifactStore
-from app.preprocess.models.model import publish_folder
-from app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from app.preprocess.text.tokenizer import Tokenizer
-from app.preprocess.thread_pool import ThreadPool
-from app.settings import Settings
-from streams.topics import REGISTRY
 
 MODEL = "bench"
 CONTEXT_LENGTH = 131_072
@@ -104,7 +109,7 @@ async def bench_gateway(
         await on.publisher.publish(REGISTRY, f"model/{MODEL}", card)
         gateway = await on.start_gateway(MODEL, CONTEXT_LENGTH)
         bare = on.launch(
-            "bare", "app.bench.streaming.baseline_http", str(bare_port), "1", "1", "1", "1"
+            "bare", "workbench.bench.streaming.baseline_http", str(bare_port), "1", "1", "1", "1"
         )
         await on.start_feeder(100_000, 1, STEPS_PER_S, 0)
         await wait_listening(bare_port, on.clock, bare.check)

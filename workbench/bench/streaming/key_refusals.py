@@ -11,12 +11,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from app.access import key_file
-from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream
-from app.commands.simulation.report import Report, at_most
-from app.percentiles import percentile
-from app.settings import Settings
+from kvlane.app.access import key_file
+from kvlane.app.commands.simulation.report import Report, at_most
+from kvlane.app.percentiles import percentile
+from kvlane.app.settings import Settings
+from workbench.bench.bench_environment import (
+    BenchEnvironment,
+    BenchFailed,
+    PrintLine,
+    bench_environment,
+)
+from workbench.bench.streaming.raw_http import HttpConnection, http_request, read_stream
 
 MODEL = "bench"
 PATH = "/v1/chat/completions"

@@ -1,6 +1,6 @@
 """A model server without a model: OpenAI's chat completions at a fixed rate, as plain ASGI.
 
-    python -m app.bench.streaming.mock_server PORT STEPS_PER_S
+    python -m workbench.bench.streaming.mock_server PORT STEPS_PER_S
 
 All streams step together, as in a batching engine: one token each, with the time of its creation in
 its text. An answer that is not streamed is sent at once. The server behind both sides of
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from app.bench.streaming.token_feeder import timestamped_text
+from workbench.bench.streaming.token_feeder import timestamped_text
 
 MODEL = "bench"
 _Scope = MutableMapping[str, Any]

@@ -1,6 +1,6 @@
-"""SGLang's router as a child process, in the environment that `tests/peers/build.sh router` makes.
+"""SGLang's router as a child process, in the environment of `workbench/peers/build.sh router`.
 
-python -m app.bench.streaming.peer_process PYTHON PORT METRICS_PORT URL...
+python -m workbench.bench.streaming.peer_process PYTHON PORT METRICS_PORT URL...
 """
 
 from __future__ import annotations

@@ -16,15 +16,25 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.statistics import spread
-from app.bench.streaming.mock_server import MODEL
-from app.bench.streaming.peer_process import PEER_PYTHON
-from app.bench.streaming.raw_http import HttpConnection, http_request, read_stream, wait_listening
-from app.commands.simulation.report import Report
-from app.local.processes import ManagedProcess, free_port, process_command
-from app.percentiles import percentile
-from app.settings import Settings
+from kvlane.app.commands.simulation.report import Report
+from kvlane.app.local.processes import ManagedProcess, free_port, process_command
+from kvlane.app.percentiles import percentile
+from kvlane.app.settings import Settings
+from workbench.bench.bench_environment import (
+    BenchEnvironment,
+    BenchFailed,
+    PrintLine,
+    bench_environment,
+)
+from workbench.bench.statistics import spread
+from workbench.bench.streaming.mock_server import MODEL
+from workbench.bench.streaming.peer_process import PEER_PYTHON
+from workbench.bench.streaming.raw_http import (
+    HttpConnection,
+    http_request,
+    read_stream,
+    wait_listening,
+)
 
 SERVERS = 2
 CONNECTIONS = 64
@@ -73,7 +83,7 @@ async def bench_peer_router(
 ) -> Report:
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
     if not PEER_PYTHON.exists():
-        raise BenchFailed(f"no {PEER_PYTHON}: run `tests/peers/build.sh router`")
+        raise BenchFailed(f"no {PEER_PYTHON}: run `workbench/peers/build.sh router`")
     async with bench_environment(settings, print_line) as on:
         sides = await _start(on)
         for side in sides.values():
@@ -93,13 +103,13 @@ async def _start(on: BenchEnvironment) -> dict[str, ServingSide]:
     ports = [free_port() for _ in range(SERVERS)]
     for port in ports:
         server = on.launch(
-            f"server-{port}", "app.bench.streaming.mock_server", str(port), str(STEPS_PER_S)
+            f"server-{port}", "workbench.bench.streaming.mock_server", str(port), str(STEPS_PER_S)
         )
         await wait_listening(port, on.clock, server.check)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     peer_port, gateway_port = free_port(), free_port()
     peer = on.launch(
-        "peer", "app.bench.streaming.peer_process", str(PEER_PYTHON.absolute()),
+        "peer", "workbench.bench.streaming.peer_process", str(PEER_PYTHON.absolute()),
         str(peer_port), str(free_port()), *urls,
     )  # fmt: skip
     own = [

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.clock import Clock
+from kvlane.streams.clock import Clock
 
 READ_BYTES = 1 << 18
 LISTEN_TIMEOUT_S = 60.0

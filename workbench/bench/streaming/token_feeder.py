@@ -1,6 +1,6 @@
 """A worker without an engine: it answers every request with tokens at a fixed rate.
 
-    python -m app.bench.streaming.token_feeder TOKENS STEP STEPS_PER_S TOTAL
+    python -m workbench.bench.streaming.token_feeder TOKENS STEP STEPS_PER_S TOTAL
 
 Reads `requests` (no router), and appends through the writer of real workers
 (`app/serving/chunk_writer.py`). All answers step together, as in a batching engine: TOKENS each,
@@ -16,16 +16,16 @@ import time
 
 import uvloop
 
-from app.runtime.process import ProcessContext
-from app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk
-from app.settings import Settings
-from streams.codecs import decode
-from streams.kafka.kafka_log import KafkaLog
-from streams.ports import Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Usage
-from streams.request import Request
-from streams.topics import REQUESTS, RESPONSES
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk
+from kvlane.app.settings import Settings
+from kvlane.streams.codecs import decode
+from kvlane.streams.kafka.kafka_log import KafkaLog
+from kvlane.streams.ports import Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Usage
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS, RESPONSES
 
 RUN = "1"
 WORD = "word "

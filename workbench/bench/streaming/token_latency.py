@@ -15,13 +15,18 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import BenchEnvironment, BenchFailed, PrintLine, bench_environment
-from app.bench.statistics import spread
-from app.bench.streaming.raw_http import http_request, read_stream, wait_listening
-from app.commands.simulation.report import Report, Threshold, at_most
-from app.local.processes import ManagedProcess, free_port
-from app.percentiles import percentile
-from app.settings import Settings
+from kvlane.app.commands.simulation.report import Report, Threshold, at_most
+from kvlane.app.local.processes import ManagedProcess, free_port
+from kvlane.app.percentiles import percentile
+from kvlane.app.settings import Settings
+from workbench.bench.bench_environment import (
+    BenchEnvironment,
+    BenchFailed,
+    PrintLine,
+    bench_environment,
+)
+from workbench.bench.statistics import spread
+from workbench.bench.streaming.raw_http import http_request, read_stream, wait_listening
 
 STREAMS = 100
 TOKENS_PER_S = 5000
@@ -91,7 +96,7 @@ async def token_round(
     pace = [str(count), str(step), str(steps_per_s), str(streams)]
     if side == "bare":
         port = free_port()
-        measured = [on.launch(side, "app.bench.streaming.baseline_http", str(port), *pace)]
+        measured = [on.launch(side, "workbench.bench.streaming.baseline_http", str(port), *pace)]
         await wait_listening(port, on.clock, measured[0].check)
     else:
         measured = [gateway, await on.start_feeder(*pace)]

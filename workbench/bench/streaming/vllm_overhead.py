@@ -25,28 +25,34 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from app.bench.bench_environment import BenchFailed, PrintLine, bench_environment
-from app.bench.statistics import spread
-from app.commands.simulation.report import Report, Threshold
-from app.demo import tiny_model
-from app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext, KvEventListener
-from app.engine.vllm.async_llm import VllmEngine
-from app.engine.vllm.versions import check_plugin, installed_version
-from app.percentiles import percentile
-from app.preprocess.models.model_folder import read_folder
-from app.runtime.process import ProcessContext
-from app.serving.model_publisher import ModelPublisher
-from app.settings import Settings
-from app.worker import Worker
-from streams.clock import SystemClock
-from streams.codecs import decode, pack_tokens
-from streams.memory.memory_broker import MemoryBroker
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Log, Partition
-from streams.record_publisher import RecordPublisher
-from streams.records import Assignment, EngineConfig, Finished, RequestOffset
-from streams.request import Request, SamplingOptions, StopConditions
-from streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
+from kvlane.app.commands.simulation.report import Report, Threshold
+from kvlane.app.demo import tiny_model
+from kvlane.app.engine.interface import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    GenerateContext,
+    KvEventListener,
+)
+from kvlane.app.engine.vllm.async_llm import VllmEngine
+from kvlane.app.engine.vllm.versions import check_plugin, installed_version
+from kvlane.app.percentiles import percentile
+from kvlane.app.preprocess.models.model_folder import read_folder
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.serving.model_publisher import ModelPublisher
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import decode, pack_tokens
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Assignment, EngineConfig, Finished, RequestOffset
+from kvlane.streams.request import Request, SamplingOptions, StopConditions
+from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
+from workbench.bench.bench_environment import BenchFailed, PrintLine, bench_environment
+from workbench.bench.statistics import spread
 
 TINY_STREAMS = (8,)
 STREAMS = (8, 64)
@@ -296,7 +302,7 @@ def _publishing(scratch: Path) -> PublishTimes:
     """Publish from a loop of steps that compute in between, with a connected reader."""
     import zmq
 
-    from app.engine.vllm.zmq_publisher import NonBlockingPublisher
+    from kvlane.app.engine.vllm.zmq_publisher import NonBlockingPublisher
 
     endpoint = f"ipc://{scratch / 'events'}"
     work = range(_work_of(STEP_BUSY_S))

@@ -21,24 +21,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.engine.interface import EngineDead
-from app.gateway import Gateway
-from app.preprocessor import Preprocessor
-from app.router import Router
-from app.routing.state.ledger import LedgerState
-from app.testing.cache_scenarios import differing_indexes, incomplete_indexes
-from app.testing.checks.job_checks import job_violations
-from app.testing.checks.reply_checks import reply_violations
-from app.testing.checks.result_checks import result_violations
-from app.testing.checks.stream_checks import decode_or_none, stream_violations, waiting_answers
-from app.testing.checks.tenant_checks import tenant_violations
-from app.testing.clients.all_clients import Clients
-from app.testing.simulated_world import SimulatedWorld
-from app.worker import WorkerIdTaken
-from streams.errors import BrokerUnavailable
-from streams.ports import Partition
-from streams.records import Fencing, LogRecord
-from streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS
+from kvlane.app.engine.interface import EngineDead
+from kvlane.app.gateway import Gateway
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.routing.state.ledger import LedgerState
+from kvlane.app.worker import WorkerIdTaken
+from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Fencing, LogRecord
+from kvlane.streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS
+from workbench.testing.cache_scenarios import differing_indexes, incomplete_indexes
+from workbench.testing.checks.job_checks import job_violations
+from workbench.testing.checks.reply_checks import reply_violations
+from workbench.testing.checks.result_checks import result_violations
+from workbench.testing.checks.stream_checks import (
+    decode_or_none,
+    stream_violations,
+    waiting_answers,
+)
+from workbench.testing.checks.tenant_checks import tenant_violations
+from workbench.testing.clients.all_clients import Clients
+from workbench.testing.simulated_world import SimulatedWorld
 
 STEADY_TASKS = {
     "router": {

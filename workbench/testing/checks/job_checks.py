@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from app.batches.batch_requests import request_id
-from app.batches.batch_view import BatchView
-from app.testing.checks.stream_checks import COMPLETE, decode_or_none, end_code, shown_streams
-from app.testing.clients.all_clients import Clients
-from app.testing.clients.job_clients import JobClient
-from app.testing.simulated_world import SimulatedWorld
-from streams.batch_records import BatchJob
-from streams.ports import Partition
-from streams.records import LogRecord
-from streams.responses.transcript import Transcript
-from streams.topics import BATCH_JOBS
+from kvlane.app.batches.batch_requests import request_id
+from kvlane.app.batches.batch_view import BatchView
+from kvlane.streams.batch_records import BatchJob
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import LogRecord
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import BATCH_JOBS
+from workbench.testing.checks.stream_checks import COMPLETE, decode_or_none, end_code, shown_streams
+from workbench.testing.clients.all_clients import Clients
+from workbench.testing.clients.job_clients import JobClient
+from workbench.testing.simulated_world import SimulatedWorld
 
 
 def all_jobs(world: SimulatedWorld) -> list[BatchJob]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from app.testing.clients.all_clients import Clients
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.world_parameters import OPEN_REPLIES
-from streams.memory.partition_log import MemoryRecord
-from streams.topics import RESPONSES, RESULTS
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.topics import RESPONSES, RESULTS
+from workbench.testing.clients.all_clients import Clients
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.world_parameters import OPEN_REPLIES
 
 MAX_RESULT_DELAY_S = 25.0
 """Longest time from the end of an answer, or of the faults, to its result: processes start again

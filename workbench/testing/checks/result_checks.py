@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from app.testing.checks.stream_checks import decode_or_none, shown_streams
-from app.testing.clients.all_clients import Clients
-from app.testing.simulated_world import SimulatedWorld
-from streams.ports import Partition
-from streams.records import Result
-from streams.request import Request
-from streams.responses.transcript import Transcript
-from streams.topics import REQUESTS, RESPONSES, RESULTS, lane_of
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Result
+from kvlane.streams.request import Request
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import REQUESTS, RESPONSES, RESULTS, lane_of
+from workbench.testing.checks.stream_checks import decode_or_none, shown_streams
+from workbench.testing.clients.all_clients import Clients
+from workbench.testing.simulated_world import SimulatedWorld
 
 
 def result_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:

@@ -12,18 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from app.engine.echo import echo_answer
-from app.preprocess.text.byte_level import ByteDetokenizer
-from app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
-from app.testing.clients.all_clients import Clients
-from app.testing.clients.kafka_clients import ExpectedRequest
-from app.testing.clients.received_answer import AnswerReader, ReceivedAnswer
-from app.testing.simulated_world import SimulatedWorld
-from streams.codecs import AnyRecord, decode, unpack_tokens
-from streams.errors import RecordError
-from streams.memory.partition_log import MemoryRecord
-from streams.ports import Partition
-from streams.records import (
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.preprocess.text.byte_level import ByteDetokenizer
+from kvlane.app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
+from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens
+from kvlane.streams.errors import RecordError
+from kvlane.streams.memory.partition_log import MemoryRecord
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import (
     Assigned,
     Cancel,
     Chunk,
@@ -35,9 +31,13 @@ from streams.records import (
     RequestOffset,
     Started,
 )
-from streams.request import Request
-from streams.responses.transcript import Transcript
-from streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.request import Request
+from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
+from workbench.testing.clients.all_clients import Clients
+from workbench.testing.clients.kafka_clients import ExpectedRequest
+from workbench.testing.clients.received_answer import AnswerReader, ReceivedAnswer
+from workbench.testing.simulated_world import SimulatedWorld
 
 COMPLETE = ("stop", "length")
 MAX_LATE_S = 10.0

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from app.testing.api_keys import TENANTS
-from app.testing.checks.stream_checks import decode_or_none
-from app.testing.simulated_world import SimulatedWorld
-from streams.request import Request
-from streams.topics import REQUESTS
+from kvlane.streams.request import Request
+from kvlane.streams.topics import REQUESTS
+from workbench.testing.api_keys import TENANTS
+from workbench.testing.checks.stream_checks import decode_or_none
+from workbench.testing.simulated_world import SimulatedWorld
 
 
 def tenant_violations(world: SimulatedWorld) -> Iterator[str]:

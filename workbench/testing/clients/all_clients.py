@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from app.testing.clients.http_clients import HttpClients
-from app.testing.clients.job_clients import JobClient, JobClients
-from app.testing.clients.kafka_clients import ExpectedRequest, KafkaClients
-from app.testing.clients.received_answer import AnswerReader
-from app.testing.clients.stream_readers import StreamReaders
-from app.testing.simulated_world import SimulatedWorld
+from workbench.testing.clients.http_clients import HttpClients
+from workbench.testing.clients.job_clients import JobClient, JobClients
+from workbench.testing.clients.kafka_clients import ExpectedRequest, KafkaClients
+from workbench.testing.clients.received_answer import AnswerReader
+from workbench.testing.clients.stream_readers import StreamReaders
+from workbench.testing.simulated_world import SimulatedWorld
 
 
 class Clients:

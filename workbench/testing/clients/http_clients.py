@@ -16,15 +16,15 @@ from urllib.parse import unquote
 
 import msgspec
 
-from app.http.openai.response_writer import ID_HEADER
-from app.testing.api_keys import TENANTS, SimulatedKeys
-from app.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
-from app.testing.clients.kafka_clients import BURST_S, LONG_ANSWERS, TEXTS
-from app.testing.clients.received_answer import ReceivedAnswer
-from app.testing.simulated_process import SimulatedProcess
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.virtual_time import process_context
-from app.testing.world_parameters import MODELS
+from kvlane.app.http.openai.response_writer import ID_HEADER
+from workbench.testing.api_keys import TENANTS, SimulatedKeys
+from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
+from workbench.testing.clients.kafka_clients import BURST_S, LONG_ANSWERS, TEXTS
+from workbench.testing.clients.received_answer import ReceivedAnswer
+from workbench.testing.simulated_process import SimulatedProcess
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import process_context
+from workbench.testing.world_parameters import MODELS
 
 MAX_HTTP_CLIENTS = 4
 """Most calls of a seed: one costs ten times as much as a record."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from starlette.types import Message
 
-from app.gateway import Gateway
-from app.testing.simulated_process import SimulatedProcess
+from kvlane.app.gateway import Gateway
+from workbench.testing.simulated_process import SimulatedProcess
 
 
 class Disconnected(Exception):

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from app.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
-from app.testing.clients.kafka_clients import TEXTS
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.virtual_time import process_context
-from app.testing.world_parameters import MODELS
+from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
+from workbench.testing.clients.kafka_clients import TEXTS
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import process_context
+from workbench.testing.world_parameters import MODELS
 
 MAX_JOBS, MAX_LINES = 2, 6
 CANCEL_SHARE = 0.25

@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from app.engine.echo import echo_answer
-from app.preprocess.text.byte_level import ASSISTANT, encode_bytes
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.virtual_time import VirtualClock, process_context
-from app.testing.world_parameters import DEAD_REPLIES, MODELS, OPEN_REPLIES, UNKNOWN_REPLIES
-from streams.codecs import encode as entry_of
-from streams.codecs import pack_tokens
-from streams.errors import AppendFailed
-from streams.memory.memory_log import MemoryLog
-from streams.ports import Entry
-from streams.prompt import Prompt, encode_prompt
-from streams.record_base import ServiceClass
-from streams.record_publisher import RecordPublisher
-from streams.records import Cancel, Refused
-from streams.request import Request, StopConditions
-from streams.topics import BATCH, PROMPTS, REQUESTS
+from kvlane.app.engine.echo import echo_answer
+from kvlane.app.preprocess.text.byte_level import ASSISTANT, encode_bytes
+from kvlane.streams.codecs import encode as entry_of
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.errors import AppendFailed
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Entry
+from kvlane.streams.prompt import Prompt, encode_prompt
+from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.records import Cancel, Refused
+from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.topics import BATCH, PROMPTS, REQUESTS
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import VirtualClock, process_context
+from workbench.testing.world_parameters import DEAD_REPLIES, MODELS, OPEN_REPLIES, UNKNOWN_REPLIES
 
 ENDLESS_PROMPT_DEADLINE_S = 20.0
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")

@@ -10,14 +10,14 @@ import asyncio
 import random
 from contextlib import aclosing
 
-from app.testing.clients.kafka_clients import KafkaClients
-from app.testing.clients.received_answer import ReceivedAnswer
-from app.testing.simulated_world import SimulatedWorld
-from app.testing.virtual_time import VirtualClock, process_context
-from streams.client import Client
-from streams.errors import BrokerUnavailable, NotFound, PositionLost
-from streams.memory.memory_log import MemoryLog
-from streams.records import End
+from kvlane.streams.client import Client
+from kvlane.streams.errors import BrokerUnavailable, NotFound, PositionLost
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.records import End
+from workbench.testing.clients.kafka_clients import KafkaClients
+from workbench.testing.clients.received_answer import ReceivedAnswer
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import VirtualClock, process_context
 
 MAX_READERS = 3
 LEAVE_SHARE = 0.1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.eligibility import pinned_worker
-from app.routing.selection.policies.least_loaded import open_load
-from app.routing.selection.policies.policy import Policy, Scores
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import RoutingConfig
-from streams.records import Phase
-from streams.request import Request
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.eligibility import pinned_worker
+from kvlane.app.routing.selection.policies.least_loaded import open_load
+from kvlane.app.routing.selection.policies.policy import Policy, Scores
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.streams.records import Phase
+from kvlane.streams.request import Request
 
 
 class Direct(Policy):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.choice import Costs
-from app.routing.selection.cost_kernels import OPEN_TOKENS, RUNS
-from app.routing.selection.policies.policy import Policy, Scores
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.performance import EngineProfile
-from streams.records import Assigned, Candidate
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.choice import Costs
+from kvlane.app.routing.selection.cost_kernels import OPEN_TOKENS, RUNS
+from kvlane.app.routing.selection.policies.policy import Policy, Scores
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.streams.records import Assigned, Candidate
 
 _RUN_SHARE = 2.0**-20
 """Weight of an open run compared with open tokens: less than one of them, for up to a million

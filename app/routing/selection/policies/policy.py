@@ -14,14 +14,14 @@ from typing import ClassVar
 
 import msgspec
 
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.choice import Costs
-from app.routing.selection.cost_kernels import PREFILL, WAIT, Floats
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import RoutingConfig
-from app.routing.state.performance import EngineProfile
-from streams.records import Assigned, Candidate, Phase
-from streams.request import Request
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.choice import Costs
+from kvlane.app.routing.selection.cost_kernels import PREFILL, WAIT, Floats
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.streams.records import Assigned, Candidate, Phase
+from kvlane.streams.request import Request
 
 MISSED_TARGET = "missed target"
 """The term of candidates that would miss a latency target of the request."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.choice import INELIGIBLE, random_u64
-from app.routing.selection.policies.least_loaded import open_load
-from app.routing.selection.policies.policy import Policy, Scores
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import RoutingConfig
-from streams.records import Assigned, Candidate
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.choice import INELIGIBLE, random_u64
+from kvlane.app.routing.selection.policies.least_loaded import open_load
+from kvlane.app.routing.selection.policies.policy import Policy, Scores
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import RoutingConfig
+from kvlane.streams.records import Assigned, Candidate
 
 
 class PowerOfTwo(Policy):

@@ -47,15 +47,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.routing.selection import cost_kernels
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.choice import as_u64
-from app.routing.selection.cost_kernels import MISSED_TARGET_MS, RESULTS, Floats
-from app.routing.selection.policies.policy import MISSED_TARGET, Policy, Scores, taint_term
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
-from app.routing.state.performance import EngineProfile
-from streams.records import Assigned, Candidate
+from kvlane.app.routing.selection import cost_kernels
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.choice import as_u64
+from kvlane.app.routing.selection.cost_kernels import MISSED_TARGET_MS, RESULTS, Floats
+from kvlane.app.routing.selection.policies.policy import MISSED_TARGET, Policy, Scores, taint_term
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.streams.records import Assigned, Candidate
 
 
 class CostTerms(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 
-from app.routing.policy_names import BATCH_POLICY, POLICY_NAMES
-from app.routing.selection.policies.policy import Policy, RecordedPolicy
+from kvlane.app.routing.policy_names import BATCH_POLICY, POLICY_NAMES
+from kvlane.app.routing.selection.policies.policy import Policy, RecordedPolicy
 
 
 class BatchPlacement(RecordedPolicy):
@@ -18,7 +18,8 @@ class BatchPlacement(RecordedPolicy):
 
 
 POLICIES: Mapping[str, Policy] = {
-    name: import_module(f"app.routing.selection.policies.{name}").POLICY for name in POLICY_NAMES
+    name: import_module(f"kvlane.app.routing.selection.policies.{name}").POLICY
+    for name in POLICY_NAMES
 }
 RECORDED: Mapping[str, RecordedPolicy] = {**POLICIES, BATCH_POLICY: BatchPlacement()}
 SIMULATED = tuple(name for name, policy in POLICIES.items() if policy.is_simulated)

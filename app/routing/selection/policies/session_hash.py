@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from app.routing.selection.candidates import Candidates
-from app.routing.selection.choice import random_shares
-from app.routing.selection.policies.policy import Policy, Scores
-from app.routing.selection.request_features import RequestFeatures
-from app.routing.selection.routing_config import RoutingConfig
+from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.choice import random_shares
+from kvlane.app.routing.selection.policies.policy import Policy, Scores
+from kvlane.app.routing.selection.request_features import RequestFeatures
+from kvlane.app.routing.selection.routing_config import RoutingConfig
 
 
 class SessionHash(Policy):
