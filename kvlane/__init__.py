@@ -5,8 +5,9 @@
     from kvlane import Index, hash_blocks                                  # the index alone
 
 Names are imported on first use: `import kvlane` loads nothing else, and only the engine interface
-and the index load numba (0.3 s). The programs in `examples/` use each group. Everything below
-`kvlane.app`, `kvlane.streams` and `kvlane.indexer` is internal and may change in any version.
+and the index load numba (0.3 s). The programs in `examples/` use each group; `kvlane.testing` has a
+deployment in memory for tests. Everything below `kvlane.app`, `kvlane.streams` and
+`kvlane.indexer` is internal and may change in any version.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""A deployment in memory, for tests: its log, a client, and workers that answer from a script."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from kvlane.app.engine.echo import current_turn
+from kvlane.app.engine.interface import (
+    TEXT_ONLY_UNSUPPORTED,
+    Engine,
+    EngineOutput,
+    GenerateContext,
+    InvalidRequest,
+    check_text_only,
+    token_usage,
+)
+from kvlane.app.gateway import Gateway
+from kvlane.app.preprocess.text.byte_level import ByteDetokenizer
+from kvlane.app.preprocessor import Preprocessor
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
+from kvlane.app.settings import Settings
+from kvlane.app.worker import Worker
+from kvlane.streams.client import Client
+from kvlane.streams.clock import SystemClock
+from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_log import MemoryLog
+from kvlane.streams.ports import Log
+from kvlane.streams.records import EngineConfig
+from kvlane.streams.request import Request
+
+__all__ = ["MemoryDeployment", "ScriptedEngine", "memory_deployment"]
+
+
+class ScriptedEngine(Engine):
+    """An engine that answers each message from a script; a token is a byte of the text.
+
+    Args:
+        answers: the answer to a prompt by its last message, or a function of that message. A
+            message without an answer is refused, as by any engine that cannot serve it.
+        model: the name under which clients ask for it.
+        context_length: bound of prompt and answer, in tokens.
+    """
+
+    def __init__(
+        self,
+        answers: Mapping[str, str] | Callable[[str], str | None],
+        *,
+        model: str = "scripted",
+        context_length: int = 4096,
+    ) -> None:
+        self._answers = answers if callable(answers) else answers.get
+        self._config = EngineConfig(
+            model=model, context_length=context_length, unsupported=TEXT_ONLY_UNSUPPORTED
+        )
+
+    async def start(self, worker_id: str) -> EngineConfig:  # noqa: ARG002
+        return self._config
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield the rest of the answer. Raises InvalidRequest for a message without an answer."""
+        check_text_only(request)
+        sequence = unpack_tokens(request.token_ids)
+        message, emitted_tokens = current_turn(sequence)
+        text = ByteDetokenizer()
+        asked = text.push(message) + text.end()
+        answer = "." if request.is_probe else self._answers(asked)
+        if answer is None:
+            raise InvalidRequest(f"the script has no answer to {asked!r}")
+        tokens = answer.encode()[emitted_tokens:]
+        limit = min(request.stop.max_tokens or len(tokens), len(tokens))
+        for made, token in enumerate(tokens[:limit]):
+            if context.is_stopped:
+                yield EngineOutput.cancelled().with_usage(token_usage(len(sequence), made))
+                return
+            yield EngineOutput.token(token)
+        end = EngineOutput.length() if limit < len(tokens) else EngineOutput.stop()
+        yield end.with_usage(token_usage(len(sequence), limit))
+
+    async def cleanup(self) -> None:
+        """Nothing to release."""
+
+
+class MemoryDeployment(NamedTuple):
+    """A running deployment: its log, a client of it, and the URL of its gateway."""
+
+    log: Log
+    client: Client
+    url: str
+
+
+@asynccontextmanager
+async def memory_deployment(*engines: Engine, lanes: int = 4) -> AsyncIterator[MemoryDeployment]:
+    """Run a router, a gateway, a preprocessor and a worker for each engine in this event loop.
+
+    The log is in memory and is gone at the end. KVLANE_* variables apply, as to any process.
+
+    Args:
+        engines: one for each worker.
+        lanes: partitions of `requests` and `responses`.
+
+    Raises:
+        The error of a process that failed, at the end of the block.
+
+    Example:
+        async with memory_deployment(ScriptedEngine({"ping": "pong"})) as deployment:
+            client = deployment.client
+            body = {"messages": [{"role": "user", "content": "ping"}]}
+            request_id = await client.publish(Prompt(id=client.new_request_id(), body=body))
+            assert (await client.result(request_id)).text == "pong"
+    """
+    clock, ctx = SystemClock(), ProcessContext("memory deployment")
+    log = MemoryLog(MemoryBroker(clock, lanes=lanes), "memory deployment")
+    settings = Settings(
+        lanes=lanes, http_port=0, status_port=None, router_id="router", drain_grace_s=0.1
+    )
+    gateway = Gateway(log, settings, ctx)
+    workers = (
+        Worker(log, settings, ctx, engine, worker_id=f"worker-{number}")
+        for number, engine in enumerate(engines, 1)
+    )
+    parts: list[ProcessLifecycle] = [
+        *workers, Router(log, settings, ctx), Preprocessor(log, settings, ctx), gateway
+    ]  # fmt: skip
+    started: list[ProcessLifecycle] = []
+    await log.start()
+    try:
+        for part in parts:
+            await part.start()
+            started.append(part)
+        async with Client(log, clock) as client:
+            yield MemoryDeployment(log, client, gateway.url)
+        while started:
+            await started.pop().stop()
+    finally:
+        await ctx.cancel_tasks()
+        await log.close()
+    if ctx.error is not None:
+        raise ctx.error
