@@ -81,7 +81,7 @@ class Client:
         PositionLost, NotFound: the reply is no longer retained, or there was none.
 
     Example:
-        log = KafkaLog(Connection("127.0.0.1:9092", "my-program"))
+        log = KafkaLog(KafkaConnection("127.0.0.1:9092", "my-program"))
         await log.start()
         async with Client(log, SystemClock()) as client:
             body = {"messages": [{"role": "user", "content": "hi"}]}

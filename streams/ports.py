@@ -258,8 +258,8 @@ class Log(Protocol):
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """Offset the next record will get, by partition. Raises BrokerUnavailable.
 
-        Of a topic that clients write (`OF_CLIENTS`) the last stable offset: that of the first
-        record of an open transaction, if there is one.
+        Of a topic that clients write (`OF_CLIENTS` in streams/topics.py) the last stable offset:
+        that of the first record of an open transaction, if there is one.
         """
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:

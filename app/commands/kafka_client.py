@@ -81,7 +81,8 @@ async def publish_prompts(
     wants_stream: bool,
     on_published: Callable[[str], None],
 ) -> None:
-    """Publish prompts, at most AT_ONCE at a time; `on_published` gets each acknowledged id."""
+    """Publish prompts, at most MAX_PENDING_PROMPTS at a time; `on_published` gets each id that is
+    acknowledged."""
     places = asyncio.Semaphore(MAX_PENDING_PROMPTS)
 
     async def one(prompt: Prompt) -> None:

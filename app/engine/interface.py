@@ -254,7 +254,7 @@ class Engine(ABC):
                 return EngineConfig(model="parrot", context_length=4096)
 
             async def generate(self, request, context):
-                for token in unpack_tokens(request.token_ids)[: request.stop.max_tokens]:
+                for token in prompt_tokens(request)[: request.stop.max_tokens]:
                     if context.is_stopped:
                         yield EngineOutput.cancelled()
                         return

@@ -177,7 +177,7 @@ class ProcessDeployment:
             process.check()
 
     async def stop(self) -> None:
-        """Send SIGTERM to all, and SIGKILL to those that still run after STOP_S."""
+        """Send SIGTERM to all, and SIGKILL to those that still run after STOP_TIMEOUT_S."""
         await self._end(set(self._running))
 
     async def _end(self, names: set[str]) -> None:

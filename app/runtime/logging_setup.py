@@ -21,7 +21,7 @@ MAX_LINE_KINDS = 1000
 
 
 class RepeatFilter(logging.Filter):
-    """Rate limit of repeated warnings and errors: BURST of a kind, then one every
+    """Rate limit of repeated warnings and errors: REPEAT_BURST of a kind, then one every
     REPEAT_INTERVAL_S.
 
     That one has the number of lines left out. A kind is a logger and a message before its

@@ -43,8 +43,8 @@ from kvlane.indexer.native.intrinsics import (
 MAX_LOAD_FACTOR = 0.7
 """Maximum load factor: 2.2 slots are probed for a key that is present, 6 for one that is not."""
 SMALL_TABLE_GROWTH, LARGE_TABLE_GROWTH = 4, 1.5
-"""Growth factors: up to SMALL slots, and beyond, where memory matters: 23 to 34 bytes a block.
-Copying a block takes 7-10 ns, the first touch of the memory included."""
+"""Growth factors: up to SMALL_TABLE_SLOTS, and beyond, where memory matters: 23 to 34 bytes a
+block. Copying a block takes 7-10 ns, the first touch of the memory included."""
 SMALL_TABLE_SLOTS = 1 << 20
 OVERFLOW_SLOTS = 2048
 """Slots after the last home slot, so that no probe wraps around. The longest run of used slots at

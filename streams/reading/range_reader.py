@@ -47,7 +47,7 @@ async def read_range(
     With `keys`, only records with one of these. Other tasks run after every `batch_size` records.
     Close it (`aclosing`) when leaving it early.
     Raises PositionLost; TimeoutError if the whole read takes longer than `timeout_s`; without that
-    limit BrokerUnavailable after SILENCE_S without progress.
+    limit BrokerUnavailable after NO_DATA_TIMEOUT_S without progress.
     """
     left = {source: start for source, start in starts.items() if start < ends[source]}
     total, done = sum(ends[source] - start for source, start in left.items()), 0

@@ -136,7 +136,7 @@ class Absence(NamedTuple):
 class WorldParameters(NamedTuple):
     """Parameters of one seed. Counts are small: two or three of everything find most bugs.
 
-    `sequences`: concurrent requests of a worker. `is_burst`: all requests arrive within BURST_S.
+    `sequences`: concurrent requests of a worker. `is_burst`: all requests arrive at once.
     `cancel_share`: share of requests that are cancelled. `trigger_share`: probability of a fault in
     a process right after its record was appended to one of the topics in `trigger_topics`.
     `batch_requests`: prompts of class batch, besides the requests. `skew_ms`: largest difference

@@ -48,8 +48,8 @@ PREFILL_WINDOW = 200
 MAX_RATIOS, MIN_RATIOS = 32, 5
 """Most and fewest runs of which a factor is the median."""
 EXPLORATION_INTERVAL = 100
-"""Decisions in a row without a worker, per candidate, before it is tried again: so at most MEASURED
-of EXPLORATION_INTERVAL requests explore."""
+"""Decisions in a row without a worker, per candidate, before it is tried again: so at most
+MIN_RATIOS of EXPLORATION_INTERVAL requests explore."""
 CACHED_SHARE_WINDOW = 500
 """Requests that the share of prompts in caches is about, and the tokens without any that it begins
 with: the later requests are unknown."""

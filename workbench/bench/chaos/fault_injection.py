@@ -53,7 +53,7 @@ MIXED_SHARE = 0.1
 
 
 class PlannedFault(NamedTuple):
-    """A fault to inject. `kind`: one of KINDS."""
+    """A fault to inject. `kind`: one of FAULT_KINDS."""
 
     kind: str
     target: str

@@ -29,7 +29,7 @@ SECRET = derive_secret(LOOPBACK_SECRET)
 
 SHARED_PREFIXES = 32
 SHARED_FRACTION = 0.25
-"""The share of each sequence that is one of GROUPS prefixes."""
+"""The share of each sequence that is one of SHARED_PREFIXES prefixes."""
 BLOCKS_PER_CHUNK = 32
 """A number in a trace stands for 512 tokens: this many blocks of 16."""
 
@@ -86,7 +86,7 @@ class IndexSetup(NamedTuple):
 
 
 def make_sequences(setup: IndexSetup, chain_hasher: ChainHasher | None = None) -> CachedSequences:
-    """Prompts of `blocks` blocks, the first quarter of which is one of GROUPS; about `pairs`."""
+    """Prompts of `blocks` blocks, whose first quarter is shared by a group; about `pairs`."""
     count = max(setup.pairs // setup.blocks, 1)
     shared = round(setup.blocks * SHARED_FRACTION)
     group = np.random.default_rng(42).integers(0, SHARED_PREFIXES, count).astype(np.uint64)[:, None]

@@ -1,9 +1,9 @@
 """A routing policy: the cost of each eligible place, and what records, docs and audits say of it.
 
-A policy is one module in this folder, with the instance `POLICY`, and its name in
-`app/routing/policy_names.py`. Eligibility is decided before (`eligibility.py`), and costs become a
-choice in the same way for all (`choice.py`). Candidates are columns, because a policy looks at
-every worker.
+A policy is one module in this folder with the instance `POLICY`, which
+`app/routing/selection/policies/registry.py` imports, and its name in `app/routing/policy_names.py`.
+Eligibility is decided before (`eligibility.py`), and costs become a choice in the same way for all
+(`choice.py`). Candidates are columns, because a policy looks at every worker.
 """
 
 from __future__ import annotations
