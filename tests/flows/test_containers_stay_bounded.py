@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.app.routing.state import change_log
+from kvlane.app.routing.state import change_log, ended_prompts
 from kvlane.streams.responses.reply_reader import ReplyReader
 from kvlane.streams.responses.reply_stream import Reply
 from tests.harness.gateway_harness import GatewayHarness
@@ -21,10 +21,11 @@ SHARED = ("kvlane.streams.memory.", "workbench.testing.")
 FEW = 40
 MANY = int(os.environ.get("KVLANE_TEST_REQUESTS", "240"))
 """10000 takes minutes (`pytest --timeout 1200`)."""
-FORGOTTEN_S = 1300.0
+FORGOTTEN_S = 2500.0
 """Longer than any window in which something of a request is remembered."""
 REMEMBERED = 8
-"""Changes that a log of changes keeps here, so that it is full after FEW requests."""
+"""Changes that a log of changes keeps here, and ids of a block, so that they are full after FEW
+requests."""
 GROWN = 50
 """More than counters and caches of fixed size waver; less than one entry for each request."""
 
@@ -94,6 +95,7 @@ def grown() -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def short_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_log, "MIN_REMEMBERED_CHANGES", REMEMBERED)
+    monkeypatch.setattr(ended_prompts, "BLOCK_IDS", REMEMBERED)
 
 
 @pytest.mark.slow

@@ -82,14 +82,18 @@ class EndIds:
         return any(block.ended_after(digest, since_s) for block in blocks)
 
     def _close_block(self) -> None:
-        """Sort the recent ids into a block, and drop blocks that no copy can repeat."""
+        """Sort the recent ids into a block, and drop blocks that are too old."""
         ends = sorted(self.recent.items())
         last_s = max(self.recent.values())
         self._blocks.append(
             _Block(array("Q", (d for d, _ in ends)), array("I", (s for _, s in ends)), last_s)
         )
         self.recent.clear()
-        while self._blocks[0].last_s < last_s - self._kept_s:
+        self.expire(last_s - self._kept_s)
+
+    def expire(self, before_s: int) -> None:
+        """Drop full blocks of ends before this second."""
+        while self._blocks and self._blocks[0].last_s < before_s:
             self._blocks.popleft()
 
 

@@ -150,6 +150,7 @@ class LaneState:
             request_id = self._ended.popleft()
             ended_ms = self.finished.pop(request_id).last_ms
             self._forgotten.add(id_digest(request_id), -(-ended_ms // 1000))
+        self._forgotten.expire((since_ms - self._window_ms) // 1000)
         while self._orphans and self._orphans[0][0] < since_ms:
             at_ms, request_id = self._orphans.popleft()
             state = self.requests.get(request_id)
