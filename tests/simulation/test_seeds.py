@@ -61,7 +61,9 @@ def run_of(seed: int) -> SeedRun:
         for request_id, timeline in s.ledger.lane(self._lane).unfinished.items():
             if self.serving and request_id not in self._jobs:
                 checked += 1
-                action = next_action(request_id, timeline, s.fleet, before_ms, s.timeouts)
+                action = next_action(
+                    request_id, timeline, s.fleet, before_ms, s.timeouts, self._ledger_clock.lag_ms
+                )
                 if action is not None:
                     overlooked.append((request_id, action))
 
