@@ -35,7 +35,7 @@ class RemainingWork(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a worker has worked on it, successfully or not."""
+        """True if a run of the request began, with or without success."""
         return bool(self.emitted or self.emitted_chars or self.excluded)
 
     @property

@@ -328,7 +328,7 @@ class RouterQueue:
         self.worker_capacity.on_assigned(run.worker, run.epoch)
 
     def remove_unconfirmed(self, run: RunId, request: Request, placement: Placement) -> None:
-        """A decision was read back, or given up: undo `add_unconfirmed`, but not the turn."""
+        """Undo `add_unconfirmed` when a decision was read back or not written, but not its turn."""
         if request.service_class == "batch":
             self.unconfirmed_batch.discard(_batch_key(run, request))
         else:

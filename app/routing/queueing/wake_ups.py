@@ -57,12 +57,12 @@ class WakeUps(Generic[K]):
 
     @property
     def has_lines(self) -> bool:
-        """Whether any request waits in a line."""
+        """True if a request waits in a line."""
         return bool(self._lines)
 
     @property
     def has_woken(self) -> bool:
-        """Whether `take_woken` returns any request."""
+        """True if `take_woken` would return a request."""
         return bool(self._woken)
 
     @property

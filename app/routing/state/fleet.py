@@ -100,7 +100,7 @@ class Fleet:
         return member is None or member.epoch != epoch
 
     def is_ready(self, worker: str) -> bool:
-        """Whether new work may go there, unless it is silent: card complete, not lost, ready."""
+        """True if the worker takes new work unless it is silent: card complete, not lost, ready."""
         member = self.members.get(worker)
         beat = self.heartbeats.get(worker)
         return (
