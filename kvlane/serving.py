@@ -53,7 +53,7 @@ def worker_app(engine: Callable[[], Engine]) -> FastStream:
         An application for `faststream run module:app`. It reads `KVLANE_*` settings and ends with
         exit code 1, and a message on standard error, when they cannot work. With
         `KVLANE_MODEL_PATH` the tokenizer and chat template of that directory are published for the
-        model; without it tokens are the bytes of the text (`app/preprocess/text/byte_level.py`).
+        model; without it tokens are the bytes of the text (`app/text/byte_level.py`).
 
     Example:
         # my_engine.py; run with: faststream run my_engine:app

@@ -17,11 +17,11 @@ from kvlane.app.engine.interface import (
     token_usage,
 )
 from kvlane.app.gateway import Gateway
-from kvlane.app.preprocess.text.byte_level import ByteDetokenizer
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
 from kvlane.app.settings import Settings
+from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.app.worker import Worker
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock

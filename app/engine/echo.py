@@ -2,7 +2,7 @@
 
 The next token is a function of the token sequence alone, so an interrupted request continues with
 the same text on another worker, and a test can compute the text with `echo_answer`. The turns are
-those of `app/preprocess/text/byte_level.py`.
+those of `app/text/byte_level.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvlane.app.engine.interface import (
     check_text_only,
     token_usage,
 )
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
+from kvlane.app.text.byte_level import ASSISTANT, USER
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import unpack_tokens
 from kvlane.streams.records import EngineConfig

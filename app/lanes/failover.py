@@ -5,7 +5,7 @@ that crashes between two steps leaves a state in which `app/routing/reconcile.py
 The rest of a request is dispatched as any other (`dispatch.py`), which never calls back.
 
 Whether an answer is complete is asked of its last token alone, by the engines' own rule
-(`app/preprocess/text/stop_conditions.py`): an engine that had stopped at an earlier token would not
+(`app/text/stop_conditions.py`): an engine that had stopped at an earlier token would not
 have gone on. Stop strings are not looked for: the Chunk with the last character of one has the
 finish reason too.
 """

@@ -39,10 +39,10 @@ from kvlane.app.engine.interface import (
 )
 from kvlane.app.engine.output_values import checked_output
 from kvlane.app.preprocess.models.byte_model import Model
-from kvlane.app.preprocess.text.stop_conditions import TextPiece, TextStream
 from kvlane.app.runtime import spans
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
+from kvlane.app.text.stop_conditions import TextPiece, TextStream
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.codecs import token_count, unpack_tokens
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable

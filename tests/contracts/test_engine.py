@@ -25,10 +25,10 @@ from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.engine.validator import ContractViolation, ValidatingEngine
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, card_of, read_folder
-from kvlane.app.preprocess.text.byte_level import ASSISTANT
 from kvlane.app.routing.state.performance import profile_from_card
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
+from kvlane.app.text.byte_level import ASSISTANT
 from kvlane.app.worker import Worker
 from kvlane.indexer.cache_events.engine_events import BlocksStored, EngineEvent
 from kvlane.streams.clock import SystemClock

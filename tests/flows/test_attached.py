@@ -142,7 +142,7 @@ class Words:
     """The demo's model, as a worker reads answers with it."""
 
     def text_stream(self, request: Request, taken: Any = ()) -> Any:
-        from kvlane.app.preprocess.text.stop_conditions import TextStream
+        from kvlane.app.text.stop_conditions import TextStream
 
         return TextStream(
             TOKENIZER.detokenizer(PROMPT), request.stop, eos_token_ids=EOS, taken=taken

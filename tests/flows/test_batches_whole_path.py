@@ -10,10 +10,10 @@ import pytest
 
 from kvlane.app.batches.job_run import JobRun
 from kvlane.app.engine.echo import echo_answer
-from kvlane.app.preprocess.text.byte_level import render_chat
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.text.byte_level import render_chat
 from kvlane.streams.codecs import decode
 from kvlane.streams.ports import Partition, Reader
 from kvlane.streams.records import Assigned, Ended

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from kvlane.app.cli import app
 from kvlane.app.commands.simulation.report import Report, Threshold
-from kvlane.app.preprocess.text.byte_level import encode_bytes as tokens_of
+from kvlane.app.text.byte_level import encode_bytes as tokens_of
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import encode
 from kvlane.streams.memory.memory_broker import MemoryBroker

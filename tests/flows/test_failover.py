@@ -10,8 +10,8 @@ import pytest
 from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext
 from kvlane.app.lanes import shared_reads
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
 from kvlane.app.serving.run_executor import resumed_request
+from kvlane.app.text.byte_level import ASSISTANT, USER
 from kvlane.streams.codecs import pack_tokens, unpack_tokens
 from kvlane.streams.records import (
     Assigned,

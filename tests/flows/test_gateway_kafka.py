@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from kvlane.app.engine.echo import EchoEngine, echo_answer
-from kvlane.app.preprocess.text.byte_level import render_chat
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
+from kvlane.app.text.byte_level import render_chat
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker

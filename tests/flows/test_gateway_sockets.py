@@ -17,8 +17,8 @@ from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.gateway import Gateway
 from kvlane.app.http import http_protocol
 from kvlane.app.http.http_server import CannotListen
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, encode_bytes, render_chat
 from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.text.byte_level import ASSISTANT, encode_bytes, render_chat
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode as decode_record
 from kvlane.streams.memory.memory_broker import MemoryBroker

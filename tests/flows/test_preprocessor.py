@@ -11,12 +11,12 @@ import pytest
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model import publish_folder as publish_model
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from kvlane.app.preprocess.text.byte_level import render_chat
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
+from kvlane.app.text.byte_level import render_chat
 from kvlane.streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
 from kvlane.streams.memory.broker_faults import AppendFate
 from kvlane.streams.ports import Entry

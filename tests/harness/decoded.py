@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from kvlane.app.preprocess.text.byte_level import ByteDetokenizer
+from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.indexer.events import CacheEvent, EventColumns, EventKind, Tier, parse_columns
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import Engine, EngineOutput, GenerateContext
 from kvlane.app.engine.validator import ValidatingEngine
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
+from kvlane.app.text.byte_level import ASSISTANT, USER
 from kvlane.app.worker import Worker
 from kvlane.streams.codecs import AnyRecord, decode, pack_tokens
 from kvlane.streams.ports import Appended, Entry

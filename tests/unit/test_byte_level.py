@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.app.preprocess.text.byte_level import (
+from kvlane.app.text.byte_level import (
     ASSISTANT,
     END_OF_TEXT,
     SYSTEM,

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from kvlane.app.preprocess.text.detokenize import Detokenizer
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.text.detokenize import Detokenizer
 
 SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer
 WHOLE = tokenizers.Tokenizer.from_buffer(SPEC)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.engine.interface import GenerateContext
 from kvlane.app.engine.validator import ValidatingEngine
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
+from kvlane.app.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import EngineConfig

@@ -20,7 +20,7 @@ from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.engine.simulated.transfers import KvTransfers, TransferModel, TransferParams
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.lanes.handovers import bootstrap_info
-from kvlane.app.preprocess.text.byte_level import ASSISTANT
+from kvlane.app.text.byte_level import ASSISTANT
 from kvlane.indexer.cache_events.engine_events import BlocksStored, EngineEvent
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import pack_tokens

@@ -20,7 +20,7 @@ from kvlane.app.preprocess.kafka_prompts import (
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.prompt_errors import BadModel
 from kvlane.app.preprocess.result_rules import ResultRules
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER, render_chat
+from kvlane.app.text.byte_level import ASSISTANT, USER, render_chat
 from kvlane.streams import ports
 from kvlane.streams.codecs import encode, unpack_tokens
 from kvlane.streams.prompt import Prompt

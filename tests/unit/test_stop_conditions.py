@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from kvlane.app.preprocess.text.stop_conditions import TextPiece, TextStream
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.text.stop_conditions import TextPiece, TextStream
 from kvlane.streams.request import StopConditions
 
 SPEC = read_folder(DEMO_MODEL_FOLDER).tokenizer

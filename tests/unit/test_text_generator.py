@@ -21,9 +21,9 @@ from kvlane.app.engine.simulated.text_generator import (
 )
 from kvlane.app.preprocess.models.byte_model import ByteModel
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, USER
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.text.byte_level import ASSISTANT, USER
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.request import Request, StopConditions
 

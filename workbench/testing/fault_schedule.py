@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kvlane.app.preprocess.text.byte_level import ASSISTANT
 from kvlane.app.router import Router
+from kvlane.app.text.byte_level import ASSISTANT
 from kvlane.app.worker import Worker
 from kvlane.streams.codecs import encode, pack_tokens
 from kvlane.streams.memory.broker_faults import Operation

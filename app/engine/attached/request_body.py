@@ -6,7 +6,7 @@ theirs. Each field of a request is translated, omitted if the answer does not de
 refused with InvalidRequest. No field on which the answer depends is dropped silently.
 
 Stop strings and the text of answers are handled outside the engine, for all engines alike
-(`app/preprocess/text/stop_conditions.py`), so they are not sent.
+(`app/text/stop_conditions.py`), so they are not sent.
 """
 
 from __future__ import annotations

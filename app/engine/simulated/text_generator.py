@@ -19,7 +19,7 @@ from itertools import count, pairwise
 from typing import NamedTuple
 
 from kvlane.app.engine.echo import current_turn
-from kvlane.app.preprocess.text.stop_conditions import TextStream
+from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.codecs import TOKEN_BYTES, pack_tokens, unpack_tokens
 from kvlane.streams.records import FinishReason
 from kvlane.streams.request import Request

@@ -6,7 +6,7 @@
 
 The same code serves GPUs and CPUs; the device and its use are chosen by vLLM or its engine
 arguments. vLLM generates tokens only: text and stop strings are handled by
-`app/preprocess/text/stop_conditions.py`, as for all engines. Adapters are loaded at the start; an
+`app/text/stop_conditions.py`, as for all engines. Adapters are loaded at the start; an
 adapter that is loaded into vLLM later is not served.
 """
 

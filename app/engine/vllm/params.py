@@ -1,7 +1,7 @@
 """Translation of a request for vLLM: its sampling parameters and its prompt.
 
 Every field of a Request for the engine is mapped here, handled elsewhere (stop strings and text:
-`app/preprocess/text/stop_conditions.py`), or refused with InvalidRequest. None is dropped silently.
+`app/text/stop_conditions.py`), or refused with InvalidRequest. None is dropped silently.
 vLLM validates the result.
 """
 

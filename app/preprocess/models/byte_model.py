@@ -1,4 +1,4 @@
-"""Model without files whose tokens are the bytes of UTF-8 (`app/preprocess/text/byte_level.py`).
+"""Model without files whose tokens are the bytes of UTF-8 (`app/text/byte_level.py`).
 
 The echo engine serves it. Owns also `Model`, the protocol of all models.
 """
@@ -15,9 +15,9 @@ from kvlane.app.preprocess.models.model import PreparedPrompts
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, context_error
 from kvlane.app.preprocess.requests.openai_requests import NO_EFFORT, OpenAIRequest, TextOrTokens
 from kvlane.app.preprocess.requests.request_models import ChatBody, TokensBody
-from kvlane.app.preprocess.text import byte_level
-from kvlane.app.preprocess.text.detokenize import ByteLevelDetokenizer, Vocabulary
-from kvlane.app.preprocess.text.stop_conditions import TextStream
+from kvlane.app.text import byte_level
+from kvlane.app.text.detokenize import ByteLevelDetokenizer, Vocabulary
+from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.records import ModelCard
 from kvlane.streams.request import Request
 

@@ -17,9 +17,9 @@ from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, context
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
 from kvlane.app.preprocess.text.piece_cache import PieceCache, Scope
-from kvlane.app.preprocess.text.stop_conditions import TextStream
 from kvlane.app.preprocess.text.tokenizer import Tokenizer, TooManyTokens
 from kvlane.app.preprocess.thread_pool import WorkPool
+from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import unpack_tokens
 from kvlane.streams.records import Artifact, ModelCard

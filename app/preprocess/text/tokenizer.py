@@ -25,14 +25,14 @@ import tokenizers
 
 from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from kvlane.app.preprocess.prompt_errors import BadModel
-from kvlane.app.preprocess.text.detokenize import (
+from kvlane.app.preprocess.text.piece_cache import ANYONE, MIN_CHARS, PieceCache, Scope
+from kvlane.app.preprocess.thread_pool import WorkPool
+from kvlane.app.text.detokenize import (
     ByteLevelDetokenizer,
     Detokenizer,
     WindowedDetokenizer,
     vocabulary_of,
 )
-from kvlane.app.preprocess.text.piece_cache import ANYONE, MIN_CHARS, PieceCache, Scope
-from kvlane.app.preprocess.thread_pool import WorkPool
 
 INLINE_CHARS = 1000
 """Shorter texts are tokenised on the loop: it takes less than a millisecond, a thread 0.1 ms."""

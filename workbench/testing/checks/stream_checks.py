@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from kvlane.app.engine.echo import echo_answer
-from kvlane.app.preprocess.text.byte_level import ByteDetokenizer
 from kvlane.app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
+from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens
 from kvlane.streams.errors import RecordError
 from kvlane.streams.memory.partition_log import MemoryRecord

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvlane.app.engine.echo import echo_answer
-from kvlane.app.preprocess.text.byte_level import ASSISTANT, encode_bytes
+from kvlane.app.text.byte_level import ASSISTANT, encode_bytes
 from kvlane.streams.codecs import encode as entry_of
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.errors import AppendFailed

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvlane.app.preprocess.text.detokenize import Detokenizer
+from kvlane.app.text.detokenize import Detokenizer
 from kvlane.streams.records import FinishReason
 from kvlane.streams.request import StopConditions
 

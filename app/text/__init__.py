@@ -1,0 +1,1 @@
+"""Text of answers: from tokens to text, up to the stop conditions."""
