@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvlane.app.batches.job_runner import JobRunner
-from kvlane.app.http.probes import Checks, ObservedProcess, Probes, StatusServer
+from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.collector_metrics import CollectorMetrics
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model

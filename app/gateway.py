@@ -21,13 +21,18 @@ from fastapi import FastAPI
 from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.batches.file_store import FileStore
 from kvlane.app.http import gateway_api
-from kvlane.app.http.authentication import AccessControl
 from kvlane.app.http.gateway_health import GatewayHealth
-from kvlane.app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer, fitting_streams
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ModelCatalog, ServedModels
-from kvlane.app.http.probes import Probes
+from kvlane.app.http.server.authentication import AccessControl
+from kvlane.app.http.server.http_server import (
+    ConnectionLimits,
+    TlsFiles,
+    UvicornServer,
+    fitting_streams,
+)
+from kvlane.app.http.server.probes import Probes
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model_loader import ModelLoader

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from kvlane.app.http.authentication import AccessControl
-from kvlane.app.http.http_server import ConnectionLimits, TlsFiles, UvicornServer
 from kvlane.app.http.indexer_api import IndexerApi
-from kvlane.app.http.origin_guard import OriginGuard
+from kvlane.app.http.server.authentication import AccessControl
+from kvlane.app.http.server.http_server import ConnectionLimits, TlsFiles, UvicornServer
+from kvlane.app.http.server.origin_guard import OriginGuard
 from kvlane.app.metrics.indexer_metrics import IndexerMetrics
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.routing.state.fleet import Fleet

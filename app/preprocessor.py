@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
 from opentelemetry.trace import SpanKind
 
-from kvlane.app.http.probes import Checks, ObservedProcess, Probes, StatusServer
+from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.preprocessor_metrics import PreprocessorMetrics
 from kvlane.app.preprocess.cooperative_steps import run_cooperatively
 from kvlane.app.preprocess.kafka_prompts import (

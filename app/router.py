@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
-from kvlane.app.http.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
+from kvlane.app.http.server.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
 from kvlane.app.lanes.capacity_reports import CapacityReporter
 from kvlane.app.lanes.context import LedgerListener, RouterContext
 from kvlane.app.lanes.ended_ids_writer import EndedIdsWriter

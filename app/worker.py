@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from kvlane.app.engine.engine_factory import create_engine
 from kvlane.app.engine.interface import Engine, EngineDead
 from kvlane.app.engine.output_values import checked_stats
-from kvlane.app.http.probes import Checks, ObservedProcess, Probes, StatusServer
+from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.worker_metrics import WorkerMetrics
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, faststream_app

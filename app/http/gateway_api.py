@@ -15,17 +15,17 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from kvlane.app.http.api_errors import ApiError, error_of_prompt, error_of_stream
-from kvlane.app.http.authentication import Authentication
 from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
-from kvlane.app.http.middleware import RequestIdMiddleware
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.openapi import openapi_of
 from kvlane.app.http.openai.served_models import ServedModel
 from kvlane.app.http.openai.stream_resume import StreamResume
-from kvlane.app.http.origin_guard import OriginGuard
-from kvlane.app.http.probes import JSON
+from kvlane.app.http.server.authentication import Authentication
+from kvlane.app.http.server.middleware import RequestIdMiddleware
+from kvlane.app.http.server.origin_guard import OriginGuard
+from kvlane.app.http.server.probes import JSON
 from kvlane.app.http.unknown_urls import unknown_url
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
 

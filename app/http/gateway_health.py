@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlane.app.http.openai.active_streams import ActiveStreams
-from kvlane.app.http.probes import Checks
+from kvlane.app.http.server.probes import Checks
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.views.follower import Follower
 

@@ -20,10 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kvlane.app.http.api_errors import ApiError
-from kvlane.app.http.authentication import AccessControl, Authentication
 from kvlane.app.http.gateway_api import answer_errors
-from kvlane.app.http.middleware import BodyLimiter
-from kvlane.app.http.probes import JSON, Probes, catch_up_checks
+from kvlane.app.http.server.authentication import AccessControl, Authentication
+from kvlane.app.http.server.middleware import BodyLimiter
+from kvlane.app.http.server.probes import JSON, Probes, catch_up_checks
 from kvlane.app.metrics.indexer_metrics import IndexerMetrics
 from kvlane.app.preprocess.json_errors import json_error
 from kvlane.app.preprocess.json_limits import without_mark

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvlane.app.access.key_file import KeyFile, KeyFileError
 from kvlane.app.gateway import Gateway
-from kvlane.app.http.authentication import AccessControl, Authentication
+from kvlane.app.http.server.authentication import AccessControl, Authentication
 from kvlane.app.indexer import Indexer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.router import Router

@@ -17,7 +17,7 @@ import pytest
 
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.engine.simulated.engine import SimulatedEngine
-from kvlane.app.http.http_server import TlsFiles
+from kvlane.app.http.server.http_server import TlsFiles
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings, SettingsError
 from kvlane.streams.clock import SystemClock

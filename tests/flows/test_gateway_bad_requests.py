@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.app.http.middleware import BODY_TIMEOUT_S
+from kvlane.app.http.server.middleware import BODY_TIMEOUT_S
 from kvlane.streams.records import EngineConfig
 from tests.harness.gateway_harness import CONTEXT, GatewayHarness
 from tests.harness.http_exchange import HttpExchange

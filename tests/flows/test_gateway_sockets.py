@@ -15,8 +15,8 @@ import pytest
 
 from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.gateway import Gateway
-from kvlane.app.http import http_protocol
-from kvlane.app.http.http_server import CannotListen
+from kvlane.app.http.server import http_protocol
+from kvlane.app.http.server.http_server import CannotListen
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.text.byte_level import ASSISTANT, encode_bytes, render_chat
 from kvlane.streams.clock import SystemClock

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvlane.app.http.connection_table import (
+from kvlane.app.http.server.connection_table import (
     ALL_HEADS_BYTES,
     HEAD_BYTES,
     LOG_PERIOD_S,

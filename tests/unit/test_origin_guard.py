@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvlane.app.http.origin_guard import OriginGuard, OriginRules
+from kvlane.app.http.server.origin_guard import OriginGuard, OriginRules
 from tests.harness.gateway_harness import GatewayHarness, memory_settings
 from tests.harness.http_exchange import HttpExchange
 from tests.harness.memory_world import MemoryWorld, scenario_test

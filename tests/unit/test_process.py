@@ -8,8 +8,8 @@ import socket
 import pytest
 from fastapi import FastAPI
 
-from kvlane.app.http import http_server
-from kvlane.app.http.http_server import CannotListen, UvicornServer
+from kvlane.app.http.server import http_server
+from kvlane.app.http.server.http_server import CannotListen, UvicornServer
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, run_process
 from kvlane.app.settings import SettingsError

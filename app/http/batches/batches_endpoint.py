@@ -19,11 +19,11 @@ from starlette.responses import Response
 
 from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.http.api_errors import ApiError, invalid_request
-from kvlane.app.http.authentication import Caller, caller_of
 from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
-from kvlane.app.http.middleware import BodyLimiter
 from kvlane.app.http.openai.completions import parse_body
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
+from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.middleware import BodyLimiter
 from kvlane.app.preprocess.cooperative_steps import run_cooperatively
 from kvlane.streams.batch_records import BatchCancel, BatchEndpoint, BatchJob
 

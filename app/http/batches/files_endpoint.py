@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kvlane.app.http.api_errors import ApiError, invalid_request, overloaded
-from kvlane.app.http.authentication import Caller, caller_of
 from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
 from kvlane.app.http.batches.multipart_upload import MultipartBody, multipart_body
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
+from kvlane.app.http.server.authentication import Caller, caller_of
 from kvlane.streams.batch_records import FileCard, FilePurpose
 from kvlane.streams.topics import FILE_RETENTION_MS
 

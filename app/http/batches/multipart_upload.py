@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from starlette.requests import ClientDisconnect, Request
 
 from kvlane.app.http.api_errors import ApiError, invalid_request
-from kvlane.app.http.middleware import check_content_encoding
+from kvlane.app.http.server.middleware import check_content_encoding
 
 T = TypeVar("T")
 

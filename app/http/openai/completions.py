@@ -13,14 +13,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvlane.app.http.api_errors import ApiError, invalid_request
-from kvlane.app.http.authentication import Caller, caller_of
-from kvlane.app.http.middleware import BodyLimiter
 from kvlane.app.http.openai.event_encoder import ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.merged_replies import publish_and_read
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.middleware import BodyLimiter
 from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
 from kvlane.app.preprocess.json_errors import json_error
 from kvlane.app.preprocess.json_limits import check_size, parse_json

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.batches.file_store import FileStore
-from kvlane.app.http.authentication import AccessControl
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.served_models import ModelCatalog, ServedModels
-from kvlane.app.http.probes import Probes
+from kvlane.app.http.server.authentication import AccessControl
+from kvlane.app.http.server.probes import Probes
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings

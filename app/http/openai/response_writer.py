@@ -9,7 +9,7 @@ that proxies do not close the connection as idle.
 
 The task sends the head, the first event, the last one, and all that a full socket has delayed.
 Between them the reader of the log writes each event to the socket of the client, if the server
-offers that (`app/http/body_writer.py`).
+offers that (`app/http/server/body_writer.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvlane.app.http.api_errors import (
     error_of_stream,
     gateway_stopping,
 )
-from kvlane.app.http.body_writer import BodyWriter, body_writer_of
 from kvlane.app.http.openai import openai_responses, sse
 from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.merged_replies import MergedReplies, ReplyPiece, is_last
 from kvlane.app.http.openai.openai_responses import Choice
+from kvlane.app.http.server.body_writer import BodyWriter, body_writer_of
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics, TokenTimes
 from kvlane.app.runtime.spans import NO_SPAN, set_error
 from kvlane.streams.clock import Clock

@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvlane.app.http.api_errors import invalid_request
-from kvlane.app.http.authentication import caller_of
 from kvlane.app.http.openai.event_encoder import ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.merged_replies import resume_reply
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.app.http.server.authentication import caller_of
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.records import MAX_ID_CHARS
 from kvlane.streams.responses.reply_reader import may_begin

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.http import authentication
 from kvlane.app.http.openai import stream_resume
+from kvlane.app.http.server import authentication
 from kvlane.app.lanes import admission, owner
 from kvlane.app.prompts import prompt_credit, prompt_source
 from kvlane.app.routing.selection import eligibility

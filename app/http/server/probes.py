@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvlane.app.http.authentication import AccessControl, Authentication
-from kvlane.app.http.http_server import TlsFiles, UvicornServer
-from kvlane.app.http.origin_guard import OriginGuard
+from kvlane.app.http.server.authentication import AccessControl, Authentication
+from kvlane.app.http.server.http_server import TlsFiles, UvicornServer
+from kvlane.app.http.server.origin_guard import OriginGuard
 from kvlane.app.metrics.metric_set import MetricSet
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings

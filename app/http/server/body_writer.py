@@ -1,7 +1,7 @@
 """Writer of a response's body to its connection without ASGI: by a call, not an awaited message.
 
 A part that is sent by ASGI passes all middleware and a coroutine of the server; the event of a
-token needs neither: from its record to the transport it takes 2.8 us. `app/http/http_protocol.py`
+token needs neither: from its record to the transport it takes 2.8 us. `http_protocol.py`
 offers the writer in the scope of each request; under another server, and in tests without one,
 there is none. Head and end of a response are always sent by ASGI. The bytes on the wire are the
 same either way.
@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from kvlane.app.http.exchange import Exchange
+from kvlane.app.http.server.exchange import Exchange
 
 _EXTENSION = "kvlane.body_writer"
 

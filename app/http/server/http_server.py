@@ -20,8 +20,8 @@ from typing import NamedTuple
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvlane.app.http.connection_table import SPARE, ConnectionTable
-from kvlane.app.http.http_protocol import HEAD_TIMEOUT_S, BoundedProtocol
+from kvlane.app.http.server.connection_table import SPARE, ConnectionTable
+from kvlane.app.http.server.http_protocol import HEAD_TIMEOUT_S, BoundedProtocol
 from kvlane.app.metrics.metric_set import MetricSet
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.open_files import raise_file_limit

@@ -2,7 +2,7 @@
 
 Owns the framing of the response. A connection that is closed while bytes of the request are unread
 is reset, and its client loses the response; so an exchange only says that its connection ends
-(`closes`), and `app/http/http_protocol.py` ends it.
+(`closes`), and `app/http/server/http_protocol.py` ends it.
 """
 
 from __future__ import annotations

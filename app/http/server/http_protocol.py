@@ -1,10 +1,10 @@
 """uvicorn's HTTP protocol with bounds on everything that a client sends, or does not send.
 
 - Bytes: a head, a trailer section and the frame of a chunk have the same limit, as have the heads
-  of all requests that wait. Trailers are dropped. Bodies are bounded by `app/http/middleware.py`.
+  of all requests that wait. Trailers are dropped. Bodies are bounded by `middleware.py`.
 - Time: a connection has a deadline while it waits for a head, is idle, or ends, and another one
   while its client reads nothing. The time of a body is bounded by its endpoint.
-- Number: `app/http/connection_table.py` bounds connections.
+- Number: `app/http/server/connection_table.py` bounds connections.
 - Order: an error of the client is answered behind the requests before it, and nothing is read
   behind it. A response before the end of its request ends the connection. Input is then dropped
   for a while, as many clients read only after they have sent everything.
@@ -30,9 +30,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvlane.app.http.api_errors import invalid_request, overloaded
-from kvlane.app.http.body_writer import BodyWriter
-from kvlane.app.http.connection_table import ConnectionTable
-from kvlane.app.http.exchange import Exchange
+from kvlane.app.http.server.body_writer import BodyWriter
+from kvlane.app.http.server.connection_table import ConnectionTable
+from kvlane.app.http.server.exchange import Exchange
 
 REQUEST_BYTES = 4096
 """Memory of a request without its head."""

@@ -1,0 +1,1 @@
+"""HTTP server of a process: connections, bounds, authentication, probes."""
