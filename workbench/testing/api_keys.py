@@ -25,8 +25,8 @@ class SimulatedKeys:
         self._valid: dict[str, str] = {}
         self._changed_s: dict[str, float] = {}
         """When each key became valid, or was revoked."""
-        self.streams: dict[str, list[str]] = {tenant: [] for tenant in TENANTS}
-        """The ids of the answers of each tenant."""
+        self.paths: dict[str, list[str]] = {tenant: [] for tenant in TENANTS}
+        """Paths of the answers, files and batch jobs of each tenant."""
         for tenant in TENANTS:
             self.rotate(tenant)
 
@@ -56,3 +56,34 @@ class SimulatedKeys:
         if self._loop.is_paused(gateway.label) or self._loop.time() < since_s + NOTICE_S:
             return None
         return token in self._valid.values()
+
+
+class ClientKey:
+    """The key of a tenant as one of its clients has it, replaced only after a refusal."""
+
+    def __init__(self, keys: SimulatedKeys, tenant: str) -> None:
+        self.tenant = tenant
+        self._keys = keys
+        self._token = keys.valid(tenant)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header with the key."""
+        return {"authorization": f"Bearer {self._token}"}
+
+    def is_valid(self, gateway: SimulatedProcess) -> bool | None:
+        """True if a gateway serves the key now; None if it may not have read the file yet."""
+        return self._keys.is_valid(self._token, gateway)
+
+    def replace(self) -> None:
+        """Take the key that is valid now."""
+        self._token = self._keys.valid(self.tenant)
+
+    def own(self, path: str) -> None:
+        """Add the path of an object of the tenant."""
+        self._keys.paths[self.tenant].append(path)
+
+    def paths_of_others(self) -> list[str]:
+        """The paths of all objects of other tenants."""
+        owned = self._keys.paths.items()
+        return [path for tenant, paths in owned if tenant != self.tenant for path in paths]

@@ -23,24 +23,23 @@ from workbench.testing.clients.job_clients import JobClient
 from workbench.testing.simulated_world import SimulatedWorld
 
 
-def all_jobs(world: SimulatedWorld) -> list[BatchJob]:
-    """The jobs of all clients, as a process reads them that starts now."""
+def open_jobs(world: SimulatedWorld) -> list[BatchJob]:
+    """The jobs of all clients that have not ended, as a process reads them that starts now."""
     view = BatchView(world.clock.wall_ms)
     for partition in range(world.broker.partitions[BATCH_JOBS]):
         raws = world.broker.records(BATCH_JOBS, partition)
         records = [(r, decode_or_none(r)) for r in raws]
         facts = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
         view.apply(Partition(BATCH_JOBS, partition), facts, len(raws))
-    return list(view.jobs(""))
+    return view.open_jobs()
 
 
 def job_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
     """Violations, as texts."""
     if not clients.jobs:
         return
-    for job in all_jobs(world):
-        if not job.has_ended:
-            yield f"job: {job.id} is {job.status}"
+    for job in open_jobs(world):
+        yield f"job: {job.id} is {job.status}"
     shown = shown_streams(world)
     for client in clients.jobs:
         if client.unexpected_errors:

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from kvlane.app.http.openai.response_writer import ID_HEADER
-from workbench.testing.api_keys import TENANTS, SimulatedKeys
+from workbench.testing.api_keys import TENANTS, ClientKey
 from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
 from workbench.testing.clients.kafka_clients import BURST_S, LONG_ANSWERS, TEXTS
 from workbench.testing.clients.received_answer import ReceivedAnswer
@@ -32,6 +32,8 @@ MIN_READ_TIMEOUT_S, MAX_READ_TIMEOUT_S = 4.0, 20.0
 RETRY_PAUSE_S = 2.0
 RETRYABLE_CODES = ("log_unavailable", "stopping", "no_workers", "overloaded", "model_not_found")
 """Rejections by a gateway, before or instead of a router's: a retry may succeed."""
+NOT_FOR_OTHERS = (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Answers to a request for an object of another tenant."""
 MAX_CHOICES = 3
 LEAVE_SHARE = 0.05
 """Probability, after an event of a long answer, that its client disconnects to resume elsewhere."""
@@ -60,7 +62,7 @@ class HttpClient:
         self._rng = rng
         self._model = rng.choice(MODELS[: shape.models])
         self._choices = 1
-        self._tenant, self._token = "", ""
+        self._key: ClientKey | None = None
         self._pauses_s = 0.0
         self._is_unsteady = "long answers" in shape.scenarios
         more = random.Random(f"{world.seed} {self.name} more")
@@ -70,8 +72,7 @@ class HttpClient:
         if "choices" in shape.scenarios:
             self._choices = more.randint(2, MAX_CHOICES)
         if world.keys is not None:
-            self._tenant = more.choice(TENANTS)
-            self._token = world.keys.valid(self._tenant)
+            self._key = ClientKey(world.keys, more.choice(TENANTS))
 
     @property
     def is_over(self) -> bool:
@@ -103,21 +104,19 @@ class HttpClient:
                 self.answers.append(again := ReceivedAnswer(answer.id))
                 again.marks = [self._rng.choice(answer.marks)]
 
-    async def _ask_for_another(self, gateway: SimulatedProcess, keys: SimulatedKeys) -> None:
-        """Ask for the answer to another tenant."""
-        others = [i for tenant, ids in keys.streams.items() if tenant != self._tenant for i in ids]
-        if not others:
+    async def _ask_for_others(self, gateway: SimulatedProcess, key: ClientKey) -> None:
+        """Ask for an answer, a file or a batch job of another tenant."""
+        if not (paths := key.paths_of_others()):
             return
-        headers = {"authorization": f"Bearer {self._token}"}
-        call = HttpCall("GET", f"/v1/streams/{self._rng.choice(others)}", headers=headers)
+        call = HttpCall("GET", self._rng.choice(paths), headers=key.headers)
         async with aclosing(http_exchange(gateway, call, self._patience_s)) as parts:
             start = await anext(parts)
-        if start["status"] not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED):
-            self.unexpected_errors.append(f"{start['status']} for the answer to another tenant")
+        if start["status"] not in NOT_FOR_OTHERS:
+            self.unexpected_errors.append(f"{start['status']} for {call.path} of another tenant")
 
     async def _try(self, gateway: SimulatedProcess) -> None:
-        if (keys := self._world.keys) is not None:
-            await self._ask_for_another(gateway, keys)
+        if self._key is not None:
+            await self._ask_for_others(gateway, self._key)
         if self.answers[0].id:
             answer = next(answer for answer in self.answers if not answer.outcome)
             read = [answer]
@@ -150,7 +149,7 @@ class HttpClient:
             body["prompt"] = self.prompt
         if self._choices > 1:
             body["n"] = self._choices
-        if self._token:
+        if self._key is not None:
             body["nvext"] = {"session_control": {"session_id": "the same"}}
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         # Only a client that will resume elsewhere asks for a request that outlives it.
@@ -175,10 +174,10 @@ class HttpClient:
         """The events of a response, one by one. Raises Disconnected."""
         self._world.history.add_event(f"{self.name} {call.method} {call.path} at {gateway.label}")
         buffered = 1 if self._pauses_s else 0
-        keys, token = self._world.keys, self._token
-        is_valid = None if keys is None else keys.is_valid(token, gateway)
-        if token:
-            call = call._replace(headers={**call.headers, "authorization": f"Bearer {token}"})
+        is_valid = None
+        if self._key is not None:
+            is_valid = self._key.is_valid(gateway)
+            call = call._replace(headers={**call.headers, **self._key.headers})
         messages = http_exchange(gateway, call, self._patience_s, buffered=buffered)
         async with aclosing(messages) as parts:
             start = await anext(parts)
@@ -199,8 +198,8 @@ class HttpClient:
             self._refused(code, call.method, read)
 
     def _refused(self, code: str, method: str, read: list[ReceivedAnswer]) -> None:
-        if code == "invalid_api_key" and self._world.keys is not None:
-            self._token = self._world.keys.valid(self._tenant)
+        if code == "invalid_api_key" and self._key is not None:
+            self._key.replace()
         elif code in RETRYABLE_CODES and method == "POST":
             self._start_over()
         elif len(read) > 1:
@@ -212,8 +211,8 @@ class HttpClient:
         if ids := headers.get(ID_HEADER):
             for answer, request_id in zip(self.answers, ids.split(","), strict=True):
                 answer.id = unquote(request_id)
-                if self._world.keys is not None:
-                    self._world.keys.streams[self._tenant].append(answer.id)
+                if self._key is not None:
+                    self._key.own(f"/v1/streams/{answer.id}")
 
     def _take(self, event: bytes, read: list[ReceivedAnswer]) -> None:
         """Take one event: a chunk, an error, or the end."""

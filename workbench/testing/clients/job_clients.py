@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from workbench.testing.api_keys import TENANTS, ClientKey
 from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
 from workbench.testing.clients.kafka_clients import TEXTS
+from workbench.testing.simulated_process import SimulatedProcess
 from workbench.testing.simulated_world import SimulatedWorld
 from workbench.testing.virtual_time import process_context
 from workbench.testing.world_parameters import MODELS
@@ -45,6 +47,10 @@ class JobClient:
         self._world = world
         self._rng = rng
         self._begins_s = rng.random() * world.parameters.faults_s * 0.7
+        self._key: ClientKey | None = None
+        if world.keys is not None:
+            tenants = random.Random(f"{world.seed} {self.name} tenant")
+            self._key = ClientKey(world.keys, tenants.choice(TENANTS))
         self._cancels_after_s = 10 * rng.random() if rng.random() < CANCEL_SHARE else None
         self._input = b"".join(self._line(name) for name in self.names)
 
@@ -58,9 +64,11 @@ class JobClient:
         clock = self._world.clock
         await clock.sleep(self._begins_s)
         file = await self._json("POST", "/v1/files", _form(self._input), _FORM)
+        self._own(f"/v1/files/{file['id']}/content")
         wanted = {"input_file_id": file["id"], "endpoint": ENDPOINT}
         self.job = await self._json("POST", "/v1/batches", msgspec.json.encode(wanted))
         path = f"/v1/batches/{self.job['id']}"
+        self._own(path)
         if self._cancels_after_s is not None:
             await clock.sleep(self._cancels_after_s)
             self.job = await self._json("POST", f"{path}/cancel")
@@ -72,6 +80,10 @@ class JobClient:
                 content = await self._call("GET", f"/v1/files/{file_id}/content")
                 self.lines += [json.loads(line) for line in content.splitlines()]
         self.is_over = True
+
+    def _own(self, path: str) -> None:
+        if self._key is not None:
+            self._key.own(path)
 
     def _line(self, name: str) -> bytes:
         body = {
@@ -96,7 +108,7 @@ class JobClient:
                 self._world.history.add_event(f"{self.name} {method} {path} at {gateway.label}")
                 call = HttpCall(method, path, body, headers or {})
                 try:
-                    status, content = await _answer_of(gateway, call)
+                    status, content = await self._answer(gateway, call)
                 except Disconnected:
                     self._world.history.add_event(f"{self.name} lost its connection")
                 else:
@@ -105,9 +117,24 @@ class JobClient:
                     self._world.history.add_event(f"{self.name} gets {status} {content!r}")
                     if status == HTTPStatus.CONFLICT and path.endswith("/cancel"):
                         return await self._call("GET", path.removesuffix("/cancel"))
-                    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                    is_error = status < HTTPStatus.INTERNAL_SERVER_ERROR
+                    if is_error and (self._key is None or status != HTTPStatus.UNAUTHORIZED):
                         self.unexpected_errors.append(f"{status} {content!r}")
             await self._world.clock.sleep(CHECK_S * self._rng.random())
+
+    async def _answer(self, gateway: SimulatedProcess, call: HttpCall) -> tuple[int, bytes]:
+        """Status and body, asked for with the key of the tenant. Raises Disconnected."""
+        if (key := self._key) is None:
+            return await _answer_of(gateway, call)
+        is_valid = key.is_valid(gateway)
+        call = call._replace(headers={**call.headers, **key.headers})
+        status, content = await _answer_of(gateway, call)
+        is_refused = status == HTTPStatus.UNAUTHORIZED
+        if is_valid == is_refused:
+            self.unexpected_errors.append("a revoked key is served, or a valid one refused")
+        if is_refused:
+            key.replace()
+        return status, content
 
 
 class JobClients:
@@ -130,7 +157,7 @@ class JobClients:
         ]
 
 
-async def _answer_of(gateway: Any, call: HttpCall) -> tuple[int, bytes]:
+async def _answer_of(gateway: SimulatedProcess, call: HttpCall) -> tuple[int, bytes]:
     """Status and body. Raises Disconnected."""
     async with aclosing(http_exchange(gateway, call, READ_TIMEOUT_S)) as parts:
         status: int = (await anext(parts))["status"]
