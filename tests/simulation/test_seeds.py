@@ -22,10 +22,11 @@ from kvlane.app.routing.queueing.pending import LaneRequest
 from kvlane.app.routing.reconcile import next_action
 from kvlane.app.routing.selection.decision import Wait
 from kvlane.app.routing.state import performance
-from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 from workbench.testing import world_parameters
 from workbench.testing.checks.invariants import _failed
 from workbench.testing.seed_simulation import simulate_seed
+from workbench.testing.world_parameters import Absence, AbsentPart
 
 SEEDS = 100
 AT_ONCE = 10
@@ -175,5 +176,21 @@ def test_faults_occur() -> None:
 @pytest.mark.parametrize("was_connected", [False, True])
 def test_only_a_process_that_never_reached_its_broker_may_end_for_it(was_connected: bool) -> None:
     node: Any = SimpleNamespace(label="r1#1", name="r1", was_connected=was_connected)
-    world: Any = SimpleNamespace(failures=[(node, BrokerUnavailable("down"))], processes=[node])
-    assert bool(list(_failed(world))) == was_connected
+    assert bool(list(_failed(_world_of(node, BrokerUnavailable("down"))))) == was_connected
+
+
+@pytest.mark.parametrize("was_up", [False, True])
+@pytest.mark.parametrize("part", ["broker", "router"])
+def test_process_may_end_for_brokers_that_are_away_during_its_start(
+    part: AbsentPart, was_up: bool
+) -> None:
+    node: Any = SimpleNamespace(label="w1#1", name="w1", was_connected=True, was_up=was_up)
+    absence = Absence(part, 10.0, 1300.0, is_paused=False, is_of_one=False)
+    world = _world_of(node, AppendFailed("no acknowledgement"), absence)
+    assert bool(list(_failed(world))) == (was_up or part != "broker")
+
+
+def _world_of(node: Any, error: Exception, absence: Absence | None = None) -> Any:
+    """A world whose only process has ended."""
+    parameters = SimpleNamespace(absence=absence)
+    return SimpleNamespace(failures=[(node, error)], processes=[node], parameters=parameters)

@@ -86,6 +86,8 @@ class SimulatedProcess:
         """When it began to run, or to run on after a pause."""
         self.was_connected = False
         """Whether it has ever connected to a broker."""
+        self.was_up = False
+        """Whether its start has ever ended."""
         ahead_ms = rng.randint(-MAX_CLOCK_OFFSET_MS, MAX_CLOCK_OFFSET_MS) + _wrong_by_ms(
             f"{world.seed} {label} clock"
         )
@@ -167,6 +169,7 @@ class SimulatedProcess:
         else:
             await self.process.start()
         self.state = "up"
+        self.was_up = True
 
     async def _end(self) -> None:
         self.state = "stopping"

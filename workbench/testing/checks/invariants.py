@@ -27,7 +27,7 @@ from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.worker import WorkerIdTaken
-from kvlane.streams.errors import BrokerUnavailable
+from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Fencing, LogRecord
 from kvlane.streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS
@@ -270,8 +270,11 @@ def _failed(world: SimulatedWorld) -> Iterator[str]:
     """Processes that ended with an error they should have survived.
 
     The end of a process costs its work and the time until an orchestrator restarts it. The allowed
-    reasons: a dead engine, a newer process under the same name, and no broker at the start.
+    reasons: a dead engine, a newer process under the same name, no broker at the start, and brokers
+    that are away for longer than the rest of a start may take.
     """
+    absence = world.parameters.absence
+    are_brokers_away = absence is not None and absence.part == "broker"
     for node, error in world.failures:
         names = [n.name for n in world.processes if n is not node]
         if isinstance(error, EngineDead) or (
@@ -279,5 +282,7 @@ def _failed(world: SimulatedWorld) -> Iterator[str]:
         ):
             continue
         if isinstance(error, BrokerUnavailable) and not node.was_connected:
+            continue
+        if are_brokers_away and isinstance(error, AppendFailed) and not node.was_up:
             continue
         yield f"failure: {node.label} ended with {error!r}"
