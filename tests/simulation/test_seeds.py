@@ -26,7 +26,14 @@ from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 from workbench.testing import world_parameters
 from workbench.testing.checks.invariants import _failed
 from workbench.testing.seed_simulation import simulate_seed
-from workbench.testing.world_parameters import Absence, AbsentPart
+from workbench.testing.world_parameters import (
+    ABSENT_PARTS,
+    ADDED_SHARES,
+    SCENARIO_SHARES,
+    Absence,
+    AbsentPart,
+    WorldParameters,
+)
 
 SEEDS = 100
 AT_ONCE = 10
@@ -171,6 +178,17 @@ def test_faults_occur() -> None:
         "indexer-0#1 is killed", "junk is written into snapshots",
     ):  # fmt: skip
         assert deed in stories, deed
+
+
+def test_every_scenario_is_drawn() -> None:
+    worlds = [WorldParameters.of_seed(seed) for seed in range(3000)]
+    assert {name for world in worlds for name in world.scenarios} == {
+        *SCENARIO_SHARES,
+        *ADDED_SHARES,
+    }
+    absences = [world.absence for world in worlds if world.absence is not None]
+    assert {absence.part for absence in absences} == set(ABSENT_PARTS)
+    assert all(absence.ends_s - absence.begins_s > 1200 for absence in absences)
 
 
 @pytest.mark.parametrize("was_connected", [False, True])

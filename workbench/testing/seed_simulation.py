@@ -62,11 +62,7 @@ class SimulationResult:
 
 def simulate_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> SimulationResult:
     """Run one seed, with these scenarios instead of those that it draws."""
-    shape = WorldParameters.draw(random.Random(f"{seed} shape"))
-    shape = shape.with_caches(random.Random(f"{seed} caches"))
-    shape = shape.with_batch(random.Random(f"{seed} batch"))
-    shape = shape.with_roles(random.Random(f"{seed} roles"))
-    shape = shape.with_scenarios(random.Random(f"{seed} scenarios"), scenarios)
+    shape = WorldParameters.of_seed(seed, scenarios)
     worlds: list[SimulatedWorld] = []
 
     async def main(loop: VirtualLoop) -> SimulationResult:

@@ -75,13 +75,18 @@ SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
     "choices": 0.1,
     "backlog": 0.08,
-    "batch jobs": 0.0,
     "cut links": 0.06,
     "replies": 0.06,
     "absence": 0.01,
     "keys": 0.06,
 }
 """Shares of the seeds; `take-overs` is drawn with the other parameters."""
+ADDED_SHARES: Mapping[Scenario, float] = {
+    "batch jobs": 0.05,
+    "compaction": 0.05,
+    "clock skew": 0.05,
+}
+"""Shares that are drawn apart, so that the other seeds keep their worlds."""
 CLOCK_SKEWS_MS = (4_000, 20_000, CLOCK_SKEW_MS)
 """Largest differences between the clocks of two brokers: more than the time-out of workers, and up
 to the one that is supported, or the time for which ids are kept."""
@@ -206,6 +211,19 @@ class WorldParameters(NamedTuple):
         }
 
     @staticmethod
+    def of_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> WorldParameters:
+        """The world of a seed, with these scenarios instead of those that it draws."""
+        shape = WorldParameters.draw(random.Random(f"{seed} shape"))
+        shape = shape.with_caches(random.Random(f"{seed} caches"))
+        shape = shape.with_batch(random.Random(f"{seed} batch"))
+        shape = shape.with_roles(random.Random(f"{seed} roles"))
+        rng = random.Random(f"{seed} scenarios")
+        if scenarios is None:
+            added = random.Random(f"{seed} added scenarios")
+            scenarios = [*_drawn(rng, SCENARIO_SHARES), *_drawn(added, ADDED_SHARES)]
+        return shape.with_scenarios(rng, scenarios)
+
+    @staticmethod
     def draw(rng: random.Random) -> WorldParameters:
         """Draw the parameters of a seed; every fifth world has frequent lane take-overs."""
         workers = rng.choice((1, 2, 2, 3))
@@ -253,12 +271,8 @@ class WorldParameters(NamedTuple):
             return self
         return self._replace(batch_requests=rng.randint(2, 6), collectors=rng.choice((0, 1, 2)))
 
-    def with_scenarios(
-        self, rng: random.Random, wanted: Collection[Scenario] | None
-    ) -> WorldParameters:
-        """The same with these scenarios; None draws them."""
-        if wanted is None:
-            wanted = [name for name, share in SCENARIO_SHARES.items() if rng.random() < share]
+    def with_scenarios(self, rng: random.Random, wanted: Collection[Scenario]) -> WorldParameters:
+        """The same with these scenarios."""
         scenarios = frozenset(wanted)
         shape = self.with_take_overs() if "take-overs" in scenarios else self
         has_http = scenarios & {"long answers", "choices", "batch jobs", "keys"}
@@ -314,3 +328,7 @@ class WorldParameters(NamedTuple):
             trigger_topics=(LEDGER, ASSIGNMENTS),
             network=FaultProfile(slow=0.1, slow_poll=0.6, max_latency_s=4.0),
         )
+
+
+def _drawn(rng: random.Random, shares: Mapping[Scenario, float]) -> list[Scenario]:
+    return [name for name, share in shares.items() if rng.random() < share]
