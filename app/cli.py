@@ -17,18 +17,16 @@ from typer.core import TyperGroup
 
 from kvlane.app.commands import (
     audit_commands,
-    bench_command,
+    batch_commands,
     capture_commands,
     dead_letter_commands,
     key_commands,
     local_commands,
     request_commands,
-    run_command,
     size_command,
     topic_commands,
 )
 from kvlane.app.commands.console import escape_lines
-from kvlane.app.commands.gateway_client import batch_commands
 from kvlane.app.commands.simulation import simulate_command
 
 
@@ -81,7 +79,7 @@ def _main(
 
 app.command()(local_commands.demo)
 app.command()(local_commands.up)
-app.command()(run_command.run)
+app.command()(local_commands.run)
 app.command()(request_commands.publish)
 app.command()(request_commands.follow)
 app.command()(request_commands.cancel)
@@ -95,7 +93,7 @@ app.add_typer(batch_commands.app, name="batch")
 app.add_typer(topic_commands.app, name="topics")
 app.add_typer(key_commands.app, name="keys")
 app.add_typer(dead_letter_commands.app, name="dead-letters")
-bench_command.add_bench(app)
+local_commands.add_bench(app)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.batches.file_store import FileStore
 from kvlane.app.http import gateway_api
-from kvlane.app.http.gateway_health import GatewayHealth
+from kvlane.app.http.gateway_api import GatewayHealth
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ModelCatalog, ServedModels

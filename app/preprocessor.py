@@ -47,7 +47,7 @@ from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
 from kvlane.app.preprocess.models.model_names import ModelNames
-from kvlane.app.preprocess.requests.engine_features import check_supported, unsupported_features
+from kvlane.app.preprocess.request_reader import check_supported, unsupported_features
 from kvlane.app.preprocess.result_rules import ResultRules
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.prompts.job_order import JobOrder

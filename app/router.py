@@ -28,7 +28,7 @@ from kvlane.app.lanes.ended_ids_writer import EndedIdsWriter
 from kvlane.app.lanes.failure_detector import FailureDetector
 from kvlane.app.lanes.owner import LaneOwner
 from kvlane.app.lanes.shared_reads import SharedScanner
-from kvlane.app.metrics.drift_metrics import DriftCollector
+from kvlane.app.metrics.router_metrics import DriftCollector
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState

@@ -36,7 +36,6 @@ from kvlane.app.serving.chunk_writer import ChunkWriter
 from kvlane.app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
 from kvlane.app.serving.heartbeat import HeartbeatSender
 from kvlane.app.serving.kv_event_publisher import KvEventPublisher
-from kvlane.app.serving.model_publisher import ModelPublisher
 from kvlane.app.serving.registration import (
     REGISTER_TIMEOUT_S,
     Registration,
@@ -47,7 +46,7 @@ from kvlane.app.serving.registration import (
 )
 from kvlane.app.serving.run_executor import Run, RunEnd, RunExecutor
 from kvlane.app.serving.run_queue import RunLimits, RunQueue
-from kvlane.app.serving.worker_model import WorkerModel
+from kvlane.app.serving.worker_model import ModelPublisher, WorkerModel
 from kvlane.app.settings import Settings
 from kvlane.indexer.cache_events.engine_events import EngineEvent
 from kvlane.indexer.cache_events.event_normalizer import NormalizerCounters

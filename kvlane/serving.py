@@ -68,7 +68,7 @@ def worker_app(engine: Callable[[], Engine]) -> FastStream:
 
 def _worker(engine: Engine, log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
     from kvlane.app.preprocess.models.model_folder import read_folder
-    from kvlane.app.serving.model_publisher import ModelPublisher
+    from kvlane.app.serving.worker_model import ModelPublisher
     from kvlane.app.worker import Worker
 
     files = None if settings.model_path is None else read_folder(settings.model_path)

@@ -55,13 +55,11 @@ from kvlane.streams.record_types.response_records import (
     FinishReason,
     LogProb,
     PassthroughDelta,
-    Usage,
-)
-from kvlane.streams.record_types.result_records import (
     Result,
     ResultError,
     ResultTimings,
     ResultUsage,
+    Usage,
 )
 from kvlane.streams.record_types.worker_records import (
     Assignment,

@@ -1,5 +1,8 @@
 """Lines of a batch's input: their form, their errors, and the prompts that they become.
 
+A file arrives in pieces: one line is in memory at a time, and other tasks run after each piece.
+Blank lines are skipped together: a megabyte may have a million of them.
+
 Pure: bytes in, requests, errors and prompts out. A line has the bounds of a body over HTTP, and is
 read in the same steps, between which other tasks run. Only the form of a line is checked here.
 Whether its body is valid for its model shows when it runs, and is in its line of the error file.
@@ -9,20 +12,73 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Container, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from kvlane.app.batches.jsonl_lines import JsonlLine, lines_of
 from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
-from kvlane.app.preprocess.json_errors import json_error
-from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES, parse_json
+from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES, json_error, parse_json
 from kvlane.app.preprocess.prompt_errors import TooLarge
 from kvlane.streams.batch_records import BatchEndpoint, BatchError, BatchJob
 from kvlane.streams.ids import SALT_CHARS
 from kvlane.streams.prompt import MAX_CUSTOM_ID_CHARS, Prompt
 from kvlane.streams.topics import MAX_RECORD_BYTES
+
+_BOM = b"\xef\xbb\xbf"
+_MOST_BLANKS = 100
+"""White space of a blank line that is skipped with others."""
+
+
+class JsonlLine(NamedTuple):
+    """A line that is not blank. `number`: from 1, blank ones count; None: longer than allowed."""
+
+    number: int
+    content: bytes | None
+
+
+async def lines_of(
+    pieces: AsyncIterable[bytes], most_bytes: int
+) -> AsyncGenerator[JsonlLine, None]:
+    """The lines of a file, without their ends. Of a line above `most_bytes` only the number."""
+    held, number, is_long = bytearray(), 0, False
+    blanks = re.compile(rb"(?:[ \t\r\v\f]{0,%d}+\n)++" % min(_MOST_BLANKS, most_bytes))
+    async for piece in pieces:
+        start = 0
+        while (end := piece.find(b"\n", start)) >= 0:
+            number += 1
+            if (line := _line(number, held, piece[start:end], most_bytes, is_long)) is not None:
+                yield line
+            held.clear()
+            start, is_long = end + 1, False
+            if line is None and (skipped := blanks.match(piece, start)) is not None:
+                number += piece.count(b"\n", start, skipped.end())
+                start = skipped.end()
+        if is_long or len(held) + len(piece) - start > most_bytes:
+            is_long = True
+            held.clear()
+        else:
+            held += piece[start:]
+        await asyncio.sleep(0)
+    if (line := _line(number + 1, held, b"", most_bytes, is_long)) is not None:
+        yield line
+
+
+def _line(
+    number: int,
+    held: bytearray,
+    rest: bytes,
+    most_bytes: int,
+    is_long: bool,  # noqa: FBT001
+) -> JsonlLine | None:
+    """The line of two parts; None for a blank one."""
+    if is_long or len(held) + len(rest) > most_bytes:
+        return JsonlLine(number, None)
+    whole = bytes(held) + rest
+    content = (whole.removeprefix(_BOM) if number == 1 else whole).strip()
+    return JsonlLine(number, content) if content else None
+
 
 MAX_LINE_BYTES = MAX_RECORD_BYTES - 64 * 1024
 """A line becomes one record of `batch`, with its ids and headers."""

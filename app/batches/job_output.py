@@ -14,16 +14,55 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
-from kvlane.app.batches.batch_requests import error_file_id, output_file_id
+from kvlane.app.batches.batch_requests import error_file_id, output_file_id, request_id
 from kvlane.app.batches.file_store import FileStore, PartOrder, WrittenFile
-from kvlane.app.batches.output_lines import OutputLine, failure_line
 from kvlane.streams.batch_records import BatchJob
 from kvlane.streams.errors import RecordTooLarge
 from kvlane.streams.ports import Headers, Record
 from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.records import Result
+
+_OK = 200
+
+
+class OutputLine(msgspec.Struct, frozen=True):
+    """A line of one of the two files: the output file if `is_output`."""
+
+    index: int
+    is_output: bool
+    content: bytes
+
+
+def result_line(index: int, result: Result) -> OutputLine:
+    """The line of a request that ended."""
+    body: Any = result.body
+    if body is None or result.status_code != _OK:
+        error = result.error and msgspec.to_builtins(result.error)
+        body = {"error": error or {"message": result.status, "type": "server_error"}}
+    response = {"status_code": result.status_code, "request_id": result.id, "body": body}
+    is_output = result.status_code == _OK and result.body is not None
+    return _line(index, result.id, result.custom_id, response, None, is_output=is_output)
+
+
+def failure_line(job_id: str, index: int, custom_id: str, code: str, message: str) -> OutputLine:
+    """The line of a request that was not run."""
+    error = {"code": code, "message": message}
+    return _line(index, request_id(job_id, index), custom_id, None, error, is_output=False)
+
+
+def _line(
+    index: int, name: str, custom_id: str, response: dict[str, Any] | None,
+    error: dict[str, str] | None, *, is_output: bool,
+) -> OutputLine:  # fmt: skip
+    content = {
+        "id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error,
+    }  # fmt: skip
+    return OutputLine(index, is_output, msgspec.json.encode(content) + b"\n")
+
 
 MAX_LINES_PER_PART = 5000
 """Their indices in the headers take 25 kB at most, so that a part stays below 1 MiB."""

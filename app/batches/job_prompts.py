@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from kvlane.app.batches.batch_requests import JobRequest, prompt_of, request_id
 from kvlane.app.batches.job_input import JobInput
-from kvlane.app.batches.job_output import JobOutput
-from kvlane.app.batches.output_lines import failure_line
+from kvlane.app.batches.job_output import JobOutput, failure_line
 from kvlane.streams.batch_records import BatchEnding, BatchJob
 from kvlane.streams.clock import Clock
 from kvlane.streams.errors import RecordTooLarge

@@ -28,7 +28,7 @@ from kvlane.app.settings import Settings
 from kvlane.streams.batch_records import BatchJob
 from kvlane.streams.errors import AccessDenied, LogClosed, StreamError
 from kvlane.streams.ports import Log, Partition
-from kvlane.streams.reading.group_membership import GroupMembership
+from kvlane.streams.reading.group_consumer import GroupMembership
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import BATCH_JOBS
 

@@ -1,17 +1,64 @@
-"""The commands `kvlane demo` and `kvlane up`: a whole deployment on this machine."""
+"""The commands that run processes on this machine: `kvlane demo`, `up`, `run` and `bench`."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from kvlane.app.operator_error import install_hint
+from kvlane.app.operator_error import OperatorError, install_hint
 from kvlane.app.settings import Settings, unknown_variables
+
+Process = Literal[
+    "gateway", "preprocessor", "router", "worker", "collector", "indexer", "standalone"
+]
+
+
+def run(
+    process: Annotated[Process, typer.Argument(help="standalone: all of them in one process.")],
+) -> None:
+    """Run one process of a deployment until Ctrl-C or SIGTERM.
+
+    As `faststream run` with the process's application does, from any folder. Settings come from
+    KVLANE_* variables. Exit code 1, with the error on standard error, if the process fails.
+    """
+    from faststream.__main__ import cli  # type: ignore[attr-defined]
+
+    logging.getLogger("aiokafka").setLevel(logging.NOTSET)  # other commands leave its lines out
+    # Without a folder for applications: the current one may have modules of the same names.
+    cli(["run", f"kvlane.app.{process}:app", "--app-dir", ""], prog_name="kvlane")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class NoCheckout(OperatorError):
+    """The benchmarks are not installed with the package."""
+
+    correction = "Clone it, then run `make setup` and `.venv/bin/kvlane bench` there."
+
+
+def add_bench(app: typer.Typer) -> None:
+    """Add the commands of the folder `workbench/` beside this package's sources, if it is there."""
+    if (ROOT / "workbench" / "__init__.py").is_file():
+        sys.path.append(str(ROOT))
+        commands = import_module("workbench.bench.commands.bench_commands")
+        app.add_typer(commands.app, name="bench")
+    else:
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        app.command(context_settings=anything)(bench)
+
+
+def bench() -> None:
+    """Measure and stress kvlane on this machine, in a checkout of its repository."""
+    raise NoCheckout("the benchmarks are in the repository of kvlane, not in the package")
+
 
 BrokerOption = Annotated[
     Literal["auto", "env", "docker", "jvm", "memory"],

@@ -1,12 +1,196 @@
-"""The command `kvlane size`: the parts of a deployment for a load, with the arithmetic."""
+"""The command `kvlane size`: the parts of a deployment for a load, with the arithmetic.
+
+All figures are measured (docs/benchmarks.md, machine A). A router applies the ledger records of
+every request, those of other routers too, and a heartbeat a second from every worker. So there is a
+load above which further routers do not help: the fleet is then divided into deployments, each with
+topics, routers and workers of its own.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
 
 import typer
+
+from kvlane.app.operator_error import OperatorError
+from kvlane.streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
+
+ROUTER_REQUESTS_S = 870
+"""Requests a second that one router carries alone (`kvlane bench router-latency`)."""
+RECORD_US = 120 + 24
+"""CPU time of the views and of decoding for the records of a request (the same); every router
+spends it on every request."""
+IDLE_CORES, IDLE_WORKERS = 0.0225, 64
+"""CPU time a second of an idle router, and its number of workers (the same). All of it
+is counted as work for heartbeats, which is an upper bound."""
+GATEWAY_REQUESTS_S = 971
+"""Requests a second of one gateway, prompts of 100 tokens (`kvlane bench gateway`)."""
+TOKEN_US = {1: 38.8, 8: 9.25}
+"""By tokens of an engine step, CPU time of a token in gateway and writer, together (`kvlane bench
+tokens`); all of it is counted for the gateway, which is an upper bound."""
+CHUNK_BYTES, DECISION_BYTES, TOKEN_BYTES = 232, 4600, 4
+"""Bytes of a Chunk with one token, of a decision before compression, of a prompt's token."""
+MAX_LANES = 1024
+LANES_PER_ROUTER = 2
+MAX_DEPLOYMENTS = 10_000
+
+
+class SizeError(OperatorError, ValueError):
+    """A load that no number of deployments carries. Give a higher --use, or fewer workers."""
+
+
+class FleetLoad(NamedTuple):
+    """Requests and tokens a second, workers, and the options of a calculation.
+
+    `step_tokens`: tokens of one answer in one engine step. `use`: the part of a core that may be in
+    use. `broker_bytes_s`: bytes that one broker may write in a second.
+    """
+
+    requests_s: float
+    workers: int
+    tokens_s: float
+    prompt_tokens: int = 2000
+    step_tokens: int = 1
+    replication: int = 3
+    use: float = 0.6
+    broker_bytes_s: float = 50e6
+
+
+class FleetSize(NamedTuple):
+    """A fleet: the number of deployments, and the parts of each."""
+
+    deployments: int
+    routers: int
+    gateways: int
+    lanes: int
+    partitions: int
+    brokers: int
+    written_bytes_s: float
+    """By all brokers of one deployment, replicas included."""
+    router_cores: float
+    """Of each router."""
+    gateway_cores: float
+    """Of all gateways of a deployment."""
+
+
+def router_cores(load: FleetLoad, deployments: int, routers: int) -> float:
+    """Cores that each router of each deployment takes."""
+    requests, workers = load.requests_s / deployments, load.workers / deployments
+    shared = RECORD_US * 1e-6
+    own = 1 / ROUTER_REQUESTS_S - shared
+    return workers * IDLE_CORES / IDLE_WORKERS + requests * shared + requests / routers * own
+
+
+def routers_needed(load: FleetLoad, deployments: int) -> int | None:
+    """The fewest routers of each deployment; None if no number is enough."""
+    free = load.use - router_cores(load, deployments, routers=10**9)
+    if free <= 0:
+        return None
+    own = (1 / ROUTER_REQUESTS_S - RECORD_US * 1e-6) * load.requests_s / deployments
+    routers = max(2, math.ceil(own / free))  # two: one may fail
+    return routers if routers * LANES_PER_ROUTER <= MAX_LANES else None
+
+
+def size_of(load: FleetLoad) -> FleetSize:
+    """The size with the fewest routers in all, of these the fewest deployments.
+
+    Raises SizeError.
+    """
+    found = [
+        (deployments * routers, deployments, routers)
+        for deployments in range(1, min(load.workers, MAX_DEPLOYMENTS) + 1)
+        if (routers := routers_needed(load, deployments)) is not None
+    ]
+    if not found:
+        raise SizeError(f"no number of deployments carries {load}")
+    _, deployments, routers = min(found)
+    requests, tokens = load.requests_s / deployments, load.tokens_s / deployments
+    lanes = max(DEFAULT_LANES, 2 ** math.ceil(math.log2(routers * LANES_PER_ROUTER)))
+    cores = requests / GATEWAY_REQUESTS_S + tokens * token_us(load) * 1e-6
+    rows = sum(lanes if topic.partitions == PER_LANE else topic.partitions for topic in TOPICS)
+    written = load.replication * bytes_s(load) / deployments
+    return FleetSize(
+        deployments,
+        routers,
+        max(2, math.ceil(cores / load.use)),
+        lanes,
+        rows * load.replication,
+        max(load.replication, math.ceil(written / load.broker_bytes_s)),
+        written,
+        router_cores(load, deployments, routers),
+        cores,
+    )
+
+
+def token_us(load: FleetLoad) -> float:
+    """CPU time of a token: of the largest measured step that is not above the load's."""
+    return TOKEN_US[max(tokens for tokens in TOKEN_US if tokens <= load.step_tokens)]
+
+
+def bytes_s(load: FleetLoad) -> float:
+    """Bytes appended in a second: prompts twice (request, assignment), decisions, Chunks."""
+    request = 2 * load.prompt_tokens * TOKEN_BYTES + DECISION_BYTES
+    return load.requests_s * request + load.tokens_s / load.step_tokens * CHUNK_BYTES
+
+
+def explain(load: FleetLoad) -> Iterator[tuple[str, str, str]]:
+    """Rows of a table: a part of each deployment, its number, the arithmetic. Raises SizeError."""
+    size = size_of(load)
+    count = size.deployments
+    requests, tokens = load.requests_s / count, load.tokens_s / count
+    workers = load.workers / count
+    yield (
+        "deployments",
+        str(count),
+        (
+            f"fewest routers in all ({count * size.routers}); each: {requests:.0f} requests/s, "
+            f"{workers:.0f} workers, {tokens:.0f} tokens/s"
+        ),
+    )
+    yield (
+        "routers",
+        str(size.routers),
+        (
+            f"{workers:.0f} x {IDLE_CORES}/{IDLE_WORKERS} (heartbeats) + {requests:.0f} x "
+            f"{RECORD_US} µs (records of all requests) + {requests / size.routers:.0f} x "
+            f"(1/{ROUTER_REQUESTS_S} s - {RECORD_US} µs) (its own) = {size.router_cores:.2f} "
+            f"cores, of {load.use:g}"
+        ),
+    )
+    yield (
+        "lanes",
+        str(size.lanes),
+        f"a power of two, at least {LANES_PER_ROUTER} for each router and {DEFAULT_LANES}",
+    )
+    yield (
+        "gateways",
+        str(size.gateways),
+        (
+            f"({requests:.0f} / {GATEWAY_REQUESTS_S} + {tokens:.0f} x {token_us(load):g} µs) / "
+            f"{load.use:g} = {size.gateway_cores:.2f} / {load.use:g} cores"
+        ),
+    )
+    yield (
+        "brokers",
+        str(size.brokers),
+        (
+            f"{load.replication} replicas x "
+            f"{size.written_bytes_s / load.replication / 1e6:.1f} MB/s "
+            f"({requests:.0f} requests x (2 x {load.prompt_tokens} tokens x {TOKEN_BYTES} B + "
+            f"{DECISION_BYTES} B) + {tokens / load.step_tokens:.0f} Chunks x {CHUNK_BYTES} B), "
+            f"at most {load.broker_bytes_s / 1e6:g} MB/s each; at least {load.replication}"
+        ),
+    )
+    yield (
+        "partitions",
+        str(size.partitions),
+        f"of all topics with {size.lanes} lanes, x {load.replication} replicas",
+    )
+
 
 WIDTH = 100
 _NAME, _COUNT = 12, 7
@@ -43,7 +227,6 @@ def size(
 
     From the figures of docs/benchmarks.md, measured on its machine A: see docs/sizing.md.
     """
-    from kvlane.app.commands.fleet_size import FleetLoad, explain
 
     load = FleetLoad(
         _rate(requests), workers, _rate(tokens), prompt, step, replication, use, broker * 1e6

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from kvlane.app.engine.echo import EchoEngine
@@ -17,11 +18,36 @@ from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.engine.simulated.text_generator import TextGenerator, demo_sentences
 from kvlane.app.engine.validator import ValidatingEngine
+from kvlane.app.engine.vllm.versions import INSTALL_VLLM
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, ModelFiles, read_folder
+from kvlane.app.preprocess.prompt_errors import BadModel
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.settings import Settings, SettingsError
 from kvlane.streams.clock import Clock
+
+MODEL_FILE_PATTERNS = ("*.json", "*.jinja")
+"""The files that `app/preprocess/models/model_folder.py` reads; vLLM downloads the weights itself.
+"""
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a Hugging Face model name, downloaded if needed; a path is returned unchanged.
+
+    Raises BadModel if the download fails.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as e:
+        raise BadModel(
+            "KVLANE_ENGINE=vllm, and vLLM is not installed", correction=INSTALL_VLLM
+        ) from e
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILE_PATTERNS)))
+    except Exception as e:
+        raise BadModel(f"{name} is not a folder, and cannot be downloaded: {e}") from e
 
 
 class EngineAndFiles(NamedTuple):
@@ -65,7 +91,6 @@ def _echo(settings: Settings, clock: Clock) -> EngineAndFiles:
 def _vllm(settings: Settings, clock: Clock) -> EngineAndFiles:
     """A folder is served as it is; a name is downloaded from where vLLM would get it."""
     from kvlane.app.engine.vllm.async_llm import VllmEngine, VllmLimits
-    from kvlane.app.engine.vllm.model_download import model_folder
 
     folder = settings.model_path or model_folder(settings.model)
     given = settings.model_fields_set

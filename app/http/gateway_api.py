@@ -1,4 +1,4 @@
-"""HTTP routes of a gateway. Every error is sent in OpenAI's form."""
+"""HTTP routes and health of a gateway. Every error is sent in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.routing import Match, Route
 from kvlane.app.http.api_errors import ApiError, error_of_prompt, error_of_stream
 from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
+from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.openapi import openapi_of
@@ -25,9 +26,74 @@ from kvlane.app.http.openai.stream_resume import StreamResume
 from kvlane.app.http.server.authentication import Authentication
 from kvlane.app.http.server.middleware import RequestIdMiddleware
 from kvlane.app.http.server.origin_guard import OriginGuard
-from kvlane.app.http.server.probes import JSON
-from kvlane.app.http.unknown_urls import unknown_url
+from kvlane.app.http.server.probes import JSON, Checks
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
+from kvlane.app.runtime.process import ProcessContext
+from kvlane.streams.views.follower import Follower
+
+READER_STALL_S = 120.0
+"""Time without a returned poll after which the reader is considered stuck: a poll takes half a
+second, and outages are waited out in steps."""
+
+
+class GatewayHealth:
+    """State of one gateway, for `/livez` and `/readyz`."""
+
+    def __init__(self, streams: ActiveStreams, registry: Follower, ctx: ProcessContext) -> None:
+        self._streams = streams
+        self._registry = registry
+        self._ctx = ctx
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its background tasks run. If not, the process must be restarted."""
+        return self._ctx.error is None and self._streams.stalled_s < READER_STALL_S
+
+    @property
+    def broker_silence_s(self) -> float:
+        """Seconds since the broker last responded."""
+        probe = self._ctx.broker_probe
+        return 0.0 if probe is None else probe.silence_s
+
+    def checks(self) -> Checks:
+        """Conditions of readiness, and the number of open streams."""
+        return {
+            "alive": self.is_alive,
+            "registry_read": self._registry.caught_up,
+            "log_answers": self._ctx.broker_answers,
+            "taking_requests": not self._streams.is_stopping,
+            "answers_under_way": self._streams.open_streams,
+        }
+
+
+_NOT_OFFERED = (
+    "assistants", "audio", "containers", "conversations", "edits", "engines", "evals",
+    "fine_tuning", "images", "messages", "moderations", "realtime", "responses", "threads",
+    "uploads", "vector_stores", "videos",
+)  # fmt: skip
+"""The first segments behind /v1 of the other endpoints that client libraries of OpenAI call."""
+_OFFERED = ("chat/completions", "completions", "embeddings", "models", "files", "batches")
+_BELOW = {
+    "files": "/v1/files, /v1/files/FILE_ID and /v1/files/FILE_ID/content",
+    "batches": "/v1/batches, /v1/batches/BATCH_ID and /v1/batches/BATCH_ID/cancel",
+}
+"""The URLs of the endpoints that have several."""
+
+
+def unknown_url(path: str) -> ApiError:
+    """The error for a path without an endpoint. An unknown path itself is not repeated."""
+    segments = [segment for segment in path.split("/") if segment]
+    short = "/".join(segment for segment in segments if segment != "v1")
+    name = short.partition("/")[0] if "v1" in segments else ""
+    message = "there is no such URL; GET /openapi.json lists those that there are"
+    if offered := next((each for each in _OFFERED if f"/{short}".endswith(f"/{each}")), ""):
+        message = f"there is no such URL; use /v1/{offered}"
+    elif name in _NOT_OFFERED:
+        message = f"/v1/{name} is not offered; use /v1/chat/completions"
+    elif name in _BELOW:
+        message = f"there is no such URL; there are {_BELOW[name]}"
+    return ApiError(HTTPStatus.NOT_FOUND, message, code="unknown_url")
+
 
 _STREAM = "/v1/streams/{request_id:path}"
 _FILE = "/v1/files/{file_id}"

@@ -25,8 +25,7 @@ from kvlane.app.http.server.authentication import AccessControl, Authentication
 from kvlane.app.http.server.middleware import BodyLimiter
 from kvlane.app.http.server.probes import JSON, Probes, catch_up_checks
 from kvlane.app.metrics.indexer_metrics import IndexerMetrics
-from kvlane.app.preprocess.json_errors import json_error
-from kvlane.app.preprocess.json_limits import without_mark
+from kvlane.app.preprocess.json_limits import json_error, without_mark
 from kvlane.app.routing.selection.eligibility import block_size_of, worker_number
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.state.fleet import Fleet

@@ -1,20 +1,129 @@
 """The metrics of one process: its registry, and one call for each metric.
 
 A metric is either counted as things happen (`counter`, `gauge`, `histogram`), or read from its
-owner at each scrape (`read`, with a function that yields families).
+owner at each scrape (`read`, with a function that yields families). Counted ones take no lock and
+check no labels at a call, as those of prometheus_client do: all calls come from the thread of the
+event loop.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from functools import partial
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from kvlane.app.metrics.instruments import Counter, Histogram
 from kvlane.streams.clock import Clock
+
+Labels = tuple[str, ...]
+"""Values of the labels of a series, in the order of their names."""
+
+
+S = TypeVar("S")
+
+
+class CounterSeries:
+    """A sum that never falls."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add an amount, at least 0."""
+        self.value += amount
+
+
+class HistogramSeries:
+    """Numbers of values up to each bound; beyond the last one they count as infinite."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * len(bounds)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
+class _Family(Collector, Generic[S]):
+    """Series of one name, one for each combination of values of its labels."""
+
+    def __init__(
+        self, name: str, meaning: str, labels: Sequence[str], new_series: Callable[[], S]
+    ) -> None:
+        self._name, self._meaning, self._labels = name, meaning, labels
+        self._new_series = new_series
+        self._series: dict[Labels, S] = {}
+        if not labels:
+            self.labels()
+
+    def labels(self, *values: str) -> S:
+        """The series with these values of the labels; it is shown from now on."""
+        found = self._series.get(values)
+        if found is None:
+            if len(values) != len(self._labels):
+                wanted = ", ".join(self._labels)
+                raise ValueError(f"{self._name}: {len(values)} values for the labels {wanted}")
+            found = self._series[values] = self._new_series()
+        return found
+
+
+class Counter(_Family[CounterSeries]):
+    """A counter; with names of labels, one for each combination of their values."""
+
+    def __init__(self, name: str, meaning: str, labels: Sequence[str]) -> None:
+        super().__init__(name, meaning, labels, CounterSeries)
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add an amount, at least 0, to a counter without labels."""
+        self._series[()].value += amount
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._meaning, labels=self._labels)
+        for values, series in self._series.items():
+            family.add_metric(values, series.value)
+        return (family,)
+
+
+class Histogram(_Family[HistogramSeries]):
+    """A histogram; with names of labels, one for each combination of their values."""
+
+    def __init__(
+        self, name: str, meaning: str, labels: Sequence[str], buckets: Sequence[float]
+    ) -> None:
+        self._bounds = (*buckets, math.inf)
+        super().__init__(name, meaning, labels, partial(HistogramSeries, self._bounds))
+
+    def observe(self, value: float) -> None:
+        """Count a value in a histogram without labels."""
+        self._series[()].observe(value)
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._meaning, labels=self._labels)
+        bounds = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
+        for values, series in self._series.items():
+            counts = accumulate(series.counts)
+            family.add_metric(values, list(zip(bounds, counts, strict=True)), series.total)
+        return (family,)
+
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 500)
 TOKEN_BUCKETS = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)

@@ -1,26 +1,167 @@
-"""Prometheus metrics of a router: its decisions, its queue, and its views.
+"""Prometheus metrics of a router: its decisions, queue and views, its requests, and drift.
 
 Every series exists, at zero, before the first request; series by worker come and go with workers.
+
+Requests are measured in the lanes that the router owns, over HTTP and over Kafka alike, by append
+times of the ledger:
+
+    queue      first Assigned of attempt 0 - received
+    TTFT       first PrefillDone, but for those of phase prefill - received
+    ITL        mean of the last run, as its worker measured it (Finished)
+    outcome    code of the last run (Finished), or of the router's end (Ended)
+
+A run of phase prefill gives no token to readers and ends no request: its Finished is left out.
+Received is the append time on `prompts`, or the gateway's clock for a request over HTTP. A request
+that a dead router had accepted has an outcome only. An outcome that is in the ledger twice, because
+a run ended while its router ended the request, is counted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Literal, Protocol, get_args
 
+import msgspec
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from kvlane.app.audit.drift import DriftTracker
 from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
-from kvlane.app.metrics.request_metrics import RequestMetrics
 from kvlane.app.metrics.view_metrics import ViewCollector
 from kvlane.app.routing.policy_names import RECORDED_POLICIES
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.kv_index import KvIndexView
-from kvlane.streams.records import EndCode
+from kvlane.streams.records import Assigned, EndCode, Ended, Finished, LogRecord, PrefillDone
+from kvlane.streams.request import Request
 from kvlane.streams.views.follower import Follower
+
+UNKNOWN = "unknown"
+"""Label of a model that no worker serves: clients choose such names freely."""
+MAX_TRACKED_REQUESTS = 65_536
+"""Bound of tracked requests; beyond it, only the outcome of the oldest is counted."""
+TERMINAL_CODES = frozenset({"stop", "length", "cancelled", "error"})
+"""Codes of a run that end its request, unless the run may be tried again."""
+
+
+class _Open(msgspec.Struct, gc=False):
+    model: str
+    received_ms: int
+    is_served: bool = False
+    has_first_token: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.model if self.is_served else UNKNOWN
+
+
+class RequestMetrics:
+    """The metrics of the requests of one router."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._queue, self._ttft, self._itl = (
+            metrics.histogram(f"kvlane_router_request_{name}_seconds", meaning, "model")
+            for name, meaning in (
+                ("queue_time", "Time from receipt to the first assignment"),
+                ("time_to_first_token", "Time from receipt to the first token"),
+                ("inter_token_latency", "Inter-token latency, averaged over the last run"),
+            )
+        )
+        self._outcomes = metrics.counter(
+            "kvlane_router_requests", "Requests that ended, by outcome", "model", "outcome"
+        )
+
+    def on_accepted(self, request: Request, *, is_served: bool) -> None:
+        """A request was accepted for scheduling. `is_served`: its model has workers."""
+        known = self._open.setdefault(request.id, _Open(request.model, request.received_ms))
+        known.is_served = known.is_served or is_served
+        while len(self._open) > MAX_TRACKED_REQUESTS:
+            self._open.popitem(last=False)
+
+    def on_record(self, fact: LogRecord, model_of: Callable[[str], str]) -> None:
+        """A new ledger record of a lane of this router; `model_of`: the model of a worker."""
+        match fact.record:
+            case Assigned(id=key, attempt=attempt, phase=phase):
+                if (request := self._open.get(key)) is not None:
+                    request.is_served = True
+                    if attempt == 0 and phase != "decode":
+                        self._queue.labels(request.label).observe(_seconds(request, fact))
+            case PrefillDone(id=key, phase=phase) if phase != "prefill":
+                request = self._open.get(key)
+                if request is not None and not request.has_first_token:
+                    request.has_first_token = True
+                    self._ttft.labels(request.label).observe(_seconds(request, fact))
+            case Finished(id=key, code=code, worker=worker) as run if run.phase != "prefill":
+                if code not in TERMINAL_CODES or run.retryable:
+                    return
+                model = self._end(key) or model_of(worker) or UNKNOWN
+                self._outcomes.labels(model, code).inc()
+                if run.itl_ms:
+                    self._itl.labels(model).observe(run.itl_ms / 1000)
+            case Ended(id=key, code=code) if code != "seen":
+                self._outcomes.labels(self._end(key) or UNKNOWN, code).inc()
+            case _:
+                pass
+
+    def _end(self, request_id: str) -> str:
+        """Forget a request; its model, or "" for one that was not followed."""
+        request = self._open.pop(request_id, None)
+        return "" if request is None else request.label
+
+
+def _seconds(request: _Open, fact: LogRecord) -> float:
+    """Time since receipt; not below 0, which clocks that differ would give."""
+    return max(0, fact.timestamp_ms - request.received_ms) / 1000
+
+
+_LABELS = "model worker"
+
+
+class DriftCollector(Collector):
+    """Collector that reads the drift of each worker; workers without recent runs have no series."""
+
+    def __init__(
+        self, drift: DriftTracker, model_of: Callable[[str], str], now_ms: Callable[[], int]
+    ) -> None:
+        """`model_of`: the model that a worker serves; `now_ms`: time of the broker."""
+        self._drift = drift
+        self._model_of = model_of
+        self._now_ms = now_ms
+
+    def collect(self) -> Iterator[Metric]:
+        """Four families, with and without series."""
+        now_ms = self._now_ms()
+        drifts = [
+            ([self._model_of(worker), worker], self._drift.summary_of([worker], now_ms))
+            for worker in self._drift.workers_with_runs(now_ms)
+        ]
+        yield gauges(
+            "kvlane_router_drift_runs",
+            "Runs of the last ten minutes on which the other drift metrics rest", _LABELS,
+            ((labels, now.runs) for labels, now in drifts),
+        )  # fmt: skip
+        yield gauges(
+            "kvlane_router_drift_p95_cached_blocks",
+            "Difference between the expected cached blocks of a prompt and those that the engine "
+            "found, 95th percentile", _LABELS,
+            ((labels, now.blocks) for labels, now in drifts if now.blocks is not None),
+        )  # fmt: skip
+        yield gauges(
+            "kvlane_router_drift_p95_time_to_first_token_seconds",
+            "Difference between the expected time to first token and the measured one, "
+            "95th percentile", _LABELS,
+            ((labels, now.ttft_ms / 1000) for labels, now in drifts if now.ttft_ms is not None),
+        )  # fmt: skip
+        yield gauges(
+            "kvlane_router_drift_alert",
+            "1 if kvlane_router_drift_p95_cached_blocks is above 1 block: the index "
+            "differs from this cache", _LABELS,
+            ((labels, not now.is_within_limit) for labels, now in drifts if now.blocks is not None),
+        )  # fmt: skip
 
 
 class QueueGauges(Protocol):

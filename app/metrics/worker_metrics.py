@@ -1,6 +1,6 @@
 """Metrics of a worker: its runs, its engine and its heartbeats.
 
-Latencies of whole requests are the router's (`request_metrics.py`); those here begin when the
+Latencies of whole requests are the router's (`router_metrics.py`); those here begin when the
 worker accepts a run.
 """
 

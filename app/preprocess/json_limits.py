@@ -1,4 +1,4 @@
-"""Limits on the contents of a JSON body, and on the size of the requests made from it.
+"""Limits on JSON bodies and on the requests made from them, and errors of malformed ones.
 
 A parser takes time and memory for each object, list, string and number, however short: 8 MiB of
 `{}` are 2.8 million dicts and several hundred milliseconds. So they are counted before parsing, by
@@ -10,12 +10,63 @@ the strings left out.
 from __future__ import annotations
 
 import codecs
+import re
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvlane.app.preprocess.cooperative_steps import Steps
 from kvlane.app.preprocess.prompt_errors import TooLarge
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_ESCAPE = 6
+"""Bytes of an escape."""
+_POSITION = re.compile(r"surrogate.*\(byte (\d+)\)")
+
+
+def json_error(body: bytes, error: Exception) -> str:
+    """The reason that msgspec's decoder raised this error for a body."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, UnicodeDecodeError):
+        return _wrong_byte(body) or str(error)
+    message = str(error)
+    at = None
+    if found := _POSITION.search(message):
+        at = _lone_before(body, int(found[1]))
+    elif "truncated" in message:
+        at = _lone_at_end(body)
+        message = f"it ends within a value, after {len(body)} bytes"
+    if at is None:
+        return message
+    return f"the escape at byte {at} is a lone surrogate (one half of a character)"
+
+
+def _wrong_byte(body: bytes) -> str:
+    try:
+        body.decode()
+    except UnicodeDecodeError as e:
+        return f"byte 0x{body[e.start]:02x} at position {e.start} is not UTF-8"
+    return ""
+
+
+def _lone_before(body: bytes, end: int) -> int | None:
+    """Start of the escape that the decoder rejects: the last or last but one there."""
+    for at in (end - _ESCAPE, end - 2 * _ESCAPE):
+        if at >= 0 and _SURROGATE.match(body, at):
+            return at
+    return None
+
+
+def _lone_at_end(body: bytes) -> int | None:
+    """Start of an escape that is too near to the end for its second half."""
+    for found in _SURROGATE.finditer(body, max(0, len(body) - 2 * _ESCAPE)):
+        before = body[: found.start()]
+        backslashes = len(before) - len(before.rstrip(b"\\"))
+        if backslashes % 2 == 0:
+            return found.start()
+    return None
+
 
 UNCHECKED_BYTES = 64 * 1024
 """Shorter bodies are not counted: parsing and validation take a few milliseconds."""

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvlane.app.preprocess.cooperative_steps import Steps, run_now
-from kvlane.app.preprocess.json_errors import json_error
-from kvlane.app.preprocess.json_limits import parse_json
+from kvlane.app.preprocess.json_limits import json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.prompt_errors import (
     BadModel,

@@ -4,12 +4,12 @@
 
 A body is either turned into tokens here (`openai_requests.py`), or forwarded unchanged to the
 server behind the engine (`passthrough.py`). Both are checked for fields that only servers may set
-(`reserved_fields.py`).
+(`unsupported_fields.py`), and for features that the engines of their model would ignore.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvlane.app.preprocess.json_limits import MAX_RENDERED_VALUES
@@ -17,11 +17,14 @@ from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, TooLarge
 from kvlane.app.preprocess.requests import openai_requests, passthrough
+from kvlane.app.preprocess.requests.guided_decoding import guided_field
 from kvlane.app.preprocess.requests.nvext import NvExt
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
 from kvlane.app.preprocess.requests.preprocessed_requests import Flattened, flatten
-from kvlane.app.preprocess.requests.reserved_fields import refuse_reserved
+from kvlane.app.preprocess.requests.unsupported_fields import refuse_reserved
+from kvlane.app.routing.state.fleet import Fleet
+from kvlane.streams.records import GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE
 
 TOO_DEEP = "is nested too deep"
 
@@ -83,3 +86,33 @@ def _check_rendered(kind: str, ext: NvExt, values: int) -> None:
         values -= len(ext.mm_routing_info.routing_token_ids)
     if values > MAX_RENDERED_VALUES:
         raise TooLarge("", f"it has {values} values; a chat may have {MAX_RENDERED_VALUES}")
+
+
+def unsupported_features(fleet: Fleet, model: str) -> frozenset[str]:
+    """The features that one or more of a model's workers lack; a request may go to any of them."""
+    members = (member.card for _, member in fleet.live_members())
+    return frozenset(
+        name for card in members if card.model == model for name in card.config.unsupported
+    )
+
+
+def check_supported(
+    request: OpenAIRequest | PassthroughRequest, unsupported: Collection[str]
+) -> None:
+    """Raises InvalidPrompt that names the first field that asks for such a feature."""
+    if isinstance(request, PassthroughRequest):
+        return
+    if request.tool_choice not in ("none", "auto"):
+        raise InvalidPrompt(
+            "tool_choice", "this model answers in text, a call cannot be enforced: use auto or none"
+        )
+    if GUIDED_DECODING_FEATURE in unsupported and (field := guided_field(request.body)):
+        raise InvalidPrompt(field, "the engine of this model cannot enforce the form of an answer")
+    if LOGPROBS_FEATURE in unsupported:
+        given = {
+            "logprobs": request.body.top_logprobs_count(),
+            "prompt_logprobs": request.body.prompt_logprobs,
+        }
+        for name, wanted in given.items():
+            if wanted is not None:
+                raise InvalidPrompt(name, "the engine of this model gives no log probabilities")

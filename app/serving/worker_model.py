@@ -1,20 +1,175 @@
 """The model that a worker serves: its files and card are in the log before the worker registers.
 
-Owns the model card that this process has written. Never here: the files (`model_publisher.py`) and
-the rules of agreement with other workers (`model_compatibility.py`).
+The files precede the card: the files of a model with a worker are always available.
+
+A model has one card, and the last one written counts. A worker with another tokenizer or a shorter
+context would change the model for all others, so it is refused before it writes a card. Workers
+with a different card may be about to leave; the check waits for them. It can come too late: two
+workers may start at the same moment, or one may return after it was declared lost. Then the last
+card counts: a worker that reads a different one ends (`check_compatible`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from kvlane.app.operator_error import OperatorError
+from kvlane.app.preprocess.models import model
+from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
+from kvlane.app.preprocess.models.model import LoadedModel
+from kvlane.app.preprocess.models.model_folder import ModelFiles, checksum_of
+from kvlane.app.preprocess.thread_pool import InlinePool
+from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime.process import ProcessContext
-from kvlane.app.serving.model_compatibility import check_compatible, wait_until_compatible
-from kvlane.app.serving.model_publisher import ModelPublisher, passthrough_card
 from kvlane.app.serving.registration import REGISTER_TIMEOUT_S
+from kvlane.app.settings import Settings
+from kvlane.streams.errors import BrokerUnavailable
 from kvlane.streams.ports import Log
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import EngineConfig, ModelCard
 from kvlane.streams.topics import REGISTRY
+from kvlane.streams.views.follower import Follower
+
+
+class ModelPublisher:
+    def __init__(
+        self, log: Log, settings: Settings, ctx: ProcessContext, files: ModelFiles
+    ) -> None:
+        self._pool = InlinePool()  # runs once, before any request
+        self._clock = ctx.clock
+        self._artifacts = ArtifactStore(
+            log, ctx.clock, self._pool, settings.cache_dir / "artifacts"
+        )
+        self._files = files
+
+    async def publish(
+        self, name: str, config: EngineConfig, announce: Callable[[ModelCard], Awaitable[None]]
+    ) -> LoadedModel:
+        """Write the files to the log, pass the card to `announce`, and return the loaded model.
+
+        Raises BadModel, BrokerUnavailable, and the errors of `announce`.
+        """
+        card = await model.publish_files(
+            name,
+            self._files,
+            self._artifacts,
+            context_length=config.context_length,
+            block_size=config.kv_cache_block_size,
+        )
+        await announce(card)
+        return await model.model_of_files(card, self._files, self._pool, self._clock)
+
+
+def passthrough_card(name: str, config: EngineConfig) -> ModelCard:
+    """The card of a model whose server receives request bodies unchanged: the kind of request, and
+    the properties that are known. Workers of one model must agree on them."""
+    card = ModelCard(
+        name=name, kind=config.kind, context_length=config.context_length,
+        block_size=config.kv_cache_block_size, served_as=config.model,
+    )  # fmt: skip
+    return replace(card, checksum=checksum_of(card))
+
+
+log = logging.getLogger(__name__)
+
+SHARED_FIELDS = tuple(
+    field.name
+    for field in msgspec.structs.fields(ModelCard)
+    if field.name not in ("name", "checksum")
+)
+"""Fields that must be equal on all workers of one model."""
+REGISTRY_READ_TIMEOUT_S = 60.0
+RECHECK_INTERVAL_S = 0.5
+
+
+class ModelMismatch(OperatorError):
+    """Other workers serve a different model under this name."""
+
+    correction = (
+        "Give this model a name of its own (KVLANE_MODEL), or stop the other workers first."
+    )
+
+
+async def wait_until_compatible(
+    card: ModelCard, worker_id: str, kafka_log: Log, ctx: ProcessContext, timeout_s: float
+) -> None:
+    """Return when no other live worker serves this model with a different card.
+
+    `timeout_s`: limit of the wait for such workers to leave. Raises ModelMismatch after that, and
+    BrokerUnavailable.
+    """
+    fleet = Fleet()
+    follower = Follower(kafka_log, fleet, [REGISTRY], ctx.clock)
+    reading = ctx.spawn("admission", follower.run())
+    is_logged = False
+    try:
+        try:
+            async with asyncio.timeout(REGISTRY_READ_TIMEOUT_S):
+                await follower.wait_caught_up()
+        except TimeoutError as e:
+            raise BrokerUnavailable(
+                f"the registry was not read within {REGISTRY_READ_TIMEOUT_S:g} s"
+            ) from e
+        until = ctx.clock.now() + timeout_s
+        while others := _mismatched_workers(card, worker_id, fleet):
+            why = _difference(fleet.models[card.name], card)
+            if ctx.clock.now() > until:
+                raise ModelMismatch(
+                    f"{', '.join(others)} serve {card.name!r} with a different card: {why}"
+                )
+            if not is_logged:
+                is_logged = True
+                log.warning(
+                    "%s serve %r with a different card: %s. This worker waits up to %.0f s for "
+                    "them to leave, then it is refused",
+                    ", ".join(others), card.name, why, timeout_s,
+                )  # fmt: skip
+            await ctx.clock.sleep(RECHECK_INTERVAL_S)
+    finally:
+        reading.cancel()
+        await asyncio.wait({reading})
+
+
+def check_compatible(card: ModelCard, written: ModelCard) -> None:
+    """Compare a later card of the registry with this worker's. Raises ModelMismatch."""
+    if written.name == card.name and _shared_values(written) != _shared_values(card):
+        raise ModelMismatch(
+            f"another worker now serves {card.name!r} with a different card: "
+            f"{_difference(written, card)}; give this model its own name (KVLANE_MODEL)"
+        )
+
+
+def _mismatched_workers(card: ModelCard, worker_id: str, fleet: Fleet) -> list[str]:
+    present = fleet.models.get(card.name)
+    if present is None or _shared_values(present) == _shared_values(card):
+        return []
+    serving = (name for name, member in fleet.live_members() if member.card.model == card.name)
+    return sorted(name for name in serving if name != worker_id)
+
+
+def _shared_values(card: ModelCard) -> tuple[Any, ...]:
+    return tuple(getattr(card, name) for name in SHARED_FIELDS)
+
+
+def _difference(theirs: ModelCard, ours: ModelCard) -> str:
+    return ", ".join(
+        f"their {name} is {_format(there)}, here {_format(here)}"
+        for name, there, here in zip(
+            SHARED_FIELDS, _shared_values(theirs), _shared_values(ours), strict=True
+        )
+        if there != here
+    )
+
+
+def _format(value: Any) -> str:
+    return getattr(value, "sha256", "")[:12] or str(value)
 
 
 class WorkerModel:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.app.demo import tiny_model
-from kvlane.app.engine.vllm.fork_safety import make_fork_safe
+from kvlane.app.engine.vllm.async_llm import make_fork_safe
 from kvlane.app.local.processes import free_port
 
 PROMPT = list(range(100, 200))

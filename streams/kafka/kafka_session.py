@@ -1,14 +1,29 @@
-"""The connection of a process to Kafka, as its readers and members see it."""
+"""The connection of a process to Kafka as its readers and members see it, and their key filter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiokafka import TopicPartition
 
 from kvlane.streams.kafka.connection_options import ConnectionOptions
 from kvlane.streams.ports import Partition
+
+
+class KeyFilter:
+    """The keys whose records a consumer returns; None: all.
+
+    It is the consumer's key deserializer, which is the way from a consumer to its
+    `PartitionRecords`.
+    """
+
+    def __init__(self) -> None:
+        self.keys: Container[bytes | None] | None = None
+
+    def __call__(self, key: bytes | None) -> bytes | None:
+        """The key, unchanged."""
+        return key
 
 
 class KafkaSession(Protocol):

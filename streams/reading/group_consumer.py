@@ -15,6 +15,10 @@ The number of delivered, unfinished records is not bounded here. Records are del
 they are polled, since a Cancel must not wait behind a full queue; the handler (`RecordHandler`)
 bounds the queued requests (the router rejects further ones at once). It pauses a partition only
 while it can answer no record of it, a Cancel no more than a Request.
+
+`GroupMembership` assigns partitions without reads or commits, for work that is divided by them and
+read by other means. Ownership is no lock: a member that has not yet noticed a reassignment may work
+beside the new owner.
 """
 
 from __future__ import annotations
@@ -35,15 +39,45 @@ from kvlane.streams.errors import (
     RecordError,
     UnknownType,
 )
-from kvlane.streams.ports import Log, Member, Record
+from kvlane.streams.ports import Log, Member, RebalanceListener, Record
 from kvlane.streams.reading.dead_letter_format import MAX_REASON_BYTES, DeadLetterWriter
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import MAX_ID_CHARS, LogRecord, Refused
 from kvlane.streams.topics import TOPICS
 
+POLL_S = 1.0
+
+
+class GroupMembership:
+    """One member; `ownership` gets its partitions. `run` must be running."""
+
+    def __init__(self, log: Log, topic: str, group: str, ownership: RebalanceListener) -> None:
+        self._log = log
+        self._topic = topic
+        self._group = group
+        self._ownership = ownership
+        self._member: Member | None = None
+        self._is_closed = False
+
+    async def run(self) -> None:
+        """Take part in the group until cancelled or closed. Raises as `Member.poll`."""
+        self._member = member = self._log.member(self._topic, self._group, self._ownership)
+        try:
+            while True:
+                await member.poll(POLL_S)  # never a record: no partition is resumed
+        except LogClosed:
+            if not self._is_closed:
+                raise
+
+    async def close(self) -> None:
+        """Leave the group, so that others take over at once. Idempotent."""
+        self._is_closed = True
+        if self._member is not None:
+            await self._member.close()
+
+
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
 GAP_CHECK_S = 5.0
 """Interval of the look for gaps in a log without new records. An uncommitted gap counts as lag."""
 RECORDS_PER_POLL = 200

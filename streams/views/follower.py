@@ -5,7 +5,7 @@ offsets that it read before its first poll (it is *caught up* then), and continu
 appended records. Far from the ends it has a reader of its own; near them it is a subscriber of the
 reader that the views of a process share, if it was given one (`streams/views/tail_reader.py`). A
 partition's state and its position change in one step, `MaterializedView.apply`; the position is
-kept nowhere else.
+kept nowhere else. Tasks may wait until a partition is applied up to an offset (`OffsetWaiters`).
 
 The position of a partition covers every offset below it: applied, skipped as malformed
 (`streams/reading/decoding.py`; counted), or deleted from the log. A record that its writer marked
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from kvlane.streams.clock import BrokerClock, Clock
 from kvlane.streams.errors import LogClosed, PositionLost
@@ -29,7 +31,6 @@ from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.decoding import RecordDecoder
 from kvlane.streams.records import LogRecord
 from kvlane.streams.retry import retry_while_unavailable
-from kvlane.streams.views.offset_waiters import OffsetWaiters
 from kvlane.streams.views.snapshot_store import SnapshotStore
 from kvlane.streams.views.tail_reader import (
     POLL_S,
@@ -40,6 +41,65 @@ from kvlane.streams.views.tail_reader import (
     skip_gaps,
 )
 from kvlane.streams.views.view import MaterializedView
+
+WaitKey = Partition | None
+"""None: a wait that concerns no single partition."""
+
+
+class OffsetWaiters:
+    """Waits for offsets by source; a cancelled wait leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[WaitKey, list[tuple[int, int, asyncio.Future[None]]]] = {}
+        self._order = count()
+        self._failure: Exception | None = None
+
+    @property
+    def pending_partitions(self) -> Collection[Partition]:
+        return [source for source in self._heaps if source is not None]
+
+    async def wait(self, source: WaitKey, offset: int) -> None:
+        """Wait until this offset is reached. Raises the error given to `fail`."""
+        if self._failure is not None:
+            raise self._failure
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (offset, next(self._order), future)
+        heappush(self._heaps.setdefault(source, []), entry)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._remove(source, entry)
+            raise
+
+    def advance(self, source: WaitKey, offset: int) -> None:
+        """Wake the waiters for this offset and lower ones."""
+        heap = self._heaps.get(source)
+        if heap is None:
+            return
+        while heap and heap[0][0] <= offset:
+            future = heappop(heap)[2]
+            if not future.done():
+                future.set_result(None)
+        if not heap:
+            del self._heaps[source]
+
+    def fail(self, error: Exception) -> None:
+        """End all current and later waits with this error."""
+        self._failure = error
+        for heap in self._heaps.values():
+            for _, _, future in heap:
+                if not future.done():
+                    future.set_exception(error)
+        self._heaps.clear()
+
+    def _remove(self, source: WaitKey, entry: tuple[int, int, asyncio.Future[None]]) -> None:
+        heap = self._heaps.get(source, [])
+        if entry in heap:
+            heap.remove(entry)
+            heapify(heap)
+            if not heap:
+                del self._heaps[source]
+
 
 log = logging.getLogger(__name__)
 

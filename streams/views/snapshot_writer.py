@@ -20,7 +20,7 @@ from functools import partial
 from kvlane.streams.clock import BrokerClock, Clock
 from kvlane.streams.errors import BrokerUnavailable
 from kvlane.streams.ports import Log, Partition
-from kvlane.streams.reading.group_membership import GroupMembership
+from kvlane.streams.reading.group_consumer import GroupMembership
 from kvlane.streams.views.follower import Follower
 from kvlane.streams.views.snapshot_store import CapturedState, SnapshotStore, capture
 from kvlane.streams.views.view import MaterializedView

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvlane.app.engine.attached import server_health
+from kvlane.app.engine.attached import server_engine
 from kvlane.app.engine.attached.server_engine import ServerAddress
 from kvlane.app.engine.attached.token_engine import AssumedLimits, AttachedEngine
 from kvlane.app.engine.engine_factory import create_engine
@@ -189,7 +189,7 @@ async def test_connections_are_used_again(behind: SimulatedEngine) -> None:
 
 
 async def guessed(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    monkeypatch.setattr(server_health, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(server_engine, "CHECK_INTERVAL_S", 0.02)
     subject = await begun(beside(server))
     await subject.run(request())
     stored = [event for event in subject.got if isinstance(event, BlocksStored)]

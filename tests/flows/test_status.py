@@ -9,7 +9,7 @@ import pytest
 
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.metrics.metric_set import MetricSet
-from kvlane.app.metrics.request_metrics import RequestMetrics
+from kvlane.app.metrics.router_metrics import RequestMetrics
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
@@ -185,7 +185,7 @@ async def test_name_of_a_model_that_no_worker_serves_is_no_label(world: MemoryWo
 
 def test_unfinished_requests_are_dropped_beyond_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr("kvlane.app.metrics.request_metrics.MAX_TRACKED_REQUESTS", 10)
+    monkeypatch.setattr("kvlane.app.metrics.router_metrics.MAX_TRACKED_REQUESTS", 10)
     metrics = RequestMetrics(MetricSet())
     for n in range(100):
         metrics.on_accepted(Request(id=f"r{n}", model="m"), is_served=True)

@@ -20,7 +20,7 @@ from kvlane.app.preprocess.prompt_errors import BadModel
 from kvlane.app.preprocess.requests.openai_requests import read_openai
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.runtime.process import ProcessContext
-from kvlane.app.serving.model_compatibility import ModelMismatch
+from kvlane.app.serving.worker_model import ModelMismatch
 from kvlane.app.settings import Settings, SettingsError
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode, pack_tokens

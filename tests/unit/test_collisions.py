@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvlane.app.audit.collisions import ConcurrentDecisions, find_concurrent
 from kvlane.streams.records import Assigned, LogRecord
 from tests.harness.routing_harness import RoutingHarness, to_assigned
+from workbench.bench.collisions import ConcurrentDecisions, find_concurrent
 
 POLICY = "predictive"
 

@@ -10,8 +10,7 @@ from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import GenerateContext, InvalidRequest
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
-from kvlane.app.preprocess.request_reader import read_request
-from kvlane.app.preprocess.requests.engine_features import check_supported, unsupported_features
+from kvlane.app.preprocess.request_reader import check_supported, read_request, unsupported_features
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import pack_tokens

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvlane.app.cli import app
-from kvlane.app.commands import fleet_size
-from kvlane.app.commands.fleet_size import (
+from kvlane.app.commands import size_command as fleet_size
+from kvlane.app.commands.size_command import (
     FleetLoad,
     SizeError,
     router_cores,

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as LibraryCounter
 from prometheus_client import Histogram as LibraryHistogram
 
-from kvlane.app.metrics.instruments import Counter, Histogram
+from kvlane.app.metrics.metric_set import Counter, Histogram
 
 BUCKETS = (0.5, 1, 1_000_000)
 VALUES = (0.1, 0.5, 0.7, 1.0, 999.0, 2e6)

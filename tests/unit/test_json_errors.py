@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.app.preprocess.json_errors import json_error
+from kvlane.app.preprocess.json_limits import json_error
 
 
 def why(body: bytes) -> str:

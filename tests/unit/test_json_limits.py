@@ -15,12 +15,12 @@ from pydantic import BaseModel
 
 from kvlane.app.preprocess import json_limits
 from kvlane.app.preprocess.cooperative_steps import run_now
-from kvlane.app.preprocess.json_errors import json_error
 from kvlane.app.preprocess.json_limits import (
     MAX_PARTS,
     MAX_REQUESTS_BYTES,
     MAX_VALUES,
     ParsedJson,
+    json_error,
     parse_json,
 )
 from kvlane.app.preprocess.kafka_prompts import PromptRecord, UnreadablePrompt, read_prompt

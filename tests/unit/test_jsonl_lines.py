@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlane.app.batches import batch_requests as requests
-from kvlane.app.batches.batch_requests import JobRequest, RequestKeys, parse_line
-from kvlane.app.batches.jsonl_lines import JsonlLine, lines_of
+from kvlane.app.batches.batch_requests import (
+    JobRequest,
+    JsonlLine,
+    RequestKeys,
+    lines_of,
+    parse_line,
+)
 from kvlane.app.preprocess.cooperative_steps import run_now
 from kvlane.app.preprocess.json_limits import MAX_PARTS, UNCHECKED_BYTES
 from kvlane.streams.batch_records import BatchError

@@ -72,12 +72,12 @@ def test_missing_attribute_of_app_is_named() -> None:
 def test_process_of_a_checkout_is_loaded_once_under_both_names() -> None:
     """`faststream run app.router:app` imports `app.router`."""
     script = """
-import app, app.router, app.http.openai.sse
-import kvlane.app.router, kvlane.app.http.openai.sse
+import app, app.router, app.http.openai.event_encoder
+import kvlane.app.router, kvlane.app.http.openai.event_encoder
 assert app is kvlane.app
 assert app.router is kvlane.app.router
 assert app.router.__name__ == app.router.__spec__.name == "kvlane.app.router"
-assert app.http.openai.sse is kvlane.app.http.openai.sse
+assert app.http.openai.event_encoder is kvlane.app.http.openai.event_encoder
 import sys
 files = [m.__file__ for n, m in sys.modules.items() if n.startswith("kvlane.") and m.__file__]
 assert len(files) == len(set(files)) > 100

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlane.streams.ports import Partition
-from kvlane.streams.views.offset_waiters import OffsetWaiters
+from kvlane.streams.views.follower import OffsetWaiters
 
 A, B = Partition("ledger", 0), Partition("ledger", 1)
 

@@ -21,8 +21,7 @@ from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.merged_replies import MergedReplies
 from kvlane.app.http.openai.openai_responses import Choice, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse
-from kvlane.app.http.server.body_writer import BodyWriter, body_writer_of
-from kvlane.app.http.server.exchange import Exchange
+from kvlane.app.http.server.exchange import BodyWriter, Exchange, body_writer_of
 from kvlane.app.http.server.http_server import UvicornServer
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from kvlane.app.runtime.process import ProcessContext

@@ -6,7 +6,7 @@ import json
 
 from openai._streaming import SSEDecoder
 
-from kvlane.app.http.openai.sse import DONE, KEEP_ALIVE, encode_error, encode_event
+from kvlane.app.http.openai.event_encoder import DONE, KEEP_ALIVE, encode_error, encode_event
 
 
 def read(*written: bytes) -> list[str]:

@@ -18,7 +18,7 @@ from kvlane.app.preprocess.models.model_folder import read_folder
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
-from kvlane.app.serving.model_publisher import ModelPublisher
+from kvlane.app.serving.worker_model import ModelPublisher
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.client import Client

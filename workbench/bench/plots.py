@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlane.app.commands.simulation.policy_plot import axes
+from kvlane.app.commands.simulation.report import axes
 
 if TYPE_CHECKING:
     from kvlane.app.commands.simulation.report import Threshold

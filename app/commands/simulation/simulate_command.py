@@ -191,7 +191,7 @@ def simulate(
     if json is not None:
         Report("simulate", rows, []).write(json)
     if plot is not None:
-        from kvlane.app.commands.simulation.policy_plot import plot_policies
+        from kvlane.app.commands.simulation.report import plot_policies
 
         plot_policies(rows, plot)
 

@@ -3,7 +3,7 @@
     Request ─► request_body.py ─► server_client.py ─HTTP─► the server
     its response ─► completion_events.py ─► EngineOutputs
     its ZMQ socket ─► zmq_events.py ─► listener; without one: served tokens ─► EstimatedCache ─► it
-    its metrics ─► server_health.py ─► heartbeats
+    its metrics ─► server_engine.py ─► heartbeats
 
 One worker is attached to one server and does not manage its process: it waits for the server at its
 start, and finds out its dialect of the API (`ServerDiscovery`). Every stream ends, also with a

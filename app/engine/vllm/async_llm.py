@@ -36,7 +36,6 @@ from kvlane.app.engine.interface import (
 )
 from kvlane.app.engine.process_reaper import ProcessReaper
 from kvlane.app.engine.vllm.event_receiver import KvEventReceiver
-from kvlane.app.engine.vllm.fork_safety import make_fork_safe
 from kvlane.app.engine.vllm.params import (
     KV_TRANSFER_FIELD,
     sampling_params,
@@ -51,6 +50,25 @@ from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import token_count
 from kvlane.streams.records import EngineConfig, EngineStats, FinishReason, LogProb
 from kvlane.streams.request import Request
+
+
+def make_fork_safe() -> None:
+    """Make llvmlite raise AttributeError for dunder attributes. Idempotent; no other effect."""
+    from llvmlite.binding import ffi
+
+    kind = ffi._lib_wrapper  # noqa: SLF001 - it has no other name
+    plain = kind.__getattr__
+    if getattr(plain, "is_honest", False):
+        return
+
+    def honest(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return plain(self, name)
+
+    honest.is_honest = True  # type: ignore[attr-defined]
+    kind.__getattr__ = honest
+
 
 log = logging.getLogger(__name__)
 

@@ -22,13 +22,11 @@ from kvlane.app.http.openai.response_writer import CompletionResponse
 from kvlane.app.http.server.authentication import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter
 from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
-from kvlane.app.preprocess.json_errors import json_error
-from kvlane.app.preprocess.json_limits import check_size, parse_json
+from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
-from kvlane.app.preprocess.request_reader import prepare, read_request
+from kvlane.app.preprocess.request_reader import check_supported, prepare, read_request
 from kvlane.app.preprocess.requests import openai_requests
-from kvlane.app.preprocess.requests.engine_features import check_supported
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
 from kvlane.app.runtime import spans

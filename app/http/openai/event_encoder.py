@@ -13,12 +13,31 @@ from typing import NamedTuple
 import msgspec
 
 from kvlane.app.http.api_errors import error_of_piece, invalid_request
-from kvlane.app.http.openai import openai_responses, sse
+from kvlane.app.http.openai import openai_responses
 from kvlane.app.http.openai.merged_replies import ReplyPiece
 from kvlane.app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
 from kvlane.app.http.openai.passthrough_fields import split_chunk
 from kvlane.app.metrics.gateway_metrics import TokenTimes
 from kvlane.streams.records import Chunk
+
+MEDIA_TYPE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment, which clients ignore; proxies see that the connection is in use. No empty line: after
+an event with a position, OpenAI's client takes that for an event without data, and fails."""
+
+
+def encode_event(data: bytes, position: int | None = None) -> bytes:
+    """One event. `data` is JSON; `position` is the id that a client sends to resume after it."""
+    if position is None:
+        return b"data: %b\n\n" % data
+    return b"id: %d\ndata: %b\n\n" % (position, data)
+
+
+def encode_error(body: bytes) -> bytes:
+    """An error event, for responses whose status was already sent."""
+    return b"data: %b\n\n" % body
 
 
 class ResponseOptions(NamedTuple):
@@ -105,11 +124,11 @@ class EventEncoder:
         """The events after the last piece."""
         options = self._options
         if not options.include_usage:
-            return sse.DONE
+            return DONE
         total = openai_responses.usage_chunk(self.header, self.choices, options.n)
         if total is None:
-            return sse.DONE
-        return sse.encode_event(msgspec.json.encode(total)) + sse.DONE
+            return DONE
+        return encode_event(msgspec.json.encode(total)) + DONE
 
     def _set_header(self, header: ResponseHeader) -> None:
         """Set the fields of later objects: a resuming client does not name the model."""
@@ -120,7 +139,7 @@ class EventEncoder:
 
     def _encode_text(self, index: int, text: str) -> bytes:
         data = self._encoders[index].encode_text(text)
-        return sse.encode_event(data, self.choices[index].position if self._is_single else None)
+        return encode_event(data, self.choices[index].position if self._is_single else None)
 
     def _encode_unusual(self, index: int, piece: ReplyPiece) -> bytes:
         if (failure := error_of_piece(piece)) is not None:
@@ -148,7 +167,7 @@ class EventEncoder:
         event = self._encoders[index].encode(choice, piece)
         if event is None:
             return b""
-        return sse.encode_event(event, choice.position if self._is_single else None)
+        return encode_event(event, choice.position if self._is_single else None)
 
 
 class _HeldText:

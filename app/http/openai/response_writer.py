@@ -9,7 +9,7 @@ that proxies do not close the connection as idle.
 
 The task sends the head, the first event, the last one, and all that a full socket has delayed.
 Between them the reader of the log writes each event to the socket of the client, if the server
-offers that (`app/http/server/body_writer.py`).
+offers that (`app/http/server/exchange.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ from kvlane.app.http.api_errors import (
     error_of_stream,
     gateway_stopping,
 )
-from kvlane.app.http.openai import openai_responses, sse
-from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
+from kvlane.app.http.openai import openai_responses
+from kvlane.app.http.openai.event_encoder import (
+    DONE,
+    KEEP_ALIVE,
+    MEDIA_TYPE,
+    EventEncoder,
+    ResponseOptions,
+    encode_error,
+)
 from kvlane.app.http.openai.merged_replies import MergedReplies, ReplyPiece, is_last
 from kvlane.app.http.openai.openai_responses import Choice
-from kvlane.app.http.server.body_writer import BodyWriter, body_writer_of
+from kvlane.app.http.server.exchange import BodyWriter, body_writer_of
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics, TokenTimes
 from kvlane.app.runtime.spans import NO_SPAN, set_error
 from kvlane.streams.clock import Clock
@@ -54,7 +61,7 @@ FLUSH_TIMEOUT_S = 15.0
 
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [
-    (b"content-type", sse.MEDIA_TYPE.encode()),
+    (b"content-type", MEDIA_TYPE.encode()),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would collect events
 ]
@@ -162,10 +169,10 @@ class CompletionResponse(Response):
         if failure is None:
             events = self._events.encode_held() + self._events.encode_ending()
         elif begun:
-            error = sse.encode_error(failure.body())
+            error = encode_error(failure.body())
             self._outcome = failure.code
             set_error(self._span, failure.code, is_server_error=failure.status >= 500)
-            events = self._events.encode_held() + error + sse.DONE
+            events = self._events.encode_held() + error + DONE
         else:
             raise failure
         if not begun:
@@ -185,7 +192,7 @@ class CompletionResponse(Response):
 
     def _fill_silence(self, since: float) -> bytes:
         """Bytes to send when a wait timed out; nothing if the sink has sent events."""
-        return b"" if self._sent_at > since else self._events.encode_held() or sse.KEEP_ALIVE
+        return b"" if self._sent_at > since else self._events.encode_held() or KEEP_ALIVE
 
     def _push(self, piece: ReplyPiece) -> bool:
         """Write the event of a piece to the socket, as the sink of a stream with one choice.

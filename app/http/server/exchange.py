@@ -2,14 +2,20 @@
 
 Owns the framing of the response. A connection that is closed while bytes of the request are unread
 is reset, and its client loses the response; so an exchange only says that its connection ends
-(`closes`), and `app/http/server/http_protocol.py` ends it.
+(`closes`), and `http_protocol.py` ends it.
+
+A `BodyWriter` writes a part of the body by a call, without the middleware and the coroutines of
+ASGI. `http_protocol.py` offers it in the scope of each request; under another server, and in tests
+without one, there is none. Head and end of a response are always sent by ASGI. The bytes on the
+wire are the same either way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
+import starlette.types
 from uvicorn._types import (
     ASGI3Application,
     ASGIReceiveCallable,
@@ -20,6 +26,45 @@ from uvicorn._types import (
     Scope,
 )
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+_EXTENSION = "kvlane.body_writer"
+
+
+class BodyWriter:
+    """The body of one response of uvicorn's."""
+
+    def __init__(self, cycle: Exchange) -> None:
+        self._cycle = cycle
+
+    def offer(self, scope: Any) -> None:
+        """Offer this writer to the application, as an extension of ASGI."""
+        scope.setdefault("extensions", {})[_EXTENSION] = self
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a part may be written now. Otherwise ASGI's `send` handles it: it waits
+        for a full socket, drops data for a disconnected client, or raises.
+        """
+        cycle = self._cycle
+        return not (
+            cycle.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not (cycle.chunked_encoding or cycle.ends_by_close)  # neither until the head is sent
+        )
+
+    def write(self, body: bytes) -> None:
+        """Write a part that is not empty, by HTTP/1.1 as a chunk (7.1); only if `is_ready`."""
+        cycle = self._cycle
+        framed = body if cycle.ends_by_close else b"%x\r\n%b\r\n" % (len(body), body)
+        cycle.transport.write(framed)
+
+
+def body_writer_of(scope: starlette.types.Scope) -> BodyWriter | None:
+    """The writer of a request's response; None if its server offers none."""
+    writer = scope.get("extensions", {}).get(_EXTENSION)
+    return writer if isinstance(writer, BodyWriter) else None
+
 
 _END: HTTPResponseBodyEvent = {"type": "http.response.body", "body": b"", "more_body": False}
 

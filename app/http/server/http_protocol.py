@@ -30,9 +30,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvlane.app.http.api_errors import invalid_request, overloaded
-from kvlane.app.http.server.body_writer import BodyWriter
 from kvlane.app.http.server.connection_table import ConnectionTable
-from kvlane.app.http.server.exchange import Exchange
+from kvlane.app.http.server.exchange import BodyWriter, Exchange
 
 REQUEST_BYTES = 4096
 """Memory of a request without its head."""

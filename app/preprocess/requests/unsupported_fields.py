@@ -1,10 +1,13 @@
-"""Fields of OpenAI's and vLLM's APIs that would change an answer and are not honoured here.
+"""Refused fields: those that change answers and are not honoured, and those reserved for servers.
 
 One table for chats, completions and tokenised prompts. A body in which such a field asks for
 something is refused, so that no client gets another answer than it asked for; null and the values
 that ask for nothing pass. Fields that change no answer (`user`, `metadata`, `store` and other
 labels) are ignored, and so are names of neither API. Forwarded bodies are checked by their server.
-Pure.
+
+A client that names the engine which a KV cache is fetched from could read the prompts of others, or
+make an engine connect to an address of its choice. So reserved fields are refused in every body, at
+its top and in each object whose content reaches the engine, at any depth. Pure.
 """
 
 from __future__ import annotations
@@ -13,6 +16,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+
+RESERVED = (
+    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "bootstrap_pair_key", "bootstrap_info", "prefill_result", "disaggregated_params",
+)  # fmt: skip
+"""Names of vLLM, SGLang and TensorRT-LLM, and of preprocessed requests."""
+_PASSED_ON = ("nvext", "extra_args", "vllm_xargs", "extra_body")
+"""Objects of a body that become arguments of the engine."""
+
+
+def refuse_reserved(fields: Mapping[str, Any], path: str = "") -> None:
+    """Raise InvalidPrompt with the path of the first reserved field that has a value."""
+    for name in RESERVED:
+        if fields.get(name) is not None:
+            raise InvalidPrompt(f"{path}{name}", "is between servers only")
+    for name in _PASSED_ON:
+        inner = fields.get(name)
+        if isinstance(inner, dict):
+            refuse_reserved(inner, f"{path}{name}.")
 
 
 class Unsupported(NamedTuple):

@@ -9,8 +9,8 @@ none finds caches filled by another. A phase ends when all requests have ended a
 read that.
 
 The load and cache state of routers is compared with the log (`router_views.py`); concurrent
-decisions are found in the ledger alone (`app/audit/collisions.py`). Times to the first token come
-from broker timestamps: from the Request to the PrefillDone.
+decisions are found in the ledger alone (`collisions.py`). Times to the first token come from
+broker timestamps: from the Request to the PrefillDone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import aiohttp
 
-from kvlane.app.audit.collisions import ConcurrentDecisions, find_concurrent
 from kvlane.app.commands.simulation.report import Report, figure, none_of
 from kvlane.app.local.processes import free_port
 from kvlane.app.percentiles import percentile
@@ -41,6 +40,7 @@ from workbench.bench.bench_environment import (
     PrintLine,
     bench_environment,
 )
+from workbench.bench.collisions import ConcurrentDecisions, find_concurrent
 from workbench.bench.process_group import ProcessGroup, ProcessSpec
 from workbench.bench.routing.bursty_workload import (
     BURST_ARRIVALS,

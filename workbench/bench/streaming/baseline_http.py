@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
-from kvlane.app.http.openai import sse
+from kvlane.app.http.openai.event_encoder import DONE, MEDIA_TYPE, encode_event
 from kvlane.app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
@@ -79,8 +79,8 @@ async def completion_events(step_clock: StepClock) -> AsyncIterator[bytes]:
             text=await step_clock.next_text(), finish_reason=last,
         )  # fmt: skip
         choice.add(piece)
-        yield sse.encode_event(words.encode(choice, piece) or b"", choice.shown_tokens)
-    yield sse.DONE
+        yield encode_event(words.encode(choice, piece) or b"", choice.shown_tokens)
+    yield DONE
 
 
 def create_app(step_clock: StepClock) -> FastAPI:
@@ -89,7 +89,7 @@ def create_app(step_clock: StepClock) -> FastAPI:
     @api.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         await request.body()
-        return StreamingResponse(completion_events(step_clock), media_type=sse.MEDIA_TYPE)
+        return StreamingResponse(completion_events(step_clock), media_type=MEDIA_TYPE)
 
     files = read_folder(DEMO_MODEL_FOLDER)
     assert files.template is not None, "the demo model has a template"

@@ -39,7 +39,7 @@ from kvlane.app.engine.vllm.versions import check_plugin, installed_version
 from kvlane.app.percentiles import percentile
 from kvlane.app.preprocess.models.model_folder import read_folder
 from kvlane.app.runtime.process import ProcessContext
-from kvlane.app.serving.model_publisher import ModelPublisher
+from kvlane.app.serving.worker_model import ModelPublisher
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.clock import SystemClock

@@ -1,1 +1,0 @@
-"""Commands that call the HTTP API of a gateway."""
