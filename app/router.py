@@ -42,7 +42,7 @@ from kvlane.streams.errors import BrokerUnavailable
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim
 from kvlane.streams.record_publisher import RecordPublisher
-from kvlane.streams.records import Assigned, Heartbeat, LogRecord, Probe
+from kvlane.streams.records import Assigned, Heartbeat, LogRecord, ModelCard, Probe, WorkerCard
 from kvlane.streams.topics import (
     ASSIGNMENTS,
     ENDED_IDS,
@@ -201,8 +201,8 @@ class Router(ObservedProcess):
         """Answer probes from now on, so that `/readyz` reports the progress of the start."""
         context, ctx = self._context, self._ctx
         metrics = context.metrics
-        queue, batch_queue = context.scheduler.waiting, context.batch_scheduler.waiting
-        metrics.watch(context.scheduler.queue, queue, batch_queue, followers, self._index)
+        queue = context.queue
+        metrics.watch(queue, queue.waiting, queue.batch.waiting, followers, self._index)
         metrics.registry.register(
             DriftCollector(self._drift, self._model_of, self._broker_clock.now_ms)
         )
@@ -237,9 +237,7 @@ class Router(ObservedProcess):
         owner = self._owners.get(source.partition)
         is_replay = not self._context.ledger_follower.caught_up
         context = self._context
-        listeners: list[LedgerListener] = [
-            context.scheduler, context.batch_scheduler, self._drift
-        ]  # fmt: skip
+        listeners: list[LedgerListener] = [context.scheduler, self._drift]
         if owner is not None:
             listeners.append(owner)
         for fact in facts:
@@ -248,8 +246,9 @@ class Router(ObservedProcess):
             if owner is not None and not is_replay:
                 context.metrics.requests.on_record(fact, self._model_of)
         if self._ledger.batch_runs and not is_replay:
+            now_ms = self._broker_clock.now_ms()
             for place in _assigned_places(facts):
-                self._reconcile_each(context.batch_scheduler.giving_way_on(place))
+                self._reconcile_each(context.queue.batch.giving_way_on(place, now_ms))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
         """Reconcile these requests, in the lanes of this router."""
@@ -263,8 +262,11 @@ class Router(ObservedProcess):
         broker_ms = None if is_news else self._broker_clock.now_ms()
         self._silent_workers.on_records(facts, self._ctx.clock.now(), broker_ms)
         for fact in facts:
-            context.scheduler.on_fleet_record(fact)
             beat = fact.record
+            if isinstance(beat, WorkerCard):
+                context.model_availability.on_card(beat.model)
+            elif isinstance(beat, ModelCard):
+                context.model_availability.on_card(beat.name)
             if not isinstance(beat, Heartbeat):
                 continue
             context.heartbeat_read.notify_all()
@@ -275,8 +277,8 @@ class Router(ObservedProcess):
                 self._ctx.spawn("notify again", renotified)
         if self._fleet_versions != (versions := self._present_fleet_versions):
             self._fleet_versions = versions
+            context.model_availability.on_fleet_changed()
             context.scheduler.on_fleet_changed()
-            context.batch_scheduler.on_fleet_changed()
             for owner in self._owners.values():
                 owner.reconcile_due()
 
@@ -300,9 +302,10 @@ class Router(ObservedProcess):
             for owner in self._owners.values():
                 owner.reconcile_due()
                 owner.resume_if_relieved()
-            self._reconcile_each(self._context.batch_scheduler.due())
-            self._context.scheduler.waiting.deferred.grant_next()
-            self._context.batch_scheduler.waiting.deferred.grant_next()
+            queue = self._context.queue
+            self._reconcile_each(queue.batch.due(self._broker_clock.now_ms()))
+            queue.waiting.deferred.grant_next()
+            queue.batch.waiting.deferred.grant_next()
             await self._ctx.clock.sleep(RECONCILE_INTERVAL_S)
 
     def _model_of(self, worker: str) -> str:

@@ -86,7 +86,6 @@ class Admission:
         """
         s, request = self._context, rest.request
         wait = Wait("")
-        scheduler = s.scheduler_of(request.service_class)
         until_ms = min(rest.deadline_ms, math.inf if handover is None else handover.until_ms)
         lane_request = self._lane_request_of(rest, handover)
         if handover is None and self._is_shed(rest, lane_request):
@@ -97,9 +96,9 @@ class Admission:
                 if first.phase != lane_request.phase:
                     lane_request = replace(lane_request, phase=first.phase)
                 planned = (
-                    s.scheduler.dry_run(lane_request)
+                    s.queue.dry_run(lane_request, s.broker_clock.now_ms())
                     if request.is_query
-                    else await scheduler.schedule(lane_request)
+                    else await s.scheduler.schedule(lane_request)
                 )
                 if isinstance(planned, Placement):
                     return replace(planned, choice=first.choice)
@@ -112,10 +111,10 @@ class Admission:
                     raise RenewalDue(request)
                 with self._waits.begin(request.id, is_cancellable=is_cancellable):
                     ends_ms = self._wait_ends_ms(until_ms, rest, lane_request, wait)
-                    await scheduler.wait_for_change(lane_request, planned, ends_ms)
+                    await s.scheduler.wait_for_change(lane_request, planned, ends_ms)
         finally:
-            scheduler.leave(lane_request)
-        if not s.scheduler.model_availability.has_worker(request.model):
+            s.scheduler.leave(lane_request)
+        if not s.model_availability.has_worker(request.model):
             return rejection("no_workers", wait.reason)
         code: EndCode = "deadline" if wait.code == "no_workers" else wait.code
         return rejection(code, wait.reason)
@@ -129,14 +128,14 @@ class Admission:
             return until_ms
         ends_ms = min(until_ms, rest.renewal_ms)
         if wait.code == "no_workers" and lane_request.phase != "decode":
-            availability = self._context.scheduler.model_availability
-            ends_ms = min(ends_ms, availability.absent_until_ms(rest.request.model))
+            absent_until_ms = self._context.model_availability.absent_until_ms
+            ends_ms = min(ends_ms, absent_until_ms(rest.request.model))
         return ends_ms
 
     def _lane_request_of(self, rest: RemainingWork, handover: HandOver | None) -> LaneRequest:
         """The request as the scheduler plans it; a decode keeps the place of its prefill."""
         s, request = self._context, rest.request
-        lane_request = s.scheduler_of(request.service_class).waiting.new_request(
+        lane_request = s.queue.waiting_of(request.service_class).new_request(
             RequestKey(self._lane, request.id),
             PromptHashes(request, pack_tokens(rest.emitted)),
             s.ctx.rng.getrandbits(32),
@@ -150,9 +149,9 @@ class Admission:
         return replace(lane_request, phase="decode", since_ms=since_ms)
 
     def _first_phase(self, rest: RemainingWork, lane_request: LaneRequest) -> FirstPhase:
-        is_late = rest.attempt >= MAX_SPLIT_ATTEMPTS
+        s, is_late = self._context, rest.attempt >= MAX_SPLIT_ATTEMPTS
         stays_whole = bool(rest.excluded) or is_late or not self._handovers.has_room
-        return self._context.scheduler.first_phase(lane_request, stays_whole=stays_whole)
+        return s.queue.first_phase(lane_request, s.broker_clock.now_ms(), stays_whole=stays_whole)
 
     def _is_shed(self, rest: RemainingWork, lane_request: LaneRequest) -> bool:
         """Load shedding: whether a new request over HTTP is refused before it is planned.
@@ -163,23 +162,23 @@ class Admission:
         request = rest.request
         if rest.attempt or rest.has_begun or request.queued_ms or request.is_query:
             return False
-        is_batch = request.service_class == "batch"
-        return not is_batch and self._context.scheduler.is_backed_up(lane_request)
+        return not lane_request.is_batch and self._context.queue.is_backed_up(lane_request)
 
     def _refusal(
         self, rest: RemainingWork, lane_request: LaneRequest, wait: Wait
     ) -> Rejection | DeferredRequest | None:
         """Why a request may not wait; one that has begun is refused only for a missing model."""
-        scheduler, model = self._context.scheduler, rest.request.model
+        s, model = self._context, rest.request.model
         if wait.needs_new_worker and not rest.has_begun:
             return rejection(wait.code, wait.reason)
-        queue = self._context.scheduler_of(rest.request.service_class).waiting
-        is_new = lane_request.key not in queue.keys
-        if is_new and not scheduler.model_availability.is_known(model):
+        waiting = s.queue.waiting_of(rest.request.service_class)
+        is_new = lane_request.key not in waiting.keys
+        if is_new and not s.model_availability.is_known(model):
             return rejection("model_not_found", repr(model[:MAX_NAME_IN_MESSAGE]))
         if rest.has_begun or lane_request.phase == "decode":
             return None
-        if wait.code == "no_workers" and scheduler.model_availability.is_timed_out(model):
+        now_ms = s.broker_clock.now_ms()
+        if wait.code == "no_workers" and s.model_availability.is_timed_out(model, now_ms):
             return rejection("no_workers", wait.reason)
         return self._excess(rest, lane_request, wait) if is_new else None
 
@@ -188,11 +187,11 @@ class Admission:
     ) -> Rejection | DeferredRequest | None:
         """The result if the queue is full: prompts from Kafka, and batch requests, are deferred; of
         the others those are refused of which no prompt was computed by a prefill worker."""
-        queue = self._context.scheduler_of(rest.request.service_class).waiting
-        if rest.request.queued_ms or rest.request.service_class == "batch":
-            return _reference(rest, lane_request) if queue.must_defer(lane_request) else None
+        waiting = self._context.queue.waiting_of(rest.request.service_class)
+        if rest.request.queued_ms or lane_request.is_batch:
+            return _reference(rest, lane_request) if waiting.must_defer(lane_request) else None
         split_attempts = 1 if lane_request.phase == "prefill" else MAX_SPLIT_ATTEMPTS
-        is_full = rest.attempt < split_attempts and queue.is_full(lane_request.queue_key)
+        is_full = rest.attempt < split_attempts and waiting.is_full(lane_request.queue_key)
         return rejection("queue_full", wait.reason) if is_full else None
 
 

@@ -53,8 +53,8 @@ class CapacityReporter:
         serving = {lane: owner for lane, owner in self._owners.items() if owner.serving}
         admitted = sum(owner.admitted_requests for owner in serving.values())
         admitted_batch = sum(owner.admitted_batch_requests for owner in serving.values())
-        room = self._context.scheduler.waiting.remaining_capacity(admitted - admitted_batch)
-        batch = self._context.batch_scheduler.waiting
+        room = self._context.queue.waiting.remaining_capacity(admitted - admitted_batch)
+        batch = self._context.queue.batch.waiting
         queued_batch = max(admitted_batch, batch.queued_requests + batch.deferred_requests)
         batch_room = self._context.settings.max_queued_batch_requests - queued_batch
         return RouterCapacity(

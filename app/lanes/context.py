@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-from kvlane.app.lanes.scheduling.batch_scheduler import BatchScheduler
 from kvlane.app.lanes.scheduling.model_availability import ModelAvailability
 from kvlane.app.lanes.scheduling.scheduler import Scheduler
 from kvlane.app.lanes.shared_reads import EndOffsets, SharedScanner
@@ -41,7 +40,6 @@ from kvlane.app.wait_queue import WaitQueue
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.group_consumer import PartitionClaim
-from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import LogRecord
 from kvlane.streams.request import Request
@@ -140,8 +138,9 @@ class RouterContext:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     heartbeat_read: WaitQueue = field(default_factory=WaitQueue)
     """Notified when heartbeats were read."""
+    queue: RouterQueue = field(init=False)
+    model_availability: ModelAvailability = field(init=False)
     scheduler: Scheduler = field(init=False)
-    batch_scheduler: BatchScheduler = field(init=False)
     response_end_offsets: dict[int, int] = field(default_factory=dict)
     """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
     before it. A lower bound is enough, it only makes a later scan longer."""
@@ -150,38 +149,29 @@ class RouterContext:
     def __post_init__(self) -> None:
         self._end_offsets = EndOffsets(self.log, self.ctx)
         rules = _handover_rules(self.settings)
-        queue = RouterQueue(
+        self.queue = RouterQueue(
             self.name, self.fleet, self.silent_workers, self.ledger, self.kv_index,
             QueueConfig(
                 routing_config(self.settings), _interactive_bound(self.settings),
                 self.settings.queue_order, self.settings.queue_classes, rules,
                 self.settings.track_output_blocks,
+                BatchBounds(
+                    max_slowdown=self.settings.batch_max_slowdown,
+                    max_blocked_share=self.settings.batch_max_blocked_share,
+                ),
+                _batch_bound(self.settings),
             ),
         )  # fmt: skip
-        availability = ModelAvailability(
-            self.fleet, self.broker_clock, 1000 * self.settings.no_worker_timeout_s,
-            needs_prefill=rules.is_enforced,
-        )  # fmt: skip
-        self.scheduler = Scheduler(queue, availability, self.broker_clock, self.count_awaited)
-        self.batch_scheduler = BatchScheduler(
-            self.scheduler, self.fleet, self.ledger,
-            BatchBounds(
-                max_slowdown=self.settings.batch_max_slowdown,
-                max_blocked_share=self.settings.batch_max_blocked_share,
-            ),
-            _batch_bound(self.settings),
-            self.broker_clock,
-        )  # fmt: skip
-
-    def scheduler_of(self, service_class: ServiceClass) -> Scheduler | BatchScheduler:
-        """The scheduler of the requests of a class."""
-        return self.batch_scheduler if service_class == "batch" else self.scheduler
+        self.model_availability = ModelAvailability(
+            self.fleet, 1000 * self.settings.no_worker_timeout_s, needs_prefill=rules.is_enforced
+        )
+        self.scheduler = Scheduler(self.queue, self.broker_clock, self.count_awaited)
 
     @contextmanager
     def count_unconfirmed(self, run: RunId, request: Request, choice: Placement) -> Iterator[None]:
         """Count the load of a decision until it is read back, or given up."""
         began_s = self.ctx.clock.now()
-        queue = self.scheduler.queue
+        queue = self.queue
         queue.add_unconfirmed(run, request, choice)
         try:
             yield

@@ -22,7 +22,7 @@ from kvlane.app.lanes.assignment_records import assignment_record, decision_reco
 from kvlane.app.lanes.context import RouterContext, ViewStopped
 from kvlane.app.lanes.handovers import HandOver, HandOvers, bootstrap_info
 from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
-from kvlane.app.lanes.scheduling.waiting_tasks import wait_for_room
+from kvlane.app.lanes.scheduling.scheduler import wait_for_room
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.selection.decision import Placement, Rejection
@@ -97,7 +97,7 @@ class Dispatcher:
         Raises RenewalDue.
         """
         s, key = self._context, RequestKey(self._lane, deferred.id)
-        waiting = s.scheduler_of(deferred.service_class).waiting.deferred
+        waiting = s.queue.waiting_of(deferred.service_class).deferred
         request = None
         try:
             with self._waits.begin(deferred.id):
@@ -136,7 +136,7 @@ class Dispatcher:
         began_at = s.ctx.clock.now()
         if not request.is_query:
             s.metrics.requests.on_accepted(
-                request, is_served=s.scheduler.model_availability.has_worker(request.model)
+                request, is_served=s.model_availability.has_worker(request.model)
             )
         span = spans.NO_SPAN
         if request.traceparent:
@@ -206,7 +206,7 @@ class Dispatcher:
 
     def _decode_work(self, handover: HandOver) -> RemainingWork:
         """The work of the decode worker."""
-        rules = self._context.scheduler.queue.handover_rules
+        rules = self._context.queue.handover_rules
         member = self._context.fleet.members.get(handover.prefill.worker)
         taint = None
         if rules.domain and member is not None:

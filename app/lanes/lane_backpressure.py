@@ -75,6 +75,8 @@ class LaneBackpressure:
         if appending_jobs >= share * MAX_APPENDING_JOBS:
             return True
         lane = self._claim.partition
-        schedulers = (self._context.scheduler, self._context.batch_scheduler)
-        queued_bytes = sum(each.waiting.queued_bytes_of_lane(lane) for each in schedulers)
+        queue = self._context.queue
+        queued_bytes = sum(
+            waiting.queued_bytes_of_lane(lane) for waiting in (queue.waiting, queue.batch.waiting)
+        )
         return self.prompt_bytes - queued_bytes >= share * MAX_APPENDING_BYTES

@@ -169,7 +169,7 @@ class LaneOwner:
         s = self._context
         lag_ms = self._ledger_clock.lag_ms
         action = next_action(request_id, state, s.fleet, now_ms, s.timeouts, lag_ms)
-        if action is None and s.batch_scheduler.gives_way(request_id, state):
+        if action is None and s.queue.batch.gives_way(request_id, state, now_ms):
             return Restart(state.attempt + 1, "preempted")
         if action is None and self._is_decode_due(request_id, state):
             return Decode(state.attempt)
@@ -210,7 +210,7 @@ class LaneOwner:
         """A request that backs off waits, in the queue of its class."""
         key = RequestKey(self._lane, request_id)
         for service_class in ("interactive", "batch"):
-            keys = self._context.scheduler_of(service_class).waiting.keys
+            keys = self._context.queue.waiting_of(service_class).keys
             is_its = state is not None and state.is_batch == (service_class == "batch")
             if state is not None and is_its and _backs_off(state):
                 keys.add(key)
@@ -290,8 +290,8 @@ class LaneOwner:
         self._jobs.clear()
         self._records_behind.clear()
         self._dispatcher.handovers.clear()
-        for scheduler in (self._context.scheduler, self._context.batch_scheduler):
-            keys = scheduler.waiting.keys
+        for waiting in (self._context.queue.waiting, self._context.queue.batch.waiting):
+            keys = waiting.keys
             keys -= {key for key in keys if key.lane == self._lane}
 
     @property

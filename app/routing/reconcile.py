@@ -21,7 +21,7 @@ action is due for the next owner. Acting twice is harmless by the stream reconst
 
 Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
 the next owner reads it again. Preemption is not in the table either: whether a batch run gives way
-depends on other requests (`app/lanes/scheduling/batch_scheduler.py`); one that does is restarted
+depends on other requests (`app/routing/queueing/batch_class.py`); one that does is restarted
 with the next attempt.
 """
 

@@ -17,10 +17,8 @@ import numpy as np
 from kvlane.app.engine.simulated.batch import DECODE, EngineLimits
 from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.routing_config import RoutingConfig
-from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
-from kvlane.app.simulation.shared_views import SharedViews
 from kvlane.app.simulation.simulated_request import SimulatedRequest
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import (
@@ -99,9 +97,7 @@ class Mix:
         assert simulator.batch is not None
         open_tokens = 0
         for task in simulator.batch.tasks.values():
-            assert task.sequence is not None
-            assert task.worker is not None
-            if task.sequence.phase == DECODE:
+            if task.sequence and task.worker and task.sequence.phase == DECODE:
                 steps = task.sequence.offset + task.worker.state.step_count
                 open_tokens += steps + 1 - task.sequence.prompt_tokens
         tokens = simulator.batch.counts.output_tokens + open_tokens
@@ -114,14 +110,10 @@ class Mix:
         bounds: BatchBounds,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Simulator:
-        def work(views: SharedViews, runs: BatchRuns) -> BatchWork:
-            assert mode is not None
-            return BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS, views.add_chunks, runs)
-
         limits = EngineLimits(BLOCK_TOKENS, self._run.cache_chunks * SPLIT)
         return new_simulator(
             arrivals, self._run.workers, limits, RoutingConfig("predictive"), 0, progress,
-            batch=None if mode is None else work,
+            batch=None if mode is None else BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS),
         )  # fmt: skip
 
 

@@ -20,11 +20,12 @@ from kvlane.app.simulation.simulated_worker import SimulatedWorker
 from kvlane.app.simulation.trace_requests import MODEL, SIMULATION_SECRET
 from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
 from kvlane.streams.ports import Partition
-from kvlane.streams.record_base import InternalRecord
+from kvlane.streams.record_base import InternalRecord, ServiceClass
 from kvlane.streams.records import (
     Assigned,
     Blocks,
     EngineConfig,
+    Fencing,
     Finished,
     Heartbeat,
     LogRecord,
@@ -40,7 +41,7 @@ HEARTBEAT_MS = 1000.0
 REGISTRY, EVENTS, LEDGER = (Partition(topic, 0) for topic in ("registry", "kv-events", "ledger"))
 _ORIGIN = RequestOffset(topic="requests", partition=0, offset=0)
 
-SimulatedLedgerRecord = Assigned | PrefillDone | Finished
+SimulatedLedgerRecord = Assigned | PrefillDone | Finished | Fencing
 
 
 class SharedViews:
@@ -148,20 +149,27 @@ class SimulatedLedger:
         self._position += 1
         self.state.apply(LEDGER, (log_record,), self._position)
         for queue in self.queues:
-            queue.on_record(log_record)
+            queue.on_record(log_record, int(at_ms))
 
 
-def assigned_record(request_id: str, decision: Placement, router: str = "") -> Assigned:
+def assigned_record(
+    request_id: str,
+    decision: Placement,
+    router: str = "",
+    attempt: int = 0,
+    service_class: ServiceClass = "interactive",
+) -> Assigned:
     """Ledger record of a decision, with the chosen candidate only: the others are not used."""
     worker, epoch, rank = decision.worker_rank
     chosen = decision.record.candidate(decision.worker_rank)
     return Assigned(
-        id=request_id, attempt=0, phase=decision.phase, worker=worker, epoch=epoch, rank=rank,
+        id=request_id, attempt=attempt, phase=decision.phase, worker=worker, epoch=epoch, rank=rank,
         origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
         policy=decision.policy, params=decision.params, seed=decision.seed,
         block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
         prefill_tokens=decision.prefill_tokens, listed=() if chosen is None else (chosen,),
         held_ms=decision.forecast.waited_ms, router=router,
+        service_class=service_class,
     )  # fmt: skip
 
 
@@ -171,19 +179,24 @@ def prefill_done_record(
     cached_tokens: int,
     prefill_ms: float,
     phase: Phase = "aggregated",
+    attempt: int = 0,
 ) -> PrefillDone:
     """Ledger record of a first token, `prefill_ms` after its worker got the request."""
     return PrefillDone(
-        id=request_id, attempt=0, phase=phase, worker=worker.name, epoch=worker.epoch,
+        id=request_id, attempt=attempt, phase=phase, worker=worker.name, epoch=worker.epoch,
         run=0, cached_tokens=cached_tokens, ttft_ms=prefill_ms, prefill_ms=prefill_ms,
     )  # fmt: skip
 
 
 def finished_record(
-    request_id: str, worker: SimulatedWorker, output_tokens: int, phase: Phase = "aggregated"
+    request_id: str,
+    worker: SimulatedWorker,
+    output_tokens: int,
+    phase: Phase = "aggregated",
+    attempt: int = 0,
 ) -> Finished:
     """Ledger record of a last token."""
     return Finished(
-        id=request_id, attempt=0, phase=phase, worker=worker.name, epoch=worker.epoch,
+        id=request_id, attempt=attempt, phase=phase, worker=worker.name, epoch=worker.epoch,
         code="length", output_tokens=output_tokens,
     )  # fmt: skip

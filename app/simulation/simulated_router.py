@@ -43,22 +43,22 @@ class SimulatedRouter:
     @property
     def wake_ms(self) -> float:
         """Next retry time of a waiting request; inf if there is none."""
-        return self.queue.waiting.wake_ups.next_ms
+        return self.queue.next_wake_ms
 
     def on_arrival(
         self, prompt: PromptHashes, seed: int, now_ms: float, phase: Phase = "aggregated"
     ) -> None:
         """Add a request. `phase`: the one that it begins with if it stays whole, or decode."""
         key = RequestKey(0, prompt.request.id)
-        request = self.queue.waiting.new_request(key, prompt, seed, int(now_ms))
+        waiting = self.queue.waiting_of(prompt.request.service_class)
+        request = waiting.new_request(key, prompt, seed, int(now_ms))
         self._requests[key] = request if phase == request.phase else replace(request, phase=phase)
         self._arrived.append(key)
 
     def has_due(self, now_ms: float) -> bool:
         """Whether requests are to be planned now."""
-        wake_ups = self.queue.waiting.wake_ups
-        wake_ups.wake_due(now_ms)
-        return bool(self._arrived) or wake_ups.has_woken
+        self.queue.wake_due(now_ms)
+        return bool(self._arrived) or self.queue.has_woken
 
     def schedule(self, now_ms: float) -> Iterator[tuple[str, Placement]]:
         """Plan all requests that are due; the caller must apply each decision before the next one.
@@ -67,7 +67,7 @@ class SimulatedRouter:
         """
         queue, at_ms = self.queue, int(now_ms)
         while self.has_due(now_ms):
-            due, self._arrived = [*self._arrived, *queue.waiting.wake_ups.take_woken()], []
+            due, self._arrived = [*self._arrived, *queue.take_woken()], []
             for key in due:
                 queue.look(self._with_phase(key, at_ms))
             for key in queue.plan_pass(at_ms):

@@ -37,7 +37,6 @@ from kvlane.app.routing.selection.handover_rules import (
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
 from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
-from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.simulation.batch_work import BatchTask, BatchWork
@@ -57,7 +56,8 @@ from kvlane.app.simulation.simulated_router import SimulatedRouter, SimulationFa
 from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
 from kvlane.app.simulation.trace_requests import RequestArrival
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, InvalidTrace
-from kvlane.streams.records import Phase, Role
+from kvlane.streams.records import Fencing, Phase, Role
+from kvlane.streams.request import Request
 
 STARVATION_TIMEOUT_MS = 60_000.0
 """Idle time of all workers after which a waiting request counts as never scheduled."""
@@ -99,6 +99,10 @@ class Simulator:
 
     def run(self) -> list[SimulatedRequest]:
         """Run to the end; returns the requests in order of arrival. Raises as `new_simulator`."""
+        if self.batch is not None:
+            for _ in range(self.batch.first_count(len(self.workers))):
+                self._add_batch_task(0.0)
+            self._plan(0.0)
         while True:
             came = len(self.requests)
             arrival = self.arrivals[came].at_ms if came < len(self.arrivals) else NEVER
@@ -218,9 +222,10 @@ class Simulator:
             if router.has_due(now_ms):
                 self.shared_views.apply_cache_changes()
                 for request_id, decision in router.schedule(now_ms):
-                    self._send(self._by_id[request_id], decision, now_ms)
-        if self.batch is not None:
-            self._place_batch(now_ms)
+                    if request_id in self._by_id:
+                        self._send(self._by_id[request_id], decision, now_ms)
+                    else:
+                        self._send_batch(request_id, decision, now_ms)
         self._wake_ms = min([router.wake_ms for router in self.routers])
         for worker in self._idle.values():
             self._begin(worker, now_ms)
@@ -230,11 +235,7 @@ class Simulator:
 
     def _send(self, simulated: SimulatedRequest, decision: Placement, now_ms: float) -> None:
         """Dispatch a request. Its own router counts it at once, others when they read it."""
-        router, phase, lag_ms = (
-            self.routers[simulated.router],
-            decision.phase,
-            self.conditions.ledger_lag_ms,
-        )
+        router, phase = self.routers[simulated.router], decision.phase
         worker = self.workers[decision.worker_rank.epoch]
         simulated.worker, simulated.sent_ms = worker.name, now_ms
         delay_ms = self.conditions.dispatch_delay_ms
@@ -242,16 +243,30 @@ class Simulator:
             delay_ms += self.conditions.transfer_ms(simulated.request.prompt.tokens)
         admit = partial(self._admit, simulated, worker, phase, now_ms + delay_ms)
         self._events.delay(now_ms, delay_ms, admit)
-        queue, request = router.queue, simulated.request.prompt.request
-        run = RunId(0, phase, worker.name, worker.epoch)
+        self._record_decision(router, simulated.request.prompt.request, decision, now_ms)
+
+    def _record_decision(
+        self,
+        router: SimulatedRouter,
+        request: Request,
+        decision: Placement,
+        now_ms: float,
+        attempt: int = 0,
+    ) -> None:
+        """Count a decision at once, and read its record after the lag of the ledger."""
+        queue, lag_ms = router.queue, self.conditions.ledger_lag_ms
+        worker, epoch, _ = decision.worker_rank
+        run = RunId(attempt, decision.phase, worker, epoch)
         queue.add_unconfirmed(run, request, decision)
-        self._preempt(queue, decision.worker_rank, now_ms)
 
         def read() -> None:
             queue.remove_unconfirmed(run, request, decision)
             queue.herd_avoidance.observe_lag(lag_ms)
-            record = assigned_record(simulated.id, decision, router.name)
+            record = assigned_record(
+                request.id, decision, router.name, attempt, request.service_class
+            )
             router.ledger.on_record(record, now_ms)
+            self._preempt(decision.worker_rank, now_ms)
 
         self._events.delay(now_ms, lag_ms, read)
 
@@ -312,20 +327,23 @@ class Simulator:
 
     # --- batch work ------------------------------------------------------------------------------
 
-    def _place_batch(self, now_ms: float) -> None:
-        """Send batch requests to workers, as far as they have capacity for them."""
+    def _add_batch_task(self, now_ms: float) -> None:
+        """One more batch request comes."""
         assert self.batch is not None
-        router = self.routers[0]
-        awaited = router.queue.ranks_with_reservations()
-        self.shared_views.apply_cache_changes()
-        while found := self.batch.place(router.queue, awaited, len(self.workers), now_ms):
-            task, decision = found
-            worker = self.workers[decision.worker_rank.epoch]
-            sequence = self.batch.begin(task, worker, decision)
-            if self.batch.mode == "no classes":
-                router.ledger.on_record(assigned_record(task.id, decision), now_ms)
-            admit = partial(self._admit_batch, sequence, worker, now_ms)
-            self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+        task = self.batch.next_task()
+        self.shared_views.add_chunks(task.chunks, self.batch.keys(task))
+        self.routers[0].on_arrival(self.batch.prompt(task), 0, now_ms)
+
+    def _send_batch(self, request_id: str, decision: Placement, now_ms: float) -> None:
+        """Dispatch a batch request; another one comes for it."""
+        assert self.batch is not None
+        task, worker = self.batch.tasks[request_id], self.workers[decision.worker_rank.epoch]
+        sequence, request = self.batch.begin(task, worker), self.batch.prompt(task).request
+        admit = partial(self._admit_batch, sequence, worker, now_ms)
+        self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
+        self._record_decision(self.routers[0], request, decision, now_ms, task.attempt)
+        if self.batch.has_class and not task.attempt:
+            self._add_batch_task(now_ms)
 
     def _admit_batch(
         self, sequence: BatchSequence, worker: SimulatedWorker, sent_ms: float
@@ -334,12 +352,18 @@ class Simulator:
         worker.admit(sequence, sent_ms + self.conditions.dispatch_delay_ms)
         self._on_changed(worker, before)
 
-    def _preempt(self, queue: RouterQueue, rank: WorkerRank, now_ms: float) -> None:
+    def _preempt(self, rank: WorkerRank, now_ms: float) -> None:
         """Let batch runs give way to the interactive runs of a rank."""
-        if self.batch is None:
+        if self.batch is None or self.batch.mode != "classes":
             return
-        for task in self.batch.victims(queue.routing_state(int(now_ms)), rank):
+        router = self.routers[0]
+        for request_id in list(router.queue.batch.giving_way_on(rank, int(now_ms))):
+            task = self.batch.tasks[request_id]
             assert task.sequence is not None
+            task.attempt += 1
+            self.batch.counts.preemptions += 1
+            fencing = Fencing(id=task.id, attempt=task.attempt, reason="preempted")
+            router.ledger.on_record(fencing, now_ms)
             remove = partial(self._remove, task.sequence, self.workers[rank.epoch], now_ms)
             self._events.delay(now_ms, self.conditions.dispatch_delay_ms, remove)
 
@@ -353,25 +377,24 @@ class Simulator:
     def _take_removed(self, worker: SimulatedWorker, now_ms: float) -> None:
         if self.batch is not None:
             for removed in worker.removed():
-                self.batch.on_removed(removed, now_ms)
+                task = self.batch.on_removed(removed)
+                self.routers[0].on_arrival(self.batch.prompt(task), 0, now_ms)
 
     def _on_batch_token(self, task: BatchTask, worker: SimulatedWorker, now_ms: float) -> None:
         assert self.batch is not None
-        self.batch.on_first_token(task, WorkerRank(worker.name, worker.epoch, 0))
-        if self.batch.mode == "no classes":
-            record = prefill_done_record(task.id, worker, 0, 0.0)
-            self.routers[0].ledger.on_record(record, now_ms)
-        self.routers[0].queue.wake_for(worker.name)
+        self.batch.on_first_token(task)
+        record = prefill_done_record(task.id, worker, 0, 0.0, attempt=task.attempt)
+        self.routers[0].ledger.on_record(record, now_ms)
         self._has_news = True
 
     def _on_batch_end(self, task: BatchTask, worker: SimulatedWorker, now_ms: float) -> None:
         assert self.batch is not None
         self.batch.on_finished(task)
-        if self.batch.mode == "no classes":
-            record = finished_record(task.id, worker, task.output_tokens)
-            self.routers[0].ledger.on_record(record, now_ms)
-        self.routers[0].queue.wake_for(worker.name)
+        record = finished_record(task.id, worker, task.output_tokens, attempt=task.attempt)
+        self.routers[0].ledger.on_record(record, now_ms)
         self._has_news = True
+        if not self.batch.has_class:
+            self._add_batch_task(now_ms)
 
     def _write(
         self, simulated: SimulatedRequest, record: SimulatedLedgerRecord, now_ms: float
@@ -404,12 +427,12 @@ def new_simulator(
     seed: int,
     progress: Callable[[int], None] = lambda _: None,
     conditions: NetworkConditions = DEFAULT_CONDITIONS,
-    batch: Callable[[SharedViews, BatchRuns], BatchWork] | None = None,
+    batch: BatchWork | None = None,
     *,
     prefill_workers: int = 0,
     handover_rules: HandOverRules | None = None,
 ) -> Simulator:
-    """A run of a trace on equal workers with empty caches. `batch`: makes the work beside it.
+    """A run of a trace on equal workers with empty caches. `batch`: the work beside it.
 
     `prefill_workers`: the first workers, which compute prompts alone, while the others only decode;
     0: each does both. `handover_rules`: when prompts are handed over; None: never, or with such
@@ -442,6 +465,8 @@ def new_simulator(
         transfer_bytes_per_token=bytes_per_token,
     )  # fmt: skip
     queue_config = QueueConfig(config, handover_rules=handover_rules or DEFAULT_RULES)
+    if batch is not None:
+        queue_config = queue_config._replace(batch_bounds=batch.bounds)
     ledger, routers = SimulatedLedger(), []
     for number in range(conditions.routers):
         read = ledger if conditions.shares_ledger or not number else SimulatedLedger()
@@ -452,8 +477,7 @@ def new_simulator(
         queue.on_fleet_changed()
         read.queues.append(queue)
         routers.append(SimulatedRouter(name if conditions.staggers_routers else "", queue, read))
-    work = None if batch is None else batch(views, ledger.state.batch_runs)
-    return Simulator(fleet, routers, views, conditions, arrivals, Random(seed), work, progress)
+    return Simulator(fleet, routers, views, conditions, arrivals, Random(seed), batch, progress)
 
 
 def worker_names(workers: int) -> list[str]:

@@ -94,7 +94,7 @@ async def test_prompts_wait_while_routers_are_full(world: MemoryWorld) -> None:
     assert sorted(published(world)) == sorted(names)
     assert not preprocessor.is_paused
     assert sum(world.broker.group(PROMPTS, "preprocessor").committed.values()) == len(names)
-    assert router._context.scheduler.waiting.deferred.granted.requests == 0
+    assert router._context.queue.waiting.deferred.granted.requests == 0
 
 
 @partial(scenario_test, lanes=1)
@@ -128,8 +128,7 @@ async def test_several_preprocessors_share_the_room_of_several_routers(
     await world.sleep(30)
     assert 18 <= len(published(world)) <= 1 + 2 * (10 + preprocessors)
     assert (
-        sum(r._context.scheduler.waiting.deferred.size.requests for r in routers)
-        <= 2 * preprocessors
+        sum(r._context.queue.waiting.deferred.size.requests for r in routers) <= 2 * preprocessors
     )
     world.spawn(finish_all(world, worker))
     await world.wait_until(lambda: len(set(assigned(world))) == 500, within_s=300)
@@ -308,7 +307,7 @@ def overrun(world: MemoryWorld, count: int, **over: Any) -> list[str]:
 
 
 def waiting(router: Router) -> tuple[int, int]:
-    queue = router._context.scheduler.waiting
+    queue = router._context.queue.waiting
     return queue.queued_requests, queue.deferred_requests
 
 
@@ -331,7 +330,7 @@ async def test_prompts_beyond_the_room_of_a_router_wait_without_their_bodies(
     assert ends(world) == {}
     assert sorted(assigned(world)) == names
     assert waiting(router) == (0, 0)
-    assert router._context.scheduler.waiting.deferred.granted.requests == 0
+    assert router._context.queue.waiting.deferred.granted.requests == 0
     assert world.broker.group(REQUESTS, "router").committed == {0: 100}
 
 
@@ -409,7 +408,7 @@ async def test_deferred_prompt_ends_at_its_deadline(world: MemoryWorld) -> None:
     assert sorted(ends(world)) == names
     assert sorted(ends(world).values()).count("deadline") >= 49
     assert waiting(router) == (0, 0)
-    assert router._context.scheduler.waiting.remaining_capacity(0).requests == 1
+    assert router._context.queue.waiting.remaining_capacity(0).requests == 1
 
 
 @scenario_test
@@ -428,8 +427,8 @@ async def test_deferred_prompts_move_with_their_lane(world: MemoryWorld) -> None
     assert ends(world) == {}
     assert waiting(first) == waiting(second) == (0, 0)
     assert {
-        first._context.scheduler.waiting.deferred.granted,
-        second._context.scheduler.waiting.deferred.granted,
+        first._context.queue.waiting.deferred.granted,
+        second._context.queue.waiting.deferred.granted,
     } == {(0, 0, 0)}
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from kvlane.app.lanes.scheduling import batch_scheduler
+from kvlane.app.routing.queueing import batch_class
 from kvlane.app.routing.selection.batch_placement import runs_to_preempt
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.codecs import pack_tokens, unpack_tokens
@@ -209,20 +209,20 @@ async def test_one_search_finds_all_preempted_runs(world: MemoryWorld) -> None:
     for assignment in await wait_for_items(world, lambda: worker.received(Assignment), 4):
         append_record(world, LEDGER, PrefillDone(run=1, **worker.start(assignment)))
     await world.sleep(1)
-    scheduler, ledger = router._context.batch_scheduler, router._context.ledger
+    batch, ledger = router._context.queue.batch, router._context.ledger
     (run,) = read_records(world, LEDGER, Assigned, "b")
     interactive = [replace(run, id=name, service_class="interactive") for name in "wxyz"]
-    with patch.object(batch_scheduler, "runs_to_preempt", wraps=runs_to_preempt) as search:
+    with patch.object(batch_class, "runs_to_preempt", wraps=runs_to_preempt) as search:
         end = len(world.records(LEDGER, 0)) + 4
         ledger.apply(Partition(LEDGER, 0), [LogRecord(end, 0, each) for each in interactive], end)
-        found = scheduler.giving_way_on(WorkerRank(worker.name, worker.epoch, 0))
+        found = batch.giving_way_on(WorkerRank(worker.name, worker.epoch, 0), 0)
         states = {name: ledger.request(0, name) for name in found}
         assert sorted(found) == ["b", "c", "d", "e"]
-        assert all(state and scheduler.gives_way(name, state) for name, state in states.items())
+        assert all(state and batch.gives_way(name, state, 0) for name, state in states.items())
         assert search.call_count == 1
         fenced = Fencing(id="b", attempt=1, reason="preempted")
         ledger.apply(Partition(LEDGER, 0), [LogRecord(end, 0, fenced)], end + 1)
-        assert sorted(scheduler.due()) == ["c", "d", "e"]
+        assert sorted(batch.due(0)) == ["c", "d", "e"]
 
 
 @partial(scenario_test, lanes=1)
@@ -300,7 +300,7 @@ async def test_many_waiting_batch_requests_end_at_their_deadline(world: MemoryWo
     """Beyond MAX_FREQUENT_RETRIES a request retries less often than its deadline asks for."""
     FakeWorker(world, state="draining")
     await start_router(world)
-    names = [f"b{n}" for n in range(8 * batch_scheduler.MAX_FREQUENT_RETRIES)]
+    names = [f"b{n}" for n in range(8 * batch_class.MAX_FREQUENT_RETRIES)]
     ask(world, *names, deadline_s=5, queued_ms=world.broker.now_ms())
     await world.sleep(4.9)
     assert not any(read_records(world, RESPONSES, End, name) for name in names)
@@ -313,7 +313,7 @@ async def test_many_waiting_batch_requests_end_at_their_deadline(world: MemoryWo
 async def test_many_waiting_batch_requests_are_appended_again_in_time(world: MemoryWorld) -> None:
     FakeWorker(world, state="draining")
     await start_router(world, max_lifetime_s=60, deadline_s=60)
-    names = [f"b{n}" for n in range(8 * batch_scheduler.MAX_FREQUENT_RETRIES)]
+    names = [f"b{n}" for n in range(8 * batch_class.MAX_FREQUENT_RETRIES)]
     ask(world, *names, deadline_s=600, queued_ms=world.broker.now_ms())
     await world.wait_until(lambda: len(world.records(REQUESTS)) > len(names), 100)
     await world.sleep(0.5)

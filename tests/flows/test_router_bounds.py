@@ -243,7 +243,7 @@ async def test_refused_requests_count_as_waiting(world: MemoryWorld) -> None:
     assert all(e.retry_after_s for n in names for e in read_records(world, RESPONSES, End, n))
     send(world, "late")
     await world.wait_until(lambda: ended(world, "late") == {"late": "queue_full"}, within_s=1)
-    assert len(router._context.scheduler.waiting.keys) <= 2
+    assert len(router._context.queue.waiting.keys) <= 2
 
 
 @scenario_test

@@ -70,7 +70,7 @@ async def test_prompts_from_kafka_wait_in_the_log_while_decodes_wait(world: Memo
         append_record(world, REQUESTS, queued)
     await world.sleep(3)
     assert len(prefill.received(Assignment)) == 2
-    assert router._context.scheduler.waiting.deferred_requests == 3
+    assert router._context.queue.waiting.deferred_requests == 3
     decode.finish(busy, "stop")
     await assigned(world, prefill, 3)
     assert not ends(world, "r0", "r1", "r2")

@@ -226,8 +226,8 @@ async def test_next_in_the_queue_follows_when_the_first_is_cancelled(world: Memo
     append_record(world, REQUESTS, Cancel(id="short"))
     await world.sleep(0.5)
     assert taken(hand) == ["a", "long"]
-    assert not router._context.scheduler.waiting.keys
-    assert router._context.scheduler.queue.reservations == 0
+    assert not router._context.queue.waiting.keys
+    assert router._context.queue.reservations == 0
 
 
 @scenario_test
@@ -236,15 +236,11 @@ async def test_revoked_lane_takes_its_queued_requests_along(world: MemoryWorld) 
     for n in range(5):
         send(world, f"b{n}", 60_000)
     await world.sleep(0.1)
-    queue = router._context.scheduler.queue
+    queue = router._context.queue
     assert queue.reservations == 5
     await router.stop()
     await world.sleep(0.1)
-    assert (queue.reservations, len(queue.waiting.keys), queue.waiting.wake_ups.next_ms) == (
-        0,
-        0,
-        math.inf,
-    )
+    assert (queue.reservations, len(queue.waiting.keys), queue.next_wake_ms) == (0, 0, math.inf)
 
 
 @scenario_test
@@ -270,7 +266,7 @@ async def test_simultaneous_requests_are_all_assigned(world: MemoryWorld) -> Non
     await world.wait_until(lambda: len(taken(*hands)) == 60, within_s=60)
     assert all(len(taken(hand)) >= 15 for hand in hands)
     assert len(found) <= 60 * 20, "each token wakes sixteen at most"
-    assert router._context.scheduler.queue.reservations == 0
+    assert router._context.queue.reservations == 0
 
 
 @scenario_test
@@ -405,7 +401,7 @@ async def test_full_queue_hides_no_missing_model(world: MemoryWorld) -> None:
 @scenario_test
 async def test_router_takes_turns_with_another_only_during_bursts(world: MemoryWorld) -> None:
     hand, router = await busy_worker(world)
-    queue = router._context.scheduler.queue
+    queue = router._context.queue
 
     async def decided(names: range, apart_s: float) -> None:
         for number in names:

@@ -61,9 +61,8 @@ class QueueHarness:
 
     def plan(self) -> None:
         """Plan all requests that look or were woken, until none does."""
-        wake_ups = self.queue.waiting.wake_ups
         while True:
-            for key in wake_ups.take_woken():
+            for key in self.queue.take_woken():
                 self.queue.look(self.requests[key])
             order = self.queue.plan_pass(self.now_ms)
             if not order:
@@ -100,7 +99,7 @@ class QueueHarness:
         position = self.ledger.position(LEDGER) or 0
         log_record = LogRecord(position, self.now_ms, record)
         self.ledger.apply(LEDGER, [log_record], position + 1)
-        self.queue.on_record(log_record)
+        self.queue.on_record(log_record, self.now_ms)
 
     def prefilled(self, name: str) -> None:
         self.record(PrefillDone(**self._runs[name], run=0, cached_tokens=0, ttft_ms=0.0))
@@ -112,9 +111,8 @@ class QueueHarness:
 
     def pass_time(self, until_ms: float) -> None:
         """Let time pass, with all retries up to then."""
-        wake_ups = self.queue.waiting.wake_ups
-        while wake_ups.next_ms <= until_ms:
-            self.now_ms = max(self.now_ms, math.ceil(wake_ups.next_ms))
-            wake_ups.wake_due(self.now_ms)
+        while self.queue.next_wake_ms <= until_ms:
+            self.now_ms = max(self.now_ms, math.ceil(self.queue.next_wake_ms))
+            self.queue.wake_due(self.now_ms)
             self.plan()
         self.now_ms = int(until_ms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvlane.app.lanes.scheduling.waiting_tasks import wait_for_room
+from kvlane.app.lanes.scheduling.scheduler import wait_for_room
 from kvlane.app.routing.queueing.deferred_prompts import (
     MAX_CONCURRENT_FETCHES,
     DeferredPrompts,

@@ -9,6 +9,7 @@ from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.simulation.batch_work import BatchWork
 from kvlane.app.simulation.mixed_runs import Mix, MixedRun
+from kvlane.app.simulation.simulator import Simulator
 from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
 from kvlane.app.simulation.trace_requests import trace_requests
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
@@ -50,14 +51,14 @@ def test_every_token_of_a_request_is_made_once(monkeypatch: pytest.MonkeyPatch) 
 def test_batch_work_goes_on_between_the_requests_of_a_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    starts: list[int] = []
-    begin = BatchWork.begin
+    starts: list[float] = []
+    send = Simulator._send_batch
 
-    def on_begin(self: BatchWork, task: object, worker: object, planned: Placement) -> object:
-        starts.append(planned.at_ms)
-        return begin(self, task, worker, planned)  # type: ignore[arg-type]
+    def on_send(self: Simulator, request_id: str, decision: Placement, now_ms: float) -> None:
+        starts.append(now_ms)
+        send(self, request_id, decision, now_ms)
 
-    monkeypatch.setattr(BatchWork, "begin", on_begin)
+    monkeypatch.setattr(Simulator, "_send_batch", on_send)
     rows = [replace(ROWS[0], timestamp=0), replace(ROWS[1], timestamp=30_000)]
     mix = Mix(rows, BATCH, MixedRun(2))
     mix._simulator(mix._arrivals, "classes", BatchBounds()).run()

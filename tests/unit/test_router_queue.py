@@ -106,7 +106,7 @@ def test_wake_up_reaches_the_next_request_while_there_are_places(routing: Routin
 def test_request_retries_each_second_without_a_wake_up(routing: RoutingHarness) -> None:
     queue = one_at_a_time(routing)
     queue.send("a")
-    assert queue.queue.waiting.wake_ups.next_ms == NOW_MS + 1000
+    assert queue.queue.next_wake_ms == NOW_MS + 1000
     before = len(queue.decisions)
     queue.pass_time(NOW_MS + 3000)
     assert [name for name, _ in queue.decisions[before:]] == ["a", "a", "a"]
@@ -125,9 +125,9 @@ def test_many_requests_retry_less_often(routing: RoutingHarness) -> None:
 def test_wait_ends_at_the_deadline(routing: RoutingHarness) -> None:
     queue = one_at_a_time(routing)
     queue.send("a", deadline_ms=NOW_MS + 300)
-    assert queue.queue.waiting.wake_ups.next_ms == NOW_MS + 301, "the first time past it"
+    assert queue.queue.next_wake_ms == NOW_MS + 301, "the first time past it"
     queue.leave("a")
-    assert queue.queue.waiting.wake_ups.next_ms == math.inf
+    assert queue.queue.next_wake_ms == math.inf
     assert not queue.queue.waiting.keys
 
 
@@ -138,7 +138,7 @@ def test_request_for_a_busy_worker_retries_when_it_is_predicted_free(
     queue = QueueHarness(routing, "predictive")
     queue.send("first", tokens=400)
     queue.send("a", tokens=300)
-    assert queue.queue.waiting.wake_ups.next_ms == NOW_MS + 400
+    assert queue.queue.next_wake_ms == NOW_MS + 400
     queue.pass_time(NOW_MS + 399)
     assert "a" not in queue.workers
     queue.pass_time(NOW_MS + 400)
@@ -257,7 +257,7 @@ def test_request_waits_its_turn_at_a_worker_that_other_routers_choose_too(
     queue.send("a")
     (_, decision), *_ = queue.decisions
     assert isinstance(decision, Wait)
-    assert queue.queue.waiting.wake_ups.next_ms <= NOW_MS + 10 + max(delays.values())
+    assert queue.queue.next_wake_ms <= NOW_MS + 10 + max(delays.values())
 
 
 def test_requests_wait_for_a_silent_worker_until_it_is_heard_again(routing: RoutingHarness) -> None:

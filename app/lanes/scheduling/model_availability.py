@@ -7,7 +7,6 @@ from collections import OrderedDict
 from typing import Any
 
 from kvlane.app.routing.state.fleet import Fleet
-from kvlane.streams.clock import BrokerClock
 
 MAX_MODELS = 10_000
 """Bound on the names of models; more than any registry has."""
@@ -20,16 +19,8 @@ class ModelAvailability:
     request is served without a prefill worker.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        broker_clock: BrokerClock,
-        absence_ms: float,
-        *,
-        needs_prefill: bool = False,
-    ) -> None:
+    def __init__(self, fleet: Fleet, absence_ms: float, *, needs_prefill: bool = False) -> None:
         self._fleet = fleet
-        self._broker_clock = broker_clock
         self._absence_ms = absence_ms
         self._needs_prefill = needs_prefill
         self._known: OrderedDict[str, None] = OrderedDict()
@@ -64,7 +55,7 @@ class ModelAvailability:
             or not any(self._fleet.live_members())
         )
 
-    def is_timed_out(self, model: str) -> bool:
+    def is_timed_out(self, model: str, now_ms: int) -> bool:
         """Whether a model has had no worker for so long that requests no longer wait for one.
 
         That counts from the first request that found none: its card stays, and an operator or an
@@ -72,7 +63,6 @@ class ModelAvailability:
         """
         if self.has_worker(model):
             return False
-        now_ms = self._broker_clock.now_ms()
         since_ms = self._absent_since_ms.setdefault(model, now_ms)
         _forget_first(self._absent_since_ms)
         return now_ms - since_ms > self._absence_ms

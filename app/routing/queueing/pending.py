@@ -78,6 +78,11 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
     phase: Phase = "aggregated"
 
     @property
+    def is_batch(self) -> bool:
+        """Whether it takes only the capacity that interactive requests leave."""
+        return self.prompt.request.service_class == "batch"
+
+    @property
     def priority(self) -> tuple[int, float]:
         """Lower goes first: strict priority before all else, then the older request.
 

@@ -1,4 +1,4 @@
-"""The queue of a router: its interactive requests, when each is planned, and the place it gets.
+"""The queue of a router: its requests, when each is planned, and the place it gets.
 
     look ──► plan_pass ──► decide ──► Placement: the caller counts it, and lets the request leave
      ▲                       │
@@ -6,7 +6,7 @@
 
 Plain and synchronous: times are arguments, and the caller acts on the results. A router
 (`app/lanes/scheduling/scheduler.py`) and the simulation (`app/simulation/simulated_router.py`) use
-the same object.
+the same object. Batch requests have rules of their own (`batch_class.py`), and go last in a pass.
 
 Requests wait in the router, since one that is queued at a worker can no longer be moved. Their
 number is bounded, also by class: `waiting.is_full` means that one more has to be refused,
@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvlane.app.routing.queueing.batch_class import BatchClass, batch_run
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
 from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
@@ -45,8 +46,9 @@ from kvlane.app.routing.queueing.pending import (
     ReservedRequests,
 )
 from kvlane.app.routing.queueing.waiting_requests import WaitingRequests
-from kvlane.app.routing.queueing.wake_ups import MIN_WAIT_MS, Priority, QueueName
+from kvlane.app.routing.queueing.wake_ups import MIN_WAIT_MS, Priority, QueueName, WakeUps
 from kvlane.app.routing.queueing.worker_capacity import WorkerCapacity
+from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.decision import (
     NOTHING_PLANNED,
     Decision,
@@ -67,7 +69,7 @@ from kvlane.app.routing.selection.handover_rules import (
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import select_worker
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
-from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
+from kvlane.app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
@@ -76,6 +78,7 @@ from kvlane.app.routing.state.request_state import RunId
 from kvlane.app.routing.state.silent_workers import SilentWorkers
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.indexer.events import Tier
+from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone
 from kvlane.streams.request import Request
 
@@ -103,6 +106,8 @@ class QueueConfig(NamedTuple):
     classes: Mapping[str, ClassConfig] | None = None
     handover_rules: HandOverRules = DEFAULT_RULES
     counts_output: bool = True
+    batch_bounds: BatchBounds = BatchBounds()
+    batch_bound: QueueSize = QueueSize(UNBOUNDED, UNBOUNDED, UNBOUNDED)
 
 
 class RouterQueue:
@@ -120,12 +125,12 @@ class RouterQueue:
         self._without_queueing = self.config._replace(predictive_weights=no_queueing)
         self.handover_rules = rules
         self._classes = FairQueue(config.classes)
+        self._wake_ups = WakeUps[RequestKey]()
         self.waiting = WaitingRequests(
             self._classes, bound,
             QueueSize(*(max(1, int(DEFERRABLE_SHARE * each)) for each in bound)),
-            MAX_FREQUENT_RETRIES,
+            MAX_FREQUENT_RETRIES, self._wake_ups,
         )  # fmt: skip
-        self._wake_ups = self.waiting.wake_ups
         self._fleet = fleet
         self._ledger = ledger
         self._index = index
@@ -148,6 +153,10 @@ class RouterQueue:
         """Requests of the next pass."""
         self._new: set[RequestKey] = set()
         """Requests between `look` and `decide` that do not wait yet."""
+        self.batch = BatchClass(
+            config.batch_bounds, config.batch_bound, fleet, ledger, self.unconfirmed_batch,
+            self._wake_ups, self.routing_state,
+        )  # fmt: skip
         self._joint_waits: dict[RequestKey, Wait] = {}
         """By request of a pass, the wait that was planned for it together with the others."""
         self._wakeups_left = MAX_WAKEUPS
@@ -159,12 +168,14 @@ class RouterQueue:
     def look(self, request: LaneRequest) -> None:
         """Let a request take part in the next pass: a new one, or one that was woken."""
         self._looking[request.key] = request
-        if request.key not in self.waiting.keys:
+        if not request.is_batch and request.key not in self.waiting.keys:
             self._new.add(request.key)
 
     def plan_pass(self, now_ms: int) -> Sequence[RequestKey]:
         """Plan all requests that look, together; returns the order in which to `decide` them."""
-        looking, self._looking = list(self._looking.values()), {}
+        looking = [request for request in self._looking.values() if not request.is_batch]
+        batch = [key for key, request in self._looking.items() if request.is_batch]
+        self._looking = {}
         self._wakeups_left = MAX_WAKEUPS
         try:
             planned = self._plan_together(looking, now_ms)
@@ -177,7 +188,7 @@ class RouterQueue:
             planned = PlannedOrder(self._reserved.dispatch_order(looking), {}, ())
         self._joint_waits |= planned.waiting
         self._wake_ups.wake(planned.to_wake)
-        return [*planned.order, *planned.waiting]
+        return [*planned.order, *planned.waiting, *batch]
 
     def _plan_together(
         self, looking: Sequence[LaneRequest], now_ms: int
@@ -197,6 +208,10 @@ class RouterQueue:
         was planned for a place in the pass, and is planned again, now for good: a request that was
         planned together with it and went before may have taken that place.
         """
+        if request.is_batch:
+            awaited = self.ranks_with_reservations()
+            full_workers = self.worker_capacity.full_for_batch(now_ms)
+            return self.batch.decide(request, now_ms, awaited, full_workers)
         self._new.discard(request.key)
         if (joint_wait := self._joint_waits.pop(request.key, None)) is not None:
             return joint_wait
@@ -363,8 +378,38 @@ class RouterQueue:
 
     # --- waiting ---------------------------------------------------------------------------------
 
+    def waiting_of(self, service_class: ServiceClass) -> WaitingRequests:
+        """The requests of a class of service that wait, and their bounds."""
+        return self.batch.waiting if service_class == "batch" else self.waiting
+
+    @property
+    def next_wake_ms(self) -> float:
+        """When to call `wake_due` next; inf if nothing wakes by time."""
+        return min(self._wake_ups.next_ms, self.batch.wake_ms)
+
+    def wake_due(self, now_ms: float) -> None:
+        """Wake the requests whose retry times have come."""
+        self._wake_ups.wake_due(now_ms)
+        self.batch.wake_due(now_ms)
+
+    @property
+    def has_woken(self) -> bool:
+        """True if `take_woken` would return a request."""
+        return self._wake_ups.has_woken
+
+    def take_woken(self) -> list[RequestKey]:
+        """The requests woken since the last call, which are to look again."""
+        return self._wake_ups.take_woken()
+
+    def cancel_wait(self, key: RequestKey) -> None:
+        """Let a request wait no longer, without waking it."""
+        self._wake_ups.discard(key)
+
     def wait(self, request: LaneRequest, planned: Wait, now_ms: int, until_ms: float) -> None:
         """Let a request wait until a place for it may be free, or its wait ends at `until_ms`."""
+        if request.is_batch:
+            self.batch.wait(request, now_ms, until_ms)
+            return
         if request.key not in self.waiting.keys:
             self.waiting.add(request, self._uncached_tokens(request))
         retry_ms = self.waiting.retry_ms(now_ms, until_ms)
@@ -389,6 +434,9 @@ class RouterQueue:
         prompts may be computed."""
         key, model = request.key, request.prompt.request.model
         self._looking.pop(key, None)
+        if request.is_batch:
+            self.batch.waiting.remove(request)
+            return
         self._joint_waits.pop(key, None)
         self._new.discard(key)
         self.waiting.remove(request)
@@ -429,13 +477,14 @@ class RouterQueue:
 
     # --- records of the log -----------------------------------------------------------------------
 
-    def on_record(self, record: LogRecord, *, is_replay: bool = False) -> None:
+    def on_record(self, record: LogRecord, now_ms: int, *, is_replay: bool = False) -> None:
         """A record of the ledger was applied; old records only train the estimates."""
         self._performance.on_record(record)
         self.herd_avoidance.on_record(record)
         if is_replay:
             return
         self.worker_capacity.on_record(record)
+        self.batch.on_record(record, now_ms)
         content = record.record
         if type(content) is Finished:
             if content.code == "worker_full" and content.retryable:
@@ -452,6 +501,7 @@ class RouterQueue:
             if any(can_take(member.card, phase) for phase in FIRST_PHASES)
         ]
         self.worker_capacity.on_fleet_changed()
+        self.batch.on_fleet_changed()
         self._wake_ups.wake_lines()
         self._wake_ups.wake(self._reserved.in_dispatch_order())
 
@@ -464,9 +514,3 @@ def _queue_name(queue: QueueKey, phase: Phase) -> QueueName:
 
 def _batch_key(run: RunId, request: Request) -> BatchRunKey:
     return BatchRunKey(request.id, run.attempt, run.worker, run.epoch)
-
-
-def batch_run(request_id: str, placement: Placement) -> BatchRun:
-    """The run of a placed batch request."""
-    prefill_tokens = max(placement.prefill_tokens, 1)
-    return BatchRun(request_id, placement.tokens, prefill_tokens, placement.at_ms)

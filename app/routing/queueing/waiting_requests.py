@@ -23,10 +23,11 @@ that could not use it."""
 
 
 class WaitingRequests:
-    """The queue of one scheduler. `classes`: the classes in it, each with a bound of its own.
+    """The waiting requests of a queue. `classes`: the classes in it, each with a bound of its own.
 
     `bound`: of the queue; `deferrable_bound`: of the part for requests that can wait in the log.
     `max_frequent_retries`: the number of requests beyond which each retries less often.
+    `wake_ups`: those of all queues of the router.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class WaitingRequests:
         bound: QueueSize,
         deferrable_bound: QueueSize,
         max_frequent_retries: int,
+        wake_ups: WakeUps[RequestKey],
     ) -> None:
         self.keys: set[RequestKey] = set()
         """The requests that wait: for a worker, or backing off after a refusal."""
         self.deferred = DeferredPrompts[RequestKey](self._has_room_for)
         """Requests beyond `deferrable_bound`, which wait in the log."""
-        self.wake_ups = WakeUps[RequestKey]()
+        self._wake_ups = wake_ups
         self._classes = classes
         self._bound = bound
         self._deferrable_bound = deferrable_bound
@@ -150,7 +152,7 @@ class WaitingRequests:
     def remove(self, request: LaneRequest) -> None:
         """Remove a request that has a worker, or that ended; its room is for a deferred one."""
         self.keys.discard(request.key)
-        self.wake_ups.discard(request.key)
+        self._wake_ups.discard(request.key)
         self._subtract(request)
         self.deferred.release(request.key)
         self.deferred.grant_next()

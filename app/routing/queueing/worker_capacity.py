@@ -7,7 +7,7 @@ that no ledger knew. A refusal that is not retryable is that of an expired hand-
 limit.
 
 Interactive runs and batch runs fill a worker together. For an interactive request only the former
-count, since the latter give way to it (`app/lanes/scheduling/batch_scheduler.py`).
+count, since the latter give way to it (`batch_class.py`).
 
 Only workers that were full once are remembered, so that the check costs nothing in a fleet with
 free capacity.

@@ -40,8 +40,7 @@ computed at the same time as an interactive one. Runs without a first token go f
 youngest: the others are nearer to their end. None stays with prompts alone, without an interactive
 decode: the first batch run would add a whole step of decode to each of their steps.
 
-Routers use it (`app/lanes/scheduling/batch_scheduler.py`), and the simulation
-(`app/simulation/batch_work.py`). Never here: the order of batch requests.
+Never here: the order of batch requests (`app/routing/queueing/batch_class.py`).
 """
 
 from __future__ import annotations
@@ -290,21 +289,6 @@ def place_batch_request(
         at_ms=view.now_ms,
         overlap_blocks=int(options.blocks[chosen, 0]),
     )
-
-
-def ranks_with_headroom(
-    model: str, view: RoutingState, runs: BatchLoads, bounds: BatchBounds
-) -> list[WorkerRank]:
-    """The ranks to which the smallest batch request could go."""
-    pool = view.pools.pool(model, "aggregated")
-    bounds = bounds_in(pool, view, bounds)
-    reserved = reserved_ranks(pool, view, bounds)
-    return [
-        row.worker_rank
-        for row in pool.rows
-        if row.worker_rank not in reserved
-        and has_headroom(_work(row, view, runs, 1.0), 1, 1, 1.0, max_sequences(row.card), bounds)
-    ]
 
 
 def max_sequences(card: WorkerCard) -> int:

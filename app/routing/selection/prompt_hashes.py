@@ -25,10 +25,11 @@ class PromptHashes:
 
     @classmethod
     def from_hashes(
-        cls, request: Request, tokens: int, local: NDArray[np.uint64], block_size: int
-    ) -> PromptHashes:
+        cls, request: Request, tokens: int, local: NDArray[np.uint64], block_size: int,
+        taken: bytes = b"",
+    ) -> PromptHashes:  # fmt: skip
         """A prompt known by its length and its hashes only, as in a trace."""
-        prompt = cls(request)
+        prompt = cls(request, taken)
         prompt.tokens = tokens
         prompt._local[block_size] = local
         return prompt

@@ -45,7 +45,7 @@ def commit_whole_polls() -> Iterator[Replacement]:
 
 def prompts_are_refused() -> Iterator[Replacement]:
     def excess(self: Any, _: Any, wanted: Any, __: Any) -> Any:
-        crowded = self._context.scheduler.waiting.is_full(wanted.queue_key)
+        crowded = self._context.queue.waiting.is_full(wanted.queue_key)
         return Rejection("queue_full", "as over HTTP") if crowded else None
 
     yield admission.Admission, "_excess", excess

@@ -181,15 +181,15 @@ def _cards(router: Router) -> str:
 
 def _left_over(label: str, router: Router) -> Iterator[str]:
     context = router._context
-    queue = context.scheduler.queue
+    queue = context.queue
     if left := (
         router._ledger.active_load or router._ledger.batch_runs or queue.unconfirmed
         or queue.unconfirmed_batch or queue.waiting.keys
-        or context.batch_scheduler.waiting.keys
+        or queue.batch.waiting.keys
     ):  # fmt: skip
         yield f"load: {label} still counts {left}"
-    for scheduler in (context.scheduler, context.batch_scheduler):
-        deferred = scheduler.waiting.deferred
+    for waiting in (queue.waiting, queue.batch.waiting):
+        deferred = waiting.deferred
         if deferred.size.requests or deferred.granted.requests:
             yield f"load: {label} still defers {deferred.size} and reserves {deferred.granted}"
     for owner in router._owners.values():
