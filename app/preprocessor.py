@@ -47,7 +47,11 @@ from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
 from kvlane.app.preprocess.models.model_names import ModelNames
-from kvlane.app.preprocess.request_reader import check_supported, unsupported_features
+from kvlane.app.preprocess.request_reader import (
+    check_supported,
+    unsupported_features,
+    with_supported_parsing,
+)
 from kvlane.app.preprocess.result_rules import ResultRules
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.prompts.job_order import JobOrder
@@ -72,6 +76,7 @@ from kvlane.streams.reading.log_broker import LogBroker
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Cancel, LogRecord, Refused, WorkerCard
+from kvlane.streams.request import Request
 from kvlane.streams.topics import BATCH, CAPACITY, PROMPT_READABLE_MS, PROMPTS, REGISTRY
 from kvlane.streams.views.follower import Follower
 from kvlane.streams.views.tail_reader import TailReader
@@ -295,6 +300,9 @@ class Preprocessor(ObservedProcess):
         try:
             traceparent = spans.traceparent_of(span, received)
             answer = await to_request(parsed, find, limit_s, service_class, traceparent)
+            if isinstance(answer, Request):
+                unsupported = unsupported_features(self._fleet, answer.model)
+                [answer] = with_supported_parsing([answer], unsupported)
         finally:
             span.set_attribute("request_id", parsed.prompt.id)
             span.end()

@@ -161,6 +161,22 @@ class PromptTokensDetails(InternalRecord, frozen=True):
     cached_tokens: int | None = None
 
 
+class AnswerParsing(InternalRecord, frozen=True):
+    """How a worker separates the reasoning and the tool calls of a chat's answer from its content.
+
+    `tools`, `reasoning`: names of parsers; "" for none. `version`: of their rules. `in_reasoning`:
+    the prompt ends within the reasoning. `max_calls`: calls after which the answer ends; 0: any
+    number.
+    """
+
+    tools: str = ""
+    reasoning: str = ""
+    version: int = 1
+    in_reasoning: bool = False
+    shows_reasoning: bool = True
+    max_calls: int = 0
+
+
 class PrefillResult(InternalRecord, frozen=True):
     """The result of prefill, for decode. The parameters are opaque."""
 
@@ -289,6 +305,7 @@ class Request(InternalRecord, frozen=True):
     is_renewed: bool = False  # takes the place of its record before, which is as good as deleted
     result: ResultOptions | None = None
     traceparent: str = ""  # W3C Trace Context of its first span; empty: it is not sampled
+    parsing: AnswerParsing | None = None
 
     @property
     def kind(self) -> ModelKind:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from kvlane.app.configuration.setting_values import ReadableFile, listed
+from kvlane.app.text.answer_parsers import ReasoningParserName, ToolParserName
 from kvlane.streams.record_base import ModelKind
 
 
@@ -31,6 +32,19 @@ class EngineSettings(BaseModel):
     )
     context_length: int = Field(
         8192, ge=1, description="maximum of prompt and output together, in tokens"
+    )
+    tool_parser: ToolParserName = Field(
+        "auto",
+        description="parser of tool calls in the answers to chats with tools: hermes (JSON between "
+        "the tags tool_call, as Hermes and Qwen write it); auto takes the form that the model's "
+        "chat template shows; none leaves calls in the text. For all workers of a model",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="parser of the reasoning in the answers to chats: qwen3 (between the tags "
+        "think) or deepseek_r1 (the same, and an answer begins within it); auto takes the form "
+        "that the model's chat template shows; none leaves reasoning in the text. For all workers "
+        "of a model",
     )
     engine_args: dict[str, Any] = Field(
         {},

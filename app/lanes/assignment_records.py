@@ -51,7 +51,7 @@ def assignment_record(
         responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
         budget_s=(rest.deadline_ms - now_ms) / 1000,
         taken=pack_tokens(rest.emitted), taken_chars=rest.emitted_chars,
-        handoff_until_ms=handover_until_ms,
+        handoff_until_ms=handover_until_ms, taken_data=rest.emitted_data,
     )  # fmt: skip
 
 

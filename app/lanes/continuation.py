@@ -54,6 +54,7 @@ CONTINUATION: Mapping[str, ContinuationClass] = {
     "mm_processor_kwargs": "unaffected",
     "extra_args": "changed",  # logit processors of the server
     "body": "refused",
+    "parsing": "unaffected",  # the parts are made of all tokens
 }
 
 

@@ -142,8 +142,10 @@ class Failover:
         rest = RemainingWork(
             request, attempt, state.origin, state.responses_from, state.deadline_ms,
             frozenset(state.failed_workers), shown.tokens, shown.chars,
+            shown.passthrough_count,
         )  # fmt: skip
-        if code := finish_reason_of(request, shown.tokens):
+        # A worker parses the end of an answer with calls again.
+        if request.parsing is None and (code := finish_reason_of(request, shown.tokens)):
             usage = Usage(prompt_tokens=rest.prompt_tokens, completion_tokens=len(rest.emitted))
             await self._termination.end(request_id, code, usage=usage)
         elif why := migration_blocker(request, shown):

@@ -9,8 +9,10 @@ server behind the engine (`passthrough.py`). Both are checked for fields that on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvlane.app.preprocess.json_limits import MAX_RENDERED_VALUES
 from kvlane.app.preprocess.models.byte_model import Model
@@ -24,9 +26,13 @@ from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
 from kvlane.app.preprocess.requests.preprocessed_requests import Flattened, flatten
 from kvlane.app.preprocess.requests.unsupported_fields import refuse_reserved
 from kvlane.app.routing.state.fleet import Fleet
-from kvlane.streams.records import GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE
+from kvlane.app.text.answer_parsers import PARSER_VERSION
+from kvlane.streams.records import GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE, WorkerCard
+from kvlane.streams.request import Request
 
 TOO_DEEP = "is nested too deep"
+ANSWER_PARSING_FEATURE = "answer_parsing"
+"""Lacked by workers of another version, in a rolling upgrade: answers stay text until its end."""
 
 
 def read_request(
@@ -88,12 +94,29 @@ def _check_rendered(kind: str, ext: NvExt, values: int) -> None:
         raise TooLarge("", f"it has {values} values; a chat may have {MAX_RENDERED_VALUES}")
 
 
+def lacking_features(cards: Iterable[WorkerCard]) -> frozenset[str]:
+    """The features that one or more of these workers lack."""
+    names = set[str]()
+    for card in cards:
+        names.update(card.config.unsupported)
+        if card.parser_version != PARSER_VERSION:
+            names.add(ANSWER_PARSING_FEATURE)
+    return frozenset(names)
+
+
 def unsupported_features(fleet: Fleet, model: str) -> frozenset[str]:
     """The features that one or more of a model's workers lack; a request may go to any of them."""
     members = (member.card for _, member in fleet.live_members())
-    return frozenset(
-        name for card in members if card.model == model for name in card.config.unsupported
-    )
+    return lacking_features(card for card in members if card.model == model)
+
+
+def with_supported_parsing(
+    requests: Sequence[Request], unsupported: Collection[str]
+) -> tuple[Request, ...]:
+    """The requests, without the parsing of their answers where a worker cannot do it."""
+    if ANSWER_PARSING_FEATURE not in unsupported:
+        return tuple(requests)
+    return tuple(replace(request, parsing=None) for request in requests)
 
 
 def check_supported(

@@ -153,8 +153,12 @@ class ChunkStream:
         if self.is_broken:
             raise StreamBroken
 
-    async def finish(self, last: FinalChunk, text: str = "") -> None:
+    async def finish(
+        self, last: FinalChunk, text: str = "", data: Sequence[PassthroughDelta] = ()
+    ) -> None:
         """Send the last Chunk and wait for its acknowledgement. Raises StreamBroken on failure."""
+        if data:
+            self._add_asides(data)
         self._text += text
         self._last = last
         if self._released:

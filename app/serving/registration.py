@@ -16,6 +16,7 @@ import msgspec
 
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings, SettingsError
+from kvlane.app.text.answer_parsers import PARSER_VERSION
 from kvlane.streams.errors import AppendFailed
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
@@ -76,6 +77,7 @@ def worker_card(
         busy_cache=settings.max_cache_usage,
         busy_prefill_tokens=settings.max_pending_prefill_tokens,
         max_runs=max_runs,
+        parser_version=PARSER_VERSION,
     )
 
 

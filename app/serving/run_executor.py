@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,7 @@ from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.runtime import spans
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
+from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextPiece, TextStream
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.codecs import token_count, unpack_tokens
@@ -78,6 +79,8 @@ _CODES: dict[FinishReason, RunCode] = {
 COMPILE_TIMEOUT_S = 60.0
 """From the start of a run with guided decoding to its first output. The gateway bounds the cost of
 a form, so that a compile takes seconds; a run also waits for other prompts."""
+
+AnswerStream = TextStream | ParsedStream
 
 Consumer = Callable[[EngineOutput], Awaitable[bool]]
 """Processes an output of the engine; returns whether no more are needed."""
@@ -400,7 +403,7 @@ class RunExecutor:
         EngineErrors."""
         assignment = run.assignment
         taken = unpack_tokens(assignment.taken)
-        text = self._model.text_stream(assignment.request, taken)
+        text = self._text_stream(assignment, taken)
         if assignment.request.output.logprobs is not None:
             text.token_chars = []
         invalid, status = "", 0
@@ -414,19 +417,44 @@ class RunExecutor:
             if isinstance(e, InvalidRequest):
                 invalid, status = ended.message[:MAX_REASON_CHARS], e.status
         run.state = "closing"
-        counts, reason = _counts(run, ended), ended.finish_reason
+        counts, reason = _counts(run, ended, text.reasoning_tokens), ended.finish_reason
         run.is_counted = counts is not None and "completion_tokens" not in counts.unknown
         if run.generated_tokens and counts is not None:
             # An engine that returns text has a more exact count than its outputs.
             run.generated_tokens = counts.completion_tokens - len(taken) or run.generated_tokens
         assert reason is not None
+        rest = text.end()
+        reason = text.finish_reason(reason)
         last = FinalChunk(
             reason, counts, ended.stop_reason, invalid, status if status != 400 else 0
         )
-        await stream.finish(last, text.end())
+        await stream.finish(last, rest.text, rest.data)
         return RunEnd(_CODES[reason], message=ended.message)
 
-    async def _stream(self, run: Run, stream: ChunkStream, text: TextStream) -> EngineOutput:
+    def _text_stream(self, assignment: Assignment, taken: Sequence[int]) -> AnswerStream:
+        """The decoder of an answer, after the tokens that readers have.
+
+        Raises EngineError if it does not give the text and the data that readers have.
+        """
+        request = assignment.request
+        if request.parsing is None:
+            return self._model.text_stream(request, taken)
+        try:
+            text = ParsedStream(
+                self._model.text_stream(request), request.parsing, request.id, taken
+            )
+        except ValueError as e:
+            raise EngineError(str(e)) from e
+        shown = (assignment.taken_chars, assignment.taken_data)
+        if taken and assignment.taken_data >= 0 and (text.chars, text.items) != shown:
+            raise EngineError(
+                f"the tokens of its answer give {text.chars} characters and {text.items} parts "
+                f"here, and its readers have {shown[0]} and {shown[1]}: the versions of its "
+                "workers differ"
+            )
+        return text
+
+    async def _stream(self, run: Run, stream: ChunkStream, text: AnswerStream) -> EngineOutput:
         """Send the engine's outputs as they come; returns the final one, already sent.
 
         The answer may end before the engine's stream: at a stop string, which only the text
@@ -492,7 +520,7 @@ class RunExecutor:
         raise EngineError("the engine ended its answer without a finish reason", retryable=True)
 
     async def _pass_on(
-        self, run: Run, stream: ChunkStream, text: TextStream, output: EngineOutput
+        self, run: Run, stream: ChunkStream, text: AnswerStream, output: EngineOutput
     ) -> bool:
         """Send the content of an output; returns whether it ended the answer."""
         if output.is_empty:
@@ -506,7 +534,11 @@ class RunExecutor:
         if token_chars:
             text.token_chars = []
         await stream.push(
-            output.token_ids[: piece.tokens], piece.text, log_probs, output.data, token_chars
+            output.token_ids[: piece.tokens],
+            piece.text,
+            log_probs,
+            piece.data or output.data,
+            token_chars,
         )
         return piece.finish_reason is not None
 
@@ -521,7 +553,7 @@ def _text_of(error: Exception | str) -> str:
     return str(error).encode(errors="replace").decode()
 
 
-def _counts(run: Run, ended: EngineOutput) -> Usage | None:
+def _counts(run: Run, ended: EngineOutput, reasoning_tokens: int | None) -> Usage | None:
     """Token counts of a request over all its attempts; of a body, the engine's own counts, if it
     reports any."""
     request, taken = run.assignment.request, token_count(run.assignment.taken)
@@ -530,15 +562,20 @@ def _counts(run: Run, ended: EngineOutput) -> Usage | None:
     prefill = request.prefill_result
     details = prefill.prompt_tokens_details if prefill is not None else None
     cached_tokens = run.cached_tokens if details is None else details.cached_tokens or 0
-    return token_usage(
+    counts = token_usage(
         prompt_tokens=request.prompt_tokens,
         completion_tokens=taken + run.generated_tokens,
         # To the engine, tokens of earlier attempts belong to the prompt; to the client they do not.
         cached_tokens=min(cached_tokens, request.prompt_tokens),
     )
+    if reasoning_tokens is None:
+        return counts
+    return replace(
+        counts, details={"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+    )
 
 
-def _ended(text: TextStream, output: EngineOutput) -> EngineOutput:
+def _ended(text: AnswerStream, output: EngineOutput) -> EngineOutput:
     """The end of an answer: by its text, which has the limits of the whole answer, or by its
     engine."""
     if text.ended is None or text.ended.finish_reason is None:

@@ -48,6 +48,14 @@ class ModelPublisher:
             log, ctx.clock, self._pool, settings.cache_dir / "artifacts"
         )
         self._files = files
+        self._parsers = {
+            name: value
+            for name, value in (
+                ("tool_parser", settings.tool_parser),
+                ("reasoning_parser", settings.reasoning_parser),
+            )
+            if value != "auto"
+        }
 
     async def publish(
         self, name: str, config: EngineConfig, announce: Callable[[ModelCard], Awaitable[None]]
@@ -63,6 +71,9 @@ class ModelPublisher:
             context_length=config.context_length,
             block_size=config.kv_cache_block_size,
         )
+        if self._parsers:
+            card = replace(card, **self._parsers)
+            card = replace(card, checksum=checksum_of(card))
         await announce(card)
         return await model.model_of_files(card, self._files, self._pool, self._clock)
 

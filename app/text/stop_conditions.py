@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvlane.app.text.detokenize import Detokenizer
-from kvlane.streams.records import FinishReason
+from kvlane.streams.records import FinishReason, PassthroughDelta
 from kvlane.streams.request import StopConditions
 
 
@@ -23,12 +23,14 @@ class TextPiece(NamedTuple):
     """Visible text of some tokens, and the number of tokens that count; the rest is dropped.
 
     `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
+    `data`: parts of the answer besides its text, as in a Chunk, with places in this text.
     """
 
     text: str
     tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    data: tuple[PassthroughDelta, ...] = ()
 
 
 class TextStream:
@@ -40,6 +42,11 @@ class TextStream:
     stop string that is complete first, or the longest of those, ends it before its first
     character. With `include_stop` the last two are shown. Last comes `max_tokens`.
     """
+
+    items = 0
+    """Number of items of data: text alone has none."""
+    reasoning_tokens: int | None = None
+    """Number of tokens of the reasoning; None where it is not told apart."""
 
     def __init__(
         self,
@@ -80,16 +87,19 @@ class TextStream:
         self.chars += len(text)
         if self.ended is None:
             return TextPiece(text, self.tokens - before)
-        _, _, finish_reason, stop_reason = self.ended
-        return TextPiece(text, self.tokens - before, finish_reason, stop_reason)
+        return self.ended._replace(text=text, tokens=self.tokens - before)
 
-    def end(self) -> str:
+    def end(self) -> TextPiece:
         """The text that was kept back, for an answer that its engine has ended."""
         if self.ended is not None:
-            return ""
+            return TextPiece("", 0)
         text = self._rest()
         self.chars += len(text)
-        return text
+        return TextPiece(text, 0)
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        """The finish reason of the answer, of which its engine or its text gave this one."""
+        return reason
 
     def _step(self, token_id: int) -> str:
         self.tokens += 1

@@ -59,7 +59,8 @@ class WorkerCard(InternalRecord, frozen=True):
     name. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
     of prompts still to be computed on a rank, it is to get no new work; None: no such bound.
     `versions`: of kvlane and of its engine, by name; for people. `max_runs`: how many it has open
-    at a time, running and waiting; it refuses more.
+    at a time, running and waiting; it refuses more. `parser_version`: of its parsers of tool calls
+    and reasoning; 0: it has none.
     """
 
     id: str
@@ -75,6 +76,7 @@ class WorkerCard(InternalRecord, frozen=True):
     busy_cache: float | None = None
     busy_prefill_tokens: int | None = None
     max_runs: int | None = None
+    parser_version: int = 0
 
 
 class Artifact(InternalRecord, frozen=True):
@@ -88,10 +90,9 @@ class ModelCard(InternalRecord, frozen=True):
     """A model that clients may ask for. Key `model/<name>`.
 
     `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
-    everything but name and checksum: equal sums, interchangeable models. No parsers of tool calls
-    or reasoning are named: answers to bodies that went on as they came are parsed by the server
-    that gives them, and the output of tokens is text. `served_as`: its name at such servers, which
-    tell no files to compare.
+    everything but name and checksum: equal sums, interchangeable models. `served_as`: its name at
+    servers that get bodies unchanged, and have no files to compare. `tool_parser`,
+    `reasoning_parser`: as in the settings of its workers; "" for auto.
     """
 
     name: str
@@ -105,6 +106,8 @@ class ModelCard(InternalRecord, frozen=True):
     defaults: SamplingOptions = SamplingOptions()
     checksum: str = ""
     served_as: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class SnapshotPointer(InternalRecord, frozen=True):

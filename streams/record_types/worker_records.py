@@ -16,7 +16,8 @@ WorkerState = Literal["ready", "draining", "unhealthy"]
 
 
 class Assignment(InternalRecord, frozen=True):
-    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from.
+    """Run this. `taken`: tokens the reader has (u32, little endian), to continue from, with
+    `taken_chars` of text and `taken_data` items of `Chunk.data`; -1: their number is unknown.
 
     `handoff_until_ms`: in phase decode, when the blocks of its prefill may be gone: past it the
     worker refuses the run; 0: never. With `Request.bootstrap_info`, in both phases, also the time
@@ -36,6 +37,7 @@ class Assignment(InternalRecord, frozen=True):
     taken: bytes = b""
     taken_chars: int = 0
     handoff_until_ms: int = 0
+    taken_data: int = -1
 
 
 class CancelRun(InternalRecord, frozen=True):

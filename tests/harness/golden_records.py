@@ -136,6 +136,13 @@ QUEUED_REQUEST = q.Request(
     ),
 )
 TRACED_REQUEST = q.Request(id="a", traceparent=f"00-{'1' * 32}-{'2' * 16}-01")
+PARSED_REQUEST = q.Request(
+    id="a",
+    parsing=q.AnswerParsing(
+        tools="hermes", reasoning="qwen3", version=2, in_reasoning=True, shows_reasoning=False,
+        max_calls=1,
+    ),
+)  # fmt: skip
 
 # fmt: off
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
@@ -547,6 +554,14 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         bytes.fromhex(
             "de0002a26964a161ab7472616365706172656e74d93730302d313131313131313131313131313131313131"
             "31313131313131313131313131312d323232323232323232323232323232322d3031"
+        ),
+    ),
+    (
+        PARSED_REQUEST,
+        bytes.fromhex(
+            "de0002a26964a161a770617273696e6786a5746f6f6c73a66865726d6573a9726561736f6e696e67a57177"
+            "656e33a776657273696f6e02ac696e5f726561736f6e696e67c3af73686f77735f726561736f6e696e67c2"
+            "a96d61785f63616c6c7301"
         ),
     ),
     (

@@ -35,6 +35,7 @@ from kvlane.streams.prompt import Prompt, encode_prompt
 from kvlane.streams.record_types.candidate_records import ROW, TIMED_ROW
 from tests.harness.golden_records import (
     GOLDEN,
+    PARSED_REQUEST,
     QUEUED_REQUEST,
     REQUEST,
     TRACED_REQUEST,
@@ -42,6 +43,8 @@ from tests.harness.golden_records import (
 )
 
 TYPES = (*codecs._INNER, *codecs._PUBLIC)
+
+REQUESTS = (REQUEST, WHOLE_REQUEST, QUEUED_REQUEST, TRACED_REQUEST, PARSED_REQUEST)
 
 
 def record(
@@ -77,7 +80,13 @@ def test_golden_request_sets_every_field() -> None:
         for field in msgspec.structs.fields(part):
             values = [
                 getattr(part_of(request, part), field.name)
-                for request in (REQUEST, WHOLE_REQUEST, QUEUED_REQUEST, TRACED_REQUEST)
+                for request in (
+                    REQUEST,
+                    WHOLE_REQUEST,
+                    QUEUED_REQUEST,
+                    TRACED_REQUEST,
+                    PARSED_REQUEST,
+                )
             ]
             assert any(value != field.default for value in values), field.name
 

@@ -10,13 +10,26 @@ from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import GenerateContext, InvalidRequest
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
-from kvlane.app.preprocess.request_reader import check_supported, read_request, unsupported_features
+from kvlane.app.preprocess.request_reader import (
+    check_supported,
+    lacking_features,
+    read_request,
+    unsupported_features,
+    with_supported_parsing,
+)
 from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.text.answer_parsers import PARSER_VERSION
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import EngineConfig, LogRecord, Tombstone, WorkerCard
-from kvlane.streams.request import GuidedDecoding, OutputOptions, Request, SamplingOptions
+from kvlane.streams.request import (
+    AnswerParsing,
+    GuidedDecoding,
+    OutputOptions,
+    Request,
+    SamplingOptions,
+)
 from kvlane.streams.topics import REGISTRY
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -105,11 +118,23 @@ def test_one_worker_of_the_model_that_lacks_a_feature_is_enough() -> None:
     fleet = Fleet()
     config = EngineConfig(model="m", unsupported=("logprobs",))
     cards = [
-        WorkerCard(id="a", slot=0, model="m", config=EngineConfig(model="m"), epoch=0),
-        WorkerCard(id="b", slot=0, model="m", config=config, epoch=1),
+        WorkerCard(id=name, slot=0, model="m", config=config, epoch=epoch, parser_version=1)
+        for epoch, (name, config) in enumerate([("a", EngineConfig(model="m")), ("b", config)])
     ]
     fleet.apply(Partition(REGISTRY, 0), [LogRecord(n, 0, card) for n, card in enumerate(cards)], 2)
     assert unsupported_features(fleet, "m") == {"logprobs"}
     assert unsupported_features(fleet, "n") == frozenset()
     fleet.apply(Partition(REGISTRY, 0), [LogRecord(2, 0, Tombstone(key="worker/b", epoch=1))], 3)
     assert unsupported_features(fleet, "m") == frozenset()
+
+
+def test_answer_stays_text_while_a_worker_cannot_parse_it() -> None:
+    request = Request(id="r", parsing=AnswerParsing(tools="hermes"))
+    cards = [
+        WorkerCard(id=f"w{version}", slot=0, model="m", config=EngineConfig(model="m"),
+                   parser_version=version)
+        for version in (PARSER_VERSION, 0)
+    ]  # fmt: skip
+    both, new = lacking_features(cards), lacking_features(cards[:1])
+    assert with_supported_parsing([request], both)[0].parsing is None
+    assert with_supported_parsing([request], new) == (request,)

@@ -206,7 +206,7 @@ async def visible(answer: str, taken: int = 0, **fields: Any) -> str:
     (request,) = (await LOADED.prepare(read_openai("chat", CHAT | fields))).requests
     tokens = await LOADED.tokenizer.encode(answer)
     stream = LOADED.text_stream(request, tokens[:taken])
-    return stream.feed(tokens[taken:]).text + stream.end()
+    return stream.feed(tokens[taken:]).text + stream.end().text
 
 
 async def test_answer_ends_at_the_models_end_of_text() -> None:

@@ -47,7 +47,7 @@ ASKING: dict[str, Any] = {
     "chat_template": "{{ 1 }}", "functions": [{"name": "f"}], "function_call": {"name": "f"},
     "audio": {"voice": "x"}, "modalities": ["text", "audio"], "prediction": {"type": "content"},
     "web_search_options": {}, "service_tier": "flex", "verbosity": "low", "suffix": "x",
-    "logits_processors": ["x"], "continue_final_message": True, "include_reasoning": False,
+    "logits_processors": ["x"], "continue_final_message": True,
     "spaces_between_special_tokens": False, "return_token_ids": True, "vllm_xargs": {"a": 1},
     "priority": 1, "repetition_detection": {}, "truncation_side": "left", "detokenize": False,
 }  # fmt: skip
@@ -79,8 +79,6 @@ def test_neutral_values_of_such_fields_and_labels_pass(kind: TokenizedKind) -> N
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, None),
         ({"echo": True}, "echo"),
         ({"add_special_tokens": True}, "add_special_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False},
-         "parallel_tool_calls"),
     ],
 )  # fmt: skip
 def test_option_of_a_chat_that_is_not_honoured_is_refused(

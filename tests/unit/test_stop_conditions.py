@@ -63,7 +63,7 @@ class Answer(NamedTuple):
 
 def whole(text_stream: TextStream, steps: Sequence[Sequence[int]]) -> Answer:
     pieces = [text_stream.feed(step) for step in steps]
-    text = "".join(piece.text for piece in pieces) + text_stream.end()
+    text = "".join(piece.text for piece in pieces) + text_stream.end().text
     last = text_stream.ended or TextPiece("", 0)
     return Answer(text, text_stream.tokens, last.finish_reason, last.stop_reason)
 
@@ -82,13 +82,13 @@ def test_half_a_character_waits_for_the_rest() -> None:
 def test_no_text_is_withheld_without_stop_strings() -> None:
     text_stream = stream()
     text_stream.feed(bytewise("abc"))
-    assert text_stream.end() == ""
+    assert text_stream.end().text == ""
 
 
 def test_end_of_an_answer_shows_its_half_character() -> None:
     text_stream = stream()
     text_stream.feed(bytewise("é")[:1])
-    assert text_stream.end() == "\ufffd"
+    assert text_stream.end().text == "\ufffd"
 
 
 def test_empty_step_has_no_output() -> None:
@@ -181,7 +181,7 @@ def test_only_a_possible_start_of_a_stop_string_is_withheld() -> None:
 
 def test_end_of_an_answer_releases_withheld_text() -> None:
     text_stream = stream(stop=("xyz",))
-    assert text_stream.feed(bytewise("axy")).text + text_stream.end() == "axy"
+    assert text_stream.feed(bytewise("axy")).text + text_stream.end().text == "axy"
 
 
 @pytest.mark.parametrize("cut", [ids, bytewise])
@@ -292,7 +292,7 @@ def test_resumed_tokens_count_for_min_and_max() -> None:
 def test_resumed_answer_may_already_be_complete() -> None:
     over = stream(bytewise("axy"), stop=("xy",))
     assert over.ended == TextPiece("", 0, "stop", "xy")
-    assert (over.chars, over.end()) == (1, "")
+    assert (over.chars, over.end().text) == (1, "")
 
 
 def test_chars_includes_text_of_earlier_runs() -> None:
@@ -404,7 +404,7 @@ def test_any_fences_show_the_same(
         for step in steps_of(tokens[taken:fence], some):
             piece = run.feed(step)
             taken, text = taken + piece.tokens, text + piece.text
-    text += run.end()
+    text += run.end().text
     last = run.ended or TextPiece("", 0)
     expected = reference(tokens, conditions, include_stop=include_stop)
     assert Answer(text, taken, last.finish_reason, last.stop_reason) == expected
@@ -417,5 +417,5 @@ def test_chars_is_the_length_of_the_shown_text(
     text_stream = TextStream(
         TOKENIZER.detokenizer(), conditions, eos_token_ids=EOS, include_stop=include_stop
     )
-    text = "".join(text_stream.feed([token]).text for token in tokens) + text_stream.end()
+    text = "".join(text_stream.feed([token]).text for token in tokens) + text_stream.end().text
     assert text_stream.chars == len(text)

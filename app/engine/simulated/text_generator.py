@@ -56,7 +56,7 @@ def expected_answer(
     parts: list[str] = []
     for token in continuation(sequence, request.stop.max_tokens):
         if len(visible) == room:
-            return ExpectedAnswer(tuple(visible), "".join(parts) + text.end(), "length")
+            return ExpectedAnswer(tuple(visible), "".join(parts) + text.end().text, "length")
         piece = text.feed([token])
         visible.append(token)
         parts.append(piece.text)
@@ -64,7 +64,7 @@ def expected_answer(
             return ExpectedAnswer(
                 tuple(visible), "".join(parts), piece.finish_reason, piece.stop_reason
             )
-    return ExpectedAnswer(tuple(visible), "".join(parts) + text.end(), "stop")
+    return ExpectedAnswer(tuple(visible), "".join(parts) + text.end().text, "stop")
 
 
 def echo_continuation(sequence: Sequence[int], max_tokens: int | None) -> Iterator[int]:

@@ -25,7 +25,12 @@ from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
 from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
-from kvlane.app.preprocess.request_reader import check_supported, prepare, read_request
+from kvlane.app.preprocess.request_reader import (
+    check_supported,
+    prepare,
+    read_request,
+    with_supported_parsing,
+)
 from kvlane.app.preprocess.requests import openai_requests
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
@@ -80,10 +85,14 @@ class Completions:
             as_is = parts.served_models.kind(fields.get("model")) != "tokens"
             parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
             model = await parts.catalog.model(kind, parsed.model)
-            check_supported(parsed, parts.served_models.model(parsed.model).unsupported)
+            unsupported = parts.served_models.model(parsed.model).unsupported
+            check_supported(parsed, unsupported)
             if values:  # a large body, which was parsed in steps
                 await asyncio.sleep(0)
             prepared = await prepare(parsed, model, caller.cache_tenant)
+            prepared = prepared._replace(
+                requests=with_supported_parsing(prepared.requests, unsupported)
+            )
         answers = len(prepared.requests) * parsed.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid_request(

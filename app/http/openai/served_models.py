@@ -23,6 +23,7 @@ from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.models.model_loader import ModelLoader
 from kvlane.app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
+from kvlane.app.preprocess.request_reader import lacking_features
 from kvlane.app.routing.state.fleet import Fleet, FleetMember
 from kvlane.streams.errors import StreamError
 from kvlane.streams.ports import Partition
@@ -128,7 +129,7 @@ class ServedModels:
 def _served(name: str, members: Sequence[FleetMember], card: ModelCard | None) -> ServedModel:
     lengths = [m.card.config.context_length for m in members if m.card.config.context_length]
     created = min(m.since_ms for m in members) // 1000
-    unsupported = frozenset(f for m in members for f in m.card.config.unsupported)
+    unsupported = lacking_features(member.card for member in members)
     return ServedModel(name, created, min(lengths, default=None), card, unsupported)
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from kvlane.app.preprocess.models.model import PreparedPrompts
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, context_error
+from kvlane.app.preprocess.requests.answer_parsing import ModelParsers, with_parsing
 from kvlane.app.preprocess.requests.openai_requests import NO_EFFORT, OpenAIRequest, TextOrTokens
 from kvlane.app.preprocess.requests.request_models import ChatBody, TokensBody
 from kvlane.app.text import byte_level
@@ -21,6 +22,8 @@ from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.records import ModelCard
 from kvlane.streams.request import Request
 
+_PARSERS = ModelParsers("hermes", "qwen3")
+"""Of answers to chats with tools, which such a model is not shown."""
 _VOCABULARY = Vocabulary([bytes([byte]) for byte in range(256)], frozenset())
 
 
@@ -76,7 +79,8 @@ class ByteModel:
         if request.body.max_tokens_field()[1] is None:
             requests = tuple(map(_unlimited, requests))
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
-        return PreparedPrompts(requests, texts)
+        parsers = _PARSERS if request.tools else ModelParsers()
+        return PreparedPrompts(with_parsing(request, parsers, requests, texts), texts)
 
 
 def _tokens(

@@ -14,6 +14,7 @@ from kvlane.app.preprocess.json_limits import MAX_PROMPT_TOKENS
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model_folder import ModelFiles, card_of, read_folder
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, context_error
+from kvlane.app.preprocess.requests.answer_parsing import parsers_of, with_parsing
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
 from kvlane.app.preprocess.text.piece_cache import PieceCache, Scope
@@ -43,6 +44,7 @@ class LoadedModel:
         self.card = card
         self.tokenizer = tokenizer
         self._template = template
+        self._parsers = parsers_of(card, None if template is None else template.source)
         self._pool = pool
 
     async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
@@ -62,7 +64,8 @@ class LoadedModel:
             for prompt in prompts
         ]
         texts = tuple(prompt if isinstance(prompt, str) else None for prompt in prompts)
-        return PreparedPrompts(request.requests(tokens, self.card), texts)
+        requests = request.requests(tokens, self.card)
+        return PreparedPrompts(with_parsing(request, self._parsers, requests, texts), texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a single token."""

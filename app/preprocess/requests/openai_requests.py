@@ -37,7 +37,11 @@ from kvlane.app.preprocess.requests.request_models import (
     PassthroughBody,
     TokensBody,
 )
-from kvlane.app.preprocess.requests.unsupported_fields import OF_CHATS, refuse_unsupported
+from kvlane.app.preprocess.requests.unsupported_fields import (
+    OF_CHATS,
+    OF_COMPLETIONS,
+    refuse_unsupported,
+)
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import ModelCard
@@ -309,10 +313,9 @@ def read_openai(
     if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
         raise InvalidPrompt("echo", "has no log probabilities of the prompt: ask without logprobs")
     if not isinstance(body, ChatBody):
+        refuse_unsupported(fields, OF_COMPLETIONS)
         return OpenAIRequest(body, ext)
     refuse_unsupported(fields, OF_CHATS)
-    if body.tools and body.parallel_tool_calls is False:
-        raise InvalidPrompt("parallel_tool_calls", "this model answers in text: use true")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidPrompt("top_logprobs", "needs logprobs")
     _check_tool_choice(body)

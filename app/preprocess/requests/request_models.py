@@ -359,6 +359,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Object | None = None
     reasoning_effort: Text | None = None
+    include_reasoning: bool | None = None
 
     def max_tokens_field(self) -> tuple[str, int | None]:
         """The newer name of the limit wins."""

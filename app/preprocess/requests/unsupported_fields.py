@@ -64,7 +64,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "chat_template": Unsupported(("",), "the template is the model's"),
     "continue_final_message": _OFF,
     "detokenize": Unsupported((True,)),
-    "include_reasoning": Unsupported((True,)),
     "length_penalty": Unsupported((1,)),
     "logits_processors": _EMPTY,
     "priority": Unsupported((0,), "use nvext.agent_hints.priority"),
@@ -91,6 +90,8 @@ OF_CHATS: Mapping[str, Unsupported] = {
     "echo": _OFF,
 }
 """Fields that completions alone honour."""
+OF_COMPLETIONS: Mapping[str, Unsupported] = {"include_reasoning": Unsupported((True,))}
+"""Fields that chats alone honour."""
 
 
 def refuse_unsupported(

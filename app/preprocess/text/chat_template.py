@@ -53,6 +53,7 @@ class ChatTemplate:
         timeout_s: float = RENDER_TIMEOUT_S,
     ) -> None:
         """`special_tokens`: by the names that templates use: bos_token, eos_token and so on."""
+        self.source = source
         self._clock = clock
         self._timeout_s = timeout_s
         environment = _environment(clock)

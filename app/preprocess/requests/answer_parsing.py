@@ -1,0 +1,76 @@
+"""The parsing that a chat asks for, by its tools and by the parsers of its model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
+from kvlane.app.preprocess.requests.request_models import ChatBody
+from kvlane.app.text.answer_parsers import begins_in_reasoning, reasoning_parser_of, tool_parser_of
+from kvlane.streams.records import ModelCard
+from kvlane.streams.request import AnswerParsing, Request
+
+
+class ModelParsers(NamedTuple):
+    """Names of the parsers of a model's answers; "" for none."""
+
+    tools: str = ""
+    reasoning: str = ""
+
+
+def parsers_of(card: ModelCard, template: str | None) -> ModelParsers:
+    """The parsers that a card names, otherwise those of the form in the chat template."""
+    source = template or ""
+    named = ModelParsers(
+        card.tool_parser or tool_parser_of(source),
+        card.reasoning_parser or reasoning_parser_of(source),
+    )
+    return ModelParsers(*("" if name == "none" else name for name in named))
+
+
+def with_parsing(
+    asked: OpenAIRequest,
+    parsers: ModelParsers,
+    requests: Sequence[Request],
+    prompts: Sequence[str | None],
+) -> tuple[Request, ...]:
+    """The requests of a body with the parsing of their answers. Raises InvalidPrompt.
+
+    `prompts`: their texts, where they are known.
+    """
+    return tuple(
+        replace(request, parsing=parsing_of(asked, parsers, prompt))
+        for request, prompt in zip(requests, prompts, strict=True)
+    )
+
+
+def parsing_of(
+    request: OpenAIRequest, parsers: ModelParsers, prompt: str | None
+) -> AnswerParsing | None:
+    """The parsing of the answers to a prompt; None for plain text. Raises InvalidPrompt.
+
+    `prompt`: its text, if it is known.
+    """
+    body = request.body
+    if not isinstance(body, ChatBody):
+        return None
+    if body.include_reasoning is False and not parsers.reasoning:
+        raise InvalidPrompt(
+            "include_reasoning", "the reasoning of this model is not told apart: leave it out"
+        )
+    if body.tools and body.parallel_tool_calls is False and not parsers.tools:
+        raise InvalidPrompt("parallel_tool_calls", "this model answers in text: use true")
+    tools = parsers.tools if request.tools else ""
+    if not tools and not parsers.reasoning:
+        return None
+    return AnswerParsing(
+        tools=tools,
+        reasoning=parsers.reasoning,
+        in_reasoning=begins_in_reasoning(parsers.reasoning, prompt or ""),
+        shows_reasoning=body.include_reasoning is not False,
+        max_calls=1 if body.parallel_tool_calls is False else 0,
+    )

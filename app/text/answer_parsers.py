@@ -1,0 +1,338 @@
+"""Parsers of an answer's text: its content, its reasoning and its tool calls.
+
+    text ─► ReasoningParser ─► reasoning
+                    └─content─► HermesParser ─► tool calls
+                                        └─────► content
+
+A parser gets the text of one token at a time. Its parts are a function of the text up to there, so
+a worker that continues an answer finds the parts that readers have.
+
+The names of parsers are those of vLLM for the same forms of text. `auto` reads the form from the
+chat template of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+from kvlane.app.text.json_call import JsonCall, MalformedCall
+from kvlane.app.text.tags import split_at_tag
+from kvlane.streams.request import AnswerParsing
+
+log = logging.getLogger(__name__)
+
+ToolParserName = Literal["auto", "none", "hermes"]
+ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]
+
+PARSER_VERSION = 1
+"""Of the rules of this module: another version may divide an answer otherwise."""
+_THINK, _END_OF_THINK = "<think>", "</think>"
+_CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
+_OTHER_FORMS = ("<function=", "<arg_key>", "<parameter=")
+"""Forms of calls within the same tags that are no JSON."""
+
+
+class AnswerPart(NamedTuple):
+    """A part of an answer: content, or the fields of a delta of OpenAI's form."""
+
+    content: str = ""
+    delta: Mapping[str, Any] | None = None
+
+
+Emit = Callable[[AnswerPart], None]
+
+
+class AnswerParser:
+    """The parser of one answer; `push` returns the parts that the next text completes."""
+
+    def __init__(self, parsing: AnswerParsing, request_id: str) -> None:
+        """Raises ValueError for a parser or a version that this worker lacks."""
+        if parsing.version != PARSER_VERSION:
+            raise ValueError(
+                f"the answer is parsed by version {parsing.version} of the rules, and this worker "
+                f"has version {PARSER_VERSION}: run one version of workers and gateways"
+            )
+        self._parts: list[AnswerPart] = []
+        self._calls = _calls_parser(parsing, request_id, self._parts.append)
+        self._reasoning = _reasoning_parser(parsing, self._calls, self._parts.append)
+
+    @property
+    def calls(self) -> int:
+        """Number of tool calls that readers see."""
+        return self._calls.calls
+
+    @property
+    def malformed_calls(self) -> int:
+        """Number of texts that began as a tool call and are none."""
+        return self._calls.malformed
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text belongs to the reasoning."""
+        return self._reasoning.is_reasoning
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer ends here, since it has as many calls as it may have."""
+        return self._calls.is_full
+
+    def push(self, text: str) -> list[AnswerPart]:
+        self._reasoning.push(text)
+        return self._take()
+
+    def end(self) -> list[AnswerPart]:
+        """The parts that were kept back, at the end of the answer."""
+        self._reasoning.end()
+        self._calls.end()
+        return self._take()
+
+    def _take(self) -> list[AnswerPart]:
+        parts = self._parts.copy()
+        self._parts.clear()
+        return parts
+
+
+class ContentParser:
+    """The parser of answers without tool calls: all of the text is content."""
+
+    calls = malformed = 0
+    is_full = False
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+
+    def push(self, text: str) -> None:
+        if text:
+            self._emit(AnswerPart(text))
+
+    def end(self) -> None:
+        """Nothing is kept back."""
+
+
+class HermesParser(ContentParser):
+    """Tool calls as JSON between tags, after Nous Research's Hermes and Qwen.
+
+    A call without a function's name, or whose text is no JSON before the name, stays content.
+    Arguments are given out as they arrive: a fault behind the name ends the call there. White space
+    between and behind calls is dropped.
+    """
+
+    def __init__(self, emit: Emit, request_id: str, max_calls: int) -> None:
+        """`max_calls`: 0 for any number."""
+        super().__init__(emit)
+        self._request_id = request_id
+        self._max_calls = max_calls
+        self.calls = 0
+        self.malformed = 0
+        self._held = ""
+        """Text that may begin a tag, or white space that may precede another call."""
+        self._call: JsonCall | None = None
+        self._raw = ""
+        """Text of the call whose name is not known yet, with its tag."""
+        self._is_announced = False
+        """Whether readers have the name of the call."""
+        self._awaits_end_tag = False
+
+    @property
+    def is_full(self) -> bool:  # type: ignore[override]
+        return bool(self._max_calls) and self.calls >= self._max_calls and self._call is None
+
+    def push(self, text: str) -> None:
+        while text and not self.is_full:
+            text = self._push_content(text) if self._call is None else self._push_call(text)
+
+    def end(self) -> None:
+        if self._call is not None:
+            if self._call.name is None:
+                self._emit(AnswerPart(self._raw))
+            self._call = None
+        elif self._held and not (self.calls and self._held.isspace()):
+            self._emit(AnswerPart(self._held))
+        self._held = ""
+
+    def _push_content(self, text: str) -> str:
+        """Read content up to the next call; returns the text behind its tag."""
+        text, self._held = self._held + text, ""
+        if self._awaits_end_tag:
+            stripped = text.lstrip()
+            if stripped.startswith(_END_OF_CALL):
+                self._awaits_end_tag = False
+                return stripped.removeprefix(_END_OF_CALL)
+            if _END_OF_CALL.startswith(stripped):
+                self._held = text
+                return ""
+            self._awaits_end_tag = False
+        before, rest, is_found = split_at_tag(text, _CALL)
+        if self.calls and before.isspace():
+            before, rest = ("", rest) if is_found else ("", before + rest)
+        elif self.calls and not is_found:  # white space may precede another call
+            content = before.rstrip()
+            before, rest = content, before[len(content) :] + rest
+        elif self.calls:
+            before = before.rstrip()
+        if before:
+            self._emit(AnswerPart(before))
+        if not is_found:
+            self._held = rest
+            return ""
+        self._call, self._raw, self._is_announced = JsonCall(), _CALL, False
+        return rest
+
+    def _push_call(self, text: str) -> str:
+        """Read a call up to its end; returns the text behind it."""
+        call = self._call
+        assert call is not None
+        for place, char in enumerate(text):
+            try:
+                call.push(char)
+            except MalformedCall as e:
+                return self._end_malformed(call, str(e), text, place)
+            if call.is_complete:
+                self._emit_call(call)
+                self._end_call(call)
+                return text[place + 1 :]
+            if call.name is None:
+                self._raw += char
+        self._emit_call(call)
+        return ""
+
+    def _emit_call(self, call: JsonCall) -> None:
+        if call.name is None:
+            return
+        if not self._is_announced:
+            self._is_announced = True
+            function = {"name": call.name, "arguments": ""}
+            named = {"id": _call_id(self._request_id, self.calls), "type": "function"}
+            self._emit_delta(named | {"function": function})
+        if arguments := call.take_arguments():
+            self._emit_delta({"function": {"arguments": arguments}})
+
+    def _emit_delta(self, fields: Mapping[str, Any]) -> None:
+        self._emit(AnswerPart(delta={"tool_calls": [{"index": self.calls} | dict(fields)]}))
+
+    def _end_call(self, call: JsonCall) -> None:
+        if not call.is_valid:
+            self._count_malformed("its arguments are no JSON")
+        self.calls += 1
+        self._call, self._raw, self._awaits_end_tag = None, "", True
+
+    def _end_malformed(self, call: JsonCall, reason: str, text: str, place: int) -> str:
+        """End a call at a fault; returns the text that is content now."""
+        self._count_malformed(reason)
+        self._call = None
+        if call.name is None:
+            rest, self._raw = self._raw + text[place:], ""
+            self._emit(AnswerPart(rest[: len(_CALL)]))  # its tag begins no call again
+            return rest[len(_CALL) :]
+        self._emit_call(call)
+        self.calls += 1
+        return text[place:]
+
+    def _count_malformed(self, reason: str) -> None:
+        self.malformed += 1
+        log.warning("%s: a tool call is malformed: %s", self._request_id, reason)
+
+
+class ReasoningParser:
+    """Reasoning between tags at the beginning of an answer; what follows is content.
+
+    The first tag may stand in the prompt. An answer that does not begin with it has no reasoning.
+    """
+
+    def __init__(self, content: ContentParser, emit: Emit, parsing: AnswerParsing) -> None:
+        self._content = content
+        self._emit = emit
+        self._shows = parsing.shows_reasoning
+        self._state: Literal["begin", "reasoning", "content"] = "begin"
+        if not parsing.reasoning:
+            self._state = "content"
+        elif parsing.in_reasoning:
+            self._state = "reasoning"
+        self._held = ""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text belongs to the reasoning."""
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> None:
+        if self._state == "begin":
+            text = self._push_beginning(text)
+        if self._state == "reasoning":
+            text = self._push_reasoning(text)
+        if self._state == "content":
+            self._content.push(text)
+
+    def end(self) -> None:
+        if self._state == "reasoning":
+            self._emit_reasoning(self._held)
+        else:
+            self._content.push(self._held)
+        self._held = ""
+
+    def _push_beginning(self, text: str) -> str:
+        text = self._held + text
+        stripped = text.lstrip()
+        self._held = ""
+        if stripped.startswith(_THINK):
+            self._state = "reasoning"
+            return stripped.removeprefix(_THINK)
+        if _THINK.startswith(stripped):
+            self._held = text
+            return ""
+        self._state = "content"
+        return text
+
+    def _push_reasoning(self, text: str) -> str:
+        before, rest, is_found = split_at_tag(self._held + text, _END_OF_THINK)
+        self._emit_reasoning(before)
+        if is_found:
+            self._state, self._held = "content", ""
+            return rest
+        self._held = rest
+        return ""
+
+    def _emit_reasoning(self, text: str) -> None:
+        if text and self._shows:
+            self._emit(AnswerPart(delta={"reasoning_content": text, "reasoning": text}))
+
+
+def tool_parser_of(template: str) -> str:
+    """The parser of the calls that a chat template asks for; "" if its form is not known."""
+    is_hermes = _CALL in template and _END_OF_CALL in template
+    return "hermes" if is_hermes and not any(form in template for form in _OTHER_FORMS) else ""
+
+
+def reasoning_parser_of(template: str) -> str:
+    """The parser of the reasoning in a chat template; "" if it has none."""
+    return "qwen3" if _END_OF_THINK in template else ""
+
+
+def begins_in_reasoning(parser: str, prompt: str) -> bool:
+    """Whether an answer to a prompt begins within its reasoning."""
+    return parser == "deepseek_r1" or (parser != "" and prompt.rstrip().endswith(_THINK))
+
+
+def _calls_parser(parsing: AnswerParsing, request_id: str, emit: Emit) -> ContentParser:
+    if parsing.tools not in ("", "hermes"):
+        raise ValueError(f"this worker has no tool parser {parsing.tools!r}")
+    if not parsing.tools:
+        return ContentParser(emit)
+    return HermesParser(emit, request_id, parsing.max_calls)
+
+
+def _reasoning_parser(
+    parsing: AnswerParsing, content: ContentParser, emit: Emit
+) -> ReasoningParser:
+    if parsing.reasoning not in ("", "qwen3", "deepseek_r1"):
+        raise ValueError(f"this worker has no reasoning parser {parsing.reasoning!r}")
+    return ReasoningParser(content, emit, parsing)
+
+
+def _call_id(request_id: str, number: int) -> str:
+    """The same id for every worker and reader."""
+    digest = blake2b(f"{number} {request_id}".encode(), digest_size=12).hexdigest()
+    return f"call_{digest}"

@@ -1,0 +1,101 @@
+"""The parts of an answer: content, reasoning and tool calls, from the tokens of its engine.
+
+`ParsedStream` has the interface of `TextStream`, and adds the items of `Chunk.data`. It parses the
+visible text token by token, so the items after a token are a function of the tokens up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvlane.app.text.answer_parsers import AnswerParser, AnswerPart
+from kvlane.app.text.stop_conditions import TextPiece, TextStream
+from kvlane.streams.records import FinishReason, PassthroughDelta
+from kvlane.streams.request import AnswerParsing
+
+
+class ParsedStream:
+    """The content and the items of data of one answer."""
+
+    def __init__(
+        self, text: TextStream, parsing: AnswerParsing, request_id: str, taken: Sequence[int] = ()
+    ) -> None:
+        """`text` has no tokens yet; `taken`: tokens of this answer that were emitted already.
+
+        Raises ValueError for a parser that this worker lacks.
+        """
+        self._text = text
+        self._parser = AnswerParser(parsing, request_id)
+        self.tokens = 0
+        """Number of tokens of the answer that counted."""
+        self.chars = 0
+        """Length of the content."""
+        self.items = 0
+        """Number of items of data."""
+        self.reasoning_tokens = 0
+        self.ended: TextPiece | None = None
+        """As `TextStream.ended`."""
+        self.feed(taken)
+
+    @property
+    def token_chars(self) -> list[int] | None:
+        """As `TextStream.token_chars`."""
+        return self._text.token_chars
+
+    @token_chars.setter
+    def token_chars(self, value: list[int] | None) -> None:
+        self._text.token_chars = value
+
+    @property
+    def calls(self) -> int:
+        """Number of tool calls."""
+        return self._parser.calls
+
+    @property
+    def malformed_calls(self) -> int:
+        """Number of texts that began as a tool call and are none."""
+        return self._parser.malformed_calls
+
+    def feed(self, token_ids: Sequence[int]) -> TextPiece:
+        """Content and data of these tokens, and the end. After the end, only its reasons."""
+        before, parts = self.tokens, list[AnswerPart]()
+        for token_id in token_ids:
+            if self.ended is not None:
+                break
+            was_reasoning = self._parser.is_reasoning
+            piece = self._text.feed((token_id,))
+            parts += self._parser.push(piece.text)
+            self.tokens += piece.tokens
+            self.reasoning_tokens += was_reasoning or self._parser.is_reasoning
+            if self._text.ended is not None:
+                parts += self._parser.end()
+                reason = self._text.ended.finish_reason or "stop"
+                self.ended = self._text.ended._replace(finish_reason=self.finish_reason(reason))
+            elif self._parser.is_complete:
+                self.ended = TextPiece("", 0, "tool_calls")
+        piece = self._piece(parts)._replace(tokens=self.tokens - before)
+        if self.ended is None:
+            return piece
+        return piece._replace(
+            finish_reason=self.ended.finish_reason, stop_reason=self.ended.stop_reason
+        )
+
+    def end(self) -> TextPiece:
+        """What was kept back, for an answer that its engine has ended."""
+        if self.ended is not None:
+            return TextPiece("", 0)
+        return self._piece(self._parser.push(self._text.end().text) + self._parser.end())
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        """As `TextStream.finish_reason`."""
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+    def _piece(self, parts: Iterable[AnswerPart]) -> TextPiece:
+        content, data = "", list[PassthroughDelta]()
+        for part in parts:
+            content += part.content
+            if part.delta is not None:
+                data.append(PassthroughDelta(at=len(content), delta=dict(part.delta)))
+        self.chars += len(content)
+        self.items += len(data)
+        return TextPiece(content, 0, data=tuple(data))
