@@ -380,7 +380,22 @@ def test_processes_log_in_as_the_users_of_their_roles() -> None:
         assert user in users
 
 
-def test_compose_names_the_images_of_this_version() -> None:
+def test_version_is_the_same_everywhere() -> None:
+    """That of pyproject.toml, also in the newest heading of the changelog with a version."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-    compose = (ROOT / "deploy/compose/compose.yaml").read_text("utf-8")
-    assert set(re.findall(r"kvlane:([^}\s]+)", compose)) == {version, f"{version}-vllm"}
+    chart = ROOT / "deploy/chart"
+    about = yaml.safe_load((chart / "Chart.yaml").read_text("utf-8"))
+    assert (about["version"], about["appVersion"]) == (version, version)
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)[0] == version
+    pages = [
+        ROOT / "deploy/compose/compose.yaml", *chart.rglob("*.yaml"), *(ROOT / "docs").glob("*.md"),
+    ]  # fmt: skip
+    images = {
+        found
+        for page in pages
+        for found in re.findall(
+            r"(?:\bkvlane:|repository: kvlane, tag: |\btag: )(\d[\w.-]*)", page.read_text("utf-8")
+        )
+    }
+    assert images == {version, f"{version}-vllm"}
