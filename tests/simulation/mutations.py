@@ -101,6 +101,7 @@ MUTATIONS: dict[str, Mutation] = {
             "open hanging",
             "looking for runs that are missing",
             router.missing_runs_are_not_detected,
+            scenarios=("take-overs",),
         ),
         Mutation(
             "count-refusals", "causeless", "free worker_full", router.refusals_count_as_failures
@@ -244,12 +245,14 @@ MUTATIONS: dict[str, Mutation] = {
             "credit",
             "credit of a request is used until a report has read it",
             edge.acknowledged_requests_return_credit,
+            scenarios=("batch",),
         ),
         Mutation(
             "credit-late",
             "credit",
             "a report returns the credit of what its router has read only",
             edge.late_reports_return_credit,
+            scenarios=("batch",),
         ),
         Mutation(
             "room-unshared",
@@ -265,61 +268,81 @@ MUTATIONS: dict[str, Mutation] = {
         ),
         Mutation("from-now", "waiting", "attaching from the beginning", edge.answers_from_now_on),
         Mutation(
-            "events-once", "caches", "cache events until acknowledged", router.cache_events_once
+            "events-once",
+            "caches",
+            "cache events until acknowledged",
+            router.cache_events_once,
+            scenarios=("caches",),
         ),
         Mutation(
             "snapshot-ahead",
             "caches",
             "state and position of a snapshot from one moment",
             worker.snapshot_ahead_of_its_state,
+            scenarios=("caches",),
         ),
         Mutation(
             "join-ahead",
             "caches load",
             "reading on from the position of a view that joins",
             edge.joining_views_skip_records,
+            scenarios=("caches",),
         ),
         Mutation(
             "preempt-unfenced",
             "hanging hole wrong",
             "Fence before a preempted run ends",
             router.preempt_without_a_fence,
+            scenarios=("batch",),
         ),
         Mutation(
             "result-early",
             "results",
             "commit after the result was written",
             router.commit_before_the_result,
+            scenarios=("batch",),
         ),
         Mutation(
             "result-open",
             "result results",
             "results of finished requests only",
             router.results_of_what_goes_on,
+            scenarios=("batch",),
         ),
         Mutation(
             "prefill-chunks",
             "hole wrong hanging",
             "no Chunk of a prefill",
             router.prefill_writes_chunks,
+            scenarios=("roles",),
         ),
         Mutation(
             "decode-early",
             "invalid",
             "decode after the hand-over",
             router.decode_before_the_handover,
+            scenarios=("roles",),
         ),
         Mutation(
-            "handover-twice", "twice", "a hand-over is used once", router.handovers_are_used_again
+            "handover-twice",
+            "twice",
+            "a hand-over is used once",
+            router.handovers_are_used_again,
+            scenarios=("roles", "take-overs"),
         ),
         Mutation(
-            "handover-late", "late", "no hand-over past its lease", router.handovers_never_expire
+            "handover-late",
+            "late",
+            "no hand-over past its lease",
+            router.handovers_never_expire,
+            scenarios=("roles",),
         ),
         Mutation(
             "decode-lost",
             "StepLimitExceeded open hanging",
             "the next attempt after a hand-over that is not used",
             router.unused_handovers_are_forgotten,
+            scenarios=("roles",),
         ),
         Mutation(
             "prefill-failed",
@@ -327,6 +350,7 @@ MUTATIONS: dict[str, Mutation] = {
             "the end of decode when the prefill that it waits for has failed",
             router.decode_waits_for_failed_prefills,
             MaskingRule("transfer-endless", "the wait of decode ends, if later"),
+            scenarios=("roles",),
         ),
         Mutation(
             "transfer-endless",
@@ -334,12 +358,14 @@ MUTATIONS: dict[str, Mutation] = {
             "the limit on the wait for a transfer",
             router.transfers_never_time_out,
             MaskingRule("prefill-failed", "most waits in vain are for prefills that failed"),
+            scenarios=("roles",),
         ),
         Mutation(
             "transfer-cancelled",
             "interrupted",
             "no cancel of a transfer",
             router.cancels_interrupt_transfers,
+            scenarios=("roles", "take-overs"),
         ),
         Mutation(
             "merge-across",

@@ -53,6 +53,9 @@ Scenario = Literal[
     "replies",
     "absence",
     "keys",
+    "batch",
+    "caches",
+    "roles",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -70,6 +73,9 @@ Scenario = Literal[
     keys          HTTP clients of two tenants, whose API keys are revoked and replaced
     clock skew    the clocks of brokers differ by more than the time-out of workers, and partitions
                   move to other leaders more often; those of processes always differ by more
+    batch         batch prompts, and collectors of results
+    caches        engines cache, and indexers follow their events
+    roles         workers that only compute prompts, and others that go on with them
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
@@ -87,6 +93,8 @@ ADDED_SHARES: Mapping[Scenario, float] = {
     "clock skew": 0.05,
 }
 """Shares that are drawn apart, so that the other seeds keep their worlds."""
+FEATURE_SHARES: Mapping[str, float] = {"caches": 0.25, "batch": 0.2, "roles": 0.2}
+"""Shares of the worlds with processes enough, drawn with the other parameters."""
 CLOCK_SKEWS_MS = (4_000, 20_000, CLOCK_SKEW_MS)
 """Largest differences between the clocks of two brokers: more than the time-out of workers, and up
 to the one that is supported, or the time for which ids are kept."""
@@ -110,8 +118,6 @@ SLOW_PERIODS = {
 ABSENT_PARTS: tuple[AbsentPart, ...] = (
     "router", "worker", "collector", "preprocessor", "gateway", "broker",
 )  # fmt: skip
-BATCH_SHARE = 0.2
-ROLE_SHARE = 0.2
 BOOTSTRAP_SHARE = 0.5
 COMMITS = "commits"
 TRIGGER_TOPICS = (LEDGER, RESPONSES, ASSIGNMENTS, REGISTRY, REQUESTS, COMMITS)
@@ -213,10 +219,12 @@ class WorldParameters(NamedTuple):
     @staticmethod
     def of_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> WorldParameters:
         """The world of a seed, with these scenarios instead of those that it draws."""
-        shape = WorldParameters.draw(random.Random(f"{seed} shape"))
-        shape = shape.with_caches(random.Random(f"{seed} caches"))
-        shape = shape.with_batch(random.Random(f"{seed} batch"))
-        shape = shape.with_roles(random.Random(f"{seed} roles"))
+        shares: dict[str, float] = dict(FEATURE_SHARES)
+        shares.update((name, 1.0) for name in scenarios or ())
+        shape = WorldParameters.draw(random.Random(f"{seed} shape")).with_parts(scenarios or ())
+        shape = shape.with_caches(random.Random(f"{seed} caches"), shares["caches"])
+        shape = shape.with_batch(random.Random(f"{seed} batch"), shares["batch"])
+        shape = shape.with_roles(random.Random(f"{seed} roles"), shares["roles"])
         rng = random.Random(f"{seed} scenarios")
         if scenarios is None:
             added = random.Random(f"{seed} added scenarios")
@@ -248,15 +256,24 @@ class WorldParameters(NamedTuple):
         )
         return shape.with_take_overs() if rng.random() < 0.2 else shape
 
-    def with_caches(self, rng: random.Random) -> WorldParameters:
-        """The same; in every fourth world engines cache, and indexers follow their events."""
-        if rng.random() >= 0.25:
+    def with_parts(self, scenarios: Collection[Scenario]) -> WorldParameters:
+        """The same with the processes that batch prompts and roles need."""
+        shape = self
+        if "batch" in scenarios:
+            shape = shape._replace(preprocessors=max(self.preprocessors, 1))
+        if "roles" in scenarios:
+            shape = shape._replace(workers=max(self.workers, 2), models=1)
+        return shape
+
+    def with_caches(self, rng: random.Random, share: float) -> WorldParameters:
+        """The same; in a share of the worlds engines cache, and indexers follow their events."""
+        if rng.random() >= share:
             return self
         return self._replace(has_caches=True, indexers=rng.choice((0, 1, 2)))
 
-    def with_roles(self, rng: random.Random) -> WorldParameters:
-        """The same; in every fifth world with workers enough, some only compute prompts."""
-        if self.workers < 2 or self.models > 1 or rng.random() >= ROLE_SHARE:
+    def with_roles(self, rng: random.Random, share: float) -> WorldParameters:
+        """The same; in a share of the worlds with workers enough, some only compute prompts."""
+        if self.workers < 2 or self.models > 1 or rng.random() >= share:
             return self
         prefill_workers = rng.randint(1, self.workers - 1)
         sequences = rng.choice((1, self.sequences))  # with one, hand-overs wait for a place
@@ -265,9 +282,9 @@ class WorldParameters(NamedTuple):
             has_bootstrap=rng.random() < BOOTSTRAP_SHARE,
         )  # fmt: skip
 
-    def with_batch(self, rng: random.Random) -> WorldParameters:
-        """The same; in every fifth world with preprocessors, batch prompts and collectors."""
-        if not self.preprocessors or rng.random() >= BATCH_SHARE:
+    def with_batch(self, rng: random.Random, share: float) -> WorldParameters:
+        """The same; in a share of the worlds with preprocessors, batch prompts and collectors."""
+        if not self.preprocessors or rng.random() >= share:
             return self
         return self._replace(batch_requests=rng.randint(2, 6), collectors=rng.choice((0, 1, 2)))
 
