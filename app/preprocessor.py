@@ -15,21 +15,17 @@ retried because of its content.
 
 The topic decides the class: a prompt in `batch` is a batch prompt. One in `prompts` that names
 class batch is moved to `batch`, so that no other prompt waits behind it. The dispatcher of batch
-work is no process of its own: only its topic, group, credit, order and driver differ from those of
-other prompts.
-
-`batch` is driven by FastStream, `prompts` by `PromptSource.run`: at 100 prompts a second, each
-polled by itself, FastStream took 2.0 instead of 1.5 ms of CPU time for a prompt, and 0.6 ms longer
-at the median; in a backlog they are equal (docs/benchmarks.md).
+work is no process of its own: only its topic, group, credit and order differ from those of other
+prompts. FastStream drives both (docs/benchmarks.md has its cost).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
 from opentelemetry.trace import SpanKind
@@ -137,7 +133,7 @@ class Preprocessor(ObservedProcess):
             BATCH, self._batch_publisher, self._batch_credit, settings.batch_max_lifetime_s
         )
         self._declare_topics()
-        self._running: list[asyncio.Task[None]] = []
+        self._running: asyncio.Task[None] | None = None
         probes = Probes(self._checks, self._metrics.page, lambda: ctx.error is None)
         self._status = StatusServer(settings, ctx, probes, self._metrics)
 
@@ -162,13 +158,7 @@ class Preprocessor(ObservedProcess):
         self._look_for_models()
         for source in (self.prompts, self._batch):
             await source.start()
-        for name, run in (("prompts", self.prompts.run), ("batch", self._run_broker)):
-            self._running.append(self._ctx.spawn(name, self._read(run)))
-
-    async def _read(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Read prompts, from when a model is known."""
-        await self._has_models.wait()
-        await run()
+        self._running = self._ctx.spawn("prompts", self._run_broker())
 
     def _declare_topics(self) -> None:
         """Declare the topics of clients at the broker, and its middlewares."""
@@ -180,11 +170,12 @@ class Preprocessor(ObservedProcess):
             self.broker.subscribe(
                 source.topic, source.group, source.handle, source.open_member,
                 max_records=MAX_BATCH, description=descriptions[source.topic],
-                is_run=source is self._batch,
             )  # fmt: skip
         describe_answers(self.broker, self._settings.topic_prefix)
 
     async def _run_broker(self) -> None:
+        """Read prompts, from when a model is known."""
+        await self._has_models.wait()
         if spans.provider is not None:
             from faststream.kafka.opentelemetry import KafkaTelemetryMiddleware
 
@@ -200,9 +191,9 @@ class Preprocessor(ObservedProcess):
     async def stop(self) -> None:
         """Stop reading; another preprocessor reads the prompts that are not published."""
         await asyncio.gather(self.prompts.stop(), self._batch.stop())
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         await self._status.stop()
         self._threads.close()
 

@@ -2,11 +2,11 @@
 
     handle ──► convert ──► admit, as credit allows ──► requests ──► commit
 
-`handle` is called by `run`, or by a subscriber of FastStream (`streams/reading/log_broker.py`). A
-prompt is done when everything that follows from it is acknowledged, and the low-water mark of its
-partition is committed soon after: others of its batch may wait for hours. While a batch waits for
-credit, the member keeps polling with all its partitions paused; otherwise the group would assign
-them to another process, which would wait as well. Lag is the backlog.
+`handle` is called by a subscriber of FastStream (`streams/reading/log_broker.py`). A prompt is done
+when everything that follows from it is acknowledged, and the low-water mark of its partition is
+committed soon after: others of its batch may wait for hours. While a batch waits for credit, the
+member keeps polling with all its partitions paused; otherwise the group would assign them to
+another process, which would wait as well. Lag is the backlog.
 
 A preprocessor has one source for each class of work (`app/preprocessor.py`), so neither waits
 behind the other: they share models, tokenizers and the connection, and no state.
@@ -41,7 +41,6 @@ from kvlane.streams.topics import GROUPS, REQUESTS, lane_of
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
 MAX_BATCH = 200
 """Prompts handled together: at most this number waits for credit outside of the log."""
 PAUSE_AFTER_S = 0.5
@@ -181,16 +180,6 @@ class PromptSource:
             self._committing.cancel()
             await asyncio.gather(self._committing, return_exceptions=True)
             await self._commits.commit(self._member)
-
-    async def run(self) -> None:
-        """Read the topic without a broker of FastStream, until it is cancelled."""
-        member = self.open_member()
-        try:
-            while True:
-                if batches := await member.poll(POLL_S, MAX_BATCH):
-                    await self.handle([r for records in batches.values() for r in records])
-        finally:
-            await member.close()
 
     def open_member(self) -> Member:
         """The member whose records `handle` gets; it joins its group at its first poll."""

@@ -84,12 +84,10 @@ class LogBroker(KafkaBroker):
         *,
         max_records: int,
         description: str,
-        is_run: bool = True,
     ) -> None:
         """Hand the records of a topic to `handle`, as a sequence of `ReceivedRecord`.
 
-        The annotation of its parameter describes one record. Without `is_run`, another loop calls
-        it: the topic is only described.
+        The annotation of its parameter describes one record.
         """
         whole_name = self._prefix + topic
         subscriber = self.subscriber(
@@ -116,9 +114,8 @@ class LogBroker(KafkaBroker):
             self._unhandled.discard(whole_name)
 
         subscriber(handle_or_fail)
-        if is_run:
-            self._members[whole_name] = open_member
-            self._subscribed.append(subscriber)
+        self._members[whole_name] = open_member
+        self._subscribed.append(subscriber)
 
     async def __aenter__(self) -> Self:
         """Connect, to append only: `faststream publish` does so in a process of its own."""

@@ -61,7 +61,7 @@ STEADY_TASKS = {
         "writer of ended ids",
     },
     "worker": {"engine", "engine watch", "registry", "heartbeats", "slot"},
-    "preprocessor": {"commits", "tail", "registry", "prompts", "batch", "capacity"},
+    "preprocessor": {"commits", "tail", "registry", "prompts", "capacity"},
     "gateway": {"replies", "registry", "log probe", "loop delay", "batch jobs"},
     "collector": {
         "registry",
