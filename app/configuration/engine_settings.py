@@ -82,6 +82,11 @@ class EngineSettings(BaseModel):
     echo_itl_ms: float = Field(
         20, ge=0, description="inter-token latency of the echo engine, in milliseconds"
     )
+    echo_script: ReadableFile | None = Field(
+        None,
+        description="engine echo: file with a JSON object of messages and the answers to them; the "
+        "engine gives the answer to the last message of a chat, and echoes one without an answer",
+    )
     attach_url: str = Field(
         "",
         description="engine attached: URL of the server, http://host:port; it serves the OpenAI "

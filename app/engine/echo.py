@@ -1,4 +1,4 @@
-"""Echo engine: repeats the last chat turn, one token per step, without a model.
+"""Echo engine: repeats the last chat turn, or answers it from a script, one token per step.
 
 The next token is a function of the token sequence alone, so an interrupted request continues with
 the same text on another worker, and a test can compute the text with `echo_answer`. The turns are
@@ -8,7 +8,7 @@ those of `app/text/byte_level.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvlane.app.engine.interface import (
@@ -67,7 +67,8 @@ class EchoEngine(Engine):
     """Echoes at a fixed rate; all requests advance in the same steps, as in a batching engine.
 
     `step_s`: duration of a step, in seconds, with one token for every running request. The first
-    token comes with the first whole step.
+    token comes with the first whole step. `script`: answers by the text of the last turn; a turn
+    without an answer is echoed.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class EchoEngine(Engine):
         model: str = "echo",
         context_length: int = 131_072,
         max_num_seqs: int = 256,
+        script: Mapping[str, str] | None = None,
     ) -> None:
         self._clock = clock
+        self._script = {tuple(turn.encode()): answer for turn, answer in (script or {}).items()}
         self._step_s = step_s
         self._config = EngineConfig(
             model=model, context_length=context_length, max_num_seqs=max_num_seqs,
@@ -100,7 +103,7 @@ class EchoEngine(Engine):
         sequence = unpack_tokens(request.token_ids)
         room = max(self._context_length - len(sequence), 0)
         limit = request.stop.max_tokens
-        tokens = echo_answer(sequence, limit if limit is None else min(limit, room))[:room]
+        tokens = self._answer(sequence, limit, room)
         made = 0
         self.running_count += 1
         try:
@@ -119,6 +122,14 @@ class EchoEngine(Engine):
 
     async def cleanup(self) -> None:
         """Nothing to release."""
+
+    def _answer(self, sequence: Sequence[int], limit: int | None, room: int) -> Sequence[int]:
+        """The rest of the answer, at most `limit` and `room` tokens."""
+        most = room if limit is None else min(limit, room)
+        turn, emitted_tokens = current_turn(sequence)
+        if (answer := self._script.get(tuple(turn))) is not None:
+            return answer.encode()[emitted_tokens:][:most]
+        return echo_answer(sequence, None if limit is None else most)[:room]
 
     async def _step(self) -> None:
         """Wait for the next step; steps are on a grid of the clock, common to all requests."""

@@ -1,6 +1,6 @@
 """Factory of a worker's engine by the settings, with the files of its model.
 
-- `echo` has no model: its tokens are bytes, and it repeats the prompt.
+- `echo` has no model: its tokens are bytes, and it repeats the prompt, or answers from a script.
 - `simulated` generates readable sentences in the tokens of the model in a folder.
 - `vllm` loads the model into vLLM.
 - `attached` uses a running server: with the tokenizer of a folder, or with request bodies passed
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import Engine
@@ -84,8 +86,19 @@ def _echo(settings: Settings, clock: Clock) -> EngineAndFiles:
         model=settings.model,
         context_length=settings.context_length,
         max_num_seqs=settings.max_num_seqs,
+        script=None if settings.echo_script is None else _script(settings.echo_script),
     )
     return EngineAndFiles(engine, None)
+
+
+def _script(file: Path) -> dict[str, str]:
+    """The answers of a script. Raises SettingsError."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError) as e:
+        raise SettingsError(
+            f"KVLANE_ECHO_SCRIPT={file}: {e}: write a JSON object of messages and their answers"
+        ) from e
 
 
 def _vllm(settings: Settings, clock: Clock) -> EngineAndFiles:

@@ -43,7 +43,7 @@ from kvlane.app.runtime import spans
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
 from kvlane.app.text.parsed_stream import ParsedStream
-from kvlane.app.text.stop_conditions import TextPiece, TextStream
+from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.codecs import token_count, unpack_tokens
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable
@@ -526,7 +526,7 @@ class RunExecutor:
         if output.is_empty:
             return False
         # Text without token ids counts as one token: most servers send each token separately.
-        piece = text.feed(output.token_ids) if output.token_ids else TextPiece(output.text, 1)
+        piece = text.feed(output.token_ids) if output.token_ids else text.feed_text(output.text)
         run.count_tokens(piece.tokens, self._ctx.clock.now())
         run.context.notify_first_token()
         log_probs = (output.log_probs or ())[: piece.tokens]

@@ -80,6 +80,16 @@ class ParsedStream:
             finish_reason=self.ended.finish_reason, stop_reason=self.ended.stop_reason
         )
 
+    def feed_text(self, text: str) -> TextPiece:
+        """As `feed`, of text without token ids, which counts as one token."""
+        self.tokens += 1
+        self.reasoning_tokens += self._parser.is_reasoning
+        piece = self._piece(self._parser.push(text))._replace(tokens=1)
+        if not self._parser.is_complete:
+            return piece
+        self.ended = TextPiece("", 0, "tool_calls")
+        return piece._replace(finish_reason="tool_calls")
+
     def end(self) -> TextPiece:
         """What was kept back, for an answer that its engine has ended."""
         if self.ended is not None:

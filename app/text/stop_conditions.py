@@ -89,6 +89,10 @@ class TextStream:
             return TextPiece(text, self.tokens - before)
         return self.ended._replace(text=text, tokens=self.tokens - before)
 
+    def feed_text(self, text: str) -> TextPiece:
+        """As `feed`, of text without token ids, which counts as one token."""
+        return TextPiece(text, 1)
+
     def end(self) -> TextPiece:
         """The text that was kept back, for an answer that its engine has ended."""
         if self.ended is not None:

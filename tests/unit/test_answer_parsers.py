@@ -252,6 +252,14 @@ def test_hidden_reasoning_is_counted() -> None:
     assert run.reasoning_tokens == len(">abc</think>")
 
 
+def test_text_without_token_ids_is_parsed_too() -> None:
+    run = stream(_with(BOTH, max_calls=1))
+    pieces = [run.feed_text(text) for text in ("<think>a</thi", "nk>b", CALL + "c")]
+    assert [piece.text for piece in pieces] == ["", "b", ""]
+    assert [len(piece.data) for piece in pieces] == [1, 0, 2]
+    assert pieces[-1].finish_reason == "tool_calls"
+
+
 def test_parser_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="version 2"):
         AnswerParser(_with(BOTH, version=2), "r")
