@@ -8,9 +8,13 @@
                       them parallel, each followed by the tool's output
     long-prompts      short questions, and beside them one of fourteen with a document of 30,000 to
                       60,000 tokens
+    short-prompts     single requests of 40 to 200 tokens without common prefixes
+    short-bursts      the same, 50 at once at regular intervals
+    long-answers      chats whose answers are several times as long as the new part of a prompt
 
-Sessions arrive as a Poisson process with a given mean rate of requests. Owns the parameters of
-these workloads; they are not fitted to a recording, and no policy was tuned on them.
+Sessions arrive as a Poisson process with a given mean rate of requests, but for short-bursts. Owns
+the parameters of these workloads; they are not fitted to a recording, and no policy was tuned on
+them.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 NAME_PREFIX = "gen:"
 """Prefix of a trace kind where a file name is allowed too."""
 LONG_PROMPTS = "long-prompts"
+SHORT_PROMPTS, SHORT_BURSTS, LONG_ANSWERS = "short-prompts", "short-bursts", "long-answers"
+BURST_REQUESTS = 50
 SYSTEM_PROMPTS = 40
 MAX_PROMPT_TOKENS = 120_000
 """Maximum prompt length; a conversation ends before it."""
@@ -73,12 +79,16 @@ SessionGenerator = Callable[[Random, _Text, float], Iterator[TraceRow]]
 
 
 class _SessionProfile(NamedTuple):
-    """`mean_requests`: mean per session; `system_tokens`: minimum and maximum length."""
+    """`mean_requests`: mean per session; `system_tokens`: minimum and maximum length.
+
+    `is_regular`: sessions arrive at equal intervals.
+    """
 
     session: SessionGenerator
     mean_requests: float
     system_tokens: tuple[int, int]
     system_prompts: int = SYSTEM_PROMPTS
+    is_regular: bool = False
 
 
 def generate_trace(name: str, size: TraceSize) -> list[TraceRow]:
@@ -95,7 +105,8 @@ def generate_trace(name: str, size: TraceSize) -> list[TraceRow]:
     rows: list[TraceRow] = []
     at_ms, due = 0.0, 0
     while due < size.requests:
-        at_ms += rng.expovariate(size.rate / kind.mean_requests) * 1000
+        sessions = size.rate / kind.mean_requests
+        at_ms += (1 / sessions if kind.is_regular else rng.expovariate(sessions)) * 1000
         (prompt,) = rng.choices(prompts, popularity)
         rows += kind.session(rng, prompt.copy(), at_ms)
         if len(rows) >= size.requests:  # no later session starts before `at_ms`
@@ -152,10 +163,33 @@ def _document(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
     yield text.to_row(at_ms, _tokens(rng, 250, 0.6, 2000))
 
 
+def _short(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    text.grow(rng.choice((40, 80, 120, 200)))
+    yield text.to_row(at_ms, rng.choice((20, 60, 100, 200)))
+
+
+def _burst(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    for _ in range(BURST_REQUESTS):
+        yield from _short(rng, text.copy(), at_ms)
+
+
+def _long_chat(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    while True:
+        text.grow(_tokens(rng, 120, 1.0, 4000))
+        output_tokens = _tokens(rng, 500, 0.6, 2000)
+        yield text.to_row(at_ms, output_tokens)
+        if rng.random() < 1 / 4 or text.tokens > MAX_PROMPT_TOKENS / 4:
+            return
+        at_ms += 15 * output_tokens + 1000 * _tokens(rng, 15, 0.8, 300)
+
+
 TRACE_KINDS: Mapping[str, _SessionProfile] = {
     "shared-prefixes": _SessionProfile(_question, 1, (1_000, 12_000)),
     "offline": _SessionProfile(_offline, 1, (500, 2_000), system_prompts=8),
     "multi-turn": _SessionProfile(_conversation, 5, (200, 2_000)),
     "agent-tools": _SessionProfile(_agent, 15.3, (6_000, 20_000), system_prompts=8),
     LONG_PROMPTS: _SessionProfile(_document, 1, (500, 1_500), system_prompts=8),
+    SHORT_PROMPTS: _SessionProfile(_short, 1, (0, 0), system_prompts=1),
+    SHORT_BURSTS: _SessionProfile(_burst, BURST_REQUESTS, (0, 0), 1, is_regular=True),
+    LONG_ANSWERS: _SessionProfile(_long_chat, 4, (200, 2_000)),
 }

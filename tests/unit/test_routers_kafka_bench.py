@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.ports import Partition
 from kvlane.streams.topics import lane_of
+from workbench.bench.bursty_workload import BURST_ARRIVALS, SINGLE_ARRIVALS, BurstyWorkload
 from workbench.bench.collisions import ConcurrentDecisions
-from workbench.bench.routing.bursty_workload import BURST_ARRIVALS, SINGLE_ARRIVALS, BurstyWorkload
 from workbench.bench.routing.router_views import (
     LoadFigures,
     RouterFigures,

@@ -61,6 +61,34 @@ def simulate(
     require_passed(report)
 
 
+@app.command()
+def traffic(
+    *,
+    trace: Trace = None,
+    full: Full = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="Cache results in this file; cached runs are not repeated.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Parallel runs; 0: one per CPU.", min=0)] = 0,
+    json: Json = None,
+) -> None:
+    """All policies on many kinds of traffic, relative to the best one of each; simulated.
+
+    Short prompts at random times and in bursts, chats with long answers, the generated traces, and
+    with --trace the conversation trace. Quick: one seed, two fleets of that trace; --full: three
+    seeds and four fleets. Exit code 1 if a threshold is missed.
+    """
+    from workbench.bench.routing.policy_traffic import FULL, QUICK, bench_traffic
+
+    scale, at_a_time = FULL if full else QUICK, jobs or os.cpu_count() or 1
+    report = measure(
+        "traffic",
+        lambda out, progress: bench_traffic(scale, trace, out, progress, keep, at_a_time),
+        json,
+    )
+    require_passed(report)
+
+
 @trace_benchmark(app)
 def disagg() -> Benchmark:
     """Prefill and decode on workers of their own, with published figures; simulated.

@@ -22,11 +22,10 @@ from typing import NamedTuple
 from kvlane.app.commands.simulation.report import Threshold, at_least, at_most
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.selection.policies.registry import SIMULATED
-from kvlane.app.simulation import synthetic_traces
 from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulation_runs import SimulationRun
-from kvlane.app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
+from kvlane.app.simulation.synthetic_traces import NAME_PREFIX
 from kvlane.app.simulation.trace_requests import ArrivalRate
 
 REQUESTS = 12_031
@@ -54,8 +53,8 @@ ENGINE_CURVES = (
 )
 """The published engine, one at half and one at double speed, and one of another shape."""
 GENERATED_WORKERS = 8
-TRACE_KINDS = tuple(kind for kind in synthetic_traces.TRACE_KINDS if kind != LONG_PROMPTS)
-"""The generated traces: all but that of `disagg.py`."""
+TRACE_KINDS = ("shared-prefixes", "offline", "multi-turn", "agent-tools")
+"""The generated traces with common prefixes, on one fleet; `policy_traffic.py` has others."""
 
 
 class FleetSetup(NamedTuple):

@@ -40,14 +40,14 @@ from workbench.bench.bench_environment import (
     PrintLine,
     bench_environment,
 )
-from workbench.bench.collisions import ConcurrentDecisions, find_concurrent
-from workbench.bench.process_group import ProcessGroup, ProcessSpec
-from workbench.bench.routing.bursty_workload import (
+from workbench.bench.bursty_workload import (
     BURST_ARRIVALS,
     SINGLE_ARRIVALS,
     BurstyWorkload,
     TimedRequest,
 )
+from workbench.bench.collisions import ConcurrentDecisions, find_concurrent
+from workbench.bench.process_group import ProcessGroup, ProcessSpec
 from workbench.bench.routing.router_views import (
     ReferenceState,
     RouterView,

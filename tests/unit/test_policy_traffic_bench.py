@@ -1,0 +1,50 @@
+"""The traffic table of `kvlane bench traffic`: ratios to the best other policy, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvlane.app.commands.simulation.report import Report
+from kvlane.app.simulation.synthetic_traces import TraceSize
+from workbench.bench.routing import policy_simulation, policy_traffic
+from workbench.bench.routing.policy_traffic import (
+    OWN_POLICY,
+    POLICIES,
+    QUICK,
+    PolicyMeans,
+    TrafficRow,
+    generated_scenarios,
+)
+
+
+def test_ratios_are_to_the_best_other_policy_of_each_figure() -> None:
+    row = TrafficRow(
+        "chats",
+        {
+            OWN_POLICY: PolicyMeans(22.0, 50.0, 900.0),
+            "dynamo": PolicyMeans(20.0, 40.0, 1100.0),
+            "round_robin": PolicyMeans(30.0, 60.0, 1000.0),
+        },
+    )
+    assert row.ratios(OWN_POLICY) == pytest.approx(PolicyMeans(1.1, 1.25, 0.9))
+    assert [each["sum"] for each in row.rows()] == pytest.approx([2.0, 2.1, 2.5])
+    passed = {each.name.partition(": ")[2]: each.passed for each in row.thresholds()}
+    assert passed == {
+        "mean TTFT to the best": False, "mean E2E to the best": True,
+        "p99 TTFT to the best": False, "sum to the least sum": True,
+    }  # fmt: skip
+
+
+def test_every_policy_runs_on_every_kind_of_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = generated_scenarios()[:1]
+    monkeypatch.setattr(policy_traffic, "generated_scenarios", lambda: some)
+    monkeypatch.setattr(policy_simulation, "TraceSize", lambda: TraceSize(60))
+    parts: list[float] = []
+    report = asyncio.run(policy_traffic.bench_traffic(QUICK, None, lambda _: None, parts.append))
+    assert isinstance(report, Report)
+    assert [row["policy"] for row in report.rows] == list(POLICIES)
+    assert {row["traffic"] for row in report.rows} == {some[0].name}
+    assert len(report.thresholds) == 4
+    assert sum(parts) == pytest.approx(1)
