@@ -33,7 +33,9 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
     (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
     how much later than others the router counted on it. `prefill_share`: of its time lately.
-    `batch_ms`: the delay by its batch runs.
+    `batch_ms`: the delay by its batch runs. `joining_tokens`, `joining_runs`: the part of
+    `prefill_tokens` and `prefill_runs` that came after the last first token there, `joining_ms` ago
+    in the mean. `shares_steps`: whether prompts were expected to share a step.
     """
 
     worker: str
@@ -59,11 +61,16 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     planned_ms: float | None = None
     prefill_share: float = 0.0
     batch_ms: float = 0.0
+    joining_tokens: int = 0
+    joining_runs: int = 0
+    joining_ms: int = 0
+    shares_steps: bool = False
 
 
 NO_SHARE: float
 NO_BATCH: float
-NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-2:]
+NO_SHARE, NO_BATCH = Candidate.__struct_defaults__[-6:-4]
+NO_JOINING: tuple[int, int, int] = Candidate.__struct_defaults__[-4:-1]
 """The defaults themselves: a record omits a float only if it is the same object."""
 
 
@@ -72,8 +79,9 @@ class CandidateRows(InternalRecord, frozen=True):
 
     `is_timed`: with the inputs of policy predictive. `rows`: a `TIMED_ROW` for each of `places`, or
     else a `ROW`. `curves` and `taint_weights`: by candidate, empty if none has one. `ahead_ms` and
-    `planned_ms`: by the position of a candidate that has them. A record with another number of
-    rows, curves or weights than of places is malformed.
+    `planned_ms`: by the position of a candidate that has them; so is `joining`, the
+    `joining_tokens`, `joining_runs` and `joining_ms` of one with such runs. `shares_steps`: of all.
+    A record with another number of rows, curves or weights than of places is malformed.
     """
 
     places: tuple[Place, ...] = ()
@@ -83,6 +91,8 @@ class CandidateRows(InternalRecord, frozen=True):
     ahead_ms: dict[int, tuple[float, ...]] = {}
     planned_ms: dict[int, float] = {}
     is_timed: bool = False
+    joining: dict[int, tuple[int, int, int]] = {}
+    shares_steps: bool = False
 
     def __post_init__(self) -> None:
         count = len(self.places)
@@ -131,4 +141,5 @@ class CandidateRows(InternalRecord, frozen=True):
             prompt_tokens, prefill_runs, busy_ms, self.ahead_ms.get(i, ()), slowness, chunk_tokens,
             capacity_tokens, self.curves[i] if self.curves else (), later_ms,
             self.planned_ms.get(i), prefill_share or NO_SHARE, batch_ms or NO_BATCH,
+            *self.joining.get(i, NO_JOINING), self.shares_steps,
         )  # fmt: skip

@@ -100,6 +100,7 @@ class Terms(NamedTuple):
     slower_ms: float
     decode_ms: float
     replication_ms: float
+    delay_ms: float = 0.0
 
 
 def predicted(*rows: dict[str, Any], send: RequestFeatures = ASK) -> Prediction:
@@ -177,6 +178,49 @@ def test_started_prefill_is_awaited(busy_ms: float, wait_ms: float) -> None:
         "busy_ms": busy_ms,
     }  # fmt: skip
     assert one(row).wait_ms == pytest.approx(wait_ms)
+
+
+JOINING = {"open_runs": 3, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 200,
+           "joining_runs": 1, "joining_tokens": 200}  # fmt: skip
+
+
+def test_short_prompt_shares_the_next_step_with_those_that_join_it() -> None:
+    # A step of decode takes 5 + 10 · 1050 / 10000 = 6.05; 200 tokens 2 ms more than none, 500 5.
+    found = one(JOINING)
+    assert found == pytest.approx(
+        Terms(6.05 / 2 + 2, 15 + 6.05, 3 * 5, 3 * 50 * 0.6, 200 * 6.65, 0, delay_ms=5)
+    )
+    assert predicted(JOINING).hold_ms == 0
+
+
+def test_prompts_that_wait_for_longer_than_a_step_of_decode_are_in_the_step_under_way() -> None:
+    found = one(JOINING | {"joining_ms": 10})
+    # 12 + 6.05 since half a step of decode after they came
+    assert found.wait_ms == pytest.approx(12 + 6.05 - (10 - 6.05 / 2))
+    assert (found.delay_ms, found.stall_ms) == (0, 3 * 15)
+
+
+def test_prompts_that_join_wait_for_the_step_under_way() -> None:
+    row = JOINING | {"prefill_runs": 3, "prefill_tokens": 1200, "busy_ms": 4.0}
+    # 1000 tokens are under way: 20 + 6.05, of which 4 are over
+    assert one(row).wait_ms == pytest.approx(22.05 + 2)
+    long = replace(ASK, prompt_tokens=2500)
+    assert one(row, long).wait_ms == pytest.approx(22.05 + 12 + 6.05), "with steps of its own"
+    assert predicted(row, send=long).hold_ms == pytest.approx(22.05 + 12 + 6.05)
+
+
+def test_planned_requests_that_share_a_step_delay_it_by_their_tokens() -> None:
+    # Own prefill is 15, 5 of it for its tokens; others 11 and 30
+    row = {"ahead_ms": (11.0, 30.0), "shares_steps": True}
+    assert one(row).wait_ms == pytest.approx((5 + 1) + (15 + 0.3))
+
+
+def test_former_decision_without_shared_steps_is_recomputed_as_it_was() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900, "prefill_runs": 1, "prefill_tokens": 500,
+           "busy_ms": 4.0, "ahead_ms": (11.0,)}  # fmt: skip
+    assert one(row) == pytest.approx(
+        Terms(15 + 6 - 4 + 11 + 0.15, 15 + 6, 2 * 15, 2 * 50 * 0.6, 200 * 6.6, 0)
+    )
 
 
 def test_full_cache_is_awaited() -> None:
@@ -313,14 +357,18 @@ SPOTS = st.fixed_dictionaries({
         st.sampled_from([512, 8192]), st.sampled_from([0, 10_000, 300_000]),
     ),
     "open_runs": st.integers(1, 50), "prompt_tokens": st.integers(0, 90_000),
-    "prefill_tokens": st.integers(0, 90_000), "prefill_runs": st.integers(0, 3),
+    "prefill_tokens": st.integers(300, 90_000), "prefill_runs": st.integers(0, 3),
+    "joining_tokens": st.integers(0, 300), "joining_runs": st.integers(0, 2),
+    "joining_ms": st.sampled_from([0, 3, 40]), "shares_steps": st.just(True),
     "busy_ms": st.floats(0, 900), "overlap_blocks": st.integers(0, 60),
     "host_blocks": st.integers(0, 5), "disk_blocks": st.integers(0, 5),
     "taint_weight": st.sampled_from([0.0, 0.0, 0.7]), "later_ms": st.sampled_from([0.0, 5.0]),
     "prefill_share": st.sampled_from([0.0, 0.3, 0.95]),
     "batch_ms": st.sampled_from([0.0, 7.5]),
     "ahead_ms": st.lists(st.floats(0, 500), max_size=3).map(tuple),
-})  # fmt: skip
+}).map(
+    lambda row: row if row["joining_runs"] else row | {"joining_tokens": 0, "joining_ms": 0}
+)  # fmt: skip
 
 
 @given(st.lists(SPOTS, min_size=1, max_size=9))
@@ -398,7 +446,8 @@ TIMED_COLUMNS = {
     "busy_ms": kernels.BUSY_MS, "slowness": kernels.SLOWDOWN,
     "chunk_tokens": kernels.CHUNK_TOKENS_COLUMN, "capacity_tokens": kernels.CAPACITY_TOKENS_COLUMN,
     "later_ms": kernels.STAGGER_MS, "prefill_share": kernels.PREFILL_SHARE,
-    "batch_ms": kernels.BATCH_MS,
+    "batch_ms": kernels.BATCH_MS, "joining_tokens": kernels.JOINING_TOKENS,
+    "joining_runs": kernels.JOINING_RUNS, "joining_ms": kernels.JOINING_MS,
 }  # fmt: skip
 
 
@@ -412,7 +461,7 @@ def plain_candidate(among: Candidates, costs: Floats, i: int, results: Floats | 
     if among.taint_weights is not None:
         fields["taint_weight"] = among.taint_weights[i]
     if results is not None:
-        fields["curve"] = among.curves[i]
+        fields["curve"], fields["shares_steps"] = among.curves[i], True
         ahead_ms = among.reservations.prefill_ms[among.reservations.rows == i]
         if len(ahead_ms) > MAX_RECORDED_RESERVATIONS:
             fields["planned_ms"] = results[i, kernels.PLANNED]
@@ -479,6 +528,19 @@ def test_wait_counts_from_the_last_first_token(routing: RoutingHarness) -> None:
     decision = held(routing)
     assert decision.retry_at_ms is not None
     assert NOW_MS < decision.retry_at_ms < NOW_MS + 200
+
+
+def test_prompts_after_the_last_first_token_join_the_next_step(routing: RoutingHarness) -> None:
+    routing.worker("w1")
+    routing.add_load("w1", 300, prefill=200, since_ms=NOW_MS - 50)
+    routing.got.on_first_token(WorkerRank("w1", 0), NOW_MS - 30)
+    routing.add_load("w1", 120, prefill=80, since_ms=NOW_MS - 20)
+    routing.own.add(WorkerRank("w1", 0), WorkerLoad(1, 60, 60, 1, NOW_MS - 10))
+    decision = routing.chosen(PREDICTIVE)
+    (found,) = decision.candidates
+    assert (found.prefill_tokens, found.prefill_runs, found.busy_ms) == (340, 3, 30)
+    assert (found.joining_tokens, found.joining_runs, found.joining_ms) == (140, 2, 15)
+    assert recompute_choice(to_assigned(decision)) == decision.worker_rank
 
 
 def test_own_decisions_keep_a_worker_busy_before_they_are_read_back(

@@ -130,6 +130,7 @@ class CandidateTable:
         self.features = np.zeros((len(rows), cost_kernels.FEATURES))
         self._memory = self.features.data
         for spot, row in zip(self.features, rows, strict=True):
+            spot[cost_kernels.SHARING] = 1.0
             spot[cost_kernels.SLOWDOWN :] = profile_columns(row.profile)
         self._profiles = [row.profile for row in rows]
         self._ranks = [row.rank_count for row in rows]
@@ -313,6 +314,7 @@ class CandidateTable:
     def _read_loads(self, sources: TableInputs, ranks: Iterable[WorkerRank]) -> None:
         committed, own = sources.committed.by_rank.get, sources.unconfirmed.by_rank.get
         prefilled_ms = sources.committed.last_first_token_ms.get
+        begun_of = sources.committed.begun.get
         row_of, outputs, spots, pack = self._row_of, self._outputs, self._memory, _LOAD.pack_into
         for rank in ranks:
             if (n := row_of.get(rank)) is None:  # of another pool
@@ -320,9 +322,14 @@ class CandidateTable:
             load = committed(rank, NO_LOAD)
             if (ours := own(rank)) is not None:  # few places have any
                 load = load.add(ours)
-            waiting, tokens = load.prefill_runs, load.tokens
+            waiting, tokens, begun = load.prefill_runs, load.tokens, begun_of(rank, NO_LOAD)
+            joining, joining_tokens, joined_ms = waiting - begun.prefill_runs, 0, 0.0
+            if joining > 0:
+                joining_tokens = max(load.prefill_tokens - begun.prefill_tokens, 0)
+                joined_ms = (load.prefill_since_ms - begun.prefill_since_ms) / joining
             pack(
                 spots, n * _SPOT_BYTES,
                 load.runs, tokens, tokens + outputs[n], load.prefill_tokens, waiting,
                 load.prefill_since_ms / waiting if waiting else 0.0, prefilled_ms(rank, 0),
+                joining_tokens, max(joining, 0), joined_ms,
             )  # fmt: skip

@@ -10,6 +10,8 @@ Calling a kernel takes about 0.3 us, and 0.05 for each array: so there are few, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,24 +19,29 @@ from kvlane.indexer.kernels import inlined, kernel
 
 (
     RUNS, TOKENS, OPEN_TOKENS, PREFILL_TOKENS, PREFILL_RUNS, ARRIVED_MS, LAST_FIRST_TOKEN_MS,
-    BUSY_MS,
-    STAGGER_MS, PLANNED_MS, PREFILL_SHARE, BATCH_MS, SLOWDOWN, CHUNK_TOKENS_COLUMN,
+    JOINING_TOKENS, JOINING_RUNS, JOINED_MS,
+    BUSY_MS, JOINING_MS,
+    STAGGER_MS, PLANNED_MS, PREFILL_SHARE, BATCH_MS, SHARING, SLOWDOWN, CHUNK_TOKENS_COLUMN,
     CAPACITY_TOKENS_COLUMN, CURVE,
-) = range(16)  # fmt: skip
+) = range(21)  # fmt: skip
 """Columns of `spots`. `TOKENS` of prompts, `OPEN_TOKENS` with answers; `ARRIVED_MS`: when the runs
-without a first token came, in the mean; `PLANNED_MS`: in decisions that are recomputed, the wait
+without a first token came, in the mean; `JOINING_TOKENS`, `JOINING_RUNS`, `JOINED_MS`: the part of
+them that came after the last first token there, and when; `BUSY_MS`: for how long the place is at
+the other prompts; `JOINING_MS`: for how long these wait; `SHARING`: 1, but 0 in decisions of
+versions that had no shared steps; `PLANNED_MS`: in decisions that are recomputed, the wait
 for reservations that were recorded as one sum; `PREFILL_SHARE`: the part of its time that a worker
 lately had prefill in its steps, 0 in fleets without transfers; `BATCH_MS`: the delay by its batch
 runs; from `CURVE` on the seven numbers of a curve (`PerfCurves.coefficients`)."""
 FEATURES = CURVE + 7
 (
-    WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, STANDALONE, HOLD, CACHED,
-    PLANNED,
-) = range(10)  # fmt: skip
+    WAIT, PREFILL, DECODE_STALL, DECODE_SLOWDOWN, DECODE, REPLICATION, DELAY, STANDALONE, HOLD,
+    CACHED, PLANNED,
+) = range(11)  # fmt: skip
 """Columns of the output in ms; `STANDALONE` and `HOLD` as in `Prediction`, but `HOLD` falls below 0
-when more time has passed than was expected. `CACHED`: tokens of the prompt that need not be
-computed. `PLANNED`: the part of `WAIT` for reservations."""
-RESULTS = 10
+when more time has passed than was expected. `DELAY`: that of the prompts whose step the
+request shares. `CACHED`: tokens of the prompt that need not be computed. `PLANNED`: the part of
+`WAIT` for reservations."""
+RESULTS = 11
 
 WHOLE, PREFILL_PART, DECODE_PART, COMPARED = range(4)
 """The part of a request that is planned. `COMPARED`: all of it, with the cost of prefill during its
@@ -115,6 +122,59 @@ def _join_ms(spot: Floats) -> float:
     return JOIN_STEPS * spot[PREFILL_SHARE] * chunk_ms
 
 
+class StepWait(NamedTuple):
+    """The steps at a place before and with a prompt, in ms.
+
+    `wait_ms`: until the first one of its own begins, and what others take of that; `left_ms`: until
+    all prompts there are computed, below 0 when more time has passed than was expected. `added_ms`:
+    by how much it makes the steps there longer, -1 where it has steps of its own; `delay_ms`: the
+    sum of that for the prompts in its step.
+    """
+
+    wait_ms: float
+    left_ms: float
+    added_ms: float
+    delay_ms: float
+
+
+@inlined
+def _wait_for_steps(
+    spot: Floats,
+    tokens: float,
+    step_ms: float,
+    shares: bool,  # noqa: FBT001 - kernels have no named arguments
+) -> StepWait:
+    """The steps at a place before and with `tokens` of a prompt, beside decode of `step_ms`.
+
+    Prompts there are in the step under way, or came later and join the next one. Without a first
+    token since they came, a step with them began after that of decode which they found, or at once.
+    `shares`: whether the prompt joins them, or has steps of its own after theirs.
+    """
+    joining, joining_runs = spot[JOINING_TOKENS], spot[JOINING_RUNS]
+    begun, begun_runs = spot[PREFILL_TOKENS] - joining, spot[PREFILL_RUNS] - joining_runs
+    busy_ms, is_decoding = spot[BUSY_MS], spot[RUNS] > spot[PREFILL_RUNS]
+    if joining_runs > 0 and begun_runs <= 0:
+        found_ms = step_ms if is_decoding else 0.0
+        if spot[JOINING_MS] > found_ms:
+            begun, begun_runs, busy_ms = joining, joining_runs, spot[JOINING_MS] - found_ms / 2
+            joining_runs = 0.0
+    left_ms = wait_ms = 0.0
+    if begun_runs > 0:
+        left_ms = _prefill_ms(spot, begun, step_ms) - busy_ms
+    if begun_runs > 0 or is_decoding:
+        wait_ms = max(left_ms, step_ms / 2)
+    if joining_runs <= 0:
+        return StepWait(wait_ms, left_ms, -1.0, 0.0)
+    joining_ms = _prefill_ms(spot, joining, step_ms)
+    left_ms = wait_ms + joining_ms
+    if not shares:
+        return StepWait(left_ms, left_ms, -1.0, 0.0)
+    joint_ms = _prefill_ms(spot, joining + tokens, step_ms)
+    added_ms = joint_ms - joining_ms
+    wait_ms += joint_ms - _prefill_ms(spot, tokens, step_ms)
+    return StepWait(wait_ms, left_ms, added_ms, joining_runs * added_ms)
+
+
 @kernel()
 def update_busy_time(spots: Floats, now_ms: float) -> None:
     """Set for how long each place has been at the prompts that are there."""
@@ -124,6 +184,11 @@ def update_busy_time(spots: Floats, now_ms: float) -> None:
         if spot[PREFILL_RUNS] > 0:  # since the last one before them was done
             busy_ms = max(now_ms - max(spot[ARRIVED_MS], spot[LAST_FIRST_TOKEN_MS]), 0.0)
         spot[BUSY_MS] = busy_ms
+        spot[JOINING_MS] = 0.0
+        if spot[JOINING_RUNS] > 0:
+            spot[JOINING_MS] = np.floor(max(now_ms - spot[JOINED_MS], 0.0))
+            if spot[JOINING_RUNS] < spot[PREFILL_RUNS]:  # the others began then
+                spot[BUSY_MS] = max(now_ms - spot[LAST_FIRST_TOKEN_MS], 0.0)
 
 
 @kernel()
@@ -191,7 +256,11 @@ def _settle(
         i = others_at[j]
         if i >= 0:
             own_ms, other_ms = found[i, STANDALONE], others_ms[j]
-            found[i, PLANNED] += min(own_ms, other_ms) + weight * max(own_ms, other_ms)
+            delay_ms = min(own_ms, other_ms) + weight * max(own_ms, other_ms)
+            if spots[i, SHARING] > 0:  # in one step, if that is less
+                fixed_ms = spots[i, SLOWDOWN] * spots[i, CURVE + 2]
+                delay_ms = min(delay_ms, own_ms - fixed_ms + max(other_ms - fixed_ms, 0.0))
+            found[i, PLANNED] += delay_ms
     return most
 
 
@@ -239,11 +308,10 @@ def predict_costs(
         context = prompts + runs * mean_output / 2
         step_ms = _decode_ms(spot, context) if runs > 0 else 0.0
         alone_ms, planned_ms = found[i, STANDALONE], found[i, PLANNED]
-        left_ms = 0.0
-        if spot[PREFILL_RUNS] > 0:
-            left_ms = _prefill_ms(spot, spot[PREFILL_TOKENS], step_ms) - spot[BUSY_MS]
+        shares = spot[SLOWDOWN] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
+        steps = _wait_for_steps(spot, tokens, step_ms, shares)
         bounded = runs > 0 and capacity > 0
-        wait_ms = max(left_ms, step_ms / 2) + spot[STAGGER_MS] + spot[BATCH_MS]
+        wait_ms = steps.wait_ms + spot[STAGGER_MS] + spot[BATCH_MS]
         added = prompt_tokens - min(blocks[i, 0] * block_size, prompt_tokens)
         excess = context + added + mean_output - capacity
         if bounded and excess > 0:
@@ -254,31 +322,33 @@ def predict_costs(
             spot[SLOWDOWN] * _step_ms(spot, spot[CHUNK_TOKENS_COLUMN]) / spot[CHUNK_TOKENS_COLUMN]
         )
         prefill_ms = _prefill_ms(spot, tokens, step_ms)
-        stall_ms = runs * alone_ms
+        stall_ms = runs * (alone_ms if steps.added_ms < 0 else steps.added_ms)
         slower_ms = runs * mean_output / 2 * (later_ms - step_ms)
         decode_ms = output_tokens * later_ms / _free_share(spot, part)
         replication_ms = (most - held) * per_token_ms
-        followups = leads_to - 1.0
+        followups, delay_ms = leads_to - 1.0, steps.delay_ms
         if part == PREFILL_PART:  # no decode follows there
             slower_ms = decode_ms = 0.0
         elif part == DECODE_PART:  # the first token comes with the first step
             prefill_ms, stall_ms = transfer_ms + later_ms + _join_ms(spot), 0.0
             replication_ms = SECOND_COPY * followups * prompt_tokens * per_token_ms
-            followups = 0.0  # they come to the prefill worker
+            followups = delay_ms = 0.0  # they come to the prefill worker
         ttft_ms = wait_ms + prefill_ms
         cost_ms = ttft_ms + weight * (stall_ms + slower_ms + leads_to * decode_ms)
         cost_ms += followups * FOLLOWUP_STEPS * later_ms + replication_ms / leads_to
+        cost_ms += delay_ms
         if len(liking):
             cost_ms *= liking[i]
         if ttft_ms > ttft_target or later_ms > itl_target:
             cost_ms += MISSED_TARGET_MS
-        shares = spot[SLOWDOWN] * (spot[CURVE + 1] * tokens - spot[CURVE + 2]) <= step_ms
-        hold_ms = 0.0 if shares else left_ms
+        hold_ms = 0.0 if shares else steps.left_ms
         if bounded and prompts + added + output_tokens > capacity:
             hold_ms = np.inf
         found[i, WAIT], found[i, PREFILL], found[i, HOLD] = wait_ms, prefill_ms, hold_ms
         found[i, DECODE_STALL], found[i, DECODE_SLOWDOWN] = stall_ms, slower_ms
-        found[i, DECODE], found[i, REPLICATION] = decode_ms, replication_ms
+        found[i, DECODE], found[i, REPLICATION], found[i, DELAY] = (
+            decode_ms, replication_ms, delay_ms,
+        )  # fmt: skip
         costs[i] = cost_ms
     return argmin(costs, start, tags), most
 

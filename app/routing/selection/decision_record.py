@@ -18,6 +18,9 @@ from kvlane.app.routing.selection.cost_kernels import (
     BATCH_MS,
     BUSY_MS,
     FEATURES,
+    JOINING_MS,
+    JOINING_RUNS,
+    JOINING_TOKENS,
     OPEN_TOKENS,
     PLANNED,
     PLANNED_MS,
@@ -26,6 +29,7 @@ from kvlane.app.routing.selection.cost_kernels import (
     PREFILL_TOKENS,
     RECORD_COLUMNS,
     RUNS,
+    SHARING,
     SLOWDOWN,
     STAGGER_MS,
     TIMED_RECORD_COLUMNS,
@@ -69,8 +73,17 @@ def record_decision(
     ahead, sums = _reservations(options, recorded, results)
     return CandidateRows(
         places=places, rows=content, curves=curves, taint_weights=taints, ahead_ms=ahead,
-        planned_ms=sums, is_timed=True,
+        planned_ms=sums, is_timed=True, joining=_joining(options.features[recorded]),
+        shares_steps=True,
     )  # fmt: skip
+
+
+def _joining(spots: Floats) -> dict[int, tuple[int, int, int]]:
+    """By recorded option, the tokens, number and age of the runs that join the next step there."""
+    numbers = np.flatnonzero(spots[:, JOINING_RUNS]).tolist()
+    columns = (JOINING_TOKENS, JOINING_RUNS, JOINING_MS)
+    tokens, runs, age_ms = (spots[numbers, column].astype(np.int64).tolist() for column in columns)
+    return dict(zip(numbers, zip(tokens, runs, age_ms, strict=True), strict=True))
 
 
 def _reservations(
@@ -102,7 +115,9 @@ def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
         spot[PREFILL_TOKENS], spot[PREFILL_RUNS] = c.prefill_tokens, c.prefill_runs
         spot[BUSY_MS], spot[STAGGER_MS] = c.busy_ms, c.later_ms
         spot[PLANNED_MS], spot[PREFILL_SHARE] = c.planned_ms or 0.0, c.prefill_share
-        spot[BATCH_MS] = c.batch_ms
+        spot[BATCH_MS], spot[SHARING] = c.batch_ms, c.shares_steps
+        spot[JOINING_TOKENS], spot[JOINING_RUNS] = c.joining_tokens, c.joining_runs
+        spot[JOINING_MS] = c.joining_ms
         spot[SLOWDOWN:] = profile_columns(recorded_profile(c))
     blocks = [(c.overlap_blocks, c.host_blocks, c.disk_blocks) for c in candidates]
     others = [(i, ms) for i, c in enumerate(candidates) for ms in c.ahead_ms]

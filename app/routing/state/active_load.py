@@ -66,14 +66,16 @@ class ActiveLoad:
     """Load by worker and epoch, and by rank.
 
     Tables that keep copies in columns read `changes`, the ranks whose load changed; `by_rank`, the
-    load of ranks that have any; and `last_first_token_ms`, the time of the last first token of a
-    run on each rank since it was idle.
+    load of ranks that have any; `last_first_token_ms`, the time of the last first token of a run on
+    each rank since it was idle; and `begun`, the load there was then: prompts that came later join
+    a later step.
     """
 
     def __init__(self) -> None:
         self.changes = ChangeLog[WorkerRank]()
         self.by_rank: dict[WorkerRank, WorkerLoad] = {}
         self.last_first_token_ms: dict[WorkerRank, int] = {}
+        self.begun: dict[WorkerRank, WorkerLoad] = {}
         self._ranks: dict[tuple[str, int], dict[WorkerRank, None]] = {}
         """By epoch, the ranks that have any load."""
         self._by_adapter: dict[str, int] = {}
@@ -130,6 +132,7 @@ class ActiveLoad:
             self.by_rank[rank] = total
         elif self.by_rank.pop(rank, None) is not None:
             self.last_first_token_ms.pop(rank, None)
+            self.begun.pop(rank, None)
             ranks = self._ranks[rank[:2]]
             del ranks[rank]
             if not ranks:
@@ -139,6 +142,7 @@ class ActiveLoad:
         """A run there had its first token; the latest such time is kept."""
         if rank in self.by_rank:
             self.last_first_token_ms[rank] = max(at_ms, self.last_first_token_ms.get(rank, 0))
+            self.begun[rank] = self.by_rank[rank]
             self.changes.record(rank)
 
     def _count(self, adapter: str, more: int) -> None:

@@ -1,15 +1,15 @@
 """Policy `predictive`: the cost of a request at a place in milliseconds, and when it may go there.
 
-    cost = wait + own prefill
+    cost = wait + own prefill + delay
          + decode_weight · (stall of the others' decode + slower steps for them + f · own decode)
          + what comes later + replication / f
 
 Requests wait in the router, since one in a worker's queue can no longer be moved: a request planned
-for a place stays here until that is predicted free; the order is that of `pending.py`. A request is
-planned with the reservations of all others here: the delay that two of them cause each other at one
-place counts for both, so each new plan lowers the sum. (With those that
-came before it alone, of many at once the last ones had to take what was left: 8 workers, mean E2E
-2749 ms for 2699, p99 TTFT 1683 for 1648.) Everything is a function of the arguments; without
+for a place stays here until that is predicted free, unless it shares a step; the order is that of
+`pending.py`. A request is planned with the reservations of all others here: the delay that two of
+them cause each other at one place counts for both, so each new plan lowers the sum. (With those
+that came before it alone, of many at once the last ones had to take what was left: 8 workers, mean
+E2E 2749 ms for 2699, p99 TTFT 1683 for 1648.) Everything is a function of the arguments; without
 knowledge of caches it comes to the least load in predicted milliseconds.
 
 With L tokens of prompt, n of them to be computed here (at least one) and N not on the device here,
@@ -18,18 +18,25 @@ in the cache, d(x) a step of decode at x tokens (d = d(t), or 0 where nothing ru
 requests that one leads to, itself included (`PerformanceModel.expected_followups`): they come to
 the same place, and find it as it is left:
 
-    wait         what is left of the prefill there, but no less than half a step
+    wait         what is left of the step under way, but no less than half a step of decode
+                 + for the prompts that came since it began: by how much they make the step longer
+                 that the request shares with them, else their steps
                  + a step of the batch runs there, if any (`batch_runs.batch_delay_ms`)
                  + (t + N + O - C) / t · 1.5 · O · d, if that is positive and something runs
-                 + Σ min(own, other) + decode_weight · max(own, other) over those planned before
+                 + Σ min(own, other) + decode_weight · max(own, other) over those planned before,
+                 or own + other - 2 · (constant part of a step) in one step, if that is less
     own prefill  n tokens in chunks, each with d beside it
-    stall        runs · (n tokens in chunks, alone)
+    delay        by how much it makes the shared step longer, for each prompt in that
+    stall        runs · (n tokens in chunks, alone; or by how much they make that step longer)
     slower       runs · O / 2 · (d(t + L + o / 2) - d)
     own decode   o · d(t + L + o / 2)
     later        (f - 1) · 1.5 · d(t + L + o / 2): each of them waits for half a step, and has one
                  beside its prefill
     replication  tokens that another place has and this one has not, at the price of a full chunk;
                  where much comes again, a second copy is soon worth its room
+
+A prompt shares a step if its tokens take less time there than the constant part of another step and
+the decode in that. A step with prompts ends with their first tokens, and the next one begins.
 
 The cached part of a prompt needs no more room (N, not L): t counts shared blocks as often as runs
 use them. Where no other run uses them, the cache is fuller than it seems; but to wait for room that
@@ -67,6 +74,7 @@ class CostTerms(NamedTuple):
     decode_slowdown_ms: Floats
     decode_ms: Floats
     replication_ms: Floats
+    delay_ms: Floats
 
 
 class Prediction(Scores, frozen=True, gc=False):
@@ -172,6 +180,7 @@ class Predictive(Policy):
             "slower": float(each.decode_slowdown_ms[row]) * weight,
             "decode": float(each.decode_ms[row]) * weight,
             "replication": float(each.replication_ms[row]),
+            "delay": float(each.delay_ms[row]),
         }
         if candidate.cost - sum(terms.values()) > MISSED_TARGET_MS / 2:
             terms[MISSED_TARGET] = MISSED_TARGET_MS
