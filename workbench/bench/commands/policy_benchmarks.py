@@ -75,7 +75,7 @@ def traffic(
     """All policies on many kinds of traffic, relative to the best one of each; simulated.
 
     Short prompts at random times and in bursts, chats with long answers, the generated traces, and
-    with --trace the conversation trace. Quick: one seed, two fleets of that trace; --full: three
+    with --trace the conversation trace. Quick: one seed, three fleets of that trace; --full: three
     seeds and four fleets. Exit code 1 if a threshold is missed.
     """
     from workbench.bench.routing.policy_traffic import FULL, QUICK, bench_traffic

@@ -56,7 +56,7 @@ class TrafficScale(NamedTuple):
     seeds: int
 
 
-QUICK, FULL = TrafficScale(2, 1), TrafficScale(len(SETUPS), 3)
+QUICK, FULL = TrafficScale(3, 1), TrafficScale(len(SETUPS), 3)
 
 
 def generated_scenarios() -> list[Scenario]:
