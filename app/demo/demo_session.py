@@ -9,10 +9,11 @@ from rich.console import Console
 
 from kvlane.app.demo import policy_comparison
 from kvlane.app.demo.demo_environment import DemoEnvironment
-from kvlane.app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from kvlane.app.demo.ledger_reader import LedgerDecisions
 from kvlane.app.demo.policy_comparison import PolicyRun, RunTraceRequest
 from kvlane.app.demo.trace_prompts import TracePrompt
 from kvlane.app.local.deployment import DemoFailed, count_workers, run_scenario
+from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.streams.client import Client
 
 OUTCOME_TIMEOUT_S = 1.0
@@ -34,7 +35,8 @@ class DemoSession:
         self._console = console
         self._client = Client(log, ctx.clock)
         self._decisions = LedgerDecisions(log)
-        self._fleet = FleetObserver(log, ctx, on.settings.worker_timeout_s)
+        self._fleet = WorkerObserver(log, ctx, on.settings.heartbeat_interval_s)
+        self._since = 0
         self._began = ctx.clock.now()
 
     @property
@@ -44,14 +46,15 @@ class DemoSession:
     async def play(self, steps: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         """Start the deployment and run the steps. Raises DemoFailed when a process ends."""
         self._ctx.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
-        self._fleet.follow()
+        await self._fleet.start()
+        self._since = self._fleet.next_epoch()
         async with self._client:
             await self._deployment.start()
             return await run_scenario(self._deployment, steps(), self._clock)
 
-    async def wait_for_workers(self, since: int = 0) -> None:
-        """Wait until all workers accept requests, with epochs from `since` on, and routers do."""
-        if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, since):
+    async def wait_for_workers(self) -> None:
+        """Wait until all workers that were started last accept requests, and routers do."""
+        if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, self._since):
             raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
         await self._deployment.wait_ready(self.ready_timeout_s)
 
@@ -69,9 +72,9 @@ class DemoSession:
 
         `warm_up`: a request, after which every lane has an owner again.
         """
-        since = self._fleet.next_epoch()
+        self._since = self._fleet.next_epoch()
         await self._deployment.restart({"worker", "router"}, changes)
-        await self.wait_for_workers(since)
+        await self.wait_for_workers()
         await warm_up()
 
     async def replay_in_round_robin(

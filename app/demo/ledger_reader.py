@@ -1,6 +1,6 @@
-"""Readers of the ledger and the fleet: routing decisions of requests, and workers that are ready.
+"""Reader of the ledger: the routing decisions of requests.
 
-Follow the topics like any consumer; read only.
+Follows the topic like any consumer; reads only.
 """
 
 from __future__ import annotations
@@ -9,19 +9,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from kvlane.app.routing.state.fleet import Fleet
-from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.runtime.process import ProcessContext
-from kvlane.streams.clock import BrokerClock
 from kvlane.streams.codecs import AnyRecord, decode
 from kvlane.streams.errors import RecordError
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.range_reader import tail
-from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone
-from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY
-from kvlane.streams.views.follower import Follower
-
-READY_POLL_S = 0.1
+from kvlane.streams.records import Assigned, Finished, PrefillDone
+from kvlane.streams.topics import LEDGER
 
 
 class LedgerDecisions:
@@ -85,48 +78,3 @@ class LedgerDecisions:
                 self._handed_over.add(fact.id)
             case Finished(attempt=0) if fact.phase != "prefill":
                 self._cached[fact.id] = self._prefill_cached.get(fact.id, fact.cached_tokens)
-
-
-class FleetObserver:
-    """The workers that accept requests at the moment."""
-
-    def __init__(self, log: Log, ctx: ProcessContext, worker_timeout_s: float) -> None:
-        self._fleet = Fleet()
-        self._clock = BrokerClock(ctx.clock)
-        self._ctx = ctx
-        self._silent = SilentWorkers(self._fleet, worker_timeout_s)
-        self._follower = Follower(
-            log, self._fleet, [REGISTRY, KV_EVENTS], ctx.clock, broker_clock=self._clock,
-            on_applied=self._on_records,
-        )  # fmt: skip
-
-    def follow(self) -> None:
-        self._ctx.spawn("crew", self._follower.run())
-
-    def next_epoch(self) -> int:
-        """An epoch above those of all workers so far."""
-        return self._fleet.position(Partition(REGISTRY, 0)) or 0
-
-    async def wait_ready(self, workers: int, timeout_s: float, since: int = 0) -> bool:
-        """Wait until `workers_of` workers, with epochs of at least `since`, accept requests.
-
-        False after `timeout_s`.
-        """
-        until = self._ctx.clock.now() + timeout_s
-        while self._ready(since) < workers:
-            if self._ctx.clock.now() > until:
-                return False
-            await self._ctx.clock.sleep(READY_POLL_S)
-        return True
-
-    def _ready(self, since: int) -> int:
-        self._silent.update(self._ctx.clock.now())
-        return sum(
-            member.epoch >= since and self._fleet.is_ready(worker)
-            for worker, member in self._fleet.members.items()
-            if worker not in self._silent.names
-        )
-
-    def _on_records(self, _: Partition, facts: Sequence[LogRecord]) -> None:
-        broker_ms = None if self._follower.caught_up else self._clock.now_ms()
-        self._silent.on_records(facts, self._ctx.clock.now(), broker_ms)

@@ -1,7 +1,7 @@
-"""Readiness of a deployment on this machine, and detection of another one on its topics.
+"""Readiness of a deployment on this machine.
 
-Checks `/readyz` of the processes and `/v1/models` of the gateway, and reads the registry and
-heartbeats of the workers. Starts and stops nothing.
+Checks `/readyz` of the processes, `/v1/models` of the gateway, and the workers in its topics
+(`app/local/worker_observer.py`). Starts and stops nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,9 @@ from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from kvlane.app.routing.state.fleet import Fleet
-from kvlane.streams.clock import BrokerClock, Clock
-from kvlane.streams.ports import Log, Partition
-from kvlane.streams.topics import KV_EVENTS, REGISTRY
-from kvlane.streams.views.follower import Follower
+from kvlane.app.local.worker_observer import WorkerObserver
 
 HTTP_TIMEOUT_S = 2.0
-CATCH_UP_S = 30.0
-HEARTBEAT_WINDOW_MS = 60_000
-"""Age of the oldest heartbeats that are read; also the largest clock difference to brokers."""
-LIVENESS_HEARTBEATS = 2.5
-"""Heartbeat intervals within which every live worker has sent one."""
 
 
 class HttpAnswer(NamedTuple):
@@ -35,66 +26,6 @@ class HttpAnswer(NamedTuple):
 
     status: int
     body: Any
-
-
-class WorkerObserver:
-    """The workers of a deployment, read from its topics."""
-
-    def __init__(self, log: Log, clock: Clock, heartbeat_s: float) -> None:
-        self._log = log
-        self._local_clock = clock
-        self._heartbeat_s = heartbeat_s
-        self._reading: asyncio.Task[None] | None = None
-        self._fleet = Fleet()
-        self._clock = BrokerClock(clock)
-        self._follower = Follower(
-            log, self._fleet, [REGISTRY, KV_EVENTS], clock,
-            broker_clock=self._clock, start=self._start,
-        )  # fmt: skip
-
-    async def start(self) -> None:
-        """Follow the topics in the background; returns when it has reached their present ends."""
-        self._reading = asyncio.create_task(self._follower.run())
-        async with asyncio.timeout(CATCH_UP_S):
-            await self._follower.wait_caught_up()
-
-    async def close(self) -> None:
-        """Stop reading. Idempotent."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-
-    async def find_alive(self, names: Collection[str]) -> list[str]:
-        """The workers of these that are alive: a new heartbeat arrives while this waits.
-
-        Returns at once if all last heartbeats are old.
-        """
-        before = {name: beat.offset for name in names if (beat := self._fleet.heartbeats.get(name))}
-        recent = [n for n in before if not self._is_silent(n)]
-        if not recent:
-            return []
-        await self._local_clock.sleep(LIVENESS_HEARTBEATS * self._heartbeat_s)
-        return [name for name in recent if self._fleet.heartbeats[name].offset != before[name]]
-
-    def next_epoch(self) -> int:
-        """An epoch above those of all workers so far."""
-        return self._fleet.position(Partition(REGISTRY, 0)) or 0
-
-    def find_ready(self, names: Collection[str], since: int) -> list[str]:
-        """The workers of these that accept requests, with epochs of at least `since`."""
-        members = self._fleet.members
-        return [
-            name for name in names if self._fleet.is_ready(name) and members[name].epoch >= since
-        ]
-
-    def _is_silent(self, name: str) -> bool:
-        return self._clock.now_ms() - self._fleet.heartbeats[name].at_ms > HEARTBEAT_WINDOW_MS
-
-    async def _start(self, source: Partition) -> int:
-        if source.topic == REGISTRY:
-            return 0
-        since_ms = max(0, self._local_clock.wall_ms() - HEARTBEAT_WINDOW_MS)
-        return await self._log.offset_at(source.topic, source.partition, since_ms)
 
 
 class ReadinessCheck:
@@ -111,7 +42,7 @@ class ReadinessCheck:
 
     async def failed_checks(self) -> list[str]:
         """The failed checks, as texts; empty when all pass."""
-        ready = self._workers.find_ready(self._names, self._since)
+        ready = self._workers.find_ready(self._since)
         missing = [f"{n} has not registered" for n in self._names if n not in ready]
         answers = await asyncio.gather(
             *(asyncio.to_thread(http_get, f"{url}/readyz") for url in self._urls.values())

@@ -22,10 +22,11 @@ from kvlane.app.local.deployment import (
     count_workers,
     deployment_parts,
 )
+from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings, variable_name
 from kvlane.app.up.data_folder import CannotStart, DataFolder, rotate_logs
-from kvlane.app.up.readiness import ReadinessCheck, WorkerObserver
+from kvlane.app.up.readiness import ReadinessCheck
 from kvlane.app.up.supervisor import BrokerSupervisor, ProcessSupervisor
 from kvlane.streams.brokers.broker import LOOPBACK, ReportLine, free_ports
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
@@ -212,7 +213,7 @@ class _Deployment:
     async def _run(self, cleanup: AsyncExitStack) -> None:
         s = self._settings
         log = KafkaLog(s.kafka_connection("up"), prefix=s.topic_prefix)
-        workers = WorkerObserver(log, self._clock, s.heartbeat_interval_s)
+        workers = WorkerObserver(log, self._ctx, s.heartbeat_interval_s)
         try:
             await log.start()
             await provision.create_topics(log, **s.topic_options())

@@ -9,11 +9,12 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from kvlane.app.demo.ledger_reader import FleetObserver, LedgerDecisions
+from kvlane.app.demo.ledger_reader import LedgerDecisions
 from kvlane.app.engine.interface import Engine, EngineOutput, GenerateContext, KvEventListener
 from kvlane.app.gateway import Gateway
 from kvlane.app.local.deployment import DeploymentPart, InProcessDeployment
 from kvlane.app.local.processes import free_port
+from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.preprocess.models.model_folder import read_folder
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
@@ -113,11 +114,11 @@ class Fleet:
         self.client = Client(self.log, CLOCK)
         self.decisions = LedgerDecisions(self.log)
         self.ctx.spawn("ledger", self.decisions.follow(await self.decisions.end_positions()))
-        self.observer = FleetObserver(self.log, self.ctx, self.settings.worker_timeout_s)
-        self.observer.follow()
+        self.observer = WorkerObserver(self.log, self.ctx, self.settings.heartbeat_interval_s)
+        await self.observer.start()
         await self.client.__aenter__()
         await self.parts.start()
-        assert await self.observer.wait_ready(len(self._engines), 60)
+        assert await self.observer.wait_ready(len(self._engines), 60, 0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
