@@ -41,9 +41,10 @@ from kvlane.app.routing.state.request_state import OPEN, RequestState
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
 
-WAKE_INTERVAL_MS = 50
+WAKE_INTERVAL_MS = 30
 """From a record that may have freed a place to the next look: a busy ledger has thousands a second,
-and a look takes 0.2 ms."""
+and a look takes 0.2 ms. `kvlane bench mix`, batch tokens of idle capacity and mean TTFT beside it:
+0.771 and 79.5 ms with 50, 0.873 and 80.0 ms with 30, 0.866 and 80.2 ms with 20."""
 MAX_FREQUENT_RETRIES = 32
 """Waiting requests beyond which each retries less often."""
 
