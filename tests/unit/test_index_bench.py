@@ -12,7 +12,6 @@ import pytest
 
 from kvlane.indexer.block_hashes import local_hashes, sequence_hashes
 from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
-from kvlane.indexer.epochs import CacheId
 from workbench.bench.index.comparison import (
     OUR_INDEX,
     IndexFigure,
@@ -49,7 +48,7 @@ from workbench.bench.index.peers import (
     PeerUnavailable,
     load_crate,
 )
-from workbench.bench.index.python_overhead import filled_index, record_rates
+from workbench.bench.index.record_rates import record_rates
 
 SMALL = IndexSetup(64, 4, 4_000)
 TRACE = Path(__file__).resolve().parents[2] / "app" / "data" / "conversation_300.jsonl"
@@ -245,16 +244,7 @@ def test_peer_hashes_blocks_as_kvlane_does(crate: PeerCrate, block_size: int) ->
     assert np.array_equal(crate.chain_hashes(local[None, :])[0], sequence_hashes(local))
 
 
-# --- the class around the kernels -----------------------------------------------------------------
-
-
-def test_filled_index_holds_every_sequence(cached: CachedSequences) -> None:
-    index = filled_index(cached)
-    assert sum(holding.total_blocks for holding in index.cache_sizes().values()) == cached.pairs
-    assert index.counters.rejected_blocks == 0
-    for number in range(20):
-        overlap = index.match_prefix(cached.local[number])[CacheId(str(number % 4), 0)]
-        assert overlap.total_blocks == cached.depth
+# --- records -------------------------------------------------------------------------------------
 
 
 def test_records_are_measured_by_their_size() -> None:

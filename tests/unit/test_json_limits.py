@@ -40,7 +40,7 @@ from kvlane.app.preprocess.requests.request_models import (
     TokensBody,
 )
 from kvlane.streams.records import Refused
-from workbench.bench.streaming.body_shapes import BODY_BYTES, SHAPE_NAMES, body_shape
+from tests.harness.body_shapes import BODY_BYTES, SHAPE_NAMES, body_shape
 
 ACCEPTED = {name for name in SHAPE_NAMES if name[0].isdigit()} - {
     "8 192 wrong biases", "128 answers", "128 answers with an echo", "500 000 wrong tokens",

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Build what benchmarks measure kvlane against, into build/peers. For `kvlane bench index --peers`: Dynamo's
-# Rust crate as a shared library (needs cargo), and its Python wheel in an environment of its own. For
-# `kvlane bench peer-router`: SGLang's router, a wheel in an environment of its own.
-#   workbench/peers/build.sh [library|wheel|router]...    default: all        JOBS=N: compilers at a time
+# Rust crate as a shared library (needs cargo). For `kvlane bench peer-router`: SGLang's router, a wheel in an
+# environment of its own.
+#   workbench/peers/build.sh [library|router]...    default: all        JOBS=N: compilers at a time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 OUT=$(cd ../.. && pwd)/build/peers
@@ -22,19 +22,12 @@ library() {
   cp "$OUT/cargo/release/libpeers.so" "$OUT/"
 }
 
-# Not into .venv: the wheel does not take the pydantic that kvlane has.
-wheel() {
-  "${PYTHON:-python3}" -m venv --clear "$OUT/wheel"
-  "$OUT/wheel/bin/python" -m pip install --quiet --disable-pip-version-check \
-    ai-dynamo-runtime==1.6.1 numpy
-}
-
 router() {
   "${PYTHON:-python3}" -m venv --clear "$OUT/router"
   "$OUT/router/bin/python" -m pip install --quiet --disable-pip-version-check sglang-router==0.3.2
 }
 
 mkdir -p "$OUT"
-for part in "${@:-library wheel router}"; do
+for part in "${@:-library router}"; do
   for name in $part; do "$name"; done
 done

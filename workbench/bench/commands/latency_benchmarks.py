@@ -76,17 +76,6 @@ def growth() -> Benchmark:
     return Benchmark(bench_growth, QUICK, FULL)
 
 
-@benchmark(app)
-def access() -> Benchmark:
-    """Latency of refusals without a valid API key, during 64 streams.
-
-    Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
-    """
-    from workbench.bench.streaming.key_refusals import FULL, QUICK, bench_key_refusals
-
-    return Benchmark(bench_key_refusals, QUICK, FULL)
-
-
 @benchmark(app, exits=True)
 def attach() -> Benchmark:
     """Time to first text of clients that attach to streams of one lane, 20 per second, on Kafka.
@@ -97,17 +86,6 @@ def attach() -> Benchmark:
     from workbench.bench.streaming.attach_latency import FULL, QUICK, bench_attach
 
     return Benchmark(bench_attach, QUICK, FULL)
-
-
-@benchmark(app)
-def bodies() -> Benchmark:
-    """Event loop stalls of a gateway and a preprocessor from 8 MiB bodies of unusual shapes.
-
-    The longest stall for each shape, on topics in memory.
-    """
-    from workbench.bench.streaming.body_stalls import FULL, QUICK, bench_bodies
-
-    return Benchmark(bench_bodies, QUICK, FULL)
 
 
 @app.command()
@@ -134,9 +112,6 @@ def index(
     peers: Annotated[
         bool, typer.Option("--peers", help="Compare with Dynamo's index, which cargo builds.")
     ] = False,
-    pauses: Annotated[
-        bool, typer.Option("--pauses", help="Measure only read latency while the index changes.")
-    ] = False,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Run the long form, or the quick one.")
     ] = False,
@@ -151,13 +126,10 @@ def index(
     With --peers compared with the Rust crate of Dynamo in the same process, on the same data, with
     answers compared. Throughput is CPU time; latencies are measured inside the compiled code.
     """
-    from workbench.bench.index.index_bench import FULL, QUICK, bench_index, bench_index_pauses
+    from workbench.bench.index.index_bench import FULL, QUICK, bench_index
 
-    if pauses:
-        measure("index pauses", lambda _, progress: bench_index_pauses(progress), json)
-    else:
-        scale = FULL if full else QUICK
-        measure("index", partial(bench_index, scale, peers=peers, trace=trace), json)
+    scale = FULL if full else QUICK
+    measure("index", partial(bench_index, scale, peers=peers, trace=trace), json)
 
 
 @benchmark(app)

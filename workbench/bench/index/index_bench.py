@@ -2,9 +2,9 @@
 
 The peer is the crate `dynamo-kv-router` as a library in this process (`workbench/peers`), with the
 structure that is best at each measure. Both get the same arrays and are timed inside compiled code,
-without Python dispatch, which is measured separately. All answers are compared. Without a peer only
-our index is measured, its answers are compared with the reference index, and every threshold that
-needs the peer counts as failed.
+without Python dispatch. All answers are compared. Without a peer only our index is measured, its
+answers are compared with the reference index, and every threshold that needs the peer counts as
+failed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ from workbench.bench.index.peers import (
     PeerUnavailable,
     load_crate,
 )
-from workbench.bench.index.python_overhead import (
-    PAUSE_LIMIT_MS,
-    call_latencies,
-    reader_pauses,
-    record_rates,
-)
+from workbench.bench.index.record_rates import record_rates
 
 BYTES_PER_PAIR_LIMIT = 36.0
 RECORD_BLOCKS = (128, 1024, 8192)
@@ -68,7 +63,7 @@ REFERENCE_SETUP = IndexSetup(64, 8, 20_000)
 TREE_STRUCTURES = (PeerStructure.TREE, PeerStructure.CONCURRENT)
 MILLION = 1_000_000
 LARGE_PAIRS = 10 * MILLION
-"""Pairs for the measurement of memory and pauses."""
+"""Pairs for the measurement of memory."""
 
 
 class TokenScoreScale(NamedTuple):
@@ -142,17 +137,6 @@ async def bench_index(
     return IndexBench(scale, crate, trace or BUNDLED_TRACE).run(progress)
 
 
-async def bench_index_pauses(progress: Callable[[float], None]) -> Report:
-    """Measure only the latency of readers."""
-    figures = reader_pauses(LARGE_PAIRS, progress)
-    limits = [
-        at_most(f.measure, f.ours.median, "ms", PAUSE_LIMIT_MS)
-        for f in figures
-        if "idle" not in f.measure and "elsewhere" not in f.measure
-    ]
-    return Report("index pauses", [f.row() for f in figures], limits)
-
-
 class IndexBench:
     def __init__(self, form: IndexScale, crate: PeerCrate | None, trace: Path) -> None:
         self._form = form
@@ -175,11 +159,6 @@ class IndexBench:
             ),
             self._memory,
             lambda: record_rates(RECORD_BLOCKS),
-            lambda: call_latencies(
-                self._form.repetitions.queries_by_depth,
-                self._answers,
-                peers=self._crate is not None,
-            ),
         ]
         figures: list[IndexFigure] = []
         for part in parts:

@@ -63,7 +63,7 @@ class PeerStructure(IntEnum):
     """The index structures of the crate; numbers as in the shim."""
 
     TREE = 0
-    """`RadixTree`: one thread."""
+    """The radix tree: one thread."""
     CONCURRENT = 1
     """`ConcurrentRadixTreeCompressed`, which its routers use."""
     POSITIONAL = 2
