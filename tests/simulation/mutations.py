@@ -265,8 +265,15 @@ MUTATIONS: dict[str, Mutation] = {
             "received",
             "resuming a stream from a position",
             edge.answers_from_their_beginning,
+            scenarios=("keys",),
         ),
-        Mutation("from-now", "waiting", "attaching from the beginning", edge.answers_from_now_on),
+        Mutation(
+            "from-now",
+            "waiting",
+            "attaching from the beginning",
+            edge.answers_from_now_on,
+            scenarios=("keys",),
+        ),
         Mutation(
             "events-once",
             "caches",
