@@ -136,28 +136,11 @@ def test_demo_on_kafka_loses_nothing_and_leaves_no_process(
     assert running_with(topic_prefix) == []
 
 
-def test_up_starts_prefill_and_decode_workers(on_kafka: dict[str, str]) -> None:
-    with running("up", "--workers", "2", "--prefill-workers", "1", **on_kafka) as deployment:
-        read_until(deployment, "and 2 workers (1 prefill, 1 decode) are starting")
-        read_until(deployment, "/metrics  worker-1 (prefill)")
-        read_until(deployment, "/metrics  worker-2 (decode)")
-        read_until(deployment, "Ctrl-C stops everything")
-        kvlane("publish", "--id", "both", "--follow", "Who computes this?", **on_kafka)
-        explained = kvlane("explain", "both", **on_kafka)
-        assert re.search(r"prefill.*worker-1", explained), explained
-        assert re.search(r"decode.*worker-2", explained), explained
-        deployment.send_signal(signal.SIGTERM)
-        assert deployment.wait(60) == 0
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_processes_end_with_the_demo_however_it_ends(
-    how: signal.Signals, on_kafka: dict[str, str], topic_prefix: str
-) -> None:
+def test_processes_end_with_a_killed_demo(on_kafka: dict[str, str], topic_prefix: str) -> None:
     with running("demo", **on_kafka) as process:
         read_until(process, "workers are up")
         assert len(running_with(topic_prefix)) >= 9  # itself, 4 workers, and one of each other
-        process.send_signal(how)
+        process.kill()
         process.wait(60)
     deadline = time.monotonic() + 30
     while left := running_with(topic_prefix):
@@ -165,7 +148,7 @@ def test_processes_end_with_the_demo_however_it_ends(
         time.sleep(0.1)
 
 
-def test_up_serves_publish_follow_and_cancel(
+def test_up_serves_publish_follow_and_cancel_with_prefill_and_decode_workers(
     on_kafka: dict[str, str], topic_prefix: str, tmp_path: Path
 ) -> None:
     endless = tmp_path / "endless.jsonl"
@@ -173,11 +156,17 @@ def test_up_serves_publish_follow_and_cancel(
         '{"id":"long","body":{"messages":[{"role":"user","content":"again"}],'
         '"max_tokens":5000,"ignore_eos":true}}'
     )
-    with running("up", "--workers", "1", **on_kafka) as deployment:
+    with running("up", "--workers", "2", "--prefill-workers", "1", **on_kafka) as deployment:
+        read_until(deployment, "and 2 workers (1 prefill, 1 decode) are starting")
+        read_until(deployment, "/metrics  worker-1 (prefill)")
+        read_until(deployment, "/metrics  worker-2 (decode)")
         read_until(deployment, "Ctrl-C stops everything")
-        answer = kvlane("publish", "--follow", "héllo", **on_kafka)
+        answer = kvlane("publish", "--id", "both", "--follow", "héllo", **on_kafka)
         assert answer == kvlane("publish", "--follow", "héllo", **on_kafka)
         assert answer.endswith(".\n")
+        explained = kvlane("explain", "both", **on_kafka)
+        assert re.search(r"prefill.*worker-1", explained), explained
+        assert re.search(r"decode.*worker-2", explained), explained
         kvlane("publish", "-f", str(endless), **on_kafka)
         kvlane("cancel", "long", **on_kafka)
         kvlane("follow", "long", code=1, **on_kafka)
