@@ -125,6 +125,14 @@ def test_table_of_topics_is_complete() -> None:
     assert re.findall(r"^\| `([\w-]+)` \|", rows, re.MULTILINE) == [topic.name for topic in TOPICS]
 
 
+def test_changelog_has_each_heading_once_in_a_version() -> None:
+    """Git merges it by union, which repeats entries of a section that has moved."""
+    versions = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    for version in versions:
+        headings = re.findall(r"^### .+", version, re.MULTILINE)
+        assert len(headings) == len(set(headings)), version[:20]
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
