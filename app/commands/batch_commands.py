@@ -32,7 +32,9 @@ app = typer.Typer(no_args_is_help=True, help="Submit, list, show and cancel batc
 _Url = Annotated[
     str, typer.Option(help="The gateway; default: this machine, port KVLANE_HTTP_PORT.")
 ]
-_Key = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The API key, if it needs one.")]
+_ApiKey = Annotated[
+    str, typer.Option(envvar="OPENAI_API_KEY", help="The API key, if it needs one.")
+]
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The id of the batch.")]
 
 
@@ -57,7 +59,7 @@ def submit(
     ] = "/v1/chat/completions",
     window: Annotated[str, typer.Option(help="Time for all of it: 24h, 90m, 7d.")] = "24h",
     url: _Url = "",
-    api_key: _Key = "",
+    api_key: _ApiKey = "",
 ) -> None:  # fmt: skip
     """Upload a file and run its lines as a batch. The id goes to standard output.
 
@@ -82,7 +84,7 @@ def list_batches(
     *,
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many, the newest first.")] = 20,
     url: _Url = "",
-    api_key: _Key = "",
+    api_key: _ApiKey = "",
 ) -> None:
     """Show the newest batches."""
     table = plain_table("id", "status", "lines", "completed", "failed", "created (UTC)")
@@ -96,14 +98,14 @@ def list_batches(
 
 
 @app.command()
-def show(batch_id: _Id, *, url: _Url = "", api_key: _Key = "") -> None:
+def show(batch_id: _Id, *, url: _Url = "", api_key: _ApiKey = "") -> None:
     """Show a batch, as JSON."""
     with _client(url, api_key) as client:
         typer.echo(client.batches.retrieve(batch_id).model_dump_json(indent=2, exclude_unset=True))
 
 
 @app.command()
-def cancel(batch_id: _Id, *, url: _Url = "", api_key: _Key = "") -> None:
+def cancel(batch_id: _Id, *, url: _Url = "", api_key: _ApiKey = "") -> None:
     """Cancel a batch. Its files keep the finished lines."""
     settings_for_writing()
     with _client(url, api_key) as client:
@@ -119,7 +121,7 @@ def results(
         Path | None, typer.Option("--output", "-o", help="A file; default: standard output.")
     ] = None,
     url: _Url = "",
-    api_key: _Key = "",
+    api_key: _ApiKey = "",
 ) -> None:
     """Print the lines of a batch that has ended, or write them to a file."""
     kind = "error" if errors else "output"

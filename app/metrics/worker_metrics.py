@@ -19,7 +19,7 @@ from kvlane.indexer.cache_events.event_normalizer import NormalizerCounters
 from kvlane.streams.records import EngineStats, RunCode
 
 
-class WorkerState(Protocol):
+class MeasuredWorker(Protocol):
     """The state of a worker that is read when a page is asked for."""
 
     @property
@@ -40,7 +40,7 @@ class WorkerState(Protocol):
 class WorkerMetrics(MetricSet):
     """The metrics of one worker. `model`: set when the engine has one."""
 
-    def __init__(self, worker: WorkerState) -> None:
+    def __init__(self, worker: MeasuredWorker) -> None:
         super().__init__()
         self.model = ""
         self._runs = self.counter("kvlane_worker_runs", "Runs that ended, by code", "model", "code")
@@ -83,7 +83,7 @@ class WorkerMetrics(MetricSet):
             self._output.labels(self.model).inc(run.output_tokens)
 
 
-def _state_families(worker: WorkerState) -> Iterator[Metric]:
+def _state_families(worker: MeasuredWorker) -> Iterator[Metric]:
     """The state of the worker and of its engine."""
     running, waiting = worker.open_runs
     engine = worker.engine_stats() or EngineStats()

@@ -80,7 +80,7 @@ COMPILE_TIMEOUT_S = 60.0
 """From the start of a run with guided decoding to its first output. The gateway bounds the cost of
 a form, so that a compile takes seconds; a run also waits for other prompts."""
 
-AnswerStream = TextStream | ParsedStream
+AnswerText = TextStream | ParsedStream
 
 Consumer = Callable[[EngineOutput], Awaitable[bool]]
 """Processes an output of the engine; returns whether no more are needed."""
@@ -431,7 +431,7 @@ class RunExecutor:
         await stream.finish(last, rest.text, rest.data)
         return RunEnd(_CODES[reason], message=ended.message)
 
-    def _text_stream(self, assignment: Assignment, taken: Sequence[int]) -> AnswerStream:
+    def _text_stream(self, assignment: Assignment, taken: Sequence[int]) -> AnswerText:
         """The decoder of an answer, after the tokens that readers have.
 
         Raises EngineError if it does not give the text and the data that readers have.
@@ -454,7 +454,7 @@ class RunExecutor:
             )
         return text
 
-    async def _stream(self, run: Run, stream: ChunkStream, text: AnswerStream) -> EngineOutput:
+    async def _stream(self, run: Run, stream: ChunkStream, text: AnswerText) -> EngineOutput:
         """Send the engine's outputs as they come; returns the final one, already sent.
 
         The answer may end before the engine's stream: at a stop string, which only the text
@@ -520,7 +520,7 @@ class RunExecutor:
         raise EngineError("the engine ended its answer without a finish reason", retryable=True)
 
     async def _pass_on(
-        self, run: Run, stream: ChunkStream, text: AnswerStream, output: EngineOutput
+        self, run: Run, stream: ChunkStream, text: AnswerText, output: EngineOutput
     ) -> bool:
         """Send the content of an output; returns whether it ended the answer."""
         if output.is_empty:
@@ -575,7 +575,7 @@ def _counts(run: Run, ended: EngineOutput, reasoning_tokens: int | None) -> Usag
     )
 
 
-def _ended(text: AnswerStream, output: EngineOutput) -> EngineOutput:
+def _ended(text: AnswerText, output: EngineOutput) -> EngineOutput:
     """The end of an answer: by its text, which has the limits of the whole answer, or by its
     engine."""
     if text.ended is None or text.ended.finish_reason is None:

@@ -42,7 +42,7 @@ class UnknownPlace(NamedTuple):
 RecordPlace = ChunkPlace | UnreadableEnd | UnknownPlace | Fence
 
 
-class _Chunk(msgspec.Struct):
+class _ChunkPlace(msgspec.Struct):
     id: str
     attempt: int
     run: str
@@ -64,7 +64,7 @@ _HEAD = re.compile(
     rb'\s*,\s*"run"\s*:\s*"(\d{1,20})"\s*,\s*"seq"\s*:\s*(\d{1,18})\s*,\s*"index"\s*:\s*(\d{1,18})\s*[,}]'
 )
 """The beginning of a Chunk, in the order in which it is written."""
-_types = {"Chunk": _Chunk, "Fence": _Fence, "End": _Record}
+_types = {"Chunk": _ChunkPlace, "Fence": _Fence, "End": _Record}
 
 
 def place_of(record: Record, request_id: str) -> RecordPlace:
@@ -78,7 +78,7 @@ def place_of(record: Record, request_id: str) -> RecordPlace:
         return _from_head(value, request_id) if name == "Chunk" else UnknownPlace()
     if read.id != request_id:
         return UnknownPlace()
-    if isinstance(read, _Chunk):
+    if isinstance(read, _ChunkPlace):
         return ChunkPlace(read.attempt, read.run, read.seq, read.index)
     if isinstance(read, _Fence):
         return Fence(id=read.id, attempt=read.attempt)

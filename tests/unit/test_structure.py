@@ -1,4 +1,4 @@
-"""The structure of the code: layers without circles, small folders, one meaning per name."""
+"""Tests of the structure of the code: layers without circles, small folders, one meaning a name."""
 
 import ast
 import re
@@ -17,11 +17,8 @@ MOST_FILES = 15
 SHARED_MODULE_NAMES: dict[str, str] = {}
 """Module names that occur twice, each with its reason."""
 
-SHARED_CLASS_NAMES: dict[str, str] = {}
-"""Class names that occur twice, each with its reason."""
-
-SHARED_ALIAS_NAMES: dict[str, str] = {}
-"""Public names of types, such as `Headers = tuple[...]`, that occur twice, each with its reason."""
+SHARED_TYPE_NAMES: dict[str, str] = {}
+"""Names of classes and of types such as `Headers = tuple[...]` that occur twice, with reasons."""
 
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
@@ -48,12 +45,15 @@ def imported(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def type_aliases(tree: ast.Module) -> Iterator[str]:
-    """Public names in CamelCase that a module assigns, with or without an annotation."""
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Classes, and names in CamelCase that a module assigns, with or without an annotation."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                if re.fullmatch(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name):
+                if re.fullmatch(r"_?[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name):
                     yield name
 
 
@@ -111,32 +111,20 @@ def test_module_names_are_unique() -> None:
     assert shared(names, SHARED_MODULE_NAMES) == {}
 
 
-def test_class_names_are_unique() -> None:
+def test_type_names_are_unique() -> None:
+    """One test for classes and aliases: a reader of a name does not see which of both it is."""
     names = defaultdict(list)
     for file, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                names[node.name].append(module_of(file))
-    assert shared(names, SHARED_CLASS_NAMES) == {}
-
-
-def test_alias_names_are_unique() -> None:
-    names = defaultdict(list)
-    for file, tree in trees().items():
-        for name in type_aliases(tree):
+        for name in types_of(tree):
             names[name].append(module_of(file))
-    assert shared(names, SHARED_ALIAS_NAMES) == {}
+    assert shared(names, SHARED_TYPE_NAMES) == {}
 
 
 def test_every_exception_to_the_rules_is_in_use() -> None:
-    modules, classes, aliases = defaultdict(int), defaultdict(int), defaultdict(int)
+    modules, types = defaultdict(int), defaultdict(int)
     for file, tree in trees().items():
         modules[file.name] += 1
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] += 1
-        for name in type_aliases(tree):
-            aliases[name] += 1
+        for name in types_of(tree):
+            types[name] += 1
     assert [name for name in SHARED_MODULE_NAMES if modules[name] < 2] == []
-    assert [name for name in SHARED_CLASS_NAMES if classes[name] < 2] == []
-    assert [name for name in SHARED_ALIAS_NAMES if aliases[name] < 2] == []
+    assert [name for name in SHARED_TYPE_NAMES if types[name] < 2] == []

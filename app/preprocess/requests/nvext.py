@@ -134,7 +134,7 @@ Token = Annotated[int, Field(ge=0, le=U32)]
 TokenIds = Annotated[list[Token], Field(max_length=MAX_PROMPT_TOKENS), WrapValidator(_tokens)]
 Object = Annotated[dict[str, Any], Field(max_length=MAX_NAMES)]
 """Forwarded unchanged."""
-Worker = Annotated[str, BeforeValidator(_worker)]
+WorkerId = Annotated[str, BeforeValidator(_worker)]
 SHORT_LIST = Field(max_length=MAX_NAMES, fail_fast=True)
 """Bound of a list of names."""
 Rank = Annotated[int, Field(ge=0, le=U32)]
@@ -233,15 +233,15 @@ class NvExt(BaseModel):
     greed_sampling: bool | None = None
     use_raw_prompt: bool | None = None
     annotations: Annotated[list[str], SHORT_LIST] | None = None
-    backend_instance_id: Worker | None = None
+    backend_instance_id: WorkerId | None = None
     token_data: Annotated[TokenIds, Field(min_length=1)] | None = None
     max_thinking_tokens: int | None = Field(default=None, ge=0, le=U32)
     extra_fields: Annotated[list[str], SHORT_LIST, AfterValidator(_not_offered)] | None = None
-    prefill_worker_id: Worker | None = None
-    decode_worker_id: Worker | None = None
+    prefill_worker_id: WorkerId | None = None
+    decode_worker_id: WorkerId | None = None
     dp_rank: Rank | None = None
     prefill_dp_rank: Rank | None = None
-    allowed_worker_ids: Annotated[list[Worker], SHORT_LIST, Field(min_length=1)] | None = None
+    allowed_worker_ids: Annotated[list[WorkerId], SHORT_LIST, Field(min_length=1)] | None = None
     lora_name: Name | None = None
     agent_hints: AgentHints | None = None
     queue_class: Name | None = None

@@ -38,7 +38,7 @@ MAX_DATE_FORMAT_CHARS = 200
 MAX_ARGUMENTS_CHARS = 1024 * 1024
 """Characters of the arguments of a call; longer ones stay text: parsing would block the loop."""
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 
 
 class ChatTemplate:
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -170,7 +170,7 @@ def _is_content(node: nodes.Node) -> bool:
     return False
 
 
-def _worded(messages: Sequence[Message], shape: _Shape) -> list[dict[str, Any]]:
+def _worded(messages: Sequence[ChatMessage], shape: _Shape) -> list[dict[str, Any]]:
     """Messages in the form that templates expect.
 
     - Content is always there: a text where the template takes texts, otherwise parts.
@@ -182,7 +182,7 @@ def _worded(messages: Sequence[Message], shape: _Shape) -> list[dict[str, Any]]:
     return [_message(message, number, shape) for number, message in enumerate(messages)]
 
 
-def _message(message: Message, number: int, shape: _Shape) -> dict[str, Any]:
+def _message(message: ChatMessage, number: int, shape: _Shape) -> dict[str, Any]:
     worded = {
         name: value
         for name, value in message.items()

@@ -114,9 +114,9 @@ class PendingEntry(msgspec.Struct, frozen=True, gc=False):
     cost: ShareCost
 
 
-_Line: TypeAlias = list[tuple[float, int, K]]
+_Heap: TypeAlias = list[tuple[float, int, K]]
 """Requests for one place of one class and priority: order, arrival and key, ascending."""
-_Lines: TypeAlias = dict[tuple[int, QueueKey], _Line[K]]
+_Lines: TypeAlias = dict[tuple[int, QueueKey], _Heap[K]]
 """The requests for one place, by priority and queue."""
 
 

@@ -123,7 +123,7 @@ QUICK = SimulationScale(("dynamo", "dynamo:32", "dynamo:64"), 1, 0)
 FULL = SimulationScale(DYNAMO_POLICIES, 3, 3, DELAY_CONDITIONS, ENGINE_CURVES, 3)
 
 
-class Scenario(NamedTuple):
+class PolicyScenario(NamedTuple):
     """Runs of one kind on one fleet; the policy and the seed make the run."""
 
     trace: str
@@ -140,26 +140,30 @@ class Scenario(NamedTuple):
 
 def trace_scenario(
     setup: FleetSetup, jitter_s: float = 0.0, conditions: NetworkConditions = DEFAULT_CONDITIONS
-) -> Scenario:
+) -> PolicyScenario:
     like = SimulationRun(
         "", setup.workers, ArrivalRate(setup.speed, jitter_s), conditions=conditions
     )
     how = f"{setup.name}{' spread' if jitter_s else ''}"
-    return Scenario(CONVERSATION, like, how)
+    return PolicyScenario(CONVERSATION, like, how)
 
 
-def generated_scenario(kind: str) -> Scenario:
-    return Scenario(NAME_PREFIX + kind, SimulationRun("", GENERATED_WORKERS), kind)
+def generated_scenario(kind: str) -> PolicyScenario:
+    return PolicyScenario(NAME_PREFIX + kind, SimulationRun("", GENERATED_WORKERS), kind)
 
 
-def engine_scenarios(setup: FleetSetup, curves: PerfCurves) -> tuple[Scenario, Scenario]:
+def engine_scenarios(
+    setup: FleetSetup, curves: PerfCurves
+) -> tuple[PolicyScenario, PolicyScenario]:
     """Scenarios of a fleet of these engines, with and without a profile on the cards."""
     like = SimulationRun(
         "", setup.workers, ArrivalRate(setup.speed, ARRIVAL_JITTER_S), curves=curves,
         warmup_requests=WARM_UP_PER_WORKER * setup.workers,
     )  # fmt: skip
     unknown = like._replace(conditions=NetworkConditions(publishes_curves=False))
-    return Scenario(CONVERSATION, like, setup.name), Scenario(CONVERSATION, unknown, setup.name)
+    return PolicyScenario(CONVERSATION, like, setup.name), PolicyScenario(
+        CONVERSATION, unknown, setup.name
+    )
 
 
 LEARNING_SETUPS = (SETUPS[0], SETUPS[2])
@@ -188,7 +192,7 @@ def scenario_runs(scale: SimulationScale) -> list[ScenarioRun]:
     return list(dict.fromkeys(found))
 
 
-def _all(of: Scenario, policies: Sequence[str], seeds: int) -> list[ScenarioRun]:
+def _all(of: PolicyScenario, policies: Sequence[str], seeds: int) -> list[ScenarioRun]:
     return [of.run_of(policy, seed) for policy, seed in product(policies, range(seeds))]
 
 
@@ -199,19 +203,19 @@ class ThresholdChecks:
         self._form = form
         self._found = {each.scenario_run: each.figures for each in done}
 
-    def mean(self, scenario: Scenario, policy: str, figure: str) -> float:
+    def mean(self, scenario: PolicyScenario, policy: str, figure: str) -> float:
         """Mean of a figure over all seeds."""
         plays = {scenario.run_of(policy, seed) for seed in range(max(self._form[1:3]) + 1)}
         found = [getattr(self._found[play], figure) for play in plays if play in self._found]
         return fmean(found) if found else math.nan
 
-    def ratio_to_best(self, scenario: Scenario, figure: str) -> float:
+    def ratio_to_best(self, scenario: PolicyScenario, figure: str) -> float:
         """Ratio of ours to the best of Dynamo's settings: less is better, except for reuse."""
         theirs = [self.mean(scenario, policy, figure) for policy in self._form.dynamo_policies]
         best = max(theirs) if figure == "reuse" else min(theirs)
         return self.mean(scenario, OWN_POLICY, figure) / best
 
-    def at_most(self, scenario: Scenario, figure: str, limit: float, label: str) -> Threshold:
+    def at_most(self, scenario: PolicyScenario, figure: str, limit: float, label: str) -> Threshold:
         """Threshold of the ratio of ours to the best of Dynamo's settings."""
         ratio = self.ratio_to_best(scenario, figure)
         name = f"{scenario.name}: {OWN_POLICY}, {label} to dynamo's best setting"
@@ -259,7 +263,7 @@ class ThresholdChecks:
             "> 1",
                   reuse > 1)  # fmt: skip
 
-    def spread(self, scenario: Scenario, e2e_limit: float) -> Iterator[Threshold]:
+    def spread(self, scenario: PolicyScenario, e2e_limit: float) -> Iterator[Threshold]:
         """Thresholds with single arrivals."""
         yield self.at_most(scenario, "ttft_mean", 1.01, "mean TTFT")
         yield self.at_most(scenario, "e2e_mean", e2e_limit, "mean E2E")

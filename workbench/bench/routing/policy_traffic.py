@@ -31,7 +31,7 @@ from workbench.bench.routing.policy_scenarios import (
     OWN_POLICY,
     SETUPS,
     TRACE_KINDS,
-    Scenario,
+    PolicyScenario,
     ScenarioResult,
     ScenarioRun,
     generated_scenario,
@@ -59,7 +59,7 @@ class TrafficScale(NamedTuple):
 QUICK, FULL = TrafficScale(3, 1), TrafficScale(len(SETUPS), 3)
 
 
-def generated_scenarios() -> list[Scenario]:
+def generated_scenarios() -> list[PolicyScenario]:
     """The rows that need no file."""
     base = TraceSize().rate
     rows = [
@@ -71,8 +71,8 @@ def generated_scenarios() -> list[Scenario]:
     return [*rows, *(generated_scenario(kind) for kind in TRACE_KINDS)]
 
 
-def _scenario(kind: str, speed: float, name: str) -> Scenario:
-    return Scenario(NAME_PREFIX + kind, SimulationRun("", WORKERS, ArrivalRate(speed)), name)
+def _scenario(kind: str, speed: float, name: str) -> PolicyScenario:
+    return PolicyScenario(NAME_PREFIX + kind, SimulationRun("", WORKERS, ArrivalRate(speed)), name)
 
 
 async def bench_traffic(
@@ -124,7 +124,7 @@ class TrafficRow(NamedTuple):
 
     @classmethod
     def of(
-        cls, scenario: Scenario, seeds: int, found: Mapping[ScenarioRun, ScenarioResult]
+        cls, scenario: PolicyScenario, seeds: int, found: Mapping[ScenarioRun, ScenarioResult]
     ) -> TrafficRow:
         """The means of the runs of a scenario."""
         means = {}
