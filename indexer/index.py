@@ -139,7 +139,9 @@ class Index(IndexBase[_Cache]):
     ) -> None:
         super().__init__(lambda holder: _Cache(self, holder))
         self._fingerprint = secret.fingerprint
-        self._mixing = np.array([secret.start, secret.step, secret.first, secret.second], np.uint64)
+        self._constants = np.array(
+            [secret.start, secret.step, secret.first, secret.second], np.uint64
+        )
         self._max_blocks = max_blocks
         self._scans = scan_all
         self._views, self._stores = new_stores(len(Tier))
@@ -225,7 +227,7 @@ class Index(IndexBase[_Cache]):
         scratch = self._scratch(len(local), WORD_BITS * len(alive))
         parts = views[Tier.DEVICE].kernel_arguments
         count = match_prefix(
-            *parts, alive, self._mixing, local, not (self._open or self._scans), scratch.places
+            *parts, alive, self._constants, local, not (self._open or self._scans), scratch.places
         )
         if count == RETRY:
             return None
@@ -252,7 +254,7 @@ class Index(IndexBase[_Cache]):
             reached[tier + 1] = reached[tier]
             if views[tier].table.used:
                 got = extend_to_lower_tier(
-                    *views[tier].kernel_arguments, alive, self._mixing, local, reached[tier + 1],
+                    *views[tier].kernel_arguments, alive, self._constants, local, reached[tier + 1],
                     scratch.places,
                 )  # fmt: skip
                 if got == RETRY:

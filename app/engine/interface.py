@@ -185,9 +185,9 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         """The same output with these tokens."""
         return msgspec.structs.replace(self, token_ids=tuple(token_ids))
 
-    def with_usage(self, counts: Usage) -> EngineOutput:
+    def with_usage(self, usage: Usage) -> EngineOutput:
         """The same output with token counts."""
-        return msgspec.structs.replace(self, usage=counts)
+        return msgspec.structs.replace(self, usage=usage)
 
 
 def token_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:

@@ -107,9 +107,9 @@ class DueReply:
             return None
         return self._record(Entry(record.key, record.value, tuple(record.headers)))
 
-    def _record(self, result: Entry) -> Entry:
-        headers = (*result.headers, REPLY_TYPE, *self.address.headers)
-        return Entry(result.key, result.value, headers)
+    def _record(self, entry: Entry) -> Entry:
+        headers = (*entry.headers, REPLY_TYPE, *self.address.headers)
+        return Entry(entry.key, entry.value, headers)
 
 
 _Queue = dict[DueReply, None]
@@ -192,13 +192,13 @@ class ReplySender:
             self._ctx.spawn(f"replies to {topic}[{partition}]", self._deliver(place))
         self._move(reply, self._queues[place])
 
-    async def _deliver(self, place: Partition) -> None:
+    async def _deliver(self, partition: Partition) -> None:
         """Send the replies of a partition; ends when there are no more."""
-        queue, retry_s, limit = self._queues[place], FIRST_RETRY_S, MAX_BATCH
+        queue, retry_s, limit = self._queues[partition], FIRST_RETRY_S, MAX_BATCH
         while queue:
             batch = _next(queue, limit)
             try:
-                await self._deliver_batch(place, batch)
+                await self._deliver_batch(partition, batch)
                 retry_s, limit = FIRST_RETRY_S, MAX_BATCH
             except RecordTooLarge as e:
                 limit = 1
@@ -208,12 +208,12 @@ class ReplySender:
                 for reply in batch:
                     self._leave_out(reply, "failed", str(e))
             except (AppendFailed, BrokerUnavailable, PositionLost, TimeoutError) as e:
-                log.info("replies to %s[%d] are sent again: %s", *place, e)
-                self._suspects.add(place)
+                log.info("replies to %s[%d] are sent again: %s", *partition, e)
+                self._suspects.add(partition)
                 self._count_failure(queue, str(e))
                 await self._ctx.clock.sleep(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
-        del self._queues[place]
+        del self._queues[partition]
 
     def _count_failure(self, queue: _Queue, cause: str) -> None:
         """The partition has taken no records. Each reply is left out after MAX_FAILURES."""
@@ -224,10 +224,10 @@ class ReplySender:
             if reply.failures >= MAX_FAILURES:
                 self._leave_out(reply, "failed", f"it takes no records: {cause}")
 
-    async def _deliver_batch(self, place: Partition, batch: Sequence[DueReply]) -> None:
-        connection = await self._connection(is_suspect=place in self._suspects)
+    async def _deliver_batch(self, partition: Partition, batch: Sequence[DueReply]) -> None:
+        connection = await self._connection(is_suspect=partition in self._suspects)
         if doubtful := [reply for reply in batch if reply.is_doubtful]:
-            await self._search(connection, place, doubtful)
+            await self._search(connection, partition, doubtful)
         records = await self._records(batch)
         # Without an await until the append: another process may own a lane of them by now.
         for reply in batch:
@@ -239,12 +239,14 @@ class ReplySender:
         for reply in entries:
             reply.is_doubtful = True
         try:
-            await connection.append_batch(place.topic, place.partition, list(entries.values()))
+            await connection.append_batch(
+                partition.topic, partition.partition, list(entries.values())
+            )
         except RecordTooLarge:
             for reply in entries:
                 reply.is_doubtful = False
             raise
-        self._suspects.discard(place)
+        self._suspects.discard(partition)
         for reply in entries:
             self._finish(reply)
 
@@ -261,17 +263,17 @@ class ReplySender:
                 records[reply] = record
         return records
 
-    async def _search(self, connection: Log, place: Partition, replies: Sequence[DueReply]) -> None:
+    async def _search(self, log: Log, partition: Partition, replies: Sequence[DueReply]) -> None:
         """Finish those that are in the partition; no doubt is left about the others."""
-        topic, number = place
+        topic, number = partition
         since_ms = max(0, min(reply.written_ms for reply in replies) - CLOCK_SKEW_MS)
         keys = {reply.id.encode() for reply in replies}
         found: set[bytes | None] = set()
         try:
-            start = await connection.offset_at(topic, number, since_ms)
-            end = (await connection.end_offsets(topic, [number]))[number]
+            start = await log.offset_at(topic, number, since_ms)
+            end = (await log.end_offsets(topic, [number]))[number]
             pieces = read_range(
-                connection, self._ctx.clock, {place: start}, {place: end},
+                log, self._ctx.clock, {partition: start}, {partition: end},
                 timeout_s=SEARCH_TIMEOUT_S, keys=keys,
             )  # fmt: skip
             async with aclosing(pieces):

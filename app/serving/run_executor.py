@@ -553,12 +553,12 @@ def _text_of(error: Exception | str) -> str:
     return str(error).encode(errors="replace").decode()
 
 
-def _counts(run: Run, ended: EngineOutput, reasoning_tokens: int | None) -> Usage | None:
+def _counts(run: Run, output: EngineOutput, reasoning_tokens: int | None) -> Usage | None:
     """Token counts of a request over all its attempts; of a body, the engine's own counts, if it
     reports any."""
     request, taken = run.assignment.request, token_count(run.assignment.taken)
     if request.body is not None:
-        return ended.usage
+        return output.usage
     prefill = request.prefill_result
     details = prefill.prompt_tokens_details if prefill is not None else None
     cached_tokens = run.cached_tokens if details is None else details.cached_tokens or 0

@@ -148,12 +148,12 @@ async def wait_until_compatible(
         await asyncio.wait({reading})
 
 
-def check_compatible(card: ModelCard, written: ModelCard) -> None:
+def check_compatible(card: ModelCard, other_card: ModelCard) -> None:
     """Compare a later card of the registry with this worker's. Raises ModelMismatch."""
-    if written.name == card.name and _shared_values(written) != _shared_values(card):
+    if other_card.name == card.name and _shared_values(other_card) != _shared_values(card):
         raise ModelMismatch(
             f"another worker now serves {card.name!r} with a different card: "
-            f"{_difference(written, card)}; give this model its own name (KVLANE_MODEL)"
+            f"{_difference(other_card, card)}; give this model its own name (KVLANE_MODEL)"
         )
 
 
@@ -169,11 +169,11 @@ def _shared_values(card: ModelCard) -> tuple[Any, ...]:
     return tuple(getattr(card, name) for name in SHARED_FIELDS)
 
 
-def _difference(theirs: ModelCard, ours: ModelCard) -> str:
+def _difference(other_card: ModelCard, own_card: ModelCard) -> str:
     return ", ".join(
         f"their {name} is {_format(there)}, here {_format(here)}"
         for name, there, here in zip(
-            SHARED_FIELDS, _shared_values(theirs), _shared_values(ours), strict=True
+            SHARED_FIELDS, _shared_values(other_card), _shared_values(own_card), strict=True
         )
         if there != here
     )
@@ -219,10 +219,10 @@ class WorkerModel:
         elif config.kind != "tokens":
             await self._publish_card(passthrough_card(name, config))
 
-    def check(self, written: ModelCard) -> None:
+    def check(self, other_card: ModelCard) -> None:
         """Compare a later card of the registry with that of this worker. Raises ModelMismatch."""
         if self._card is not None:
-            check_compatible(self._card, written)
+            check_compatible(self._card, other_card)
 
     async def _publish_card(self, card: ModelCard) -> None:
         await wait_until_compatible(card, self._worker_id, self._log, self._ctx, self._leaving_s)

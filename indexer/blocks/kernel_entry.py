@@ -65,7 +65,7 @@ def _sets(p: I64Array) -> HolderSets:
 
 
 @inlined
-def _mixing(m: U64Array) -> KeyConstants:
+def _constants(m: U64Array) -> KeyConstants:
     return KeyConstants(m[0], m[1], m[2], m[3])
 
 
@@ -110,14 +110,20 @@ def match_prefix(
     table: I64Array,
     sets: I64Array,
     alive: U64Array,
-    mixing: U64Array,
+    constants: U64Array,
     local: U64Array,
     is_closed: bool,
     scratch: I64Array,
 ) -> int:
-    """As `prefix_search.match_prefix`; `mixing`: u64 (4)."""
+    """As `prefix_search.match_prefix`; `constants`: u64 (4)."""
     return prefix_search.match_prefix(
-        _table(table), _sets(sets), alive, _mixing(mixing), local, is_closed, _scratch(scratch)
+        _table(table),
+        _sets(sets),
+        alive,
+        _constants(constants),
+        local,
+        is_closed,
+        _scratch(scratch),
     )
 
 
@@ -126,12 +132,12 @@ def extend_to_lower_tier(
     table: I64Array,
     sets: I64Array,
     alive: U64Array,
-    mixing: U64Array,
+    constants: U64Array,
     local: U64Array,
     depth: I64Array,
     scratch: I64Array,
 ) -> int:
-    """As `prefix_search.extend_to_lower_tier`; `mixing`: u64 (4)."""
+    """As `prefix_search.extend_to_lower_tier`; `constants`: u64 (4)."""
     return prefix_search.extend_to_lower_tier(
-        _table(table), _sets(sets), alive, _mixing(mixing), local, depth, _scratch(scratch)
+        _table(table), _sets(sets), alive, _constants(constants), local, depth, _scratch(scratch)
     )

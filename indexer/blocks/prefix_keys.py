@@ -77,27 +77,27 @@ def key_at(scratch: SearchScratch, position: int) -> np.uint64:
 
 
 @inlined
-def first_key(mixing: KeyConstants, local: NDArray[np.uint64]) -> np.uint64:
-    total = addend(local[0] ^ mixing.start, mixing.first, mixing.second)
+def first_key(constants: KeyConstants, local: NDArray[np.uint64]) -> np.uint64:
+    total = addend(local[0] ^ constants.start, constants.first, constants.second)
     return total if total != ZERO else KEY_FOR_ZERO
 
 
 @inlined
 def sum_of_addends(
-    mixing: KeyConstants, local: NDArray[np.uint64], start: int, end: int
+    constants: KeyConstants, local: NDArray[np.uint64], start: int, end: int
 ) -> np.uint64:
     """Sum of the addends of these blocks: 0.2 ns each, since a loop over a slice is vectorised."""
     part, total = local[start:end], ZERO
-    flip = mixing.start + np.uint64(start) * mixing.step
+    flip = constants.start + np.uint64(start) * constants.step
     for i in range(len(part)):
-        total += addend(part[i] ^ flip, mixing.first, mixing.second)
-        flip += mixing.step
+        total += addend(part[i] ^ flip, constants.first, constants.second)
+        flip += constants.step
     return total
 
 
 @inlined
 def compute_total(
-    mixing: KeyConstants,
+    constants: KeyConstants,
     local: NDArray[np.uint64],
     scratch: SearchScratch,
     position: int,
@@ -111,25 +111,25 @@ def compute_total(
         return  # the first group is always filled
     group, start = (position + 1) >> GROUP_SHIFT, position & ~(GROUP_BLOCKS - 1)
     if known >= start:
-        total = scratch.totals[known] + sum_of_addends(mixing, local, known + 1, position + 1)
+        total = scratch.totals[known] + sum_of_addends(constants, local, known + 1, position + 1)
     elif group << GROUP_SHIFT == position + 1:
         total = scratch.sums[group]
     else:
-        total = scratch.sums[group] + sum_of_addends(mixing, local, start, position + 1)
+        total = scratch.sums[group] + sum_of_addends(constants, local, start, position + 1)
     scratch.totals[position] = total
 
 
 @kernel()
 def fill_group(
-    mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch, group: int
+    constants: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch, group: int
 ) -> None:
     """Compute the totals of a group whose sum is known, and the sum before the next group."""
     start, end = group << GROUP_SHIFT, min((group + 1) << GROUP_SHIFT, len(local))
     part, totals, total = local[start:end], scratch.totals[start:end], scratch.sums[group]
-    flip = mixing.start + np.uint64(start) * mixing.step
+    flip = constants.start + np.uint64(start) * constants.step
     for i in range(len(part)):  # a loop of its own is vectorised: 0.7 instead of 1.1 ns
-        totals[i] = addend(part[i] ^ flip, mixing.first, mixing.second)
-        flip += mixing.step
+        totals[i] = addend(part[i] ^ flip, constants.first, constants.second)
+        flip += constants.step
     for i in range(len(part)):
         total += totals[i]
         totals[i] = total

@@ -72,7 +72,7 @@ def match_prefix(
     table: BlockTable,
     sets: HolderSets,
     alive: NDArray[np.uint64],
-    mixing: KeyConstants,
+    constants: KeyConstants,
     local: NDArray[np.uint64],
     is_closed: bool,
     scratch: SearchScratch,
@@ -83,13 +83,13 @@ def match_prefix(
 
     `local`: u64, the hashes of the blocks; at least one. `alive`: u64 (words), the live columns.
     """
-    if is_closed and not may_have_first(table, first_key(mixing, local)):
+    if is_closed and not may_have_first(table, first_key(constants, local)):
         return 0
     generation = load_acquire(sets.state, GENERATION)
     if is_closed and len(local) > SCAN_THRESHOLD:
-        points, runs, end = search_closed(table, mixing, local, scratch)
+        points, runs, end = search_closed(table, constants, local, scratch)
     else:
-        points, runs, end = scan_blocks(table, mixing, local, scratch)
+        points, runs, end = scan_blocks(table, constants, local, scratch)
     count = column_depths(sets, alive, points, runs, end, scratch)
     fence()
     return count if load_acquire(sets.state, GENERATION) == generation else RETRY
@@ -110,21 +110,21 @@ def position_of(packed: np.uint64) -> int:
 
 @kernel()
 def scan_blocks(
-    table: BlockTable, mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
+    table: BlockTable, constants: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
 ) -> tuple[NDArray[np.uint64], int, int]:
     """Look up every block; returns the first point of each run, their number, and the position of
     the first block without holders.
     """
     blocks, runs, last = len(local), 0, ZERO
     scratch.sums[0] = ZERO
-    fill_group(mixing, local, scratch, 0)
+    fill_group(constants, local, scratch, 0)
     for position in range(min(SCAN_PREFETCH, blocks)):
         prefetch_slot(table, key_at(scratch, position))
     for position in range(blocks):
         coming = position + SCAN_PREFETCH
         if coming < blocks:
             if coming & (GROUP_BLOCKS - 1) == 0:
-                fill_group(mixing, local, scratch, coming >> GROUP_SHIFT)
+                fill_group(constants, local, scratch, coming >> GROUP_SHIFT)
             prefetch_slot(table, key_at(scratch, coming))
         number = lookup_set(table, key_at(scratch, position))
         if number != last:
@@ -140,17 +140,17 @@ def scan_blocks(
 
 @kernel()
 def search_closed(
-    table: BlockTable, mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
+    table: BlockTable, constants: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
 ) -> tuple[NDArray[np.uint64], int, int]:
     """The same result as `scan_blocks`, if all caches are closed."""
     blocks, last = len(local), len(local) - 1
     points, spare = scratch.points, scratch.spare
-    prefetch_slot(table, first_key(mixing, local))
-    sum_groups(mixing, local, scratch)
-    compute_total(mixing, local, scratch, last, 0)
+    prefetch_slot(table, first_key(constants, local))
+    sum_groups(constants, local, scratch)
+    compute_total(constants, local, scratch, last, 0)
     prefetch_slot(table, key_at(scratch, last))
     most = FIRST_PROBES if blocks > GROUP_BLOCKS else PROBES_PER_GAP
-    spread = prefetch_between(table, mixing, local, scratch, 0, last, most)
+    spread = prefetch_between(table, constants, local, scratch, 0, last, most)
     number = lookup_set(table, key_at(scratch, 0))
     if number == ZERO:
         return points, 0, 0
@@ -161,21 +161,21 @@ def search_closed(
     count = probe_between(table, scratch, points, 1, 0, last, spread)
     if points[count - 1] & SET_MASK != ZERO:
         count = append_point(points, count, last, at_end)
-    while prefetch_gaps(table, mixing, local, scratch, points, count):
+    while prefetch_gaps(table, constants, local, scratch, points, count):
         count = probe_gaps(table, scratch, points, count, spare)
         points, spare = spare, points
     return compact_runs(points, count, blocks)
 
 
 @inlined
-def sum_groups(mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch) -> None:
+def sum_groups(constants: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch) -> None:
     """Sum up the whole groups; of the first one, compute all totals."""
     scratch.sums[0] = ZERO
-    fill_group(mixing, local, scratch, 0)
+    fill_group(constants, local, scratch, 0)
     for group in range(1, len(local) >> GROUP_SHIFT):
         start = group << GROUP_SHIFT
         scratch.sums[group + 1] = scratch.sums[group] + sum_of_addends(
-            mixing, local, start, start + GROUP_BLOCKS
+            constants, local, start, start + GROUP_BLOCKS
         )
 
 
@@ -208,7 +208,7 @@ def probe_position(start: int, shift: int, k: int, stride: np.uint64) -> int:
 @inlined
 def prefetch_between(
     table: BlockTable,
-    mixing: KeyConstants,
+    constants: KeyConstants,
     local: NDArray[np.uint64],
     scratch: SearchScratch,
     low: int,
@@ -221,7 +221,7 @@ def prefetch_between(
     stride, known = probe_stride(inside, spread), low
     for k in range(1, spread + 1):
         position = probe_position(start, shift, k, stride)
-        compute_total(mixing, local, scratch, position, known)
+        compute_total(constants, local, scratch, position, known)
         prefetch_slot(table, key_at(scratch, position))
         known = position
     return spread
@@ -272,7 +272,7 @@ def is_gap(low: np.uint64, high: np.uint64) -> bool:
 @kernel()
 def prefetch_gaps(
     table: BlockTable,
-    mixing: KeyConstants,
+    constants: KeyConstants,
     local: NDArray[np.uint64],
     scratch: SearchScratch,
     points: NDArray[np.uint64],
@@ -283,7 +283,7 @@ def prefetch_gaps(
     for k in range(count - 1):
         if is_gap(points[k], points[k + 1]):
             low, high = position_of(points[k]), position_of(points[k + 1])
-            prefetch_between(table, mixing, local, scratch, low, high, PROBES_PER_GAP)
+            prefetch_between(table, constants, local, scratch, low, high, PROBES_PER_GAP)
             is_any = True
     return is_any
 
@@ -388,7 +388,7 @@ def extend_to_lower_tier(
     table: BlockTable,
     sets: HolderSets,
     alive: NDArray[np.uint64],
-    mixing: KeyConstants,
+    constants: KeyConstants,
     local: NDArray[np.uint64],
     depth: NDArray[np.int64],
     scratch: SearchScratch,
@@ -399,7 +399,7 @@ def extend_to_lower_tier(
     RETRY, with invalid depths, when sets were recycled meanwhile.
     """
     generation = load_acquire(sets.state, GENERATION)
-    runs = all_runs(table, mixing, local, scratch)
+    runs = all_runs(table, constants, local, scratch)
     for run in range(runs):
         if not _is_known(sets, scratch.points[run]):
             return RETRY
@@ -415,13 +415,13 @@ def extend_to_lower_tier(
 
 @kernel()
 def all_runs(
-    table: BlockTable, mixing: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
+    table: BlockTable, constants: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
 ) -> int:
     """Runs of the whole prompt, including blocks without holders, and a point at its end."""
     blocks, runs, last = len(local), 0, NO_SET
     scratch.sums[0] = ZERO
     for group in range((blocks + GROUP_BLOCKS - 1) >> GROUP_SHIFT):
-        fill_group(mixing, local, scratch, group)
+        fill_group(constants, local, scratch, group)
     for position in range(blocks):
         if position + SCAN_PREFETCH < blocks:
             prefetch_slot(table, key_at(scratch, position + SCAN_PREFETCH))

@@ -252,9 +252,9 @@ class KafkaLog:
 
     # --- for the readers and members of this connection ---
 
-    def full_name(self, name: Partition) -> TopicPartition:
+    def full_name(self, partition: Partition) -> TopicPartition:
         """A partition by its full name."""
-        return TopicPartition(self.prefix + name.topic, name.partition)
+        return TopicPartition(self.prefix + partition.topic, partition.partition)
 
     def forget(self, user: KafkaReader | KafkaMember | KafkaTransactionalWriter) -> None:
         """A reader, member or writer has closed itself."""

@@ -54,7 +54,7 @@ class KafkaSession(Protocol):
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """As `Log.end_offsets`."""
 
-    def full_name(self, name: Partition) -> TopicPartition:
+    def full_name(self, partition: Partition) -> TopicPartition:
         """A partition by its full name."""
 
     def forget(self, user: Any) -> None:

@@ -79,9 +79,9 @@ class Cursor:
         self.ready[log] = None
         self.wake_up.notify()
 
-    def remove(self, name: Partition) -> None:
-        if (log := self._logs.pop(name, None)) is not None:
-            del self.positions[name]
+    def remove(self, partition: Partition) -> None:
+        if (log := self._logs.pop(partition, None)) is not None:
+            del self.positions[partition]
             self.ready.pop(log, None)
             log.followers.pop(self, None)
 
@@ -118,8 +118,8 @@ class Cursor:
 class PartitionLog:
     """Records in offset order. After compaction offsets have gaps; `end` never goes back."""
 
-    def __init__(self, name: Partition) -> None:
-        self.name = name
+    def __init__(self, partition: Partition) -> None:
+        self.name = partition
         self.records: list[MemoryRecord] = []
         self.start = 0
         self.end = 0

@@ -37,10 +37,10 @@ class Position:
         """The position after the next piece, which is not counted yet."""
         return self._other_units + piece.index + (len(piece.token_ids) or _units(piece))
 
-    def skip_known(self, piece: Chunk, rest: Chunk) -> None:
+    def skip_known(self, piece: Chunk, rest_piece: Chunk) -> None:
         """Count the part of the next piece that is not in its rest (`rest_after`)."""
         if not piece.token_ids:
-            self._other_units += _units(piece) - _units(rest)
+            self._other_units += _units(piece) - _units(rest_piece)
 
 
 def rest_after(piece: Chunk, end: int, position: int) -> Chunk | None:

@@ -68,7 +68,7 @@ class CompletionEvent(NamedTuple):
 _events = msgspec.json.Decoder(_Event)
 
 
-def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEvent:
+def parse_completion_event(event: bytes, dialect: ServerDialect) -> CompletionEvent:
     """Parse one event of an answer.
 
     Raises ServerFailed or RequestRejected for an error event, and ServerFailed for an invalid one.
@@ -86,7 +86,7 @@ def parse_completion_event(event: bytes, speech: ServerDialect) -> CompletionEve
     choice = read.choices[0]
     log_probs = _log_probs(choice.logprobs)
     ids = choice.token_ids
-    if ids is None and log_probs is not None and speech.answer_tokens == "log_probs":
+    if ids is None and log_probs is not None and dialect.answer_tokens == "log_probs":
         ids = [ranked[0].token_id for ranked in log_probs]
     if ids is not None and not all(0 <= token < 1 << 32 for token in ids):
         raise ServerFailed(f"the server sent invalid token ids: {ids!r:.200}")

@@ -62,7 +62,7 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class _Tokens(msgspec.Struct):
+class _TokenizedPrompt(msgspec.Struct):
     tokens: list[int]
 
 
@@ -112,11 +112,11 @@ class ServerDiscovery:
             ("tokens", "text"),
             ("text", "text"),
         ):
-            speech = ServerDialect(model, owner, prompts, answers, adapters)  # type: ignore[arg-type]
-            speech = speech._replace(is_disaggregated=is_disaggregated)
-            if await self._understands(speech, prompt, tokenizer):
-                self._warn(speech)
-                return known._replace(dialect=speech)
+            dialect = ServerDialect(model, owner, prompts, answers, adapters)  # type: ignore[arg-type]
+            dialect = dialect._replace(is_disaggregated=is_disaggregated)
+            if await self._understands(dialect, prompt, tokenizer):
+                self._warn(dialect)
+                return known._replace(dialect=dialect)
         raise EngineError(
             f"KVLANE_ATTACH_URL={self._server.url}: the server completes no prompt, neither tokens "
             "nor text. It must support OpenAI's POST /v1/completions; see its own log"
@@ -127,8 +127,8 @@ class ServerDiscovery:
         models = await self._models()
         model = self._chosen(models, name)
         owner = model.owned_by or ""
-        speech = ServerDialect(model.id, owner, adapters=_adapters(models, model.id))
-        return ServerInfo(speech, model.max_model_len, await self._versions(owner or "server"))
+        dialect = ServerDialect(model.id, owner, adapters=_adapters(models, model.id))
+        return ServerInfo(dialect, model.max_model_len, await self._versions(owner or "server"))
 
     async def adapters(self, model: str) -> frozenset[str]:
         """The adapters of a model that are loaded now. Raises EngineError."""
@@ -183,7 +183,7 @@ class ServerDiscovery:
                  "add_special_tokens": False, "add_special": False}  # fmt: skip
         try:
             body = await self._server.post("/tokenize", sample, REQUEST_TIMEOUT_S)
-            theirs = msgspec.json.decode(body, type=_Tokens).tokens
+            theirs = msgspec.json.decode(body, type=_TokenizedPrompt).tokens
         except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             log.info(
                 "%s has no tokenize endpoint, so tokenizers are not compared: %s",
@@ -200,33 +200,33 @@ class ServerDiscovery:
             )
 
     async def _understands(
-        self, speech: ServerDialect, prompt: Sequence[int], tokenizer: Tokenizer
+        self, dialect: ServerDialect, prompt: Sequence[int], tokenizer: Tokenizer
     ) -> bool:
         """Whether a trial request in this dialect is answered as expected. Raises ServerFailed."""
         request = Request(
             id="", token_ids=pack_tokens(prompt), is_probe=True, stop=StopConditions(max_tokens=2)
         )
         body = completion_body(
-            request, speech, 2, lambda ids: tokenizer.decode(ids, skip_special=False)
+            request, dialect, 2, lambda ids: tokenizer.decode(ids, skip_special=False)
         )
         try:
-            pieces = await self._pieces(body, speech)
+            pieces = await self._pieces(body, dialect)
         except RequestRejected as e:
-            log.info("%s does not accept %s with %s: %s", self._server.url, speech.prompt_form,
-                     speech.answer_tokens, e)  # fmt: skip
+            log.info("%s does not accept %s with %s: %s", self._server.url, dialect.prompt_form,
+                     dialect.answer_tokens, e)  # fmt: skip
             return False
         counts = next((piece.usage for piece in pieces if piece.usage is not None), None)
         counted = None if counts is None else counts.prompt_tokens or None
-        if speech.prompt_form == "tokens" and counted not in (None, len(prompt)):
+        if dialect.prompt_form == "tokens" and counted not in (None, len(prompt)):
             log.warning("%s counts %s tokens in a prompt of %d: it does not read them as tokens",
                         self._server.url, counted, len(prompt))  # fmt: skip
             return False
-        if speech.is_vllm and (counts is None or "cached_tokens" in counts.unknown):
+        if dialect.is_vllm and (counts is None or "cached_tokens" in counts.unknown):
             log.warning("%s does not report cached prompt tokens: start it with "
                         "--enable-prompt-tokens-details", self._server.url)  # fmt: skip
-        return speech.answer_tokens == "text" or any(piece.token_ids for piece in pieces)
+        return dialect.answer_tokens == "text" or any(piece.token_ids for piece in pieces)
 
-    async def _pieces(self, body: object, speech: ServerDialect) -> list[CompletionEvent]:
+    async def _pieces(self, body: object, dialect: ServerDialect) -> list[CompletionEvent]:
         pieces: list[CompletionEvent] = []
         async with self._server.open_stream(
             "/v1/completions", body, MAX_COMPLETION_EVENT_BYTES
@@ -234,15 +234,15 @@ class ServerDiscovery:
             async for event in stream.events():
                 if event == DONE:
                     return pieces
-                pieces.append(parse_completion_event(event, speech))
+                pieces.append(parse_completion_event(event, dialect))
                 if len(pieces) > MAX_TRIAL_EVENTS:
                     raise ServerFailed(
                         "the server generates far more than the two requested tokens"
                     )
         raise ServerFailed("the server ended the stream of its first answer early")
 
-    def _warn(self, speech: ServerDialect) -> None:
-        if speech.answer_tokens == "text":
+    def _warn(self, dialect: ServerDialect) -> None:
+        if dialect.answer_tokens == "text":
             log.warning(
                 "%s returns text without token ids: answers are tokenised again, and an "
                 "interrupted one is not resumed by another worker", self._server.url,

@@ -69,16 +69,16 @@ class PassthroughEngine(ServerEngine):
         """Wait for the server and check that it answers. Raises EngineError with advice."""
         introduction = await self._connect(worker_id)
         known = await introduction.look_up_model(self._where.model)
-        speech = self._dialect = known.dialect
+        dialect = self._dialect = known.dialect
         self._versions = known.versions
         await self._check_answers()
         await self._start_monitoring()
-        log.info("%s: %s for %s requests", self._where.url, speech.model, self._kind)
+        log.info("%s: %s for %s requests", self._where.url, dialect.model, self._kind)
         return EngineConfig(
-            model=speech.model,
-            served_model_name=self._serves_as or speech.model,
+            model=dialect.model,
+            served_model_name=self._serves_as or dialect.model,
             context_length=known.context_length or self._context_length,
-            lora_names=tuple(sorted(speech.adapters)) or None,
+            lora_names=tuple(sorted(dialect.adapters)) or None,
             gives_tokens=False,
             kind=self._kind,
         )

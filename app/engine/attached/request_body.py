@@ -59,7 +59,7 @@ _COMMON = ("top_k", "min_p", "repetition_penalty")
 
 def completion_body(
     request: Request,
-    speech: ServerDialect,
+    dialect: ServerDialect,
     max_tokens: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
@@ -67,17 +67,17 @@ def completion_body(
 
     Raises InvalidRequest for a field that the server does not support.
     """
-    _refuse(request, speech)
+    _refuse(request, dialect)
     sampling, stop = request.sampling, request.stop
     tokens = list(unpack_tokens(request.token_ids))
     body: dict[str, Any] = {
-        "model": _model(request, speech),
+        "model": _model(request, dialect),
         "max_tokens": max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if request.prompt_embeds is None:
-        body["prompt"] = tokens if speech.prompt_form == "tokens" else text_of(tokens)
+        body["prompt"] = tokens if dialect.prompt_form == "tokens" else text_of(tokens)
     for name in (*_OPENAI, *_COMMON):
         if (value := getattr(sampling, name)) is not None:
             body[name] = value
@@ -90,30 +90,30 @@ def completion_body(
         body["stop_token_ids"] = ends
     if bias := _bias(request):
         body["logit_bias"] = bias
-    if speech.answer_tokens == "token_ids":
+    if dialect.answer_tokens == "token_ids":
         body["return_token_ids"] = True
-    body |= _log_prob_fields(request, speech)
-    return body | (_of_vllm(request, speech) if speech.is_vllm else _of_others(request, speech))
+    body |= _log_prob_fields(request, dialect)
+    return body | (_of_vllm(request, dialect) if dialect.is_vllm else _of_others(request, dialect))
 
 
 def prefill_body(
-    request: Request, speech: ServerDialect, text_of: Callable[[Sequence[int]], str]
+    request: Request, dialect: ServerDialect, text_of: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
     """The body of a prefill: a completion of one token, whose response has transfer parameters.
 
     It is no stream, since only a whole response has them. On the bootstrap path it has none, and
     comes when the blocks were transferred. Raises as `completion_body`.
     """
-    body = completion_body(request, speech, 1, text_of)
+    body = completion_body(request, dialect, 1, text_of)
     del body["stream"], body["stream_options"]
     body.pop("min_tokens", None)
-    if speech.is_disaggregated:
+    if dialect.is_disaggregated:
         return body
     return body | {KV_TRANSFER_FIELD: {"do_remote_decode": True, "do_remote_prefill": False}}
 
 
 def passthrough_body(
-    request: Request, speech: ServerDialect, media_hosts: Collection[str] = ()
+    request: Request, dialect: ServerDialect, media_hosts: Collection[str] = ()
 ) -> dict[str, Any]:
     """The client's own body, with the fields that the server needs.
 
@@ -123,26 +123,26 @@ def passthrough_body(
     assert request.body is not None
     body = _object("body", request.body.json)
     refuse_media(body, media_hosts)
-    body["model"] = _model(request, speech)
+    body["model"] = _model(request, dialect)
     if request.kind != "embedding":
         given = body.get("stream_options")
         options = given if isinstance(given, dict) else {}
         body |= {"stream": True, "stream_options": options | {"include_usage": True}}
     if request.sampling.seed is not None:  # differs between the answers of one request
         body["seed"] = request.sampling.seed
-    if request.cache_salt and not speech.is_vllm:
+    if request.cache_salt and not dialect.is_vllm:
         raise InvalidRequest("cache_salt: not supported by the server of this model")
     if request.cache_salt:
         body["cache_salt"] = request.cache_salt
     return body
 
 
-def _of_vllm(request: Request, speech: ServerDialect) -> dict[str, Any]:
+def _of_vllm(request: Request, dialect: ServerDialect) -> dict[str, Any]:
     body: dict[str, Any] = {}
     sampling = request.sampling
     if request.id:
         body["request_id"] = request.id
-    if speech.prompt_form == "text":
+    if dialect.prompt_form == "text":
         body["add_special_tokens"] = False
     if request.cache_salt:
         body["cache_salt"] = request.cache_salt
@@ -176,7 +176,7 @@ def _extra(request: Request) -> dict[str, Any]:
     return body
 
 
-def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
+def _of_others(request: Request, dialect: ServerDialect) -> dict[str, Any]:
     sampling, guided = request.sampling, request.sampling.guided_decoding
     unknown = {
         "cache_salt": request.cache_salt,
@@ -189,8 +189,8 @@ def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
     for field, value in unknown.items():
         if value:
             raise InvalidRequest(f"{field}: not supported by the server of this model")
-    body: dict[str, Any] = _meeting(request) if speech.is_disaggregated else {}
-    if speech.vendor == "llamacpp" and sampling.repetition_penalty is not None:
+    body: dict[str, Any] = _meeting(request) if dialect.is_disaggregated else {}
+    if dialect.vendor == "llamacpp" and sampling.repetition_penalty is not None:
         body["repeat_penalty"] = sampling.repetition_penalty
     if guided is None:
         return body
@@ -198,7 +198,7 @@ def _of_others(request: Request, speech: ServerDialect) -> dict[str, Any]:
         schema = _value("guided_decoding.json", guided.json)
         form = {"name": "answer", "schema": schema}
         return body | {"response_format": {"type": "json_schema", "json_schema": form}}
-    if guided.grammar is not None and speech.vendor == "llamacpp":
+    if guided.grammar is not None and dialect.vendor == "llamacpp":
         return body | {"grammar": guided.grammar}
     raise InvalidRequest("guided_decoding: the server of this model supports JSON schemas only")
 
@@ -221,21 +221,21 @@ def _meeting(request: Request) -> dict[str, Any]:
     }
 
 
-def _refuse(request: Request, speech: ServerDialect) -> None:
+def _refuse(request: Request, dialect: ServerDialect) -> None:
     refuse_unknown_options(request, "beam search is not supported")
     if request.multi_modal_data or request.mm_processor_kwargs is not None:
         raise InvalidRequest("multi_modal_data: an attached server receives text only")
-    if request.bootstrap_info is not None and not speech.is_disaggregated:
+    if request.bootstrap_info is not None and not dialect.is_disaggregated:
         raise InvalidRequest("bootstrap_info: not supported by the server of this worker")
     if not request.token_ids and request.prompt_embeds is None:
         raise InvalidRequest("the prompt is empty")
 
 
-def _model(request: Request, speech: ServerDialect) -> str:
+def _model(request: Request, dialect: ServerDialect) -> str:
     name = request.hints.lora_name
     if not name:
-        return speech.model
-    if name not in speech.adapters:
+        return dialect.model
+    if name not in dialect.adapters:
         raise InvalidRequest(f"lora_name: the server of this worker has no adapter {name!r}")
     return name
 
@@ -249,13 +249,13 @@ def _bias(request: Request) -> dict[str, float]:
     return bias
 
 
-def _log_prob_fields(request: Request, speech: ServerDialect) -> dict[str, Any]:
+def _log_prob_fields(request: Request, dialect: ServerDialect) -> dict[str, Any]:
     wanted = request.output.logprobs
-    if speech.answer_tokens == "log_probs":
+    if dialect.answer_tokens == "log_probs":
         wanted = max(wanted or 0, 1)
     if wanted is None:
         return {}
-    if speech.answer_tokens == "text":
+    if dialect.answer_tokens == "text":
         raise InvalidRequest("logprobs: the server of this model returns none with token ids")
     return {"logprobs": wanted, "return_tokens_as_token_ids": True}
 

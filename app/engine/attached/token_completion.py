@@ -28,22 +28,27 @@ class TokenCompletion(AnswerStream):
     whether any output has come, so that the prompt has been computed."""
 
     def __init__(
-        self, request: Request, limit: int, speech: ServerDialect, tokenizer: Tokenizer, cached: int
+        self,
+        request: Request,
+        limit: int,
+        dialect: ServerDialect,
+        tokenizer: Tokenizer,
+        cached: int,
     ) -> None:
         """`cached`: estimate of the prompt tokens in the server's cache."""
         self.generated_ids = array("I")
         self.has_started = False
         self._limit = limit
         self._cached = cached
-        self._speech = speech
+        self._dialect = dialect
         self._prompt_tokens = token_count(request.token_ids)
-        self._retokenised = Retokenizer(tokenizer) if speech.answer_tokens == "text" else None
+        self._retokenised = Retokenizer(tokenizer) if dialect.answer_tokens == "text" else None
         self._wants_log_probs = request.output.logprobs is not None
         self._counted = 0
         self._counts: Usage | None = None
 
     def _parsed(self, event: bytes) -> CompletionEvent:
-        piece = parse_completion_event(event, self._speech)
+        piece = parse_completion_event(event, self._dialect)
         self._counts = piece.usage or self._counts
         return piece
 
@@ -86,11 +91,11 @@ class TokenCompletion(AnswerStream):
         return token_usage(self._prompt_tokens, self._counted, cached)
 
 
-def _cached_tokens(counts: Usage | None, estimate: int) -> int:
+def _cached_tokens(usage: Usage | None, estimate: int) -> int:
     """The cached tokens that a server reports, or else their estimate."""
-    if counts is None or "cached_tokens" in counts.unknown:
+    if usage is None or "cached_tokens" in usage.unknown:
         return estimate
-    return counts.cached_tokens
+    return usage.cached_tokens
 
 
 class _PrefillBody(msgspec.Struct):

@@ -126,13 +126,13 @@ class AttachedEngine(ServerEngine):
         if self.event_follower is not None:
             await self.event_follower.connect()
             self._spawn(self.event_follower.run())
-        speech, cache = known.dialect, "no blocks to route by"
+        dialect, cache = known.dialect, "no blocks to route by"
         if config.kv_cache_block_size is not None:
             source = "estimated" if config.guesses_cache else "known by its events"
             cache = f"{config.total_kv_blocks} blocks of {config.kv_cache_block_size}, {source}"
         log.info(
             "%s serves %s: prompts as %s, answers with %s, context %d tokens, cache: %s",
-            where.url, config.model, speech.prompt_form, speech.answer_tokens.replace("_", " "),
+            where.url, config.model, dialect.prompt_form, dialect.answer_tokens.replace("_", " "),
             self._context_length, cache,
         )  # fmt: skip
         return config
@@ -143,7 +143,7 @@ class AttachedEngine(ServerEngine):
         if self.event_follower is not None:
             self.event_follower.close()
 
-    def _describe(self, speech: ServerDialect, metrics: ServerMetrics) -> EngineConfig:
+    def _describe(self, dialect: ServerDialect, metrics: ServerMetrics) -> EngineConfig:
         """The configuration of this engine; sets up its cache events or their estimate."""
         guess, where = self._guess, self._where
         blocks = metrics.cache_blocks or guess.cache_blocks
@@ -156,13 +156,13 @@ class AttachedEngine(ServerEngine):
                 )
         host, port = self._bootstrap or (None, None)
         return EngineConfig(
-            model=speech.model,
-            served_model_name=self._serves_as or speech.model,
+            model=dialect.model,
+            served_model_name=self._serves_as or dialect.model,
             context_length=self._context_length,
             kv_cache_block_size=block_size,
             total_kv_blocks=None if block_size is None else blocks,
-            lora_names=tuple(sorted(speech.adapters)) or None,
-            gives_tokens=speech.answer_tokens != "text",
+            lora_names=tuple(sorted(dialect.adapters)) or None,
+            gives_tokens=dialect.answer_tokens != "text",
             guesses_cache=self._estimate is not None and not where.events_endpoint,
             transfer_lease_s=self._transfer_lease_s,
             bootstrap_host=host,

@@ -126,14 +126,14 @@ async def publish_and_read(
     answers = len(requests)
     streams.reserve(answers)
     try:
-        joined = MergedReplies(await streams.publish(requests), detached=detached)
+        replies = MergedReplies(await streams.publish(requests), detached=detached)
         del requests  # their prompts need not be in memory for as long as the answers take
         try:
-            yield joined
+            yield replies
         finally:
-            await _left(streams, joined)
-            if not joined.detached:
-                for reply in joined.unfinished:
+            await _left(streams, replies)
+            if not replies.detached:
+                for reply in replies.unfinished:
                     streams.cancel(reply.request_id, "its client left")
     finally:
         streams.release(answers)
@@ -152,24 +152,24 @@ async def resume_reply(
     streams.reserve(1)
     try:
         reply = await streams.attach(request_id, begun=begun, after=after, may_begin_s=may_begin_s)
-        joined = MergedReplies([reply], detached=True)
+        replies = MergedReplies([reply], detached=True)
         try:
-            await _await_beginning(joined)
-            yield joined
+            await _await_beginning(replies)
+            yield replies
         finally:
-            await _left(streams, joined)
+            await _left(streams, replies)
     finally:
         streams.release(1)
 
 
-async def _await_beginning(joined: MergedReplies) -> None:
+async def _await_beginning(replies: MergedReplies) -> None:
     try:
-        await joined.wait_for_first(FIRST_CHUNK_TIMEOUT_S)
+        await replies.wait_for_first(FIRST_CHUNK_TIMEOUT_S)
     except StreamError as e:
         raise error_of_stream(e) from e
 
 
-async def _left(streams: ActiveStreams, joined: MergedReplies) -> None:
-    await joined.close()
-    for reply in joined.replies:
+async def _left(streams: ActiveStreams, replies: MergedReplies) -> None:
+    await replies.close()
+    for reply in replies.replies:
         streams.unsubscribe(reply)

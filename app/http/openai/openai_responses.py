@@ -171,7 +171,7 @@ class Choice:
 
 
 def chunk(
-    heading: ResponseHeader, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
+    header: ResponseHeader, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
 ) -> JsonObject | None:
     """The event of a piece that `choice` has taken; None for none, e.g. half a character.
 
@@ -180,7 +180,7 @@ def chunk(
     text = piece.text if isinstance(piece, Chunk) else ""
     if not choice.has_started:
         text = choice.echoed_text + text
-    log_probs = choice.logprobs(heading.kind)
+    log_probs = choice.logprobs(header.kind)
     if (
         not text
         and log_probs is None
@@ -190,7 +190,7 @@ def chunk(
         return None
     passthrough = choice.passthrough or PassthroughDelta()
     fields: JsonObject = {"index": index}
-    if heading.kind == "chat":
+    if header.kind == "chat":
         delta: JsonObject = {} if choice.has_started else {"role": "assistant"}
         if text or not choice.has_started:
             delta["content"] = text
@@ -202,7 +202,7 @@ def chunk(
     fields["finish_reason"] = choice.finish_reason
     more: JsonObject = {"usage": None} if with_usage else {}
     more |= passthrough.event | _dry_run_fields([choice])
-    return _object(heading, _CHUNK_OBJECTS, [fields | passthrough.choice], more)
+    return _object(header, _CHUNK_OBJECTS, [fields | passthrough.choice], more)
 
 
 class ChunkEncoder:
@@ -211,14 +211,14 @@ class ChunkEncoder:
     All chunks but the first and the last differ only in their text, so the rest is encoded once.
     """
 
-    def __init__(self, heading: ResponseHeader, index: int, *, with_usage: bool) -> None:
-        self._heading = heading
+    def __init__(self, header: ResponseHeader, index: int, *, with_usage: bool) -> None:
+        self._header = header
         self._index = index
         self._with_usage = with_usage
         begun = Choice()
         begun.has_started = True
         piece = Chunk(id="", attempt=0, run="", seq=0, index=0, text=_TEXT)
-        sample = chunk(heading, begun, piece, index, with_usage=with_usage)
+        sample = chunk(header, begun, piece, index, with_usage=with_usage)
         self._before, _, self._after = _encode(sample).rpartition(_encode(_TEXT))
 
     def encode_text(self, text: str) -> bytes:
@@ -230,36 +230,34 @@ class ChunkEncoder:
         plain = choice.has_started and choice.finish_reason is None and choice.passthrough is None
         if plain and choice.logprobs("chat") is None and isinstance(piece, Chunk):
             return self.encode_text(piece.text) if piece.text else None
-        fields = chunk(self._heading, choice, piece, self._index, with_usage=self._with_usage)
+        fields = chunk(self._header, choice, piece, self._index, with_usage=self._with_usage)
         return None if fields is None else _encode(fields)
 
 
-def usage_chunk(
-    heading: ResponseHeader, choices: Sequence[Choice], n: int = 1
-) -> JsonObject | None:
+def usage_chunk(header: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject | None:
     """Token counts, sent at the end of a stream with `include_usage`; None if none are known."""
     counts = usage(choices, n)
-    return _object(heading, _CHUNK_OBJECTS, [], {"usage": counts}) if counts else None
+    return _object(header, _CHUNK_OBJECTS, [], {"usage": counts}) if counts else None
 
 
-def full_response(heading: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject:
+def full_response(header: ResponseHeader, choices: Sequence[Choice], n: int = 1) -> JsonObject:
     """The complete response as one object; all choices have ended."""
-    if heading.kind == "embedding":
-        return _embedded(heading, choices[0])
-    fields = [_choice_object(heading.kind, number, choice) for number, choice in enumerate(choices)]
+    if header.kind == "embedding":
+        return _embedded(header, choices[0])
+    fields = [_choice_object(header.kind, number, choice) for number, choice in enumerate(choices)]
     more: JsonObject = {}
     for choice in choices:
         more |= choice.passthrough.event if choice.passthrough else {}
     if counts := usage(choices, n):
         more["usage"] = counts
     more |= _dry_run_fields(choices)
-    return _object(heading, _OBJECTS, fields, more)
+    return _object(header, _OBJECTS, fields, more)
 
 
-def _embedded(heading: ResponseHeader, choice: Choice) -> JsonObject:
+def _embedded(header: ResponseHeader, choice: Choice) -> JsonObject:
     """Response to a request for embeddings, whose content is passthrough fields only."""
     passthrough, counts = choice.passthrough or PassthroughDelta(), usage([choice])
-    more: JsonObject = {"model": heading.model}
+    more: JsonObject = {"model": header.model}
     names = ("prompt_tokens", "total_tokens")
     if fields := {name: counts[name] for name in names if name in counts}:
         more["usage"] = fields
@@ -328,11 +326,11 @@ def _choice_object(kind: EndpointKind, index: int, choice: Choice) -> JsonObject
 
 
 def _object(
-    heading: ResponseHeader,
+    header: ResponseHeader,
     names: dict[EndpointKind, str],
     choices: list[JsonObject],
     more: JsonObject,
 ) -> JsonObject:
-    kind, answer_id, model, created = heading
+    kind, answer_id, model, created = header
     named: JsonObject = {"id": answer_id, "object": names[kind], "created": created, "model": model}
     return named | {"choices": choices} | more

@@ -117,18 +117,18 @@ class CompletionResponse(Response):
             self._span.end()
 
     async def _respond(self, send: Send) -> None:
-        async with self._joining as joined:
+        async with self._joining as replies:
             try:
                 if self._options.stream:
-                    await self._send_events(joined, send)
+                    await self._send_events(replies, send)
                 else:
-                    await self._send_whole(joined, send)
+                    await self._send_whole(replies, send)
             except ApiError as e:
                 self._outcome = e.code
                 set_error(self._span, e.code, is_server_error=e.status >= 500)
                 raise
             finally:
-                answers = zip(self._choices, joined.replies, self._paces, strict=True)
+                answers = zip(self._choices, replies.replies, self._paces, strict=True)
                 for choice, reply, pace in answers:
                     tokens = choice.known_tokens
                     reason = choice.finish_reason or self._outcome
@@ -136,10 +136,10 @@ class CompletionResponse(Response):
                     if not self._options.is_resumed:
                         pace.report(self._metrics, choice.timed_tokens, tokens or 0)
 
-    async def _send_whole(self, joined: MergedReplies, send: Send) -> None:
-        while joined.has_more:
+    async def _send_whole(self, replies: MergedReplies, send: Send) -> None:
+        while replies.has_more:
             with suppress(TimeoutError):
-                index, pieces = await self._take(joined, self._left_s)
+                index, pieces = await self._take(replies, self._left_s)
                 for piece in pieces:
                     self._events.add(index, piece)
         whole = openai_responses.full_response(self._events.header, self._choices, self._options.n)
@@ -147,15 +147,15 @@ class CompletionResponse(Response):
         await self._start(send, [*_JSON, (b"content-length", b"%d" % len(body))])
         await self._send(send, body, more=False)
 
-    async def _send_events(self, joined: MergedReplies, send: Send) -> None:
+    async def _send_events(self, replies: MergedReplies, send: Send) -> None:
         """All pieces that arrive together are sent in one write, which costs more than the rest."""
         begun = False
         failure: ApiError | None = None
-        while joined.has_more and failure is None:
+        while replies.has_more and failure is None:
             sent_at = self._sent_at
             try:
                 sink = self._push if begun and self._writer is not None else None
-                index, pieces = await self._take(joined, self._quiet_left_s, sink)
+                index, pieces = await self._take(replies, self._quiet_left_s, sink)
                 events, failure = self._encode(index, pieces)
             except TimeoutError:
                 events = self._fill_silence(sent_at)
@@ -208,7 +208,7 @@ class CompletionResponse(Response):
         return True
 
     async def _take(
-        self, joined: MergedReplies, timeout_s: float, sink: PieceSink | None = None
+        self, replies: MergedReplies, timeout_s: float, sink: PieceSink | None = None
     ) -> tuple[int, list[ReplyPiece]]:
         """The next pieces of a choice.
 
@@ -216,20 +216,20 @@ class CompletionResponse(Response):
         in the time of the whole.
         """
         try:
-            return await joined.next_pieces(timeout_s, sink)
+            return await replies.next_pieces(timeout_s, sink)
         except TimeoutError:
             if self._left_s <= 0:
                 raise deadline_exceeded(self._within_s) from None
             raise
         except Exception as e:
-            raise self._broken(e, joined) from e
+            raise self._broken(e, replies) from e
 
-    def _broken(self, error: Exception, joined: MergedReplies) -> ApiError:
+    def _broken(self, error: Exception, replies: MergedReplies) -> ApiError:
         """The HTTP error for a failed read."""
         if not isinstance(error, StreamError):
             log.error("reading %s failed", self._options.ids, exc_info=error)
         elif isinstance(error, LogClosed) and self._options.stream:
-            joined.detached = True  # the client can resume at another gateway
+            replies.detached = True  # the client can resume at another gateway
             ways = (
                 f"GET /v1/streams/{stream_id}?from={choice.position}"
                 for stream_id, choice in zip(self._options.ids, self._choices, strict=True)

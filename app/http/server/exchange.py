@@ -33,8 +33,8 @@ _EXTENSION = "kvlane.body_writer"
 class BodyWriter:
     """The body of one response of uvicorn's."""
 
-    def __init__(self, cycle: Exchange) -> None:
-        self._cycle = cycle
+    def __init__(self, exchange: Exchange) -> None:
+        self._cycle = exchange
 
     def offer(self, scope: Any) -> None:
         """Offer this writer to the application, as an extension of ASGI."""

@@ -345,10 +345,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
-    def _may_half_close(self, running: Exchange) -> bool:
+    def _may_half_close(self, exchange: Exchange) -> bool:
         """Not under TLS, which has no half-closed connections, nor by HTTP/1.0, which has no
         interim responses."""
-        return self.scheme == "http" and running.scope["http_version"] == "1.1"
+        return self.scheme == "http" and exchange.scope["http_version"] == "1.1"
 
     def _check_for_reset(self) -> None:
         """Take a reset for a disconnect: without reads, only a write reports it."""

@@ -95,8 +95,8 @@ def read_folder(folder: Path) -> ModelFiles:
 def card_of(
     name: str,
     model: ModelFiles,
-    tokenizer: Artifact,
-    template: Artifact | None,
+    tokenizer_artifact: Artifact,
+    template_artifact: Artifact | None,
     *,
     context_length: int | None = None,
     block_size: int | None = None,
@@ -111,8 +111,8 @@ def card_of(
             (n for n in (context_length, model.context_length) if n is not None), default=None
         ),
         block_size=block_size,
-        tokenizer=tokenizer,
-        template=template,
+        tokenizer=tokenizer_artifact,
+        template=template_artifact,
         special_tokens=model.special_tokens,
         eos_token_ids=model.eos_token_ids,
         defaults=model.defaults,
