@@ -130,7 +130,7 @@ def multimodal_hash(identifier: str) -> int | None:
 def token_array(tokens: Tokens) -> NDArray[np.uint32]:
     """Token ids as a u32 array; a view where possible. Raises ValueError.
 
-    A list takes 6 ns per token through `array`, 19-24 ns with numpy's constructors.
+    A list goes through `array`, a third of the time of numpy's constructors.
     """
     if isinstance(tokens, bytes | bytearray | memoryview):
         if len(tokens) % 4:

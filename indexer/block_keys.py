@@ -3,10 +3,10 @@
     sum_i = Σ_{j ≤ i} M(local_j xor f(j)) mod 2^64        key_i = sum_i, or 1 where that is 0
     f(j) = start + j · step          M(x) = y · second, with y = x · first and y xor (y >> 32)
 
-Sums instead of a chain of hashes, because addends are independent: a chain takes 4-5 ns per block
-sequentially, which was nearly all of the time of a deep lookup. The constants are secret, derived
-from the deployment's hash secret, because with known constants collisions could be constructed.
-Keys are internal; other systems use the hashes of `indexer/block_hashes.py`.
+Addends are independent of each other, hashes of a chain are not, which would take nearly all the
+time of a deep lookup. The constants are derived from the deployment's hash secret: with known ones
+collisions could be constructed. Keys are internal; other systems use the hashes of
+`indexer/block_hashes.py`.
 """
 
 from __future__ import annotations

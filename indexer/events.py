@@ -1,12 +1,12 @@
 """Canonical cache events, and their columnar encoding.
 
 An event states for one rank of a worker that blocks are in a tier, that they are not, or that the
-cache is empty. It identifies prefixes by keys (`indexer/block_keys.py`), the same for every engine.
-A record holds many events as columns, one row per event, little endian:
+cache is empty. It identifies prefixes by keys (`indexer/block_keys.py`). A record holds many events
+as columns, one row per event, little endian:
 
     kinds u8 | tiers u8 | positions u32 | counts u32 | keys u64, concatenated over all rows
 
-Owns these types and their bytes. `workbench/reference_index.py` defines the effect of an event.
+`workbench/reference_index.py` defines the effect of an event.
 """
 
 from __future__ import annotations

@@ -4,27 +4,27 @@ Storage. The key of a block (`indexer/block_keys.py`) has one slot in the table 
 (`indexer/blocks/block_table.py`). The slot refers to the set of caches that hold the block
 (`indexer/blocks/holder_sets.py`); a cache is a *column* of those sets. `stored` and `removed` rows
 move blocks from one set to another (`indexer/blocks/updates.py`). A `TierStore` grows the table and
-the sets of a tier (`indexer/blocks/tier_store.py`). Which events are applied is decided before, in
-`indexer/epochs.py`.
+the sets of a tier (`indexer/blocks/tier_store.py`). `indexer/epochs.py` decides which events are
+applied.
 
 Lookup. `match_prefix` gets the hashes of a prompt's blocks, finds the positions along the prompt
 where the set of holders changes, and derives the depth of every cache from them
 (`indexer/blocks/prefix_search.py`).
 
 Removal of a whole cache (`cleared`, `end_epoch`, a new epoch) takes constant time. Its column is
-*retired*: masked out of all answers, and of the state hash, since its account is dropped. The slots
-are swept later, some with every change. Then the column is used again.
+*retired*: masked out of all answers and of the state hash. The slots are swept later, some with
+every change; then the column is used again.
 
 *Closed* means that a cache holds no block of the device tier without its parent. Workers publish
-blocks that way (`indexer/cache_events/event_normalizer.py`), and a lost event is always noticed. A
-cache whose log does not start at a `cleared`, or that had blocks rejected, may not be closed; while
-there is such a cache, every block of a prompt is looked up.
+blocks that way (`indexer/cache_events/event_normalizer.py`). A cache whose log does not start at a
+`cleared`, or that had blocks rejected, may not be closed; while there is such a cache, every block
+of a prompt is looked up.
 
 One writer, and any number of threads that call `match_prefix` or `match_depths` concurrently: these
 take the arrays of a tier as one tuple, run without the interpreter's lock, and retry when sets were
-recycled meanwhile. Everything else belongs to the writer's thread, or to times when it is idle.
-Each cache has at most `max_blocks` blocks. Positions are kept for display, and because closed
-caches are only searched for a prompt whose first block was stored at position 0.
+recycled meanwhile. Everything else belongs to the writer's thread. Each cache has at most
+`max_blocks` blocks. Positions are kept for display, and because closed caches are only searched for
+a prompt whose first block was stored at position 0.
 """
 
 from __future__ import annotations

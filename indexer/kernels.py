@@ -1,12 +1,12 @@
 """Kernel compilation with numba, and the cache of the machine code.
 
-Kernels take arrays and numbers, return numbers or nothing, run without the interpreter's lock,
-and never raise: the classes around them validate the arguments. `kernel` and `inlined` are the only
-decorators that compile functions of this project. Importing this module imports numba (0.3 s), so
-processes without kernels do not.
+Kernels take arrays and numbers, return numbers or nothing, run without the interpreter's lock, and
+never raise: the classes around them validate the arguments. `kernel` and `inlined` are the only
+decorators that compile functions of this project. Importing this module imports numba, so processes
+without kernels do not.
 
 The machine code is cached in the first usable of these folders: `KVLANE_KERNEL_CACHE_DIR`, the
-virtual environment, `~/.cache/kvlane/kernels`. It has a subfolder for each combination of sources,
+virtual environment, `~/.cache/kvlane/kernels`, in a subfolder for each combination of sources,
 Python, numba and processor. (Numba itself would notice neither a change of a function that was
 inlined from another file nor a file whose time was restored.) `indexer/precompile.py` fills it
 ahead of time. A process with a read-only cache works on a private copy; a process without a folder

@@ -2,9 +2,8 @@
 
     faststream docs gen kvlane.app.preprocessor:app
 
-`prompts` and `batch` are described by the broker of the preprocessor, with their handlers.
-`responses` and `results` are only declared: they are written where positions are part of the state,
-in batches or transactions with other records, so without a publisher of FastStream.
+The broker of the preprocessor describes `prompts` and `batch`, with their handlers. `responses` and
+`results` are only declared: no publisher of FastStream writes them.
 """
 
 from __future__ import annotations

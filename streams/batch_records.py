@@ -1,9 +1,8 @@
 """Records of the Files and Batch API: cards of files, batch jobs and their cancels.
 
 They are on the compacted topic `batch-jobs`, all those of one entity in the partition of its id.
-Each key has one kind of writer: gateways write the cards of uploads, new jobs and cancels, the
-owner of a job everything after its creation. The content of files is on `file-parts`
-(`streams/reading/part_format.py`).
+Gateways write the cards of uploads, new jobs and cancels, the owner of a job everything after its
+creation. The content of files is on `file-parts` (`streams/reading/part_format.py`).
 
 A repeated or late record does no harm: of two records of a job, the one with the higher `fence`
 counts, of two with the same the one with the higher `writes`. A removed key is never used again.
@@ -33,10 +32,10 @@ ENDED: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "ca
 
 
 class FileCard(InternalRecord, frozen=True):
-    """A complete file. Key `file/<id>`.
+    """A complete file. Key `file/<id>`. A tombstone deletes it.
 
     Its parts are in one partition of `file-parts`, from offset `first` to before `end`; `size` in
-    bytes, `sha256` in hex, `created_s` in seconds since 1970. A tombstone deletes it.
+    bytes, `sha256` in hex, `created_s` in seconds since 1970.
     """
 
     id: str

@@ -67,8 +67,8 @@ class Client:
     """Publishes prompts and reads their replies, many at a time.
 
     Request ids are idempotency keys: a prompt is published again until the log has acknowledged it,
-    and one that is in the log twice runs once. A reply can be read by its id from any client, also
-    after a restart, as long as the log retains it (an hour).
+    and runs once. Any client can read a reply by its id, also after a restart, as long as the log
+    retains it (an hour).
 
     Args:
         log: the connection, already started; its owner closes it.
@@ -133,12 +133,11 @@ class Client:
         """Publish a prompt; returns its id once acknowledged.
 
         With `subscribe` the client subscribes to the reply now, so that `stream` has it at once.
-        Pass False if this client will not stream it, or if the id may have been published before
-        (for example by this program before a restart): `stream` then reads the whole reply from the
-        log.
+        Pass False if this client will not stream it, or if the id may have been published before:
+        `stream` then reads the whole reply from the log.
 
-        Raises AppendFailed or BrokerUnavailable past the time-out: the prompt may be in the log
-        all the same, and publishing it again is harmless. RecordTooLarge, and the reader's error.
+        Raises AppendFailed or BrokerUnavailable past the time-out: the prompt may be in the log all
+        the same, and publishing it again is harmless. RecordTooLarge, and the reader's error.
         """
         deadline = self._clock.now() + timeout_s
         if subscribe:  # first, so that no part of the reply can be missed
@@ -157,10 +156,9 @@ class Client:
     ) -> None:
         """Cancel a request; its stream ends with `cancelled`, unless it ends otherwise first.
 
-        The cancel goes through `prompts`, under the key of the request: so it cannot overtake a
-        prompt that still waits there, and needs no other rights than publishing. One of a batch
-        prompt goes through `batch` as well, where the prompt may wait: there it takes effect when
-        its turn comes, just behind the prompt. Cancelling a finished request has no effect. Raises
+        The cancel goes through `prompts`, under the key of the request, so it cannot overtake a
+        prompt that still waits there. A cancel of a batch prompt goes through `batch` as well, and
+        takes effect just behind the prompt. Cancelling a finished request has no effect. Raises
         AppendFailed past the time-out: cancel again.
         """
         entry = encode_prompt(Prompt(id=request_id, kind="cancel"))
@@ -173,12 +171,11 @@ class Client:
     ) -> AsyncGenerator[Chunk | End, None]:
         """The visible pieces of a request's reply; the last has a finish reason or is an End.
 
-        The request may have been published here or elsewhere, now or before: a reply is read from
-        its beginning, and only the part behind `from_token` is returned. `from_token` is the end
-        of the last received piece, `index + len(token_ids)`; one within a piece gives all tokens of
-        that piece. In pieces without token ids each character and each item of `data` counts
-        instead (`streams/responses/positions.py`). Break out of the loop to stop early; a later
-        call reads from the log again.
+        The request may have been published here or elsewhere, now or before. Only the part behind
+        `from_token` is returned: the end of the last received piece, `index + len(token_ids)`; one
+        within a piece gives all tokens of that piece. In pieces without token ids each character
+        and each item of `data` counts instead (`streams/responses/positions.py`). Break out of the
+        loop to stop early; a later call reads from the log again.
 
         Raises TimeoutError if the end does not come in time (stream again), PositionLost if the
         beginning is no longer in the log, also for an id that is too old to begin; NotFound for

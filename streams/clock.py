@@ -1,8 +1,7 @@
 """Clocks, injected into all code that waits or measures.
 
-Nothing in kvlane calls `time.time()` or `asyncio.sleep()` by itself: a `Clock` is passed in, so
-that the same code runs against the machine's clock and against the virtual time of the
-deterministic simulation (`workbench/testing/virtual_time.py`).
+So the same code runs by the machine's clock and in the virtual time of simulations
+(`workbench/testing/virtual_time.py`).
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ windows)."""
 class BrokerClock:
     """An estimate of the broker's append time, in milliseconds, from the records that were read.
 
-    Deadlines and ages are in broker time, because it is the one clock that is the same for every
-    process. A record with append time t, read at local time m, shows that its broker's clock had
-    reached t; the local clock extrapolates from there. The estimate is the latest time shown by
-    the records of the last one to two windows; older ones count only while there are no newer ones.
-    So it lags by at most the delay of the freshest record, and leads by at most the difference
-    between the clocks of the brokers plus the drift of a window. It may go back by as much when a
-    record leaves the window.
+    Deadlines and ages are in broker time, the one clock that is the same for every process. A
+    record with append time t, read at local time m, shows that its broker's clock had reached t;
+    the local clock extrapolates from there. The estimate is the latest time shown by the records of
+    the last one to two windows, or by older ones while there are no newer ones. So it lags by at
+    most the delay of the freshest record, and leads by at most the difference between the clocks of
+    the brokers plus the drift of a window. It may go back by as much when a record leaves the
+    window.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,14 +1,13 @@
 """Encoding of records to log entries, and decoding.
 
-`encode` gives a log entry, `decode` a record; the header `t` decides the type. No other
-code contains the wire format of records. Golden bytes of every type are in
+`encode` gives a log entry, `decode` a record; the header `t` decides the type. No other code
+contains the wire format of records. Golden bytes of every type are in
 `tests/harness/golden_records.py`; they may gain fields, never change meaning.
 
-Any program with the rights may write anything to a topic, so an undecodable record is `Malformed`
-and skipped, as is an unknown type. If older readers must not skip a record of a later version (a
-new type, a field that changes the meaning of others), its writer marks it: the header `r` is the
-least record version that a reader must have, in decimals. A reader below it refuses the record
-(`NewerRecord`). Records of this version bear no mark.
+An undecodable record is `Malformed` and skipped, as is an unknown type. If older readers must not
+skip a record of a later version, its writer marks it: the header `r` is the least record version
+that a reader must have, in decimals. A reader below it refuses the record (`NewerRecord`). Records
+of this version bear no mark.
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ class UnknownType(Malformed):
 
 
 class NewerRecord(RecordError):
-    """A record whose writer requires readers of a newer version (`streams/codecs.py`,
-    `READER_VERSION_HEADER`).
+    """A record whose writer requires readers of a newer version (`streams/codecs.py`).
 
     State built by a reader of this version would be wrong from there on. Upgrade it, or skip the
     record (`kvlane topics skip`).

@@ -1,11 +1,9 @@
 """Request ids: UUIDs of version 7, which contain their creation time and are time-ordered.
 
 The time in an id bounds every search for its records. Ids of other forms work as keys as well; they
-only cost a longer search.
-
-Ids of gateways carry a tenant tag: eight hex digits after the UUID, by which any gateway can verify
-the tenant of a request that it has not seen. An id is not secret; read access to its stream is
-restricted. The same secret is used for the cache salts of tenants.
+only cost a longer search. Ids of gateways carry a tenant tag: eight hex digits after the UUID, by
+which any gateway can verify the tenant of a request that it has not seen. The same secret is used
+for the cache salts of tenants.
 """
 
 from __future__ import annotations

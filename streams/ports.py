@@ -176,9 +176,8 @@ class Member(Protocol):
 
     def end_of_gap(self, partition: int, position: int) -> int:
         """The offset up to which no record follows `position`, as far as was read: transactions
-        leave markers in the log, and aborted ones their records. `position` itself where polls have
-        returned records behind it, or if the partition is not owned (any more).
-        """
+        leave markers in the log, and aborted ones their records. `position` itself if polls have
+        returned records behind it, or if the partition is not owned (any more)."""
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
         """Commit next offsets by partition.
@@ -204,9 +203,9 @@ class TransactionalWriter(Protocol):
     async def write(self, entries: Sequence[TopicEntry]) -> None:
         """Append all entries, or none.
 
-        Raises OwnershipLost if another writer of the name was opened: nothing was appended.
-        AppendFailed: all of them may be in the log, or none; `open` decides which. RecordTooLarge:
-        nothing was appended. After each of them `open` must be called.
+        Raises OwnershipLost or RecordTooLarge: nothing was appended. AppendFailed: all of them may
+        be in the log, or none; `open` decides which. After each of these errors `open` must be
+        called.
         """
 
     async def close(self) -> None:
@@ -216,8 +215,7 @@ class TransactionalWriter(Protocol):
 class Log(Protocol):
     """A connection to the log, for one process.
 
-    All methods, also those of its readers and members, may raise Denied, which a retry cannot cure,
-    and LogClosed after `close`.
+    All methods, also of its readers and members, may raise Denied, and LogClosed after `close`.
     """
 
     async def start(self) -> None:
@@ -287,10 +285,9 @@ class Log(Protocol):
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
         """A reader that reads nothing until `assign`.
 
-        `moving=False` is for a fixed assignment: brokers are polled less often while there is
-        nothing new, and a new assignment may wait a quarter of a second. With `gather_s`, polls
-        return records at most so often: small ones that were appended meanwhile come together. The
-        first one after a pause comes at once.
+        `moving=False` is for a fixed assignment: brokers are polled less often, and a new
+        assignment may wait a quarter of a second. With `gather_s`, polls return records at most so
+        often; the first one after a pause comes at once.
         """
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:

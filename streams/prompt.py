@@ -1,7 +1,6 @@
 """The JSON record that a client publishes to `prompts` or `batch`, validated by pydantic.
 
-Separate from `streams/records.py`, because routing and indexing import the records and must not
-depend on pydantic.
+Separate from `streams/records.py`, which routing and indexing import without pydantic.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Publishing records: encode, append, wait for the acknowledgement, retry where that is allowed.
 
-An unacknowledged append may be in the log all the same. So there are two ways to publish:
-`publish_once` tries once and leaves the uncertainty to the caller; `publish` repeats until
-acknowledged, for records that may be duplicated. Neither stores records: work whose record was not
-acknowledged when the process died is found from the log by the process that takes it over.
-
-Appends of one caller are in order if it awaits each one. `publish` keeps that order, since it
-returns only when its record is in the log.
+An unacknowledged append may be in the log all the same. `publish_once` tries once and leaves the
+uncertainty to the caller; `publish` repeats until acknowledged, for records that may be duplicated.
+Neither stores records: work whose record was not acknowledged when the process died is found from
+the log by the next process. Appends of one caller are in order if it awaits each one.
 """
 
 from __future__ import annotations
@@ -226,9 +223,8 @@ class RecordPublisher:
     ) -> Appended:
         """Append until acknowledged, or past `until`. `first`: an append that has begun already.
 
-        Of all failed appends to one target, one is retried within `MAX_BACKOFF_S`; the others
-        wait for its acknowledgement. So a partition without a leader costs each process one try a
-        second, and not one per record.
+        Of all failed appends to one target, one is retried within `MAX_BACKOFF_S`; the others wait
+        for its acknowledgement: a partition without a leader costs each process one try a second.
         """
         pause_s, over = INITIAL_BACKOFF_S, None
         try:

@@ -1,7 +1,6 @@
 """Retries during a broker outage, for queries and for appends that may be duplicated.
 
-Only a missing answer is retried. All other errors (`AccessDenied`, `TopicMismatch`,
-`RecordTooLarge`, `LogClosed` …) would be the same the next time and are raised at once.
+Only a missing answer is retried. All other errors would be the same the next time.
 """
 
 from __future__ import annotations

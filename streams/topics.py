@@ -9,13 +9,8 @@ is in one *lane*, the same partition of all three, so the owner of a lane can an
 in it. `assignments` and `kv-events` are keyed by the worker that they are for or from.
 
 Brokers compress the `ledger`, regardless of its writers: it is kept for a day, and every router
-reads all of it. A decision among 64 workers is 4.4 kB, in lz4 1.3 kB; in zstd 1.0, but every reader
-would need 13 us per batch instead of 4. In total a request takes a quarter of the bytes there, with
-no measurable CPU cost in brokers and routers (noise: 2 ms a request, of each, on a busy machine).
-Other topics are not compressed, since most batches are single records: for tokens and block keys,
-the content of `requests`, `assignments` and `kv-events`, lz4 saves nothing (zstd a third and
-nothing, at 50 us a prompt), and for a Chunk with one token zstd saves 53 of 232 bytes, at 13 us to
-write and 11 to read.
+reads all of it. Other topics are not compressed, since most batches are single records
+(docs/benchmarks.md, compression of topics).
 
 Writers and readers are roles. A process has the role of its name (`router`, `worker` …); `client`
 is any program that publishes prompts and reads answers, `operator` a person with the command line.
@@ -54,11 +49,8 @@ PER_LANE = -1
 DEFAULT_LANES = 8
 """Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
 
-Each batch and each response is divided among them. On two cores, 8 instead of 32: a token takes 93
-instead of 118 us of gateway and worker (1 a step), and 32 instead of 41 us of the broker; a router
-at 800 requests/s answers in 10 to 16 instead of 151 ms (p50). Little is gained below: an idle
-router takes 8.8 % of a core with 4, 9.5 % with 8, 10.5 % with 16 (64 workers, without fetch
-sessions).
+Each batch and each response is divided among them, so many lanes cost time; fewer than 8 save
+little (docs/benchmarks.md, number of lanes).
 """
 
 _HOUR_MS = 3_600_000
@@ -97,8 +89,8 @@ class Topic(NamedTuple):
         """Broker settings of the topic.
 
         All topics take the broker's append time: ages and deadlines must not depend on a writer's
-        clock. A segment is at most a quarter of the retention, since only whole closed segments
-        are deleted or compacted.
+        clock. A segment is at most a quarter of the retention, since only closed segments are
+        deleted.
         """
         shared = {
             "message.timestamp.type": "LogAppendTime",

@@ -3,10 +3,8 @@
 The log decides, and compaction must not change its decision. A removed key stays removed, of two
 records of a job the later one of the later owner counts, and a job beyond the limit of its tenant
 does not exist. Where the last record of a key does not count, it is `overwritten`: the owner of the
-partition has to write the one that counts again, within the compaction lag of a day.
-
-Nothing is kept for ever: an entity whose last record is older than the retention of the topic is
-gone, here as in the log, also in a topic that nothing is appended to.
+partition has to write the one that counts again, within the compaction lag of a day. An entity
+whose last record is older than the retention of the topic is gone, here as in the log.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A file is the sequence of its parts in one partition of `file-parts`, under `<file>/<run>/<number>`.
 A *run* is one writer's share of a file. A new owner of an output file begins its run with a fence,
-a record under `<file>/<run>/fence`: parts of other runs that come after it do not count, so that a
-former owner that still writes does no harm. An upload has one run and no fence.
+a record under `<file>/<run>/fence`: later parts of other runs do not count. An upload has one run
+and no fence.
 
 `PartOrder` is the rule by which readers and new owners select the parts that count. Compaction must
-not change its choice. So no key is written twice: each attempt to append a part has its own, and a
-fence is appended once, under a new run if it has to be repeated. Parts count by their number, not
-by their arrival. Cards of files are in `app/batches/batch_view.py`.
+not change its choice, so no key is written twice: each attempt to append a part has its own, and a
+fence that has to be repeated is appended under a new run. Parts count by their number, not by their
+arrival.
 """
 
 from __future__ import annotations

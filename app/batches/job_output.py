@@ -3,10 +3,8 @@
 The parts of the two files in the log are the whole state of a job's progress. Each part bears in
 its headers the requests whose lines it has; the last part of a flush also bears the offsets of
 `results` before which every result is in the files. A new owner begins a run with a fence
-(`app/batches/file_store.py`), reads the parts that count, and continues from those offsets. Results
-that it then reads again belong to requests whose lines are written, and are skipped.
-
-In memory are a byte for each request and the lines of the next part.
+(`app/batches/file_store.py`), reads the parts that count, and continues from those offsets; results
+of written lines are skipped. In memory are a byte for each request and the lines of the next part.
 """
 
 from __future__ import annotations

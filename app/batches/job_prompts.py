@@ -1,9 +1,8 @@
 """Prompts of one batch job: their publication within a window, and their withdrawal.
 
 Ids of prompts follow from job and line, so a prompt that is published twice is a duplicate, which
-routers ignore. Its second append may come long after the end of the first one, if all collectors
-were down. So it has the time at which the job began as its append time, by which routers recognise
-it. At most `WINDOW` prompts are under way.
+routers ignore. Its append time is the time at which the job began, by which routers recognise it
+however late it comes. At most `WINDOW` prompts are under way.
 """
 
 from __future__ import annotations

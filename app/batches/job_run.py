@@ -2,15 +2,14 @@
 
     input file ──► prompts ──► batch        results ──► JobOutput ──► output and error file
 
-All progress is in the log: the state of the job (`batch-jobs`) and its files (`file-parts`). A run
-that ends in the middle leaves nothing behind. The next one fences its predecessor, restores the
-written lines, reads the results since, and publishes the other prompts
-(`app/batches/job_prompts.py`).
+All progress is in the log: the state of the job (`batch-jobs`) and its files (`file-parts`). A new
+run fences its predecessor, restores the written lines, reads the results since, and publishes the
+other prompts (`app/batches/job_prompts.py`).
 
 A process works on a bounded number of jobs at a time (`app/batches/fair_turns.py`). A run that only
-waits for results, or has worked for some seconds, gives its turn to others that want one. Between
-two turns it has no reader and no part of a file in memory. A job that was cancelled, or whose
-window is over, takes its turns apart from the others, so that no other job delays its end.
+waits for results, or has worked for some seconds, gives its turn back; between two turns it has no
+reader and no part of a file in memory. Jobs that are cancelled or past their window take turns
+apart from the others.
 
 Memory does not depend on the size of the batch, but for some bytes a line: the prompts under way
 are bounded, and lines are written when a megabyte of them has come, or after a second.

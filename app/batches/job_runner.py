@@ -1,14 +1,10 @@
-"""Runner of batch jobs: runs the open jobs of the partitions that it owns.
+"""Runner of batch jobs: runs the open jobs of the partitions that it owns. A part of the collector.
 
 A consumer group on `batch-jobs` assigns its partitions, and with them the jobs; nothing is read or
 committed through it. The runner has a view of all jobs, and starts the open ones in its partitions:
-level-triggered, so unfinished work of a predecessor is found. Ownership is no lock. A former owner
-that still runs is fenced in the job's files (`app/batches/file_store.py`).
-
-It is a part of the collector, no process of its own: both follow results in the background, and one
-more process would be one more thing to start, watch and give rights to.
-
-The owner of a partition also keeps compaction from changing what counts there (`_write_again`).
+level-triggered, so unfinished work of a predecessor is found. Ownership is no lock: a former owner
+that still runs is fenced in the job's files (`app/batches/file_store.py`). The owner of a partition
+also keeps compaction from changing the records that count (`_write_again`).
 """
 
 from __future__ import annotations

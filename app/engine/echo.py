@@ -1,8 +1,7 @@
 """Echo engine: repeats the last chat turn, or answers it from a script, one token per step.
 
 The next token is a function of the token sequence alone, so an interrupted request continues with
-the same text on another worker, and a test can compute the text with `echo_answer`. The turns are
-those of `app/text/byte_level.py`.
+the same text on another worker, and a test can compute the text with `echo_answer`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def current_turn(sequence: Sequence[int]) -> EchoTurn:
     """The turn at the end of a sequence.
 
     The body lies between the last assistant marker and the user marker (or earlier answer) before
-    it; tokens after the last assistant marker are already echoed. A sequence without the marker is
-    all body: the end of its prompt is unknown, so no token counts as echoed.
+    it; later tokens are already echoed. A sequence without the marker is all body, and no token
+    counts as echoed.
     """
     end = _last(sequence, len(sequence), ASSISTANT)
     if end is None:
@@ -66,9 +65,8 @@ def _last(sequence: Sequence[int], end: int, token: int) -> int | None:
 class EchoEngine(Engine):
     """Echoes at a fixed rate; all requests advance in the same steps, as in a batching engine.
 
-    `step_s`: duration of a step, in seconds, with one token for every running request. The first
-    token comes with the first whole step. `script`: answers by the text of the last turn; a turn
-    without an answer is echoed.
+    `step_s`: seconds of a step, which gives every running request a token. `script`: answers by the
+    text of the last turn; a turn without an answer is echoed.
     """
 
     def __init__(

@@ -1,24 +1,20 @@
 """Interface of an engine: the contract between a worker process and the generator of tokens.
 
 Owns the `Engine` interface, the handle of each request (`GenerateContext`), the outputs of an
-engine (`EngineOutput`) and its typed errors. Independent of Kafka and of runs. Of the rules below
-`app/engine/validator.py` checks 2, 3 and 5, and the values of outputs and configuration. A worker
-refuses an output with values that records cannot carry (`app/engine/output_values.py`).
+engine (`EngineOutput`) and its typed errors. `app/engine/validator.py` checks rules 2, 3 and 5; a
+worker refuses an output with values that records cannot carry (`app/engine/output_values.py`).
 
 Lifecycle of an engine: constructed, `start`, any number of concurrent `generate`, `drain`,
 `cleanup`.
 
-1. When `start` returns, the engine is ready to generate. It logs its progress, since loading may
-   take minutes.
+1. When `start` returns, the engine is ready to generate. It logs its progress meanwhile.
 2. A stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
-   an EngineError, which ends it too. Nothing follows either.
+   an EngineError, which ends it too.
 3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`.
-4. The resources of a stream (a lock, a handle) are released in its own `finally`: a consumer may
-   leave at any output. `abort` stops the generation early, and is called on an explicit cancel
-   only.
-5. `cleanup` runs once, also after a failed `start`, and is safe on a half-started engine; a second
-   call does nothing. It does not run if `start` was never called, so a constructor acquires no
-   resources.
+4. The resources of a stream are released in its own `finally`: a consumer may leave at any output.
+   `abort` stops the generation early, and is called on an explicit cancel only.
+5. `cleanup` runs once after `start`, also after a failed one; a second call does nothing. It does
+   not run if `start` was never called, so a constructor acquires no resources.
 6. An engine with a block size passes its cache events, in order, to its listener.
 7. A probe (`Request.is_probe`) may carry token ids and nothing else. This engine alone answers it,
    without any coordination with other engines.
@@ -28,12 +24,11 @@ Lifecycle of an engine: constructed, `start`, any number of concurrent `generate
 9. An engine whose config has a `transfer_lease_s` hands prompts over. In phase prefill it computes
    the prompt, and its last output has `transfer`, with which another engine can fetch the blocks
    until the lease is over; its tokens are discarded. In phase decode it fetches the blocks named by
-   `Request.prefill_result`, and generates the answer. It raises a retryable EngineError if they
-   cannot be fetched.
+   `Request.prefill_result`, and generates the answer, or raises a retryable EngineError.
 10. With a bootstrap host and port in its config, an engine meets another one in the room of
-   `Request.bootstrap_info`: both have the request at the same time. In phase prefill its last
-   output needs no `transfer`. In phase decode it waits for the blocks until its consumer leaves, or
-   until `abort`.
+    `Request.bootstrap_info`: both have the request at the same time. In phase prefill its last
+    output needs no `transfer`. In phase decode it waits for the blocks until its consumer leaves,
+    or until `abort`.
 """
 
 from __future__ import annotations
@@ -96,8 +91,7 @@ class EngineFull(EngineError):
 class InvalidRequest(EngineError):
     """The request is invalid, or needs a feature that this engine lacks; names the field.
 
-    No worker with this kind of engine can serve it, so the request ends with an error. `status`:
-    that of HTTP for the client, from 400 to 499.
+    No worker with this kind of engine can serve it. `status`: that of HTTP, from 400 to 499.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -134,11 +128,11 @@ class EngineDead(EngineError):
 class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """A part of one request's answer, tokens or text; with a finish reason it is the last output.
 
-    `usage` counts this execution only: its prompt, including tokens of earlier attempts, and
-    the generated tokens. It is optional, and used on the first output, for the cached tokens, and
-    on the last. `stop_reason` and `log_probs` are those of `streams/records.py`. `transfer`:
-    data of the engine from prefill to decode, on the last output. `data`: as in a Chunk, with
-    positions within this output's text.
+    `usage` counts this execution only: its prompt, including tokens of earlier attempts, and the
+    generated tokens. It is optional, and used on the first output (cached tokens) and on the last.
+    `stop_reason`, `log_probs`: those of `streams/records.py`. `transfer`: data of the engine from
+    prefill to decode, on the last output. `data`: as in a Chunk, with positions within this
+    output's text.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -232,8 +226,8 @@ class GenerateContext:
     def notify_first_token(self) -> None:
         """Report that the first token exists; only the first call counts.
 
-        The worker calls it at the first output with tokens. An engine calls it only if it knows
-        before its stream shows it.
+        The worker reports the first output with tokens; an engine that knows earlier calls this
+        itself.
         """
         notify, self._on_first_token = self._on_first_token, None
         if notify is not None:
@@ -303,10 +297,9 @@ class Engine(ABC):
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the answer as it is generated.
 
-        An engine reads the tokens, stop conditions and sampling of `request`. Its tokens may end
-        with tokens that an earlier attempt generated (`context.taken_tokens`): the answer continues
-        from there, and all limits are those of the rest. Of a request with a body it reads the
-        body, the seed and the adapter.
+        An engine reads the tokens, stop conditions and sampling of `request`; of a request with a
+        body the body, the seed and the adapter. Its tokens may end with those of an earlier attempt
+        (`context.taken_tokens`): the answer continues there, and all limits are those of the rest.
         """
 
     async def abort(self, context: GenerateContext) -> None:  # noqa: B027 - optional by contract

@@ -6,11 +6,10 @@ A message has three frames: topic, batch number (i64, big endian, from 0, increa
 batch of time, events and rank in msgpack. Answers to a replay have an empty frame first, older ones
 no topic. Batches and events are maps or arrays, independently of each other: arrays in engines
 without cache groups, arrays with a group in later ones, maps in the newest; hashes are bytes or
-signed integers. Unknown fields are skipped, so that newer engines can be read; an event of an
-unknown type becomes `UnreadableEvent`.
+signed integers. Unknown fields are skipped; an event of an unknown type becomes `UnreadableEvent`.
 
-Owns the formats only: no socket, no state of the cache, no time. Input of an engine never raises,
-since it must not end the reading task.
+No socket, no state of the cache, no time. Input of an engine never raises, since it must not end
+the reading task.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class BatchNumberTracker:
 def recovered_events(missing: range, replay: Iterable[EngineEventBatch]) -> tuple[EngineEvent, ...]:
     """The events of missing batches in order, with `EventsLost` first if some are lost.
 
-    Engines keep a limited history, and some lose parts of it when they answer slowly. Then only the
-    batches after the last gap count: blocks stored before a gap may be gone since.
+    Engines keep a limited history, and some lose parts of it. Then only the batches after the last
+    gap count: blocks stored before a gap may be gone since.
     """
     found = {batch.number: batch.events for batch in replay if batch.number in missing}
     start = missing.stop
@@ -270,9 +269,9 @@ def _stored(event: _Stored) -> BlocksStored:
 def _extra(event: _Stored) -> tuple[str, list[set[int]] | None]:
     """The salt, and the non-token contents of each block.
 
-    Engines list for each block the extra inputs of its hash: the adapter, multimodal objects as
-    pairs of an identifier and an offset (older ones: the identifier alone), the salt in the first
-    block of a prompt, and digests of embeddings.
+    Engines list for each block the extra inputs of its hash: the adapter, multimodal objects (an
+    identifier and an offset, or the identifier alone), the salt in the first block of a prompt, and
+    digests of embeddings.
     """
     if not event.extra_keys or not any(event.extra_keys):
         return "", None

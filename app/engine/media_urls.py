@@ -1,7 +1,7 @@
 """Media that an engine would fetch for a client: refused, except from hosts of the operator's list.
 
-A server that fetches any URL of a client gives it a way into the operator's network, to addresses
-that only the server reaches. Media within the body (`data:` URLs, base64) is no fetch. Pure.
+A fetch of any URL would give clients a way into the operator's network. Media within the body
+(`data:` URLs, base64) is no fetch. Pure.
 """
 
 from __future__ import annotations

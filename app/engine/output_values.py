@@ -1,9 +1,8 @@
 """The check of values that an engine gives: records carry only what every reader can decode.
 
-One place for all engines, where their outputs enter a worker (`app/serving/run_executor.py`).
-Numbers that JSON does not have (NaN, infinities), integers of other types and strings that are not
-UTF-8 would be written, and no reader could decode the record. Refuses by the name of the field;
-replaces nothing but log probabilities of minus infinity.
+Refuses numbers that JSON does not have (NaN, infinities), integers of other types and strings that
+are not UTF-8, by the name of the field; replaces only log probabilities of minus infinity. One
+place for all engines, where outputs enter a worker (`app/serving/run_executor.py`).
 """
 
 from __future__ import annotations

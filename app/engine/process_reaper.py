@@ -1,15 +1,12 @@
 """Process reaper: no process of an engine outlives its worker, however the worker ends.
 
-An engine that starts processes creates a `ProcessReaper` first. It starts a small process in its
-own session, which waits for the end of its owner and then kills all remaining descendants of the
-owner: forked ones hold the pipe of the leash open, and executed ones have its name in their
-environment. So new processes need no registration, and none is missed before it. A process is found
-even if it has left its group, its session and its parent.
+An engine that starts processes creates a `ProcessReaper` first: a small process in its own session,
+which waits for the end of its owner and then kills all remaining descendants. Forked ones hold the
+pipe of the leash open, executed ones have its name in their environment. So no process needs
+registration, also one that has left its group, its session and its parent.
 
-Processes are found in /proc, on Linux only. Elsewhere nothing is done, and the engine's processes
-must detect the end of their worker themselves.
-
-Runs as a script, so it must not import the rest of the package.
+Processes are found in /proc, on Linux only; elsewhere they must detect the end of their worker
+themselves. Runs as a script, so it must not import the rest of the package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Errors in the form of the OpenAI API: a status, and a body that names the field.
 
 The one place that maps codes of the log and errors of `streams` to HTTP. Of the client's data, a
-message repeats the name of a model, shortened, and nothing else: the rest may be private, and it
-may be megabytes.
+message repeats only the name of a model, shortened: the rest may be private, and long.
 """
 
 from __future__ import annotations

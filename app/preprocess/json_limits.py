@@ -1,10 +1,8 @@
 """Limits on JSON bodies and on the requests made from them, and errors of malformed ones.
 
-A parser takes time and memory for each object, list, string and number, however short: 8 MiB of
-`{}` are 2.8 million dicts and several hundred milliseconds. So they are counted before parsing, by
-passes over the bytes that take 1 to 30 ms each for 8 MiB. The counts are upper bounds at first,
-since brackets and commas within strings are counted as well; only where those exceed a limit are
-the strings left out.
+A parser takes time and memory for each object, list, string and number, however short, so they are
+counted before parsing, by passes over the bytes. The counts are upper bounds at first, with
+brackets and commas in strings; only if those exceed a limit are the strings left out.
 """
 
 from __future__ import annotations

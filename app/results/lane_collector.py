@@ -9,15 +9,14 @@ Exactly once, for readers that read committed:
   Requests with a result get no other one. So it does after each opening, since two collectors may
   take the writer from each other while both believe to own the lane.
 - The committed position of the group is the lowest request without a result, or whose reply is not
-  sent (`app/results/reply_sender.py`). It moves after the transaction of the result. Results that a
-  collector wrote between that and its crash are found above the position by the next one, which
-  sends their replies if they are missing.
+  sent (`app/results/reply_sender.py`). It moves after the transaction of the result. Results
+  between that and a crash are found above the position by the next collector, which sends their
+  replies if they are missing.
 
-Partial replies are in memory only; a new owner reads them again, from before the append of the
-first request without a result. Positions that are found by time have a margin for the clocks of
-brokers. Consumer offsets are no part of the transactions: the writer is the fence already, and as
-replies end in another order than their requests begin, a position cannot replace the look for
-results.
+Partial replies are in memory only; a new owner reads them again. Positions that are found by time
+have a margin for the clocks of brokers. Consumer offsets are no part of the transactions: the
+writer is the fence already, and since replies end in another order than requests begin, a position
+cannot replace the look for results.
 """
 
 from __future__ import annotations

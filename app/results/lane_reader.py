@@ -2,8 +2,8 @@
 
 Records of a lane are applied only when its `requests` were read to where they ended after the
 records had been polled. A request is appended before its reply, so a reply of an unknown request is
-one without a result, and is skipped undecoded. The records of a lane whose requests come late wait
-here, and no more of it is read meanwhile: at most one poll, and no other lane waits for it.
+one without a result, and is skipped undecoded. Records of a lane whose requests come late wait
+here, at most one poll; no more of that lane is read meanwhile, and no other lane waits.
 """
 
 from __future__ import annotations

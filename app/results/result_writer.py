@@ -1,9 +1,8 @@
 """The writer of a lane's results: transactions of results, and their outcomes.
 
-Owns the transactional writer of the lane, whose opening fences all collectors that wrote results of
-the lane before. After each opening it looks into the log for results of all its requests, since
-another collector that owns the lane, or believes so, may have written some; a request whose result
-is there gets no other one. Transactions contain records of the deployment only: one whose partition
+Owns the transactional writer of the lane, whose opening fences all earlier writers of the lane.
+After each opening it looks into the log for results of its requests; a request whose result is
+there gets no other one. Transactions contain records of the deployment only: one whose partition
 has lost its brokers holds the writer, and all that come after it.
 """
 
@@ -104,9 +103,8 @@ class ResultWriter:
     async def find_results(self, since_ms: int) -> None:
         """Note the results of the lane that are in the log; their requests get no other one.
 
-        `since_ms`: append time of the first request that may have none. Twice the margin, since
-        replies are read from one margin before it: they must not end the repetition of a request
-        whose result is not found here.
+        `since_ms`: append time of the first request that may have none. The margin is twice that of
+        replies, which must not end the repetition of a request whose result is not found here.
         """
         self._results.add_finished(
             await self._repeated(lambda: self._read_results(since_ms - 2 * CLOCK_SKEW_MS))

@@ -1,9 +1,8 @@
 """The writer of Chunks: runs fill streams, and the worker's writer appends them in batches.
 
 The writer appends once per engine step, one batch to each lane, and has one batch per lane in
-flight. Tokens that arrive meanwhile wait in the stream of their run and become one Chunk of the
-next batch, so a slow broker makes larger Chunks, not longer queues. A slow lane holds up no other
-one, and an idle one costs nothing: no task waits for it.
+flight. Tokens that arrive meanwhile become one Chunk of the next batch, so a slow broker makes
+larger Chunks, not longer queues. A slow lane holds up no other one.
 
 Fail-stop: a batch without an acknowledgement may or may not be in the log, so a later Chunk could
 leave a gap. Every run in that batch is broken, and no Chunk of a broken run is ever sent.

@@ -6,11 +6,9 @@ The normalizer (`indexer/cache_events/event_normalizer.py`) forms the batches an
 is due. It is the only queue, and its bound holds during an outage. A record is repeated until it is
 acknowledged, and the next one is sent only then; the index skips duplicates.
 
-Each epoch begins with `cleared`, before the first heartbeat makes the worker routable, followed by
-the present contents of the cache. The whole contents are published again every quarter of the
-topic's retention, in pieces, so that the retained records are always complete.
-
-Heartbeats, which repeat `last_event_id`, are sent by `app/serving/heartbeat.py`.
+Each epoch begins with `cleared`, before the first heartbeat makes the worker routable, and the
+contents of the cache. The whole contents are published again every quarter of the topic's
+retention, in pieces, so that the retained records are always complete.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The runs of one epoch of a worker: admitted, listed, reported to the ledger.
 
 Owns an Assignment from its acceptance to the acknowledgement of its Finished. A run key is executed
-at most once. A run counts as open, and is listed in the heartbeats, until its Finished is in the
-ledger: a run that is in neither was never accepted.
-
-Reads nothing from the log; `app/worker.py` decides when an epoch ends.
+at most once. A run is listed in the heartbeats until its Finished is in the ledger: a run that is
+in neither was never accepted. `app/worker.py` decides when an epoch ends.
 """
 
 from __future__ import annotations
@@ -130,9 +128,9 @@ class RunQueue:
         """Stop a run. It ends with a last Chunk, which readers ignore, since they have an end
         already.
 
-        A transfer of blocks is not interrupted by a client that leaves: the engines at its two ends
-        might hold them for ever. So a decode goes on up to its first token, and a prefill whose
-        decode waits for it up to its end.
+        No client interrupts a transfer of blocks, which the engines at its ends might hold for
+        ever: a decode goes on up to its first token, and a prefill whose decode waits for it up to
+        its end.
         """
         run = self._open.get(RunKey(order.id, order.attempt, order.phase))
         if run is None or run.context.is_stopped:

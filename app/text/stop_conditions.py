@@ -1,9 +1,9 @@
 """Visible text of an answer: detokenised, and ended by the stop conditions of its request.
 
-`TextStream` takes the tokens that an engine generates and returns the visible text. It works token
-by token, so the text after a token is a function of the tokens up to it and of nothing else: not
-of the engine's steps, and not of the position at which a run was interrupted. A run that continues
-an answer feeds the tokens that are out already and then continues; readers see the same text.
+`TextStream` takes the tokens that an engine generates and returns the visible text. The text after
+a token is a function of the tokens up to it, not of the engine's steps nor of the position at which
+a run was interrupted. A run that continues an answer feeds the tokens that are out already and then
+continues; readers see the same text.
 
 Stop strings are found with their last character, across any borders between tokens. Text that may
 be the beginning of one is kept back until it is decided; visible text is never retracted.

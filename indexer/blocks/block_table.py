@@ -2,22 +2,21 @@
 
 A slot is a pair of u64: the key, then `position << 32 | set`. Key 0 marks an empty slot, and sets
 are numbers (`indexer/blocks/holder_sets.py`). Linear probing; a removal shifts displaced entries
-back (no tombstones: with them, throughput under churn fell to 1 %).
+back, since tombstones slow down under churn.
 
 The home slot of a key is `key · capacity / 2^64`: keys are random numbers, so slots are nearly in
 the order of keys. Hence the table can have any size, and can *grow in steps*: `frontier` is an
-empty slot; blocks with a home slot before it are in the larger table already, copied from one end
-to the other, the others are not. A lookup reads one of the two tables, never both.
+empty slot; blocks with a home slot before it are in the larger table already, the others are not. A
+lookup reads one of the two tables, never both.
 
-Most prompts are in no cache, and a lookup that finds nothing costs as much as one that finds a
-block. So *first blocks*, those at position 0, are counted in an array that fits a processor's cache
-(half a byte for 8 slots): where it has 0 there is no first block. Of the positions that caches
-announce for a block the lowest is kept.
+*First blocks*, those at position 0, are counted in an array that fits a processor's cache (half a
+byte for 8 slots), since most prompts are in no cache: where it has 0 there is no first block. Of
+the positions that caches announce for a block the lowest is kept.
 
 One writer; any number of concurrent readers, without a lock:
 - a slot is written and read as a whole, and the set it refers to is written before it;
 - `version` is odd while a removal moves entries: a reader that found no entry retries when the
-  version was odd or has changed, since it may have missed an entry that was moved;
+  version was odd or has changed;
 - blocks that were copied into the larger table stay in the smaller one until it has no readers.
 """
 
@@ -291,8 +290,8 @@ def copy_slots(table: BlockTable, steps: int) -> bool:
     """Copy the blocks of `steps` more slots, and on to the next empty slot; returns whether the
     copy is complete.
 
-    Both tables are in the order of keys except for collisions, so this reads and writes
-    sequentially: 5 ns a slot, mostly for unpredictable branches.
+    Both tables are in the order of keys except for collisions, so memory is read and written in
+    order.
     """
     state, at, capacity = table.state, table.state[FRONTIER], table.state[CAPACITY]
     until, last = min(at + steps, capacity), table.slots.size // 2 - 1

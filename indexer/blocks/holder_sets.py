@@ -1,15 +1,13 @@
 """Interned sets of caches: each set is stored once, and equal sets have equal numbers.
 
 A cache is a *column*, a set is a row of bits, and the table has the number of its row for each
-block. Most blocks have the same holders as their neighbours, so there are few sets: hundreds to
-thousands in production traces, for millions of blocks. Holders are compared as two integers, memory
-does not grow with the number of workers, and storing a run of blocks updates a set once, not once
-per block.
+block. Most blocks have the same holders as their neighbours, so there are few sets. Holders are
+compared as two integers, memory does not grow with the number of workers, and storing a run of
+blocks updates a set once.
 
 A row never changes while a block refers to it. `references` counts the blocks; at 0 the row is
-retired, and reused only when no other row is left: `generation` is then incremented, as with every
-reallocation of the rows, so that a concurrent reader detects that its set may have been reused, and
-retries.
+retired, and reused only when no other row is left. `generation` is incremented then, and with every
+reallocation of the rows: a concurrent reader retries.
 
 Set 0 is the empty set. The hash of a set is the xor of the random numbers of its columns (Zobrist
 hashing, 1970): one xor to add or remove a column.

@@ -1,8 +1,7 @@
 """Entry points to the kernels that Python calls for every record and every prompt.
 
-To pass an array to a kernel, numba takes 0.03 us on its own, 0.06 in a tuple, and 0.2 in a named
-tuple. A lookup needs 20 arrays, which seldom change. So these functions take the addresses of
-`table`, `sets` and `scratch` (`KernelArrays`): 0.3 instead of 1.3 us a call.
+They take the addresses of `table`, `sets` and `scratch` (`KernelArrays`), which change seldom: to
+pass 20 arrays to a kernel takes several times as long.
 """
 
 from __future__ import annotations

@@ -2,20 +2,18 @@
 
 A prompt is a sequence of *runs*: blocks with equal sets of holders. If every cache that holds a
 block holds all blocks before it (*closed*, see `indexer/index.py`), sets only shrink along the
-prompt; two blocks with equal sets then have that set everywhere in between. So the search finds the
-few positions where sets change without a lookup of every block: it probes some positions at once,
-then some in each gap between unequal neighbours, until no gap is left. A probe costs a cache miss,
-150-220 ns, but several probes at once cost little more than one. Most prompts are in no cache: the
-count of first blocks (`indexer/blocks/block_table.py`) ends their search before the first miss. If
-a cache may not be closed, all blocks are scanned, at 8-10 ns each.
+prompt; two blocks with equal sets then have that set everywhere in between. So the search probes
+some positions at once, then some in each gap between unequal neighbours, until no gap is left. A
+probe costs a cache miss, but several at once cost little more than one. If a prompt is in no cache,
+the count of first blocks (`indexer/blocks/block_table.py`) ends its search before the first miss.
+If a cache may not be closed, all blocks are scanned.
 
 Example: of 1000 blocks the first 256 are held by A and B, the others by A alone. The first round
 probes block 0, the last block of 15 groups of 64, and block 999: AB AB AB AB A … A. One gap is
 left, between blocks 255 and 319; 7 probes divide its 63 positions; then the 7 positions of one gap
 are probed. The result is two runs: AB from 0, A from 256, up to 1000.
 
-Columns that were retired but not swept do not matter. They are masked out of the result; for the
-others sets still only shrink, and equal sets still have equal live columns.
+Columns that were retired but not swept are masked out of the result.
 """
 
 from __future__ import annotations

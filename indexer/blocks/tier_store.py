@@ -1,10 +1,8 @@
 """Block storage of one tier: a table, its sets, and their capacity.
 
-Owns the incremental growth of both, and the incremental sweep of retired columns. Readers take a
-`TierView`, which is replaced as a whole whenever an array is replaced: a reader with an older view
-can finish with it, and detects that it is outdated.
-
-The assignment of columns to caches belongs to `indexer/index.py`. One writer.
+Owns the incremental growth of both, and the incremental sweep of retired columns. One writer.
+Readers take a `TierView`, which is replaced as a whole with every array: a reader with an older
+view can finish with it, and detects that it is outdated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Updates of the block table: runs of blocks that are added to one cache or removed from it.
 
-Consecutive blocks mostly have the same holders, so the new set is looked up and counted once per
-group of equal sets. Slots of later blocks are prefetched while one is written: the cost of an
-update is one cache line per block.
-
-An *account* sums up the blocks of one cache in one tier: their number, and the sum of their
-digests, by which replicas compare their state without comparing blocks.
+The new set is looked up and counted once per group of equal sets, and slots of later blocks are
+prefetched while one is written: an update costs one cache line per block. An *account* sums up the
+blocks of one cache in one tier: their number, and the sum of their digests, by which replicas
+compare their state.
 """
 
 from __future__ import annotations
@@ -180,7 +178,7 @@ def sweep_slots(
     the end.
 
     `leaving`: u64 (words), the columns. Runs from the last slot to the first, because an erase
-    moves blocks towards the first: no block is moved past the sweep. Not while the table grows.
+    moves blocks towards the first: none is moved past the sweep. Not while the table grows.
     """
     before, after, moved, leaves = NO_SET_YET, EMPTY_SET, 0, False
     until = max(at - steps, 0)

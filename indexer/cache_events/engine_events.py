@@ -1,8 +1,7 @@
 """Cache events as engines publish them: blocks under opaque, engine-specific hashes.
 
 Owns the types, which follow vLLM's, and the rules for which of them concern a prefix index: kinds
-of attention, media, localities. Never here: the wire format, and the
-conversion to canonical events (`indexer/cache_events/event_normalizer.py`).
+of attention, media, localities.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Estimated cache of an engine that publishes no cache events, derived from the served requests.
 
-Assumes LRU eviction, as in most engines: every whole block of a prompt and its answer is kept, and
-of equally old blocks of a prompt the last one is evicted first. Emits the events that an engine
-would (`indexer/cache_events/engine_events.py`), so everything after the normalizer is the same.
+Assumes LRU eviction: every whole block of a prompt and its answer is kept, and of equally old
+blocks of a prompt the last one is evicted first. Emits the events that an engine would
+(`indexer/cache_events/engine_events.py`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     with obtain_broker("auto", report=print) as broker:
         connect(broker.bootstrap_servers)
 
-Tried in this order: servers that are given; Docker; a local JVM; the log in memory, with lines
-that say why. With data to keep, a local JVM is tried before Docker: it writes into their folder. A
-kind that is named is used, or fails with the reason.
+Tried in this order: given servers; Docker; a local JVM; the log in memory, with lines that say why.
+With data to keep, a local JVM is tried before Docker: it writes into their folder. A kind that is
+named is used, or fails with the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One Kafka broker in a container, through testcontainers.
 
-Takes the official image, or the one that deploy/kafka/build-image.sh makes where no registry can
-be reached; both have the same entry point and settings. Containers go with their owner: the
-package's own reaper would be one more image to pull, so it is off and `watchdog` does its work.
+Takes the official image, or the one that deploy/kafka/build-image.sh makes; both have the same
+entry point and settings. `watchdog` removes containers with their owner, in place of the package's
+reaper, which would be one more image to pull.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Real Kafka brokers without Docker: one JVM each, on loopback.
 
 Every node is broker and controller at once, so that a cluster of three outlives the loss of any
-one. Nodes can be killed, paused, resumed and started again for fault tests. The first start on a
-machine fetches the jars and prepares quick starts (`java`); later ones take a second or two.
+one. Nodes can be killed, paused, resumed and started again. The first start on a machine fetches
+the jars and prepares quick starts (`java`).
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ def add_links(settings: dict[str, str], links: Sequence[LinkPorts]) -> None:
 def prepare(report: ReportLine) -> Path:
     """The directory with the files for quick starts, made when absent. Raises NoLocalBroker.
 
-    Formatting a data directory and loading the broker's classes cost a JVM two to three seconds at
-    every start; both come out the same, so they are kept.
+    A formatted data directory and the parsed classes of the broker, which are the same for every
+    start.
     """
     key = hashlib.sha256(f"{java()} {java().stat().st_mtime_ns}".encode()).hexdigest()[:8]
     fetched = jars(report)
@@ -262,8 +262,8 @@ def _format(guard: ProcessGuard, settings: dict[str, str]) -> None:
 def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -> None:
     """With the voters given by configuration, only these three lines belong to one node.
 
-    The cluster's id is new for every broker: one that gets a port that another one had before can
-    then never take part in the other's quorum. An interrupted preparation leaves no `data`.
+    The cluster's id is new for every broker: one that gets the port of another can never take part
+    in its quorum. An interrupted preparation leaves no `data`.
     """
     copy = data.with_name(f"{data.name}.new")
     shutil.rmtree(copy, ignore_errors=True)

@@ -4,13 +4,11 @@ A `ProcessGuard` is a new directory, and a process of this file in its own sessi
 reading end of a pipe. When the owner ends (by return, exception, Ctrl-C or SIGKILL), the pipe
 closes, and the watchdog kills every process that carries the guard's mark on its command line,
 removes every container with the guard's label, and deletes the directory. There is no other way of
-cleaning up, so the one for accidents is the one that always runs.
+cleaning up.
 
-Processes are found by their mark and not by registered ids: an owner that is killed between the
-start of a process and the record of its id leaves nothing behind, and no process that got a reused
-id is killed.
-
-Started as a script: it must not import the rest of the package.
+Processes are found by their mark and not by registered ids: an owner that is killed before it
+records an id leaves nothing behind, and no process with a reused id is killed. Started as a script:
+it must not import the rest of the package.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ _SETTLED_S = 0.25
 class ProcessGuard:
     """A directory that disappears, with all marked processes and containers, after its owner.
 
-    `directory` is made under `parent` (default: the system's temporary directory). Processes must
-    be started with `mark` as an argument, containers with `label`, where `docker` is true. The
+    `directory` is made under `parent` (default: the system's temporary directory). Processes are
+    started with `mark` as an argument, containers with `label`, where `docker` is true. The
     watchdog inherits the file descriptors `inherited`, and so their locks.
     """
 

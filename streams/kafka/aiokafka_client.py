@@ -1,8 +1,8 @@
 """Shared parts of all aiokafka clients.
 
-Owns three things: the classification of errors that a retry cannot cure, the lifecycle of a
-consumer (connected on first use, always stopped), and the rate limit of aiokafka's log messages.
-Never here: topics and records, and private names of aiokafka (`client_patches/`).
+Owns the classification of errors that a retry cannot cure, the lifecycle of a consumer (connected
+on first use, always stopped), and the rate limit of aiokafka's log messages. Never here: topics and
+records, and private names of aiokafka (`client_patches/`).
 """
 
 from __future__ import annotations
@@ -116,11 +116,7 @@ async def start_client(client: Any, options: Mapping[str, Any]) -> None:
 
 
 async def _refusal(options: Mapping[str, Any]) -> KafkaError | None:
-    """The reason if the servers refuse authentication.
-
-    aiokafka tries one server after the other, logs the response, and then only reports that none of
-    them is reachable.
-    """
+    """The reason if the servers refuse authentication, which aiokafka only logs."""
     if options.get("sasl_mechanism") is None:
         return None
     same = {k: v for k, v in options.items() if k in _OF_A_CONNECTION}
@@ -221,8 +217,8 @@ async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
     """Stop a consumer in any state; after the grace period, cancel its tasks.
 
     During an outage `stop` waits for one response after the other, and may raise an internal
-    CancelledError (the fetcher does not expect cancellation in a back-off), which leaks tasks and
-    connections. So it runs in a separate task, and leaked tasks are cancelled here.
+    CancelledError, which leaks tasks and connections. So it runs in a separate task, and leaked
+    tasks are cancelled here.
     """
     stopping = asyncio.create_task(consumer.stop())
     await asyncio.wait({stopping}, timeout=grace_s)
@@ -239,9 +235,8 @@ async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
 class LogRateLimiter(logging.Filter):
     """Passes one warning or error of a kind every ten seconds, with the number of suppressed ones.
 
-    Without it an outage logs about 30 lines a second. Messages of an ordinary rebalance, or of the
-    first group of a new cluster, are logged as INFO. The line for every assignment is suppressed:
-    gateways make one for every request.
+    Messages of an ordinary rebalance, or of the first group of a new cluster, are logged as INFO.
+    The line for every assignment is suppressed: gateways make one for every request.
     """
 
     PERIOD_S = 10.0

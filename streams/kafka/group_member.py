@@ -1,14 +1,14 @@
 """A member of a Kafka consumer group that controls its own positions.
 
-Owns the set of assigned partitions, their positions, and the notification of the listener. aiokafka
-starts to read a new partition at once, at its own positions; those records are discarded. A
-partition is paused as soon as it is assigned, taken over by the next `poll` (which fetches its
-commit, seeks there, and calls the listener), and read after `resume`. Commits only on request.
+Owns the set of assigned partitions, their positions, and the notification of the listener. A
+partition is paused as soon as it is assigned (aiokafka reads it at once; those records are
+discarded), taken over by the next `poll`, which fetches its commit, seeks there, and calls the
+listener, and read after `resume`. Commits only on request.
 
 Partitions are a lease: they end a session time-out after the last heartbeat that was answered,
-counted from when it was sent, since the coordinator may then give them to another member. aiokafka
-keeps them as long as it does not reach the coordinator. A process that was stopped for longer finds
-its lease over before any of its waits ends: the event loop calls timers before tasks.
+counted from when it was sent, since the coordinator may then give them to another member. A process
+that was stopped for longer finds its lease over before any of its waits ends: the event loop calls
+timers before tasks.
 """
 
 from __future__ import annotations

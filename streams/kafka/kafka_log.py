@@ -10,9 +10,8 @@ and groups, and translates every error of the client (`streams/errors.py`), with
     aiokafka_client.py     connections of all clients
     client_patches/        replaced parts of aiokafka
 
-Each reader and member has its own consumer, because a consumer has one pending request per broker,
-and waits until its response is consumed. Offset queries use another consumer that never reads: a
-query would wait behind a fetch that waits for records.
+Each reader and member has its own consumer, because a consumer has one pending request per broker.
+Offset queries use another consumer that never reads: a query would wait behind a fetch.
 """
 
 from __future__ import annotations

@@ -275,8 +275,7 @@ class _Tails:
     That holds if a fetch at position p returned no record while the log reached to h: everything in
     [p, h) is gone. Such a response arrived between two checks if the position did not change and
     little was read in total; a further check ensures that no records were still in the client's
-    buffers. Only partitions that did not move since the last check are watched, because counting
-    the records costs a quarter of reading them.
+    buffers. Only partitions that did not move since the last check are watched.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """Transactions on Kafka: one transactional producer per writer, replaced after each failure.
 
 The broker admits one producer per transactional id: a new one completes or aborts the transaction
-of the one before, which cannot write from then on. That is the fence on which `TransactionalWriter`
-relies. No consumer offsets are part of a transaction.
+of the one before, and fences it. No consumer offsets are part of a transaction.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
-Owns the producer of a process; the queue in front of it is an `ProducerQueue` of `client_patches/`.
+Owns the producer of a process; the queue in front of it is a `ProducerQueue` of `client_patches/`.
 Guarantees, beyond those of the client:
 
 - Appends to one partition are in the log in the order of the calls, even if several are pending.
-- An idempotent producer numbers its batches; one that is abandoned leaves a gap in the numbers,
-  and the broker rejects all later ones. So after any failed delivery the producer is replaced,
-  and all pending appends fail with the same error: an acknowledged append is never overtaken by
-  one that was called later and acknowledged.
+- After any failed delivery the producer is replaced, and all pending appends fail with the same
+  error: an abandoned batch leaves a gap in the numbers of an idempotent producer, and the broker
+  rejects all later ones. So an acknowledged append is never overtaken by a later one.
 - A wait ends at its deadline, though the client never drops a batch that it has sent once: such an
   append may still be in the log afterwards. The same holds for a cancelled caller.
 """
@@ -53,9 +52,8 @@ class Producer:
     def __init__(self, options: Mapping[str, Any], request_timeout_s: float) -> None:
         """`options` are those of the connection.
 
-        An append waits for three request time-outs: a broker that hangs, and that its cluster
-        keeps, costs one until it is noticed, finding the new leader may ask the same broker once
-        more, and then there must be time left to append.
+        An append waits for three request time-outs: a broker that hangs costs one until it is
+        noticed, finding the new leader another, and then there must be time left to append.
         """
         self.append_timeout_s = 3 * request_timeout_s
         self._look_every_s = request_timeout_s / 10
@@ -196,8 +194,7 @@ class Producer:
 async def end_unflushed(connecting: asyncio.Task[AIOKafkaProducer], grace_s: float) -> None:
     """Stop a producer without flushing its queue.
 
-    Its `stop` would wait for the queue, possibly for ever. Pending requests are awaited, since the
-    client does not end them properly once the connections are closed.
+    Pending requests are awaited, since the client does not end them once connections are closed.
     """
     if not connecting.done():  # so nothing was sent
         connecting.cancel()

@@ -1,9 +1,8 @@
 """Provisioning: creates the topics of the table, and reports differences.
 
 Owns the Deployment record in the registry, which holds the parameters that all processes of a
-deployment must share. It creates topics, and never changes or deletes one: the number of partitions
-determines the partition of a key, so a topic with records keeps it; settings are changed by the
-operator. Prints nothing.
+deployment must share. It never changes or deletes a topic: the number of partitions determines the
+partition of a key; settings are changed by the operator. Prints nothing.
 """
 
 from __future__ import annotations
@@ -198,9 +197,9 @@ async def watch_topics(
 ) -> None:
     """Check periodically that the topics still exist, until cancelled.
 
-    Nothing else detects it: to a reader, a deleted topic is one without new records. Raises
-    TopicMismatch if one was missing, or had another number of partitions, twice in a row: a broker
-    that has just restarted may not list all of them yet.
+    To a reader, a deleted topic is one without new records. Raises TopicMismatch if one was
+    missing, or had another number of partitions, twice in a row: a broker that has just restarted
+    may not list all of them yet.
     """
     before: dict[str, int] = {}
     differed: dict[str, int] = {}

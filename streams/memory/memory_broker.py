@@ -8,12 +8,11 @@ It has: partitions by key as in the Java client, offsets, append time by the clo
 leader (it never goes back before another one leads), headers, tombstones, deletion by age and
 count, compaction with its lags, consumer groups with generations, rebalances and zombies
 (`streams/memory/consumer_groups.py`), size limits, and the faults that
-`streams/memory/broker_faults.py` names. A client may be cut off from the coordinator of its groups
-alone (`MemoryLog.cut_off`).
+`streams/memory/broker_faults.py` names.
 
-It does not have: durability (everything is lost with the process), replicas, segments (deletion and
-compaction work record by record), quotas, security, compression, readers of uncommitted records,
-static members and other assignors than range, and fetches that are bounded by bytes.
+It does not have: durability, replicas, segments (deletion and compaction work record by record),
+quotas, security, compression, readers of uncommitted records, static members, other assignors than
+range, and fetches that are bounded by bytes.
 
 Time is the injected clock's. Waiting with a limit uses a timer of the running loop, which the
 virtual loop of the simulation moves along with its clock.

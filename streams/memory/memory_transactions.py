@@ -1,9 +1,8 @@
 """Transactions of the in-memory broker: those of a writer of ours, and those of clients.
 
-Owns the way of a transaction from its writer to the broker, with its faults. The broker has one
-epoch for each writer's name: a transaction of an older epoch does nothing, whenever it arrives. The
-records of a transaction are appended at its commit, all at once, so readers never see one that is
-not over, and aborted ones take no offsets.
+Owns the way of a transaction from its writer to the broker, with its faults. A transaction of an
+older epoch of its writer's name does nothing. The records of a transaction are appended at its
+commit, all at once, so readers never see an unfinished one, and aborted ones take no offsets.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A dead letter keeps the key and the type of the original record; its headers give the reason
 (`reason`), the original position (`origin_topic`, `origin_partition`, `origin_offset`) and the
 number of attempts (`tries`). Value and other headers (`header_…`) are kept only on request, because
-they may contain prompt text; otherwise `value_bytes` and `value_sha256` replace the value, enough
-to recognise the original. A record that the log could not return has the header `unreadable`
-instead of a value. Only operators read this topic (`app/audit/dead_letter_retry.py`).
+they may contain prompt text; otherwise `value_bytes` and `value_sha256` replace the value. A record
+that the log could not return has the header `unreadable` instead of a value. Only operators read
+this topic (`app/audit/dead_letter_retry.py`).
 """
 
 from __future__ import annotations

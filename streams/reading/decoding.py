@@ -1,12 +1,11 @@
 """Decoding of the records of views: malformed ones are counted and skipped.
 
 A record is skipped if it is malformed, of an unknown type, or of a type that the topic table does
-not list (`streams/topics.py`): any program with the rights may have written it. The first of a kind
-is logged with its position, all are counted. A record that its writer marked for newer readers
-(`streams/codecs.py`) is not skipped automatically: the view would be wrong from there on. `kvlane
-topics skip` writes a `Skip` of its position to the registry. The registry is searched whenever such
-a record is read, so a `Skip` applies to all processes, to later ones, and to a record on the
-registry itself, wherever the `Skip` is.
+not list (`streams/topics.py`). The first of a kind is logged with its position, all are counted. A
+record that its writer marked for newer readers (`streams/codecs.py`) is not skipped automatically:
+the view would be wrong from there on. `kvlane topics skip` writes a `Skip` of its position to the
+registry, which is searched whenever such a record is read: a `Skip` applies to all processes, also
+later ones, and to a record on the registry itself.
 """
 
 from __future__ import annotations

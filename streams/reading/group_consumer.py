@@ -7,13 +7,11 @@ committed: the lowest offset that is not done. So after a crash or a rebalance t
 every record whose effect may be missing, and some whose effect exists already.
 
 Records that are malformed, of a type that the topic table does not list, or rejected by the handler
-go to dead-letters and are done when the dead letter is acknowledged; a partition never stops for
-one. The sender of a malformed record may wait for an answer: if its key can be a request id, the
-handler gets a `Refused` in its place, which has to be done, too.
+go to dead-letters and are done when the dead letter is acknowledged. If the key of a malformed
+record can be a request id, the handler gets a `Refused` in its place, which has to be done, too.
 
-The number of delivered, unfinished records is not bounded here. Records are delivered as soon as
-they are polled, since a Cancel must not wait behind a full queue; the handler (`RecordHandler`)
-bounds the queued requests (the router rejects further ones at once). It pauses a partition only
+The number of delivered, unfinished records is not bounded here: a Cancel must not wait behind a
+full queue. The handler (`RecordHandler`) bounds the queued requests, and pauses a partition only
 while it can answer no record of it, a Cancel no more than a Request.
 
 `GroupMembership` assigns partitions without reads or commits, for work that is divided by them and

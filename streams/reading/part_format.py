@@ -1,8 +1,8 @@
 """Format of content that is larger than a record: numbered parts under `<name>/<number>`.
 
-Model artifacts are named by their checksum (`app/preprocess/models/artifacts.py`), files of the
-Files API by their id and the run that wrote them (`app/batches/file_store.py`). Leading zeros of a
-number tell attempts to append the same part apart, where each needs a key of its own.
+Model artifacts are named by their checksum, files of the Files API by their id and the run that
+wrote them. Leading zeros of a number distinguish attempts to append the same part, where each needs
+a key of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading partitions without a group: a range of offsets once, or everything from an offset on.
 
-A range is for occasional lookups (a snapshot, a file, the history of a request). State that has to
-stay up to date belongs in a view (`streams/views/follower.py`), which also handles lost positions.
+A range is for occasional lookups (a snapshot, a file, the history of a request); state that has to
+stay up to date belongs in a view (`streams/views/follower.py`).
 """
 
 from __future__ import annotations

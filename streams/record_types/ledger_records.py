@@ -1,9 +1,7 @@
 """Records of `requests` and `ledger`, both keyed by request id: requests and cancels, and the
 history of each request. `Request` is in `streams/request.py`.
 
-Every router applies every record of the ledger, in several views. Where that is hot code, a view
-compares `type(record)`: `isinstance` is several times slower where the type differs, since the
-class of a msgspec struct has a metaclass.
+Hot code of views compares `type(record)`: `isinstance` is several times slower where types differ.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default

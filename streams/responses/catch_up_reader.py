@@ -4,12 +4,11 @@
 
 A pass reads one lane once, with its own reader, for all replies that waited for it. A reply that
 arrives during a pass joins it if the pass has not passed its start yet, and otherwise waits for the
-next pass of the lane: a pass never seeks back, so a reply waits for two passes at most. Starts far
-back have separate passes, so that a reply of the last minute does not wait until an hour of the
-lane was read.
+next pass of the lane. Starts far back have separate passes, so that a reply of the last minute does
+not wait until an hour of the lane was read.
 
 Bounds: MAX_PASSES concurrent passes, MAX_FAR_PASSES of them far back; the caller bounds the waiting
-replies. Owns the readers of the passes. Decides nothing about replies: changed ones go to `settle`.
+replies. Decides nothing about replies: changed ones go to `settle`.
 """
 
 from __future__ import annotations

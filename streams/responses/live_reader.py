@@ -1,8 +1,7 @@
 """The live reader of `responses`: new records of lanes with awaited replies, and of pinned lanes.
 
-Owns the positions of its reader and the replies that it feeds. It never seeks back: a reply that
-begins before the live position of its lane is fed by `streams/responses/catch_up_reader.py` until
-it has caught up.
+Owns the positions of its reader and the replies that it feeds. It never seeks back:
+`streams/responses/catch_up_reader.py` feeds a reply that begins before the live position.
 """
 
 from __future__ import annotations

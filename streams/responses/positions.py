@@ -1,12 +1,10 @@
 """Positions in an answer, from which a reader resumes it.
 
 A position is the number of units up to the end of a piece: each token is one. In pieces without
-token ids each character of the text is one, and each item of `data`. So it is the number of tokens
-of an answer whose pieces all have token ids, as those of engines that generate tokens.
-
-Every reader counts the same units for every merge of pieces: an item of `data` comes
-before the text at its place, and pieces with token ids are merged with such pieces only. Pure
-functions of visible Chunks, from the beginning of the answer.
+token ids each character of the text is one, and each item of `data`. Every reader counts the same
+units for every merge of pieces: an item of `data` comes before the text at its place, and pieces
+with token ids are merged with such pieces only. Pure functions of visible Chunks, from the
+beginning of the answer.
 """
 
 from __future__ import annotations

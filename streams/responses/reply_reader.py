@@ -2,9 +2,8 @@
 
 The *live* reader (`streams/responses/live_reader.py`) tails the lanes in which replies are awaited
 and those that are pinned (`pin`), each from the end that it had when it was opened. A reply that
-begins earlier (a client attaches to a running request) must not delay the others while an hour of a
-lane is read: passes over that lane (`streams/responses/catch_up_reader.py`) feed it from its start
-until it has caught up with the live reader.
+begins earlier is fed by passes over its lane (`streams/responses/catch_up_reader.py`) until it has
+caught up, so that it does not delay the others.
 
 Owns the start of each reply and the choice of its reader. Decides nothing about text
 (`streams/responses/reply_stream.py`), commits nothing, belongs to no group.
@@ -33,10 +32,9 @@ IDLE_LANE_TTL_S = 60.0
 for a new reading position, which costs up to a pending fetch."""
 
 CLOCK_MARGIN_MS = 300_000
-"""Lead of the clock that an id was made with over the broker's, as a rule. Reading five more
-minutes of a lane takes a fraction of a second. A reply of an id from a faster clock begins before
-the offset of its time: it is read from the oldest record if its first record is not the beginning
-or an End, or if there is none."""
+"""Lead of the clock that an id was made with over the broker's, as a rule. A reply of an id from a
+faster clock is read from the oldest record if its first record is not the beginning or an End, or
+if there is none."""
 
 LOOK_BACK_S = 30.0
 """A reply without a record is looked for before the time of its id after this long at most: most

@@ -1,9 +1,9 @@
 """The reply stream of one request, between the reader and the task that consumes it.
 
 A `Reply` applies the stream reconstruction rule to the records that it is fed and buffers the
-visible pieces until they are taken. While the task waits, a sink of the task may take each piece at
-once, in the reader's call: a token then costs no future, no callback and no task switch. It never
-reads the log (`streams/responses/reply_reader.py` feeds it) and never blocks its reader.
+visible pieces until they are taken. While the task waits, a sink of the task may take each piece in
+the reader's call, without a future and a switch of tasks. It never reads the log
+(`streams/responses/reply_reader.py` feeds it) and never blocks its reader.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ class Reply:
     async def _awaited(self, timeout_s: float | None, sink: PieceSink | None = None) -> None:
         """Wait for a piece. Raises as `next_piece`.
 
-        A future, and one timer for many waits, which is set again if it fires too early:
-        `asyncio.timeout` around an event takes 5 us more for every piece of every stream.
+        A future, and one timer for many waits, set again if it fires too early: cheaper for every
+        piece than `asyncio.timeout`.
         """
         assert self._waiter is None, "only one task may await the pieces of a reply"
         if self._error is not None:

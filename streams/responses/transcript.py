@@ -1,6 +1,6 @@
 """The stream reconstruction rule: which records of a request's stream are part of its answer.
 
-A view over the records of one request, in log order, used by all readers of `responses`: gateways,
+A view over the records of one request, in log order, for all readers of `responses`: gateways,
 clients, and routers that determine the tokens shown before a worker died. Duplicates (a producer's
 retry, a request delivered twice, two routers at once, a worker that was declared dead and still
 writes) are shown once, and all readers show the same.
@@ -13,8 +13,8 @@ writes) are shown once, and all readers show the same.
 4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored.
 5. A Chunk that would be shown, but cannot be decoded, ends the request (`apply_unreadable`).
 
-`streams/vectors` has the rule as test vectors for other languages. This module never reads the log,
-never waits, and relies only on the order of the records.
+`streams/vectors` has the rule as test vectors for other languages. Never reads the log, never
+waits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Records of a reply that cannot be decoded, and their places in it.
 
-A reader that skipped such a Chunk would wait for ever: every later Chunk of the run has a gap
-before it. So one that is next in its run ends the reply with the code `unreadable`, for all readers
-alike; the End is made by the reader and is not in the log. A record whose place cannot be read ends
-nothing, unless the run that is shown turns out to lack a Chunk (`Transcript.apply_unreadable`).
+A Chunk that cannot be decoded and is next in its run ends the reply with the code `unreadable`, for
+all readers alike: every later Chunk has a gap before it. The reader makes the End; it is not in the
+log. A record whose place cannot be read ends nothing, unless the run that is shown turns out to
+lack a Chunk (`Transcript.apply_unreadable`).
 """
 
 from __future__ import annotations

@@ -2,16 +2,15 @@
 
 A `Follower` restores a `MaterializedView` from a snapshot if there is one, replays up to the end
 offsets that it read before its first poll (it is *caught up* then), and continues with newly
-appended records. Far from the ends it has a reader of its own; near them it is a subscriber of the
-reader that the views of a process share, if it was given one (`streams/views/tail_reader.py`). A
-partition's state and its position change in one step, `MaterializedView.apply`; the position is
-kept nowhere else. Tasks may wait until a partition is applied up to an offset (`OffsetWaiters`).
+appended records. Far from the ends it has a reader of its own; near them it may subscribe to the
+reader that the views of a process share (`streams/views/tail_reader.py`). A partition's state and
+its position change in one step, `MaterializedView.apply`. Tasks may wait until a partition is
+applied up to an offset (`OffsetWaiters`).
 
 The position of a partition covers every offset below it: applied, skipped as malformed
 (`streams/reading/decoding.py`; counted), or deleted from the log. A record that its writer marked
-for newer readers ends the follower, since the view would be wrong from there on. A position that
-the log no longer has means that records were missed: the state of that partition is dropped and
-rebuilt.
+for newer readers ends the follower. A position that the log no longer has means that records were
+missed: the state of that partition is dropped and rebuilt.
 
 It decides nothing, commits nothing, belongs to no group, and never writes.
 """

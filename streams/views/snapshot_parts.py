@@ -3,8 +3,6 @@
 Part 0 is the header, which identifies the state; the others are slices of the serialized state,
 each compressed separately. The record headers of each part hold its number and the checksum over
 the header and all slices, which distinguishes the parts of two snapshots.
-
-The offsets of the parts and the restoring are in `streams/views/snapshot_store.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The store of snapshots of views, which spare a new process reading the whole log.
 
 A snapshot is a header and slices of the serialized state, one record each on `snapshots`, all in
-one partition; when all of them are acknowledged, a `SnapshotPointer` in the registry points to the
-first. A reader uses the newest pointer whose snapshot is valid: complete, of this format, view and
+one partition; when all are acknowledged, a `SnapshotPointer` in the registry points to the first. A
+reader uses the newest pointer whose snapshot is valid: complete, of this format, view and
 partition, with the checksum in the pointer, and with the expected state hash after restoring.
-Otherwise it logs a warning and uses an older snapshot or the log itself: a snapshot saves time, it
-is never the only copy of anything.
+Otherwise it logs a warning and uses an older snapshot or the log itself.
 """
 
 from __future__ import annotations
@@ -218,11 +217,7 @@ class SnapshotStore:
     async def _collect(
         self, pieces: Mapping[Partition, SnapshotAssembler]
     ) -> AsyncGenerator[Partition, None]:
-        """Read several snapshots in one pass; yields each partition when its parts are read.
-
-        Snapshots in one partition of `snapshots` are usually adjacent, and opening a reader for
-        each would take longer than reading.
-        """
+        """Read several snapshots in one pass; yields each partition when its parts are read."""
         count = await self._log.partitions(SNAPSHOTS)
         kept = await self._log.start_offsets(SNAPSHOTS, range(count))
         ends = await self._log.end_offsets(SNAPSHOTS, range(count))

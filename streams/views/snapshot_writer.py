@@ -1,14 +1,10 @@
 """Snapshot writer: decides which replica writes the snapshots of a view, and when.
 
-Replicas with a view of the same topic share the work: a consumer group assigns the partitions, and
-each replica writes snapshots of those that it owns. The group serves only for that; nothing is read
-or committed through it. When a replica crashes, the group reassigns its partitions.
-
-Ownership is not a lock. A replica that has not yet noticed a reassignment may write a snapshot
-concurrently with the new owner: both are complete, and either may be the newest one. A snapshot
-that is unfinished when its partition is revoked gets no pointer, so no reader uses it.
-
-The content of a snapshot is defined in `streams/views/snapshot_store.py`.
+A consumer group assigns the partitions of a topic to the replicas of a view, and each writes
+snapshots of those that it owns; nothing is read or committed through the group. Ownership is not a
+lock: a replica that has not yet noticed a reassignment may write a snapshot beside the new owner.
+Both are complete, and either may be the newest one. A snapshot that is unfinished when its
+partition is revoked gets no pointer, so no reader uses it.
 """
 
 from __future__ import annotations
@@ -40,12 +36,13 @@ CaptureInThread = Callable[[Callable[[], CapturedState]], Awaitable[CapturedStat
 
 
 class SnapshotWriter:
-    """Writes snapshots of the partitions of `topic` that this member of `group` owns.
+    """Writes snapshots of the partitions of `topic` that this member of `group` owns, one at a
+    time.
 
     A snapshot is due when the partition has advanced and the newest one is `interval_s` old, or
-    missing, or MAX_RECORDS_BEHIND behind. Snapshots are written one at a time. `join_group` and
-    `run` must both be running. `written` counts snapshots and `bytes` their sizes before
-    compression; `last_duration_s` is the duration of the last one, from capture to pointer.
+    missing, or MAX_RECORDS_BEHIND behind. `join_group` and `run` must both be running. `written`
+    counts snapshots and `bytes` their sizes before compression; `last_duration_s` is the time of
+    the last one, from capture to pointer.
     """
 
     def __init__(

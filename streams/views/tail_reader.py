@@ -1,13 +1,12 @@
 """The reader that the views of one process share once they are near the ends of their partitions.
 
 A `TailReader` reads every partition that a subscriber follows, once, decodes each record once, and
-puts the decoded batches into the queue of each subscriber. It reads from the lowest position of its
-subscribers on: a subscriber that joins or that is ahead skips the records it has applied, so no
-record is lost between its own position and that of the others.
+puts the decoded batches into the queue of each subscriber. It starts at the lowest position of its
+subscribers; those ahead skip the records they have applied.
 
 A queue is bounded. A subscriber that falls behind loses its subscription, not its place: it reads
-alone from its position on (`streams/views/follower.py`), and joins again when it is near the end.
-So a slow view never holds up another one. It applies nothing and imports no view.
+alone from its position on (`streams/views/follower.py`), and joins again near the end. So a slow
+view never holds up another one. It applies nothing and imports no view.
 """
 
 from __future__ import annotations

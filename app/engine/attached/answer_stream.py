@@ -1,11 +1,9 @@
 """Reader of one streamed answer of a server: its events to engine outputs, up to the final one.
 
-A finish reason is no end: servers send it twice, empty, with or before the last text, and before or
-after the token counts. An answer with a finish reason ends with `[DONE]`, with the end of the
-response, or when nothing more of it comes for a while. All text up to there is part of it. Of
-several reasons the last one counts; `stop`, the general one, replaces no other.
-
-One rule for all APIs. Subclasses parse the events.
+An answer with a finish reason ends with `[DONE]`, with the end of the response, or when nothing
+more of it comes for a while. All text up to there is part of it: servers send the reason before or
+after the last text, and twice. The last reason counts; `stop`, the general one, replaces no other.
+Subclasses parse the events.
 """
 
 from __future__ import annotations
@@ -101,8 +99,8 @@ async def _next(
 ) -> bytes | None:
     """The next event; None after the last one.
 
-    `until`: time of the event loop at which an answer with a finish reason ends as it is. If it has
-    content, a broken connection ends it, too; without content another server may give the answer.
+    `until`: time of the event loop at which an answer with a finish reason ends as it is. With
+    content, a broken connection ends it, too; without, another server may give the answer.
     """
     try:
         async with asyncio.timeout_at(until):
@@ -148,8 +146,8 @@ FINISH_REASONS: Mapping[str, FinishReason] = {
 def parse_finish_reason(reason: object) -> FinishReason | None:
     """The finish reason of an event, if it has one; an empty text is none.
 
-    Raises ServerFailed for others than the known ones, such as `abort` and `error`: the server
-    ended the answer, not the model.
+    Raises ServerFailed for unknown ones, such as `abort`: the server ended the answer, not the
+    model.
     """
     if reason is None or reason == "":
         return None

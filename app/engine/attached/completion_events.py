@@ -1,8 +1,7 @@
 """Parser of the events of a streamed completion.
 
 `ServerDialect.answer_tokens`: the field of an event with its tokens. Unreadable events, error
-events, and ends that the model did not cause raise errors; they are never passed on as parts of an
-answer.
+events and ends that the model did not cause raise errors.
 """
 
 from __future__ import annotations

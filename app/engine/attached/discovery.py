@@ -1,8 +1,8 @@
 """Discovery of a server: its readiness, its model, its adapters and its dialect of the API.
 
-The dialect is found by trial requests of two tokens, the best form first, without a list of servers
-and versions. Its tokenizer is compared with that of the model's folder if the server has a tokenize
-endpoint. Every error has advice for the operator.
+Trial requests of two tokens find the dialect, the best form first. The server's tokenizer is
+compared with the model folder's if there is a tokenize endpoint. Every error has advice for the
+operator.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Engine over a running server that receives OpenAI bodies unchanged, for one kind of request.
 
     Request.body ─► request_body.py ─► server_client.py ─HTTP─► the server ─► passthrough_events.py
-    ─► EngineOutputs
+                                                                                 ─► EngineOutputs
 
-No tokenizer is needed and no token is known: templates, tools, reasoning and images are handled by
-the server. So its cache is unknown too, and no other worker can resume an interrupted answer. All
-else is as in `engine.py`.
+The server handles templates, tools, reasoning and images, so no tokenizer is needed. Tokens and
+cache are unknown, and no other worker can resume an interrupted answer.
 """
 
 from __future__ import annotations

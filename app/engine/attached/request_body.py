@@ -1,12 +1,9 @@
 """Request bodies for a server, in its dialect of the OpenAI API.
 
-Servers agree on OpenAI's fields and on little else. `ServerDialect` has the findings about one
-server at the start of its worker: whether it accepts prompts as tokens, and how its answers contain
-theirs. Each field of a request is translated, omitted if the answer does not depend on it, or
-refused with InvalidRequest. No field on which the answer depends is dropped silently.
-
-Stop strings and the text of answers are handled outside the engine, for all engines alike
-(`app/text/stop_conditions.py`), so they are not sent.
+Servers agree on OpenAI's fields and on little else; `ServerDialect` has the findings about one
+server. Each field of a request is translated, omitted if the answer does not depend on it, or
+refused with InvalidRequest. Stop strings are not sent: `app/text/stop_conditions.py` handles them
+for all engines.
 """
 
 from __future__ import annotations

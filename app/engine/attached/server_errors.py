@@ -1,9 +1,8 @@
 """Errors of a server: from its statuses, and the objects in its bodies and events, to EngineErrors.
 
 The status decides whether another worker may succeed. It is that of HTTP; in an answer that began
-with 200 it is the number that the error names anywhere (`code`, `status`, as a number or a text),
-or else that of a word in its code or type. Servers, and the proxies before them, agree on none of
-these forms. Owns the meaning of errors; never here: connections.
+with 200, the number that the error names (`code`, `status`, as a number or a text), or else the
+number of a word in its code or type.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Metrics of a server, for heartbeats and for the size of its cache.
 
-Owns the names of metrics by server and their conversion. A server without these metrics has no
-statistics.
+Owns the names of metrics by server. A server without these metrics has no statistics.
 """
 
 from __future__ import annotations

@@ -5,12 +5,9 @@
     its ZMQ socket ─► zmq_events.py ─► listener; without one: served tokens ─► EstimatedCache ─► it
     its metrics ─► server_engine.py ─► heartbeats
 
-One worker is attached to one server and does not manage its process: it waits for the server at its
-start, and finds out its dialect of the API (`ServerDiscovery`). Every stream ends, also with a
-faulty server: each wait has a deadline, each answer a bound, and each failure is a typed error.
-
-The parts without tokens are in `server_engine.py`; servers that receive OpenAI bodies unchanged are
-in `passthrough_engine.py`.
+A worker does not manage the process of its server: it waits for the server at its start, and finds
+out its dialect of the API (`ServerDiscovery`). Every stream ends, also with a faulty server: each
+wait has a deadline, each answer a bound, and each failure is a typed error.
 """
 
 from __future__ import annotations

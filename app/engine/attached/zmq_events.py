@@ -3,13 +3,10 @@
     PUB  ──SUB────► batches, numbered ──in order──► listener
     ROUTER ◄─DEALER─ the batches from a number on, when one is missing
 
-Messages may be lost, and the server may restart. Missing batches are requested from the replay
-socket; if they are lost, the listener gets `EventsLost`, so that no block that may be gone counts
-as cached. After a broken connection the cache is unknown until the server's history has been
-replayed; without a replay socket only blocks stored later are known.
-
-The formats are in `app/engine/kv_events.py`, the meaning of events in
-`indexer/cache_events/event_normalizer.py`. Follows one rank.
+Missing batches are requested from the replay socket; if they are lost, the listener gets
+`EventsLost`, so that no block that may be gone counts as cached. After a broken connection the
+cache is unknown until the server's history has been replayed; without a replay socket only blocks
+stored later are known. Follows one rank.
 """
 
 from __future__ import annotations

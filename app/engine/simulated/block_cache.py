@@ -1,8 +1,7 @@
 """Prefix cache of KV blocks: reference counts, sharing, and eviction order.
 
-A block is named by its *identity*, a non-negative int for the whole prefix up to its
-end; a block without one is private to its sequence. There is no memory behind a block: it is a
-reference count, an entry among the inactive blocks, or part of the number of free blocks.
+A block is named by its *identity*, a non-negative int for the whole prefix up to its end; a block
+without one is private to its sequence.
 
     free ──take──► in use (references > 0) ──release──► inactive, oldest first ──evicted──► in use
                           ▲                                │
@@ -16,7 +15,7 @@ reference count, an entry among the inactive blocks, or part of the number of fr
 - Free blocks are used before any inactive one is evicted.
 
 Owns the contents of the cache, and which blocks its events (`stored`, `evicted`) have reported. Has
-no tokens, time or requests; see `app/engine/simulated/step.py`.
+no tokens, time or requests.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Simulated engine: batching, prefix cache, step times and preemption, without a model.
 
-`app/engine/simulated/step.py` defines a step and its duration; this module runs the steps on the
-injected clock, for real requests with real tokens. The tokens come from a `Continuation`. Cache
-events are those of a real engine: blocks under opaque hashes, with their tokens, at the end of the
-step that computed them. The blocks of a prefill are held for the decode engine, as
-`app/engine/simulated/transfers.py` defines.
+Runs the steps of `app/engine/simulated/step.py` on the injected clock, for real requests with real
+tokens, which come from a `Continuation`. Cache events are those of a real engine: blocks under
+opaque hashes, with their tokens, at the end of the step that computed them. Blocks of a prefill are
+held for the decode engine (`app/engine/simulated/transfers.py`).
 
-One task runs the steps, from `start` to `cleanup`. A cancel takes effect between two steps. If that
-task fails, every request fails with EngineDead.
+One task runs the steps, from `start` to `cleanup`; if it fails, every request fails with
+EngineDead. A cancel takes effect between two steps.
 """
 
 from __future__ import annotations

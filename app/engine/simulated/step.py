@@ -343,10 +343,9 @@ def _enqueue(state: BatchState, sequence: BatchSequence) -> None:
 def _remove_running(state: BatchState, sequence: BatchSequence) -> None:
     """Remove a running sequence from the batch and the calendars, and release its blocks.
 
-    All its tokens but the last are computed. When it is preempted, within a step, the one before
-    the last is not computed either. The block that then counts as computed by mistake has no
-    identity and is allocated next, whether it is free or the oldest inactive one, since preemption
-    begins when there is no other.
+    All its tokens but the last count as computed. When it is preempted within a step, the one
+    before the last is not; the block that counts by mistake has no identity and is allocated next,
+    since preemption begins when there is no other.
     """
     computed = sequence.computed_tokens
     if sequence.phase == DECODE:

@@ -1,8 +1,8 @@
 """Text of engines without a model: a function of the token sequence alone.
 
 An interrupted request therefore continues with the same text on any worker, and a test can compute
-the text. A `Continuation` yields the tokens that follow a sequence. Called again with some of them
-appended, it must yield the same rest. If it ends by itself, the model has ended its answer.
+it. A `Continuation` yields the tokens that follow a sequence; called again with some of them
+appended, it yields the same rest. If it ends by itself, the model has ended its answer.
 
 `TextGenerator` generates readable text in the tokens of any model, `echo_continuation` is for
 models of bytes. `expected_answer` is the part that a client receives, within limits and stop
@@ -87,9 +87,9 @@ def demo_sentences() -> list[str]:
 class TextGenerator:
     """Generates text from sample sentences: a token is one that follows the last two in them.
 
-    It is drawn by a digest of the whole sequence, so a single wrong token of a prompt changes the
-    answer. After a sentence the answer may end, with `end_token`, an end-of-sequence token; a
-    sequence that continues after it begins another sentence.
+    A digest of the whole sequence draws it, so a single wrong token of a prompt changes the answer.
+    After a sentence the answer may end, with `end_token`; a sequence that continues after it begins
+    another sentence.
     """
 
     def __init__(

@@ -5,11 +5,10 @@
                     offer in a room ─────► decode engine: meet ─► take ─► ...
 
 `KvTransfers` is shared by the engines of one process. An offer can be taken once, within its lease.
-The offers of other processes are out of its reach: of those it checks the lease only, and the
-engine that made them holds its blocks until the lease is over. So engines of one process alone meet
-in rooms: with `has_bootstrap` they advertise an endpoint, under which none listens.
-
-Owns the offers. The blocks belong to their engine, which passes a callback that releases them.
+Of the offers of other processes it checks the lease only; the engine that made them holds its
+blocks until the lease is over. So engines of one process alone meet in rooms: with `has_bootstrap`
+they advertise an endpoint under which none listens. Owns the offers; the blocks belong to their
+engine, which passes a callback that releases them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Endpoints of OpenAI's Batch API: create, retrieve, list, cancel.
 
-They read and write records of jobs; the work is done elsewhere (`app/batches/job_runner.py`). A job
-belongs to the tenant whose key created it; for others it does not exist.
+They read and write records of jobs (work: `app/batches/job_runner.py`). A job belongs to the tenant
+whose key created it; for others it does not exist.
 """
 
 from __future__ import annotations

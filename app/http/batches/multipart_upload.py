@@ -1,7 +1,7 @@
 """Multipart bodies, read part by part as they arrive: fields, and one file as a stream.
 
-aiohttp parses; this module connects it to the ASGI request with flow control, and sets the bounds:
-no more than 64 KiB of a body are in memory, fields are short, and a body that stalls is refused.
+aiohttp parses; at most 64 KiB of a body are in memory, fields are short, and a body that stalls is
+refused.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 One reader for all replies of the process. Owns ids (drawn such that they fall into the lanes that
 this gateway reads), the count of answers under way, and their bound: beyond it requests are refused
-at once, since nothing is gained by reading more answers than can be passed on.
+at once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ CANCEL_TIMEOUT_S = 60.0
 class BrokerTimeClock:
     """A clock whose wall time is the broker's, as soon as a record of the present was seen.
 
-    So ids of gateways whose own clocks differ can be compared with each other. Before the first
-    append or response it is the wall time of this machine, but not earlier than the newest record
-    of the registry: at least one of a worker is there before the first request is accepted.
+    So ids of gateways can be compared with each other. Before the first append or response it is
+    the wall time of this machine, but not earlier than the newest record of the registry.
     """
 
     def __init__(
@@ -125,10 +124,8 @@ class ActiveStreams:
         return True
 
     async def close(self) -> None:
-        """Stop reading, and give the last Cancels their time to reach the log.
-
-        Open streams fail with LogClosed.
-        """
+        """Stop reading, and give the last Cancels time to reach the log. Open streams fail with
+        LogClosed."""
         await self._replies.close()
         if self._cancels:
             await asyncio.wait(self._cancels, timeout=PUBLISH_TIMEOUT_S)
@@ -136,10 +133,8 @@ class ActiveStreams:
     # --- one request -----------------------------------------------------------------------------
 
     def new_id(self, tenant: str) -> str:
-        """A sealed id whose lane this gateway reads.
-
-        Draws as often as there are gateways, on average.
-        """
+        """A sealed id whose lane this gateway reads: as many draws as there are gateways, on
+        average."""
         while True:
             request_id = self.seal.tagged(self._ids.new(), tenant)
             if self._settings.gateway_count == 1 or self._reads(lane_of(request_id, self._lanes)):
@@ -160,9 +155,8 @@ class ActiveStreams:
     def now_ms(self) -> int:
         """The time by which ids have their age.
 
-        Of the broker's clock and this gateway's the one that makes them younger: the first ids of a
-        gateway have the time of its own. Before a record of the present was seen, the broker's is
-        at least that of the newest record of the registry.
+        Of the broker's clock and this gateway's the one that makes ids younger, since the first ids
+        of a gateway have the time of its own.
         """
         wall_ms = self._clock.wall_ms()
         broker_ms = self._broker_clock.now_ms() or self._registry_clock.now_ms()

@@ -1,7 +1,7 @@
 """Encoder of the server-sent events of one response, from the pieces of its answers.
 
-Pure: pieces in, bytes out. Owns the choices and the token times of the response; without the
-connection and the log. The task of a response and the reader of the log both use it, one at a time
+Pure: pieces in, bytes out. Owns the choices and the token times of the response. The task of a
+response and the reader of the log both use it, one at a time
 (`app/http/openai/response_writer.py`).
 """
 
@@ -89,11 +89,8 @@ class EventEncoder:
         self._paces[index].on_tokens(choice.timed_tokens)
 
     def encode(self, index: int, piece: ReplyPiece) -> bytes:
-        """The events for a piece, possibly none. Raises ApiError for a failed piece.
-
-        Only the last piece of an answer can fail. All pieces of usual answers but the first and the
-        last are text alone: their events differ only in position and text.
-        """
+        """The events for a piece, possibly none. Raises ApiError for a failed piece, which is the
+        last."""
         choice = self.choices[index]
         if not (
             choice.has_started

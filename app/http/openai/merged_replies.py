@@ -68,10 +68,7 @@ class MergedReplies:
         return number, pieces
 
     async def wait_for_first(self, within_s: float) -> None:
-        """Wait for the first piece of a single reply, up to a time limit.
-
-        Raises the errors of `next_pieces`.
-        """
+        """Wait for the first piece of a single reply. Raises the errors of `next_pieces`."""
         with suppress(TimeoutError):
             self._first = await self.replies[0].next_pieces(within_s)
 
@@ -83,8 +80,7 @@ class MergedReplies:
     def _pumped(self) -> asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]]:
         """The queue of pieces of all replies.
 
-        Bound: one batch of each reply. While it is full, pieces wait in their replies, which
-        merge them.
+        Bound: one batch of each reply. While it is full, pieces wait in their replies, merged.
         """
         if self._queue is None:
             self._queue = asyncio.Queue(len(self.replies))

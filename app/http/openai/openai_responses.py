@@ -1,7 +1,7 @@
 """OpenAI response objects, built from the visible pieces of one answer or several.
 
-Pure functions: pieces (`Chunk`, `End`) in, objects of the OpenAI API out, ready to be encoded to
-JSON. Never here: HTTP and the log. Failed pieces are mapped in `app/http/api_errors.py`.
+Pure functions: pieces (`Chunk`, `End`) in, objects of the OpenAI API out, ready for JSON. Failed
+pieces are mapped in `app/http/api_errors.py`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ class ResponseHeader(NamedTuple):
 
 
 class Choice:
-    """Accumulated state of one answer to a request.
-
-    With `keep=False` the text is not kept, for answers that are streamed.
-    """
+    """Accumulated state of one answer. With `keep=False` its text is not kept: it is streamed."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """OpenAPI description of the HTTP API: bodies, parameters, responses and errors.
 
-FastAPI describes the routes and pydantic the bodies; added are the parts that neither covers:
-handlers read their parameters by themselves, and validators take more types than the annotations
-have.
+FastAPI describes the routes and pydantic the bodies; added are the parameters, which handlers read
+by themselves, and types that validators take beyond the annotations.
 """
 
 from __future__ import annotations

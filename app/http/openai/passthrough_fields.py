@@ -1,7 +1,6 @@
 """Passthrough fields: response fields of attached servers other than text.
 
-A stream forwards them unchanged, a whole response merges them by OpenAI's rules for deltas. Pure
-functions over `PassthroughDelta`s, independent of the meaning of the fields.
+A stream forwards them unchanged, a whole response merges them by OpenAI's rules for deltas. Pure.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _part(piece: Chunk, text: str, until: int, asides: tuple[PassthroughDelta, .
 def merge_fields(*deltas: Mapping[str, Any]) -> JsonObject:
     """Merge successive deltas: texts are concatenated, list items are merged by their index.
 
-    All at once, since a text that grows piece by piece would be copied with each piece.
+    All at once, since a text that grows by pieces would be copied with each.
     """
     values: dict[str, list[Any]] = {}
     for each in deltas:

@@ -2,14 +2,14 @@
 
 The first piece decides the status. A failure before it has its own status, a later one is an error
 event in OpenAI's form: a stream never ends without an event. Comments are sent during pauses, so
-that proxies do not close the connection as idle.
+that proxies do not close the connection.
 
     reader of the log ──piece──► sink: event ──► socket            while the task waits, and
                          └─────► task: events ──► ASGI ──► socket  if the sink leaves the piece
 
 The task sends the head, the first event, the last one, and all that a full socket has delayed.
-Between them the reader of the log writes each event to the socket of the client, if the server
-offers that (`app/http/server/exchange.py`).
+Between them the reader of the log writes each event to the client's socket, if the server offers
+that (`app/http/server/exchange.py`).
 """
 
 from __future__ import annotations
@@ -197,8 +197,7 @@ class CompletionResponse(Response):
     def _push(self, piece: ReplyPiece) -> bool:
         """Write the event of a piece to the socket, as the sink of a stream with one choice.
 
-        Leaves to the task the last piece, and all of them while the socket is full: then the reply
-        holds them, and the task sends all of them together.
+        Leaves to the task the last piece, and all pieces while the socket is full.
         """
         if self._writer is None or not self._writer.is_ready or is_last(piece):
             return False

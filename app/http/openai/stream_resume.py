@@ -1,7 +1,7 @@
 """Endpoints for existing streams: resume reading after a broken connection, or cancel.
 
-Any gateway can serve them: the id itself shows the tenant of the stream. The log of an answer does
-not hold the kind of its request, so the URL names the form of the response.
+Any gateway can serve them: the id shows the tenant of the stream. The URL names the form of the
+response, since the log of an answer does not hold the kind of its request.
 """
 
 from __future__ import annotations

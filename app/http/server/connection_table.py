@@ -1,9 +1,9 @@
 """The table of open connections of one HTTP server.
 
 Bound: `most` connections, and SPARE beyond. A new connection beyond `most` takes the place of the
-one that has waited longest without a request; connections with a request are never closed. Where
-all have one, the new connection gets a spare place, on which only probes are answered. So a client
-that opens connections and sends nothing loses these, and no other client notices.
+one that has waited longest without a request; connections with a request are never closed. If all
+have one, the new connection gets a spare place, on which only probes are answered. So a client that
+opens connections and sends nothing loses these alone.
 """
 
 from __future__ import annotations

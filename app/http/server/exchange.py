@@ -5,9 +5,8 @@ is reset, and its client loses the response; so an exchange only says that its c
 (`closes`), and `http_protocol.py` ends it.
 
 A `BodyWriter` writes a part of the body by a call, without the middleware and the coroutines of
-ASGI. `http_protocol.py` offers it in the scope of each request; under another server, and in tests
-without one, there is none. Head and end of a response are always sent by ASGI. The bytes on the
-wire are the same either way.
+ASGI; the bytes are the same. `http_protocol.py` offers it in the scope of each request; other
+servers do not. Head and end of a response are always sent by ASGI.
 """
 
 from __future__ import annotations

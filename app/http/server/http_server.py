@@ -1,8 +1,7 @@
 """The HTTP server: uvicorn, as a task of this process.
 
-Its signals are left to FastStream, which runs the process. The socket is bound before anything
-else, so that a port in use is an error of the start, and a server that ends by itself ends the
-process.
+Signals are left to FastStream. The socket is bound before anything else, so that a port in use is
+an error of the start; a server that ends by itself ends the process.
 """
 
 from __future__ import annotations

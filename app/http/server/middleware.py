@@ -1,7 +1,4 @@
-"""HTTP middleware: request ids, response counts, and bounds on request bodies.
-
-Owns the bound on bytes of request bodies in memory. Independent of endpoints.
-"""
+"""HTTP middleware: request ids, response counts, and bounds on request bodies in memory."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Protection against cross-site requests: browsers reach any address, loopback too.
 
-Two checks, by headers that a page cannot set. `Origin` names the page's own server: it must
-be this server or one of `KVLANE_HTTP_ALLOWED_ORIGINS`. `Host` names the server that the browser
-looked up: on loopback it must be an address or a local name, else a page could point a name of its
-own there (DNS rebinding) and read the answers. Programs send no `Origin`, and the `Host` of
-their base URL.
+Two checks, by headers that a page cannot set. `Origin` names the page's own server: this one or one
+of `KVLANE_HTTP_ALLOWED_ORIGINS`. `Host` names the server that the browser looked up: on loopback an
+address or a local name, else a page could point a name of its own there (DNS rebinding) and read
+the answers. Programs send no `Origin`, and the `Host` of their base URL.
 """
 
 from __future__ import annotations

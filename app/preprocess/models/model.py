@@ -1,7 +1,6 @@
 """Loaded model: card, tokenizer and template, to prepare prompts and to decode answers.
 
-Loaded from the log, where its worker has put the files, or from its folder. Everything that takes
-time runs in the pool.
+Loaded from the log or from its folder. Everything that takes time runs in the pool.
 """
 
 from __future__ import annotations

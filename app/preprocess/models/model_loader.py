@@ -1,7 +1,6 @@
-"""Loader of models from the log, each loaded once.
+"""Loader of models from the log, each loaded once, in the background before its first prompt.
 
-Models load in the background before their first prompt; a failed load is retried later. The owner
-decides which models are kept.
+A failed load is retried later. The owner decides which models are kept.
 """
 
 from __future__ import annotations

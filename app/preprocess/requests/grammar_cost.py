@@ -1,9 +1,9 @@
 """Cost of compiling the required form of an answer: an estimate from its text alone. Pure.
 
-An engine compiles a form into an automaton over its vocabulary, in a time that grows with the
-states of the automaton and not with the characters of the form: `(a|b){0,900}` has 12 characters
-and thousands of states. So a character costs 1, an alternative, a group or a class more, and what
-is repeated costs as often as it may occur. The estimate ends where a form costs too much.
+An engine compiles a form into an automaton, in a time that grows with its states and not with the
+characters of the form: `(a|b){0,900}` has 12 characters and thousands of states. So a character
+costs 1, an alternative, a group or a class more, and a repeated part as often as it may occur. The
+estimate ends where a form costs too much.
 """
 
 from __future__ import annotations

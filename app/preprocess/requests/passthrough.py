@@ -7,9 +7,9 @@ are `nvext`, which is for routers; `n` and all but one of several prompts, since
 request of its own; `stream`, since engines always stream; `request_id`, which several requests
 would share; and `priority`, which `nvext` has.
 
-The prompt's tokens are unknown, and load is counted in tokens. They are estimated from the size of
-the body: one for each BYTES_PER_TOKEN, and MEDIA_ITEM_TOKENS for each long run of base64, such as
-an image. The request carries the estimate, so that all processes use the same number.
+The number of the prompt's tokens is estimated from the size of the body, one for each
+BYTES_PER_TOKEN, and MEDIA_ITEM_TOKENS for each long run of base64, such as an image. The request
+carries the estimate, so that all processes use the same number.
 """
 
 from __future__ import annotations

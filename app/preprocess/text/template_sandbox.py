@@ -3,11 +3,10 @@
 Jinja's sandbox keeps a template away from Python; it bounds no sizes. Here each operation that
 makes a value is checked before it runs and counted after it: filters, methods, operators, slices,
 the texts of blocks and macros, and the conversion of objects to text. The size of a result is
-estimated from its operands. By default it is the product of all their sizes, with numbers as
-factors: no operation of Jinja and of Python's text and lists makes more of them. The tables below
-name the operations with a smaller result; an operation that is in none of them is only refused
-earlier. Loops and macros count their rounds. Templates are compiled under the same bounds, since
-Jinja computes constant expressions then.
+estimated from its operands: by default the product of all their sizes, with numbers as factors,
+which no operation exceeds. The tables below name the operations with a smaller result. Loops and
+macros count their rounds. Templates are compiled under the same bounds, since Jinja computes
+constant expressions then.
 """
 
 from __future__ import annotations

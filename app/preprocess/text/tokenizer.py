@@ -1,14 +1,10 @@
 """Tokenizer of one model: the `tokenizers` library, run off the event loop.
 
 Owns the loaded tokenizer and the cutting of texts into pieces. Added tokens (`<|user|>` and their
-kind) are borders that no other token crosses, so the text between two of them is tokenised by
-itself, and text that was tokenised once (a system prompt, the earlier turns of a chat) is looked up
-the next time (`piece_cache.py`). Where a tokenizer does not work that way, texts are tokenised
-whole. Each text is tokenised once; only one with far more characters than the limit has tokens is
+kind) are borders that no other token crosses: the text between two of them is tokenised by itself,
+and long pieces are looked up the next time (`piece_cache.py`). Where a tokenizer does not work that
+way, texts are tokenised whole. Only a text with far more characters than the limit has tokens is
 counted in slices before.
-
-Measured with a chat of 106 000 tokens (400 kB, 40 turns) on two busy cores: 220 to 350 ms; with all
-turns but the last one cached: 1.5 ms.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """The queue of record batches in front of a producer's sender, by partition.
 
-Replaces aiokafka's accumulator and its batches under aiokafka's sender (`batch_sender.py`), which
-keeps its work: one request per broker in flight, retries, sequence numbers of an idempotent
-producer. Owns the queue, the encoding of batches, and one future per append; independent of
-time-outs and reconnecting (`producer.py`).
+Replaces aiokafka's accumulator and its batches under aiokafka's sender (`batch_sender.py`). Owns
+the queue, the encoding of batches, and one future per append; independent of time-outs and
+reconnecting (`producer.py`).
 
 Appends that wait for a request in flight join the last unsent batch of their partition, in order,
 while they fit into 1 MiB together. Each append is in one batch, so all or none of it is appended.
-In aiokafka's accumulator each caller waits for room in a task of its own, and five futures stand
-between a batch and its caller; here it is one, and no caller waits to be queued.
+In aiokafka's accumulator each caller waits for room in a task of its own, with five futures between
+a batch and its caller; here it is one, and no caller waits to be queued.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """aiokafka's sender with a codec and a loop of its own: batches to requests, responses to batches.
 
-Retries, errors of partitions, idempotence and time-outs stay aiokafka's. Its codec walks a schema
-for each field of each partition, and its loop waits for a set of futures at every turn; here the
-layout of version 7 is in four structs, and one future is completed by new batches and by requests
+Retries, errors of partitions, idempotence and time-outs stay aiokafka's. Here the layout of version
+7 is in four structs instead of a schema, and one future is completed by new batches and by requests
 that end. A broker without version 7 gets aiokafka's own request. Layout:
 https://kafka.apache.org/protocol#The_Messages_Produce; tests compare it with aiokafka's classes.
 """

@@ -1,23 +1,20 @@
 """The client's side of an incremental fetch session (KIP-227) with one broker.
 
-A broker that has a session for a client keeps its partitions and positions. A request lists
-only the partitions that differ, and the response only those with records, an error or a new end.
-Pure: no connections. The rules that keep both sides equal:
+A broker keeps the partitions and positions of a session. A request lists only the partitions that
+differ, and the response only those with records, an error or a new end. Pure: no connections. The
+rules that keep both sides equal:
 
-- One request at a time. `positions` are those of the last request: the broker's side holds them
-  as soon as it has read the request.
-- A partition that is not read (revoked, paused, led by another broker, or with records that wait
-  in the client) is forgotten, else the broker would answer at once, again and again, with records
-  that no request waits for.
-- A request without a response leaves open which side the broker has: `restart`. So does every
-  error of a whole response, such as an unknown session (70: the broker has restarted, or has
-  evicted it) or an unexpected epoch (71).
+- One request at a time. `positions` are those of the last request: the broker's side holds them as
+  soon as it has read the request.
+- A partition that is not read (revoked, paused, led by another broker, or with records that wait in
+  the client) is forgotten, else the broker would answer at once, again and again.
+- A request without a response leaves open which side the broker has: `restart`. So does every error
+  of a whole response, such as an unknown session (70) or an unexpected epoch (71).
 - Ends of partitions are reported once. A new assignment lacks them: `restart`.
 - A broker without a free session answers with session id 0: the next request is a full one.
 
-A broker has 1000 sessions by default (`max.incremental.fetch.session.cache.slots`) and evicts none
-that was used within two minutes, so a reader of a short range must not take one: the first requests
-are made without a session.
+A broker has 1000 sessions by default (`max.incremental.fetch.session.cache.slots`), so a reader of
+a short range must not take one: the first requests are made without a session.
 """
 
 from __future__ import annotations

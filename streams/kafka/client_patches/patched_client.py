@@ -42,8 +42,7 @@ def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: An
     """Send a request, and watch for the response.
 
     Raises KafkaConnectionError if the transport is closed already. uvloop's transport raises a
-    RuntimeError before the connection is notified. aiokafka does not handle it: its fetching or
-    sending task would end for good, and the process with it.
+    RuntimeError then, which would end aiokafka's fetching or sending task for good.
     """
     try:
         answer = _send(connection, *request, **options)
@@ -73,10 +72,9 @@ async def _get_conn_while_open(
 async def _connect_after_lookup(connection: AIOKafkaConnection) -> Any:
     """Connect to a broker whose name is known; one lookup of a name at a time.
 
-    An event loop has 4 to 6 threads for lookups, and one that was begun keeps its thread, also
-    after its caller has waited long enough: up to 10 s for the name of a dead container, where the
-    resolver does not answer. Lookups for each attempt of each client would take all threads, and
-    the names of the other brokers would wait behind them.
+    An event loop has 4 to 6 threads for lookups, and a lookup keeps its thread after its caller has
+    waited long enough: up to 10 s for the name of a dead container. Lookups for each attempt of
+    each client would take all threads.
     """
     loop, host = asyncio.get_running_loop(), connection.host
     lookups = _lookups.setdefault(loop, {})

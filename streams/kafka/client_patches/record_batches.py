@@ -1,18 +1,16 @@
 """A parser of fetched record batches that no content can stop.
 
-aiokafka decompresses a batch to any size, assumes that header names are UTF-8, and its consumer
-raises the resulting error at every poll. Here a batch is decompressed within a bound
-(`decompression.py`), header names that are not UTF-8 are escaped, and an unreadable record becomes
-an `Unreadable` at its offset, so that the reader gets its neighbours and moves past it. A record
-that exceeds the uncompressed size limit, or has too many headers, is unreadable as well; and one
-poll returns a bounded number of bytes per partition.
+A batch is decompressed within a bound (`decompression.py`), header names that are not UTF-8 are
+escaped, and an unreadable record becomes an `Unreadable` at its offset, so that the reader gets its
+neighbours and moves past it. A record that exceeds the uncompressed size limit, or has too many
+headers, is unreadable as well; and one poll returns a bounded number of bytes per partition.
+aiokafka decompresses to any size, and raises such an error at every poll.
 
 Owns the path from the bytes of a response to the records of a poll in the consumers that have a
-`KeyFilter`: aiokafka's `MemoryRecords` is replaced by `FetchedBatches`, `PartitionRecords` by the
-class of that name here, and `FetchResult.getall` by `next_records`. Other consumers of the process,
-of a program that uses the client library, keep aiokafka's. Records of aborted transactions are left
-out as far as a response names them, which it does for consumers that read committed. Never here:
-topics and record types.
+`KeyFilter`: `FetchedBatches` replaces aiokafka's `MemoryRecords`, `PartitionRecords` the class of
+that name, and `next_records` `FetchResult.getall`. Other consumers of the process keep aiokafka's.
+Records of aborted transactions are left out as far as a response names them, which it does for
+consumers that read committed. Never here: topics and record types.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Detection of a hung broker: closes connections to a broker that its cluster has fenced.
 
-Owns a watch over every client connection. A hung broker keeps its connections open. aiokafka waits
-for the response until the request time-out, then asks for the new leader, possibly at the same
-broker, and waits again, although another broker has long been the leader. A consumer whose
-partitions change cancels its requests at every change, and never times out at all.
+A hung broker keeps its connections open. aiokafka waits for the response until the request
+time-out, then asks for the new leader, possibly at the same broker, and waits again. A consumer
+whose partitions change cancels its requests at every change, and never times out at all.
 
 So if a connection has pending requests and no response for a while, the other brokers are asked in
 turn for the members of the cluster. If the broker is no longer one, its connection is closed: the
 pending requests fail, and the client repeats them at the new leaders. A broker that is still a
-member has until the request time-out. Never here: producers, consumers, requests.
+member has until the request time-out.
 """
 
 from __future__ import annotations
