@@ -159,7 +159,6 @@ class EpochTracker(Generic[R]):
             workers[worker] = _Worker(epoch, lost=True)
 
     def drop_partition(self, partition: int) -> None:
-        """Drop all state of a partition."""
         for known in self._partitions.pop(partition, {}).values():
             self._end(known)
 
@@ -242,7 +241,6 @@ class IndexBase(Generic[R]):
         self._epochs.end_epoch(partition, worker, epoch)
 
     def drop_partition(self, partition: int) -> None:
-        """Drop all state of a partition."""
         self._epochs.drop_partition(partition)
 
     def drop_worker(self, partition: int, worker: str) -> None:

@@ -263,7 +263,6 @@ class Index(IndexBase[_Cache]):
         return MatchDepths(found, np.ascontiguousarray(np.diff(reached[:, found], axis=0).T))
 
     def _scratch(self, blocks: int, columns: int) -> _ThreadScratch:
-        """Scratch memory of this thread."""
         scratch: _ThreadScratch | None = getattr(self._local, "scratch", None)
         if scratch is None or scratch.blocks < blocks or scratch.columns < columns:
             scratch = self._local.scratch = _ThreadScratch(max(2 * blocks, 1024), columns)

@@ -158,7 +158,6 @@ def _tombstone(record: Record) -> records.Tombstone:
 
 
 def token_count(packed: bytes) -> int:
-    """Number of packed tokens."""
     return len(packed) // TOKEN_BYTES
 
 

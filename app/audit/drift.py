@@ -103,7 +103,6 @@ class DriftTracker:
         found.append(PredictionError(at_ms, tokens / expected.block_size, ttft_ms))
 
     def workers_with_runs(self, now_ms: int) -> list[str]:
-        """Workers with runs in the window."""
         for worker, found in list(self._differences.items()):
             while found and found[0].at_ms <= now_ms - WINDOW_MS:
                 found.popleft()

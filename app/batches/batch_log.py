@@ -40,7 +40,6 @@ class BatchLog:
         self.follower = Follower(log, self.view, [BATCH_JOBS], clock, on_applied=on_applied)
 
     async def file(self, file_id: str, tenant: str) -> FileCard | None:
-        """A file of a tenant."""
         return await self._look_up(file_id, partial(self.view.file, file_id, tenant))
 
     async def put_file(self, card: FileCard) -> None:
@@ -51,7 +50,6 @@ class BatchLog:
         await self.put(card.id, file_key(card.id), Tombstone(key=file_key(card.id)))
 
     async def job(self, job_id: str, tenant: str) -> BatchJob | None:
-        """A job of a tenant."""
         return await self._look_up(job_id, partial(self.view.job, job_id, tenant))
 
     async def put_job(self, job: BatchJob) -> None:

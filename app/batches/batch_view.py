@@ -19,17 +19,14 @@ from kvlane.streams.topics import FILE_RETENTION_MS
 
 
 def file_key(file_id: str) -> str:
-    """Key of the card of a file."""
     return f"file/{file_id}"
 
 
 def batch_key(job_id: str) -> str:
-    """Key of the record of a batch job."""
     return f"batch/{job_id}"
 
 
 def cancel_key(job_id: str) -> str:
-    """Key of the cancel of a batch job."""
     return f"cancel/{job_id}"
 
 
@@ -55,24 +52,20 @@ class BatchView:
         self._positions: dict[Partition, int] = {}
 
     def file(self, file_id: str, tenant: str) -> FileCard | None:
-        """A file of a tenant."""
         self._expire()
         card = self._files.get(file_id)
         return card if card is not None and card.tenant == tenant else None
 
     def files(self, tenant: str) -> Iterator[FileCard]:
-        """All files of a tenant."""
         self._expire()
         return (card for card in self._files.values() if card.tenant == tenant)
 
     def job(self, job_id: str, tenant: str) -> BatchJob | None:
-        """A job of a tenant."""
         self._expire()
         job = self._jobs.get(job_id)
         return job if job is not None and job.tenant == tenant else None
 
     def jobs(self, tenant: str) -> Iterator[BatchJob]:
-        """All jobs of a tenant."""
         self._expire()
         return (job for job in self._jobs.values() if job.tenant == tenant)
 
@@ -156,7 +149,6 @@ class BatchView:
         self._removed.add(key)
 
     def _counting(self, key: str) -> AnyRecord:
-        """The record of a key that counts."""
         return Tombstone(key=key) if key in self._removed else self._jobs[key.partition("/")[2]]
 
     def _expire(self) -> None:

@@ -116,7 +116,6 @@ class FileStore:
         self._publisher = RecordPublisher(log, clock)
 
     async def partition_of(self, entity_id: str) -> int:
-        """The partition in which the files of an entity are."""
         return partition_of(entity_id.encode(), await self._log.partitions(FILE_PARTS))
 
     async def end_of(self, partition: int) -> int:

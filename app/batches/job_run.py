@@ -181,7 +181,6 @@ class JobRun:
             await self._finish(work)
 
     async def fail(self, code: str, message: str, *errors: BatchError) -> None:
-        """End the job with errors."""
         found = errors or (BatchError(code=code, message=message),)
         await self._put(status="failed", errors=found, ended_s=self._now_s())
 

@@ -101,7 +101,6 @@ _BATCH = "/v1/batches/{batch_id}"
 
 
 def build_app(parts: GatewayDeps) -> FastAPI:
-    """The application of one gateway."""
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
     generation, attachment, plain = Completions(parts), StreamResume(parts), ModelsEndpoint(parts)
     files, batches, probes = FilesEndpoint(parts), BatchesEndpoint(parts), parts.probes
@@ -162,8 +161,6 @@ class PlainRoute(APIRoute):
 
 
 class ModelsEndpoint:
-    """The list of models."""
-
     def __init__(self, parts: GatewayDeps) -> None:
         self._parts = parts
 

@@ -59,8 +59,6 @@ class _Open(msgspec.Struct, gc=False):
 
 
 class RequestMetrics:
-    """The metrics of the requests of one router."""
-
     def __init__(self, metrics: MetricSet) -> None:
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._queue, self._ttft, self._itl = (

@@ -84,7 +84,6 @@ class WorkerMetrics(MetricSet):
 
 
 def _state_families(worker: MeasuredWorker) -> Iterator[Metric]:
-    """The state of the worker and of its engine."""
     running, waiting = worker.open_runs
     engine = worker.engine_stats() or EngineStats()
     for name, meaning, value in (

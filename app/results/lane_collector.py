@@ -58,8 +58,6 @@ T = TypeVar("T")
 
 
 class LaneCollector:
-    """One claim on one lane."""
-
     def __init__(self, context: CollectorContext, claim: PartitionClaim) -> None:
         self.claim = claim
         self.lane = claim.partition

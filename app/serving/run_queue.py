@@ -45,7 +45,6 @@ class RunLimits(NamedTuple):
 
     @property
     def max_open(self) -> int:
-        """The bound on open runs."""
         return MAX_OPEN_RATIO * (self.max_running + self.max_waiting)
 
 

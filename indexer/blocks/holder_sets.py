@@ -125,7 +125,6 @@ def bit_row(columns: Iterable[int], words: int) -> NDArray[np.uint64]:
 
 @inlined
 def has_column(sets: HolderSets, number: int, column: int) -> bool:
-    """Whether a column is in a set."""
     word = sets.rows[number * sets.words + (column >> 6)]
     return (word >> np.uint64(column & 63)) & ONE != ZERO
 
@@ -168,7 +167,6 @@ def intern_set(sets: HolderSets, hashed: np.uint64) -> int:
 
 @inlined
 def is_empty(row: NDArray[np.uint64]) -> bool:
-    """Whether the row has no bit."""
     for word in row:
         if word != ZERO:
             return False

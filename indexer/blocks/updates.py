@@ -93,7 +93,6 @@ def has_capacity(table: BlockTable, sets: HolderSets, column: int, keys: int) ->
 
 @inlined
 def prefetch_first_slots(table: BlockTable, keys: NDArray[np.uint64]) -> None:
-    """Prefetch the slots of the first blocks."""
     for i in range(min(PREFETCH_DISTANCE, len(keys))):
         prefetch_slot(table, keys[i])
 

@@ -179,7 +179,6 @@ class NoBroker(Broker):
         self.description = "in-memory log in this process, gone when it ends"
 
     def start(self) -> Self:
-        """Nothing to start."""
         return self
 
     def stop(self) -> None:

@@ -68,12 +68,10 @@ class ConnectionOptions:
 
     @property
     def servers(self) -> list[str]:
-        """The addresses one by one."""
         return [server.strip() for server in self.bootstrap_servers.split(",") if server.strip()]
 
     @property
     def uses_tls(self) -> bool:
-        """Whether the connection is encrypted."""
         return self.security_protocol in {"SSL", "SASL_SSL"}
 
     @property

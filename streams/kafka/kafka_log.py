@@ -252,7 +252,6 @@ class KafkaLog:
     # --- for the readers and members of this connection ---
 
     def full_name(self, partition: Partition) -> TopicPartition:
-        """A partition by its full name."""
         return TopicPartition(self.prefix + partition.topic, partition.partition)
 
     def forget(self, user: KafkaReader | KafkaMember | KafkaTransactionalWriter) -> None:

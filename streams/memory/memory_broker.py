@@ -104,7 +104,6 @@ class MemoryBroker:
         return now_ms
 
     def set_leader_clock(self, topic: str, partition: int, clock: Clock) -> None:
-        """Make a broker with this clock the leader of the partition."""
         self._leaders[self.log(topic, partition)] = clock
 
     def log(self, topic: str, partition: int) -> PartitionLog:
@@ -162,7 +161,6 @@ class MemoryBroker:
         return epoch
 
     def is_writer_epoch(self, name: str, epoch: int) -> bool:
-        """Whether the writer of this name with this epoch may still write."""
         return self._writer_epochs.get(name) == epoch
 
     def expire(self, log: PartitionLog) -> None:

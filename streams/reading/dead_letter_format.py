@@ -108,7 +108,6 @@ class DeadLetter(NamedTuple):
 
     @property
     def has_whole_value(self) -> bool:
-        """Whether the whole value is kept."""
         return not self.value_sha256
 
     @property

@@ -41,7 +41,6 @@ _TYPES: Mapping[str, frozenset[str]] = {t.name: frozenset(t.records) for t in TO
 
 
 def skip_key(topic: str, partition: int, offset: int) -> str:
-    """The key of a Skip on the registry."""
     return f"{_PREFIX}{topic}/{partition}/{offset}"
 
 

@@ -152,7 +152,6 @@ class LogBroker(KafkaBroker):
             self._failure.set_exception(error)
 
     def open_member(self, topic: str) -> Member:
-        """A member for the subscriber of a topic."""
         return self._members[topic]()
 
     async def next_batches(self, topic: str, member: Member, max_records: int) -> Batches:

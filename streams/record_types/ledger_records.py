@@ -46,8 +46,6 @@ class Refused(InternalRecord, frozen=True):
 
 
 class RequestOffset(InternalRecord, frozen=True):
-    """The position of a Request."""
-
     topic: str
     partition: int
     offset: int
@@ -92,7 +90,6 @@ class RunRecord(InternalRecord, frozen=True):
 
     @property
     def run_key(self) -> RunKey:
-        """The identity of the run."""
         return RunKey(self.id, self.attempt, self.phase)
 
 
@@ -148,7 +145,6 @@ class Assigned(RunRecord, frozen=True):
 
     @property
     def has_candidates(self) -> bool:
-        """Whether candidates are recorded."""
         rows = self.candidate_rows
         return bool(self.listed if rows is None else rows.places)
 

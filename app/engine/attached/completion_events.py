@@ -101,7 +101,6 @@ def parse_completion_event(event: bytes, dialect: ServerDialect) -> CompletionEv
 
 
 def _raise_error(event: bytes) -> None:
-    """Raise the error of an event that is one."""
     try:
         fields = msgspec.json.decode(event, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -134,7 +134,6 @@ class PrefillResponse:
         yield EngineOutput(finish_reason="length", usage=counts, transfer=transfer)
 
     def cancelled_output(self) -> EngineOutput:
-        """The final output of a cancelled prefill."""
         return EngineOutput.cancelled()
 
 

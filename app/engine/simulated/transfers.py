@@ -106,7 +106,6 @@ class KvTransfers:
 
     @property
     def held_blocks(self) -> int:
-        """Blocks of these offers."""
         return sum(offer.blocks for offers in self._held.values() for offer in offers.values())
 
     def add_engine(self, worker_id: str) -> str:

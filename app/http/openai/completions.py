@@ -50,11 +50,9 @@ class Completions:
         self._bodies = BodyLimiter(parts.settings.http_max_body_bytes)
 
     async def create_chat_completion(self, request: HttpRequest) -> Response:
-        """Answer a chat."""
         return await self._answer("chat", request)
 
     async def create_completion(self, request: HttpRequest) -> Response:
-        """Complete a text."""
         return await self._answer("completion", request)
 
     async def create_embeddings(self, request: HttpRequest) -> Response:

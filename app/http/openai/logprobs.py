@@ -71,7 +71,6 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> JsonO
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprobs], spelling: TokenText) -> JsonObject:
-    """The form of completions."""
     return {
         "tokens": [spelling.text(token.token_id, _BYTES) for token in tokens],
         "token_logprobs": [t.ranked[0].log_prob if t.ranked else None for t in tokens],

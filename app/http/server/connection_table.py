@@ -30,8 +30,6 @@ LOG_PERIOD_S = 10.0
 
 
 class Connection(Protocol):
-    """A connection in the table."""
-
     def expire(self, now: float) -> None:
         """End the connection if a time limit of it is over."""
 

@@ -69,8 +69,6 @@ _END: HTTPResponseBodyEvent = {"type": "http.response.body", "body": b"", "more_
 
 
 class Exchange(RequestResponseCycle):
-    """A request and its response."""
-
     closes = False
     """The connection ends with this response. Set once its head is sent."""
     ends_by_close = False

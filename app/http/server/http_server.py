@@ -192,7 +192,6 @@ class UvicornServer:
 
     @property
     def url(self) -> str:
-        """Its address."""
         host, port = self._socket.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -67,7 +67,6 @@ class LoadedModel:
         return PreparedPrompts(with_parsing(request, self._parsers, requests, texts), texts)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of a single token."""
         return self.tokenizer.bytes_of(token_id)
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:

@@ -240,7 +240,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _made(value)
 
     def as_text(self, value: Any) -> Any:
-        """A value that is to be written."""
         if not isinstance(value, str):
             _check(_ESCAPED * size_of(value), "text of a value")
         return value
