@@ -82,15 +82,15 @@ class DemoSession:
         trace: Sequence[TracePrompt],
         run_request: RunTraceRequest,
         warm_up: Callable[[], Awaitable[object]],
-        kv_aware: PolicyRun,
+        kv_aware_run: PolicyRun,
         speed: float,
     ) -> PolicyRun:
         """The trace once more with empty caches and in round robin, compared with the first run."""
         await self.restart_with_empty_caches({"policy": "round_robin"}, warm_up)
         in_turn = await self.replay("round robin", trace, run_request, speed)
-        self.show_runs(in_turn, kv_aware)
+        self.show_runs(in_turn, kv_aware_run)
         self._console.print("\nthree routing decisions explained (KV-aware):")
-        for line in policy_comparison.explain_decisions(kv_aware, self._decisions):
+        for line in policy_comparison.explain_decisions(kv_aware_run, self._decisions):
             self._console.print(line, highlight=False, markup=False, style="dim")
         return in_turn
 

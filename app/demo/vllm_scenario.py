@@ -215,9 +215,9 @@ class VllmScenario(DemoSession):
             and errors.requests >= MIN_COMPARED * len(run.answers)
         }
 
-    def _errors(self, showing: PolicyRun) -> PredictionErrors:
+    def _errors(self, run: PolicyRun) -> PredictionErrors:
         off = []
-        for answer in showing.answers:
+        for answer in run.answers:
             found, (decision, *_) = (
                 self._decisions.cached_tokens(answer.id),
                 self._decisions.decisions(answer.id),
@@ -265,8 +265,8 @@ def _speed(trace: Sequence[TracePrompt], requests_per_s: float) -> float:
     return (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * requests_per_s
 
 
-def _check_answers(equal_to: str, one: PolicyRun, other: PolicyRun) -> dict[str, bool]:
-    pairs = list(zip(one.answers, other.answers, strict=True))
+def _check_answers(equal_to: str, run: PolicyRun, other: PolicyRun) -> dict[str, bool]:
+    pairs = list(zip(run.answers, other.answers, strict=True))
     equal = sum(a.tokens == b.tokens for a, b in pairs)
     return {f"{equal} of {len(pairs)} answers are equal {equal_to}": equal == len(pairs)}
 

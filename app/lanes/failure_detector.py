@@ -144,36 +144,36 @@ class FailureDetector:
 
     # --- lost and removed workers ----------------------------------------------------------------
 
-    async def _examine(self, events: Partition) -> None:
+    async def _examine(self, partition: Partition) -> None:
         """Give a verdict on all suspects of one partition, by one probe into it."""
         s = self._context
         sent_s = s.ctx.clock.now()
-        probe = await self._probe(events)
+        probe = await self._probe(partition)
         if probe is None:
             return
-        await s.fleet_follower.wait_for(events, probe.offset + 1)
+        await s.fleet_follower.wait_for(partition, probe.offset + 1)
         limit_s = self._silence_limit_s(s.ctx.clock.now())
         for worker, member in list(s.fleet.live_members()):
             silence_s = self._silence_s(worker, member.epoch, sent_s)
-            if s.kv_events_partition(worker) == events and silence_s > limit_s:
+            if s.kv_events_partition(worker) == partition and silence_s > limit_s:
                 await self._declare(worker, member.epoch, int(1000 * silence_s))
 
-    async def _probe(self, events: Partition) -> Appended | None:
+    async def _probe(self, partition: Partition) -> Appended | None:
         """Send a probe; None when the partition did not take it as quickly as it should."""
         s = self._context
         sent_s = s.ctx.clock.now()
         try:
             probe = await s.publisher.publish_once(
-                KV_EVENTS, s.name, Probe(by=s.name), events.partition
+                KV_EVENTS, s.name, Probe(by=s.name), partition.partition
             )
         except AppendFailed as e:
             log.warning(
-                "suspending failure detection for %s[%d]: broker not responding: %s", *events, e
+                "suspending failure detection for %s[%d]: broker not responding: %s", *partition, e
             )
-            self._works_since_s[events] = s.ctx.clock.now()
+            self._works_since_s[partition] = s.ctx.clock.now()
             return None
         if (now_s := s.ctx.clock.now()) - sent_s > SLOW_APPEND_S:
-            self._works_since_s[events] = now_s
+            self._works_since_s[partition] = now_s
             return None
         return probe
 

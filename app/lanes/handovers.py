@@ -88,7 +88,7 @@ class HandOvers:
         return self._bytes < MAX_PREFILL_BYTES
 
     def begin(
-        self, rest: RemainingWork, prefill: RunId, now_ms: int, bootstrap: BootstrapInfo | None,
+        self, rest: RemainingWork, prefill_run: RunId, now_ms: int, bootstrap: BootstrapInfo | None,
         ttft_ms: float,
     ) -> HandOver:  # fmt: skip
         """Keep the rest of a request while a worker computes its prompt.
@@ -97,7 +97,7 @@ class HandOvers:
         """
         self.drop(rest.request.id)
         until_ms = 0 if bootstrap is None else now_ms + int(ttft_ms) + self._timeout_ms
-        begun = HandOver(rest, prefill, now_ms, until_ms=until_ms, bootstrap=bootstrap)
+        begun = HandOver(rest, prefill_run, now_ms, until_ms=until_ms, bootstrap=bootstrap)
         self._open[rest.request.id] = begun
         self._bytes += rest.request.prompt_bytes
         if bootstrap is None:

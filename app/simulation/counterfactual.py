@@ -254,13 +254,13 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 def _run(
     period: CapturedPeriod,
     arrivals: Sequence[RequestArrival],
-    tuning: RoutingConfig,
+    config: RoutingConfig,
     seed: int,
     conditions: NetworkConditions,
     progress: Callable[[int], None],
 ) -> list[SimulatedRequest]:
     replay = new_simulator(
-        arrivals, period.workers, period.shape, tuning, seed, progress, conditions
+        arrivals, period.workers, period.shape, config, seed, progress, conditions
     )
     return replay.run()
 

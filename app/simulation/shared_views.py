@@ -154,21 +154,22 @@ class SimulatedLedger:
 
 def assigned_record(
     request_id: str,
-    decision: Placement,
+    placement: Placement,
     router: str = "",
     attempt: int = 0,
     service_class: ServiceClass = "interactive",
 ) -> Assigned:
     """Ledger record of a decision, with the chosen candidate only: the others are not used."""
-    worker, epoch, rank = decision.worker_rank
-    chosen = decision.record.candidate(decision.worker_rank)
+    worker, epoch, rank = placement.worker_rank
+    chosen = placement.record.candidate(placement.worker_rank)
     return Assigned(
-        id=request_id, attempt=attempt, phase=decision.phase, worker=worker, epoch=epoch, rank=rank,
-        origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
-        policy=decision.policy, params=decision.params, seed=decision.seed,
-        block_size=decision.block_size, cached_tokens_predicted=decision.cached_tokens,
-        prefill_tokens=decision.prefill_tokens, listed=() if chosen is None else (chosen,),
-        held_ms=decision.forecast.waited_ms, router=router,
+        id=request_id, attempt=attempt, phase=placement.phase, worker=worker, epoch=epoch,
+        rank=rank,
+        origin=_ORIGIN, responses_from=0, deadline_ms=0, prompt_tokens=placement.tokens,
+        policy=placement.policy, params=placement.params, seed=placement.seed,
+        block_size=placement.block_size, cached_tokens_predicted=placement.cached_tokens,
+        prefill_tokens=placement.prefill_tokens, listed=() if chosen is None else (chosen,),
+        held_ms=placement.forecast.waited_ms, router=router,
         service_class=service_class,
     )  # fmt: skip
 

@@ -233,40 +233,40 @@ class Simulator:
 
     # --- actions ---------------------------------------------------------------------------------
 
-    def _send(self, simulated: SimulatedRequest, decision: Placement, now_ms: float) -> None:
+    def _send(self, simulated: SimulatedRequest, placement: Placement, now_ms: float) -> None:
         """Dispatch a request. Its own router counts it at once, others when they read it."""
-        router, phase = self.routers[simulated.router], decision.phase
-        worker = self.workers[decision.worker_rank.epoch]
+        router, phase = self.routers[simulated.router], placement.phase
+        worker = self.workers[placement.worker_rank.epoch]
         simulated.worker, simulated.sent_ms = worker.name, now_ms
         delay_ms = self.conditions.dispatch_delay_ms
         if phase == "decode":
             delay_ms += self.conditions.transfer_ms(simulated.request.prompt.tokens)
         admit = partial(self._admit, simulated, worker, phase, now_ms + delay_ms)
         self._events.delay(now_ms, delay_ms, admit)
-        self._record_decision(router, simulated.request.prompt.request, decision, now_ms)
+        self._record_decision(router, simulated.request.prompt.request, placement, now_ms)
 
     def _record_decision(
         self,
         router: SimulatedRouter,
         request: Request,
-        decision: Placement,
+        placement: Placement,
         now_ms: float,
         attempt: int = 0,
     ) -> None:
         """Count a decision at once, and read its record after the lag of the ledger."""
         queue, lag_ms = router.queue, self.conditions.ledger_lag_ms
-        worker, epoch, _ = decision.worker_rank
-        run = RunId(attempt, decision.phase, worker, epoch)
-        queue.add_unconfirmed(run, request, decision)
+        worker, epoch, _ = placement.worker_rank
+        run = RunId(attempt, placement.phase, worker, epoch)
+        queue.add_unconfirmed(run, request, placement)
 
         def read() -> None:
-            queue.remove_unconfirmed(run, request, decision)
+            queue.remove_unconfirmed(run, request, placement)
             queue.herd_avoidance.observe_lag(lag_ms)
             record = assigned_record(
-                request.id, decision, router.name, attempt, request.service_class
+                request.id, placement, router.name, attempt, request.service_class
             )
             router.ledger.on_record(record, now_ms)
-            self._preempt(decision.worker_rank, now_ms)
+            self._preempt(placement.worker_rank, now_ms)
 
         self._events.delay(now_ms, lag_ms, read)
 
@@ -334,14 +334,14 @@ class Simulator:
         self.shared_views.add_chunks(task.chunks, self.batch.keys(task))
         self.routers[0].on_arrival(self.batch.prompt(task), 0, now_ms)
 
-    def _send_batch(self, request_id: str, decision: Placement, now_ms: float) -> None:
+    def _send_batch(self, request_id: str, placement: Placement, now_ms: float) -> None:
         """Dispatch a batch request; another one comes for it."""
         assert self.batch is not None
-        task, worker = self.batch.tasks[request_id], self.workers[decision.worker_rank.epoch]
+        task, worker = self.batch.tasks[request_id], self.workers[placement.worker_rank.epoch]
         sequence, request = self.batch.begin(task, worker), self.batch.prompt(task).request
         admit = partial(self._admit_batch, sequence, worker, now_ms)
         self._events.delay(now_ms, self.conditions.dispatch_delay_ms, admit)
-        self._record_decision(self.routers[0], request, decision, now_ms, task.attempt)
+        self._record_decision(self.routers[0], request, placement, now_ms, task.attempt)
         if self.batch.has_class and not task.attempt:
             self._add_batch_task(now_ms)
 

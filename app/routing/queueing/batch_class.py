@@ -206,7 +206,7 @@ class BatchClass:
         self,
         rank: WorkerRank,
         state: RoutingState,
-        interactive: WorkerLoad,
+        interactive_load: WorkerLoad,
         runs: Mapping[BatchRunKey, BatchRun],
     ) -> list[BatchRunKey]:
         """Those of the runs that give way to the interactive load of a rank."""
@@ -218,7 +218,7 @@ class BatchClass:
         )
         return runs_to_preempt(
             profile,
-            interactive,
+            interactive_load,
             runs,
             self._bounds,
             state.mean_output_tokens,

@@ -181,7 +181,7 @@ def plan_uniform(
 
 
 def _tentative_plans(
-    looking: Sequence[PendingRequest[K]], board: CandidateTable, chosen: list[int],
+    looking: Sequence[PendingRequest[K]], table: CandidateTable, chosen: list[int],
     best: list[list[float]],
     by: PlanningContext,
 ) -> list[TentativePlan]:  # fmt: skip
@@ -189,7 +189,7 @@ def _tentative_plans(
     plans = []
     for wanted, at, found in zip(looking, chosen, best, strict=True):
         outlook = forecast(
-            found, board, at, now_ms, wanted.since_ms, by.config, wanted.deadline_ms
+            found, table, at, now_ms, wanted.since_ms, by.config, wanted.deadline_ms
         )  # fmt: skip
         assert outlook.reservation is not None
         plans.append(TentativePlan(outlook.reservation, wait_for_rank(outlook, now_ms)))

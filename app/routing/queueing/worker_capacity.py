@@ -48,12 +48,12 @@ class WorkerCapacity:
         fleet: Fleet,
         ledger: LedgerState,
         unconfirmed: ActiveLoad,
-        unconfirmed_batch: BatchRuns,
+        unconfirmed_runs: BatchRuns,
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._unconfirmed = unconfirmed
-        self._unconfirmed_batch = unconfirmed_batch
+        self._unconfirmed_batch = unconfirmed_runs
         self._limits: dict[tuple[str, int], _Limit] = {}
 
     def full_workers(self, now_ms: int) -> list[tuple[str, int]]:

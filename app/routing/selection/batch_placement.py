@@ -130,10 +130,10 @@ def blocked_share(load: float, ranks: int) -> float:
 
 
 def reserved_ranks(
-    pool: CandidatePool, view: RoutingState, bounds: BatchBounds
+    pool: CandidatePool, state: RoutingState, bounds: BatchBounds
 ) -> Collection[WorkerRank]:
     """The ranks of a pool that get no batch request; see the module."""
-    load = _prefill_load(pool, view)
+    load = _prefill_load(pool, state)
     if load < MIN_PREFILL_LOAD:
         return ()
     count = 0
@@ -143,17 +143,17 @@ def reserved_ranks(
     return {row.worker_rank for row in by_speed[:count]}
 
 
-def _prefill_load(pool: CandidatePool, view: RoutingState) -> float:
+def _prefill_load(pool: CandidatePool, state: RoutingState) -> float:
     """The offered load of interactive prefill in a pool, in prompts."""
-    recent = view.recent_prefill
+    recent = state.recent_prefill
     if recent is None:
         return 0.0
-    return sum([recent.load(worker, view.now_ms) for worker in pool.workers])
+    return sum([recent.load(worker, state.now_ms) for worker in pool.workers])
 
 
-def bounds_in(pool: CandidatePool, view: RoutingState, bounds: BatchBounds) -> BatchBounds:
+def bounds_in(pool: CandidatePool, state: RoutingState, bounds: BatchBounds) -> BatchBounds:
     """The bounds on the ranks of a pool that are not reserved."""
-    if len(pool.rows) > 1 or _prefill_load(pool, view) < MIN_PREFILL_LOAD:
+    if len(pool.rows) > 1 or _prefill_load(pool, state) < MIN_PREFILL_LOAD:
         return bounds
     return bounds._replace(max_step_ms=min(bounds.max_step_ms, bounds.max_only_step_ms))
 
@@ -224,7 +224,7 @@ def group_size(work: RankWork, prefill_tokens: int, bounds: BatchBounds) -> int:
 
 def place_batch_request(
     prompt: PromptHashes,
-    view: RoutingState,
+    state: RoutingState,
     runs: BatchLoads,
     bounds: BatchBounds,
     *,
@@ -237,25 +237,25 @@ def place_batch_request(
     """The rank for a batch request, or Wait while none has headroom.
 
     Of the ranks with headroom that with the least prefill is chosen, of equal ones that with the
-    least load. `view`: with the load of interactive runs; `runs`: of batch runs, with those that
+    least load. `state`: with the load of interactive runs; `runs`: of batch runs, with those that
     are not read back. `awaited`: ranks that interactive requests wait for.
     """
     request = prompt.request
-    pool = view.pools.pool(request.model, "aggregated")
+    pool = state.pools.pool(request.model, "aggregated")
     rows = filter_eligible(
-        request, "aggregated", pool, view.fleet,
-        excluded=excluded, full=full_workers, loads=(view.committed, view.unconfirmed),
+        request, "aggregated", pool, state.fleet,
+        excluded=excluded, full=full_workers, loads=(state.committed, state.unconfirmed),
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return not_eligible(rows)
-    output_tokens = expected_output_tokens(request, view.mean_output_tokens)
-    table = refreshed_table(pool, view)
+    output_tokens = expected_output_tokens(request, state.mean_output_tokens)
+    table = refreshed_table(pool, state)
     ranks = None if rows is pool.rows else [row.worker_rank for row in rows]
-    blocks = table.overlap_blocks(view.kv_index, prompt.local_hashes(pool.block_size))
+    blocks = table.overlap_blocks(state.kv_index, prompt.local_hashes(pool.block_size))
     options = table.select(ranks, blocks, None, NO_RESERVATIONS)
     cached = np.minimum(options.blocks[:, 0] * pool.block_size, prompt.tokens)
-    bounds = bounds_in(pool, view, bounds)
-    reserved = reserved_ranks(pool, view, bounds)
+    bounds = bounds_in(pool, state, bounds)
+    reserved = reserved_ranks(pool, state, bounds)
     is_open = np.array([row.worker_rank not in reserved for row in rows], bool)
     if not is_open.any():  # it is pinned to them, or no other one satisfies its constraints
         is_open[:] = True
@@ -266,7 +266,7 @@ def place_batch_request(
     for i, row in enumerate(rows):
         if not is_open[i] or row.worker_rank in awaited or cached[i] < enough:
             continue
-        work = _work(row, view, runs, output_tokens)
+        work = _work(row, state, runs, output_tokens)
         left = max(prompt.tokens - int(cached[i]), 1)
         limit = max_sequences(row.card)
         count = group_size(work, left, bounds)
@@ -286,7 +286,7 @@ def place_batch_request(
         params=bounds._asdict(),
         seed=seed,
         record=record_decision(options, costs, chosen),
-        at_ms=view.now_ms,
+        at_ms=state.now_ms,
         overlap_blocks=int(options.blocks[chosen, 0]),
     )
 
@@ -298,17 +298,17 @@ def max_sequences(card: WorkerCard) -> int:
 
 
 def _work(
-    row: CandidateRow, view: RoutingState, runs: BatchLoads, output_tokens: float
+    row: CandidateRow, state: RoutingState, runs: BatchLoads, output_tokens: float
 ) -> RankWork:
     rank = row.worker_rank
-    interactive = view.committed.load(rank).add(view.unconfirmed.load(rank))
-    profile = row.profile._replace(slowdown=view.slowdown.get(rank.worker, 1.0))
-    return RankWork(profile, interactive, runs.load(rank), view.mean_output_tokens, output_tokens)
+    interactive = state.committed.load(rank).add(state.unconfirmed.load(rank))
+    profile = row.profile._replace(slowdown=state.slowdown.get(rank.worker, 1.0))
+    return RankWork(profile, interactive, runs.load(rank), state.mean_output_tokens, output_tokens)
 
 
 def runs_to_preempt(
     profile: EngineProfile,
-    interactive: WorkerLoad,
+    interactive_load: WorkerLoad,
     runs: Mapping[BatchRunKey, BatchRun],
     bounds: BatchBounds,
     mean_output_tokens: float,
@@ -316,17 +316,17 @@ def runs_to_preempt(
 ) -> list[BatchRunKey]:
     """The batch runs of a rank that give way to its interactive runs, in this order.
 
-    `interactive`: the load with the request that comes. `max_sequences`: see there.
+    `interactive_load`: the load with the request that comes. `max_sequences`: see there.
     """
-    if not runs or not interactive.runs:
+    if not runs or not interactive_load.runs:
         return []
     left = load_of(runs.values())
     victims: list[BatchRunKey] = []
     for key, run in sorted(
         runs.items(), key=lambda each: (not each[1].prefill_tokens, -each[1].since_ms)
     ):
-        fits = interactive.runs + left.runs <= max_sequences
-        if fits and _holds(profile, interactive, left, bounds, mean_output_tokens):
+        fits = interactive_load.runs + left.runs <= max_sequences
+        if fits and _holds(profile, interactive_load, left, bounds, mean_output_tokens):
             break
         if run.is_preemptible:
             left = left.subtract(load_of([run]))
@@ -336,17 +336,17 @@ def runs_to_preempt(
 
 def _holds(
     profile: EngineProfile,
-    interactive: WorkerLoad,
-    batch: WorkerLoad,
+    interactive_load: WorkerLoad,
+    batch_load: WorkerLoad,
     bounds: BatchBounds,
     mean_output_tokens: float,
 ) -> bool:
-    if interactive.prefill_runs and (
-        batch.prefill_runs or interactive.prefill_runs == interactive.runs
+    if interactive_load.prefill_runs and (
+        batch_load.prefill_runs or interactive_load.prefill_runs == interactive_load.runs
     ):
-        return not batch.runs
-    work = RankWork(profile, interactive, batch, mean_output_tokens, mean_output_tokens)
-    after = work.all_tokens() + interactive.runs * mean_output_tokens / 2
+        return not batch_load.runs
+    work = RankWork(profile, interactive_load, batch_load, mean_output_tokens, mean_output_tokens)
+    after = work.all_tokens() + interactive_load.runs * mean_output_tokens / 2
     if profile.capacity_tokens and after > profile.capacity_tokens:
         return False
     return slowdown(work, 0) <= bounds.max_slowdown

@@ -108,14 +108,19 @@ class BatchOverlap(NamedTuple):
     depths: Ints
 
 
-def profile_columns(pace: EngineProfile) -> tuple[float, ...]:
+def profile_columns(profile: EngineProfile) -> tuple[float, ...]:
     """The columns of a row from `SLOWDOWN` on."""
-    return (pace.slowdown, pace.chunk_tokens, pace.capacity_tokens, *pace.curves.coefficients())
+    return (
+        profile.slowdown,
+        profile.chunk_tokens,
+        profile.capacity_tokens,
+        *profile.curves.coefficients(),
+    )
 
 
-def recorded_curve(pace: EngineProfile) -> tuple[float, ...]:
+def recorded_curve(profile: EngineProfile) -> tuple[float, ...]:
     """The curve as decisions record it: empty for the published one."""
-    return () if pace.curves == PUBLISHED_CURVES else pace.curves.coefficients()
+    return () if profile.curves == PUBLISHED_CURVES else profile.curves.coefficients()
 
 
 class CandidateTable:

@@ -171,14 +171,14 @@ def forecast(
     chosen: int,
     now_ms: int,
     since_ms: float,
-    tuning: RoutingConfig,
+    config: RoutingConfig,
     deadline_ms: float | None,
 ) -> Forecast:
     """The forecast for a request at the chosen place. `found`: a row of `Prediction.results`.
 
     Its turn there comes `stagger_ms` after the place is free, or after the request arrived.
     """
-    until_ms = since_ms + tuning.predictive_weights.max_hold_ms
+    until_ms = since_ms + config.predictive_weights.max_hold_ms
     if deadline_ms is not None:
         until_ms = min(until_ms, deadline_ms - found[cost_kernels.PREFILL])
     planned = Reservation(

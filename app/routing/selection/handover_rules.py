@@ -254,16 +254,13 @@ def _can_be_split(request: Request) -> bool:
 
 
 def prefill_request(
-    request: Request, worker: WorkerRank, emitted_tokens: int, bootstrap: BootstrapInfo | None
+    request: Request, rank: WorkerRank, emitted_tokens: int, bootstrap: BootstrapInfo | None
 ) -> Request:
     """The copy for a prefill worker: one more token, the worker and rank that were chosen, and the
     room where a decode worker waits for its blocks."""
     stop = replace(request.stop, max_tokens=emitted_tokens + 1, min_tokens=0)
     hints = replace(
-        request.hints,
-        prefill_worker_id=worker.worker,
-        prefill_dp_rank=worker.rank,
-        dp_rank=worker.rank,
+        request.hints, prefill_worker_id=rank.worker, prefill_dp_rank=rank.rank, dp_rank=rank.rank
     )
     return replace(request, stop=stop, hints=hints, bootstrap_info=bootstrap)
 

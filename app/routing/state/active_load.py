@@ -48,14 +48,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
             self.prefill_since_ms - other.prefill_since_ms,
         )
 
-    def replace(self, before: WorkerLoad, part: WorkerLoad) -> WorkerLoad:
-        """The load with `part` in place of `before`."""
+    def replace(self, old_load: WorkerLoad, new_load: WorkerLoad) -> WorkerLoad:
+        """The load with `new_load` in place of `old_load`."""
         return WorkerLoad(
-            self.runs + part.runs - before.runs,
-            self.tokens + part.tokens - before.tokens,
-            self.prefill_tokens + part.prefill_tokens - before.prefill_tokens,
-            self.prefill_runs + part.prefill_runs - before.prefill_runs,
-            self.prefill_since_ms + part.prefill_since_ms - before.prefill_since_ms,
+            self.runs + new_load.runs - old_load.runs,
+            self.tokens + new_load.tokens - old_load.tokens,
+            self.prefill_tokens + new_load.prefill_tokens - old_load.prefill_tokens,
+            self.prefill_runs + new_load.prefill_runs - old_load.prefill_runs,
+            self.prefill_since_ms + new_load.prefill_since_ms - old_load.prefill_since_ms,
         )
 
 
@@ -119,12 +119,12 @@ class ActiveLoad:
         self.replace(rank, load, NO_LOAD, adapter)
 
     def replace(
-        self, rank: WorkerRank, before: WorkerLoad, load: WorkerLoad, adapter: str = ""
+        self, rank: WorkerRank, old_load: WorkerLoad, load: WorkerLoad, adapter: str = ""
     ) -> None:
         """Replace load that was added, by the load that a run has now."""
-        if adapter and load.runs != before.runs:
-            self._count(adapter, load.runs - before.runs)
-        total = self.by_rank.get(rank, NO_LOAD).replace(before, load)
+        if adapter and load.runs != old_load.runs:
+            self._count(adapter, load.runs - old_load.runs)
+        total = self.by_rank.get(rank, NO_LOAD).replace(old_load, load)
         self.changes.record(rank)
         if total != NO_LOAD:
             if rank not in self.by_rank:

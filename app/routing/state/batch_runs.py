@@ -53,17 +53,19 @@ def load_of(runs: Collection[BatchRun]) -> WorkerLoad:
     return WorkerLoad(len(runs), tokens, sum(computing), len(computing))
 
 
-def batch_delay_ms(profile: EngineProfile, batch: WorkerLoad, mean_output_tokens: float) -> float:
+def batch_delay_ms(
+    profile: EngineProfile, batch_load: WorkerLoad, mean_output_tokens: float
+) -> float:
     """Expected delay of a prompt by the batch runs of its rank, in ms: a step of theirs, or 0.
 
     Half a step is left of the one under way, and half stands for their part of the next one, which
     begins before they have given way. `kvlane bench mix`, mean TTFT beside batch work to that
     without, by the number of steps: 1.054 with 0.5, 1.044 with 1, 1.049 with 1.5, 1.057 with 2.
     """
-    if not batch.runs:
+    if not batch_load.runs:
         return 0.0
-    step_ms = profile.decode_ms(batch.tokens + batch.runs * mean_output_tokens / 2)
-    return step_ms + profile.prefill_ms(min(batch.prefill_tokens, profile.chunk_tokens))
+    step_ms = profile.decode_ms(batch_load.tokens + batch_load.runs * mean_output_tokens / 2)
+    return step_ms + profile.prefill_ms(min(batch_load.prefill_tokens, profile.chunk_tokens))
 
 
 class BatchLoads(Protocol):

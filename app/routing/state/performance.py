@@ -301,7 +301,7 @@ class PerformanceModel:
         missing = 1 - self._held_tokens / self._prompt_tokens
         self.expected_followups = min(1 / missing, MAX_FOLLOWUPS) if missing > 0 else MAX_FOLLOWUPS
 
-    def _begin(self, decision: Assigned, chosen: Candidate | None, pace: EngineProfile) -> None:
+    def _begin(self, decision: Assigned, chosen: Candidate | None, profile: EngineProfile) -> None:
         if not has_forecast(decision.policy):
             return
         is_decode = decision.phase == "decode"
@@ -309,14 +309,14 @@ class PerformanceModel:
             self._pass_over(decision)
         if chosen is None or chosen.prefill_runs:
             return
-        if not is_decode and pace.slowdown != 1.0:
-            pace = pace._replace(slowdown=1.0)  # which the run measures
+        if not is_decode and profile.slowdown != 1.0:
+            profile = profile._replace(slowdown=1.0)  # which the run measures
         tokens = chosen.prompt_tokens + chosen.open_runs * self.mean_output_tokens / 2
-        step_ms = pace.decode_ms(tokens) if chosen.open_runs else 0.0
+        step_ms = profile.decode_ms(tokens) if chosen.open_runs else 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
-            step_ms = step_ms / 2 + pace.decode_ms(tokens + decision.prompt_tokens)
+            step_ms = step_ms / 2 + profile.decode_ms(tokens + decision.prompt_tokens)
         self._begun[decision.run_key] = _Begun(
-            decision.worker, decision.prompt_tokens + decision.base_tokens, pace, step_ms
+            decision.worker, decision.prompt_tokens + decision.base_tokens, profile, step_ms
         )
         while len(self._begun) > MAX_REMEMBERED:
             self._begun.popitem(last=False)

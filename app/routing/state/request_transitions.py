@@ -43,17 +43,17 @@ class RunLoads(NamedTuple):
     batch_runs: BatchRuns
 
     def update(
-        self, request_id: str, run_id: RunId, run: RunStatus, before: WorkerLoad = NO_LOAD
+        self, request_id: str, run_id: RunId, run: RunStatus, old_load: WorkerLoad = NO_LOAD
     ) -> None:
-        """Count a run as it is; it was counted with the load `before`, if at all."""
+        """Count a run as it is; it was counted with the load `old_load`, if at all."""
         place, load = run.place, run.load
         if run.service_class == "interactive":
-            self.active_load.replace(place, before, load, run.lora_name)
+            self.active_load.replace(place, old_load, load, run.lora_name)
             if run.state == "prefilled":
                 self.active_load.on_first_token(place, run.since_ms)
             return
         key = _batch_key(request_id, run_id)
-        if before.runs:
+        if old_load.runs:
             self.batch_runs.discard(key)
         if load.runs:
             left = max(load.prefill_tokens, 1) if load.prefill_runs else 0
