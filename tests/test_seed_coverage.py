@@ -1,4 +1,4 @@
-"""Coverage of the behaviour of five parts of NVIDIA Dynamo, line by line, by tests of kvlane.
+"""Tests of the coverage of the behaviour of five parts of NVIDIA Dynamo, line by line.
 
 Field names are the same as there, and so is the behaviour of covered lines; texts are not. A line
 is covered by tests that would fail without it, or it is missing, with the reason. Rows that must be

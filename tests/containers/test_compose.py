@@ -1,4 +1,5 @@
-"""The compose deployment: answers over HTTP and Kafka, while containers of every kind are killed.
+"""Tests of the compose deployment: answers over HTTP and Kafka, while containers of every kind
+are killed.
 
 `make compose-up` has started it, with the ports of its file or those in the environment.
 """

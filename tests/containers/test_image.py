@@ -1,4 +1,5 @@
-"""The image: who it runs as, what it writes, what it compiles, what it lists."""
+"""Tests of the image: its user, its writable folders, its compiled kernels, its list of
+packages."""
 
 from __future__ import annotations
 

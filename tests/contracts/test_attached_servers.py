@@ -1,5 +1,5 @@
-"""Answers of servers in the shapes that are in use, by both APIs of an attached server: what one
-server sends in an order or a form of its own is the same answer as that of another."""
+"""Tests of answers of servers in the shapes that are in use, by both APIs: the order and form of
+one server give the same answer as those of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way of getting a broker that this machine has: records go in and come out again."""
+"""Tests of the ways of getting a broker that this machine has: records go in and come out again."""
 
 from __future__ import annotations
 

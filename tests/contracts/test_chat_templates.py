@@ -1,4 +1,5 @@
-"""Histories as clients send them, through chat templates in the shapes of public models."""
+"""Tests of histories as clients send them, through chat templates in the shapes of public
+models."""
 
 from __future__ import annotations
 

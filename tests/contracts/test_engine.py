@@ -1,4 +1,4 @@
-"""Every engine that ships, held to the engine contract, and what a worker makes of its config.
+"""Tests of the engine contract: every built-in engine keeps it, and its worker uses its config.
 
 The real vLLM, in the worker and as a server, is held to the same in tests/vllm.
 """

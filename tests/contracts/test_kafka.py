@@ -1,4 +1,4 @@
-"""What only a real broker shows: broker time, sizes, topics, groups that lose members."""
+"""Tests of properties of a real broker: broker time, sizes, topics, groups that lose members."""
 
 from __future__ import annotations
 

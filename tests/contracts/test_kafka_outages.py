@@ -1,4 +1,4 @@
-"""One broker that hangs, dies and comes back: what its clients go through."""
+"""Tests of one broker that hangs, dies and comes back: its clients continue."""
 
 from __future__ import annotations
 

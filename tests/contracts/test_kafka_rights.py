@@ -1,4 +1,4 @@
-"""A broker that asks who we are: wrong credentials and missing rights are no outage."""
+"""Tests of a broker with authentication: wrong credentials and missing rights are no outage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TLS, SCRAM and the rights that `kvlane topics acls` prints: enough together, each one needed.
+"""Tests of TLS, SCRAM and the rights that `kvlane topics acls` prints: enough together, each one
+needed.
 
 One broker, a user for each role with exactly its rights. Each right is taken away once, and what it
 is for is done as the client of the role does it: the error must name what is missing. Then a whole

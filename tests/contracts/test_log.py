@@ -1,4 +1,4 @@
-"""What every log keeps to: the same suite over the log in memory and over a real broker."""
+"""Tests of the contract of the log: one suite for the log in memory and a real broker."""
 
 from __future__ import annotations
 

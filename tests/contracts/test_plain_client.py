@@ -1,4 +1,4 @@
-"""Test of the contract of the log with aiokafka as it is: a run of `test_log.py` by itself."""
+"""Tests of the contract of the log with aiokafka as it is: a run of `test_log.py` by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transactional writers keep to: over the log in memory and over a real broker."""
+"""Tests of the contract of transactional writers, in memory and over a real broker."""
 
 from __future__ import annotations
 

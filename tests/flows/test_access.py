@@ -1,4 +1,4 @@
-"""API keys at the gateway, on the log in memory: rights, tenants and limits."""
+"""Tests of API keys at the gateway, on the log in memory: rights, tenants and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Keys, tenants and TLS on a real broker: the gateway as `faststream run` starts it, in debug."""
+"""Tests of keys, tenants and TLS on a real broker: the gateway as `faststream run` starts it, in
+debug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys and TLS over real sockets, with OpenAI's own client; the log is in memory."""
+"""Tests of API keys and TLS over real sockets, with OpenAI's own client; the log is in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running request is booked with, and that this is given back once, however it ends."""
+"""Tests of the load of a running request: counted once, and given back once, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attaching to streams of a real log, while others attach in the same lane."""
+"""Tests of attaching to streams of a real log, while others attach in the same lane."""
 
 from __future__ import annotations
 

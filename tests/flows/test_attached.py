@@ -1,4 +1,5 @@
-"""A worker beside servers of different kinds: how they are spoken to, and what is made of it."""
+"""Tests of a worker beside servers of different kinds: its requests to them, and its use of
+their answers."""
 
 from __future__ import annotations
 

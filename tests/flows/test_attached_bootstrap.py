@@ -1,4 +1,4 @@
-"""Workers beside two SGLang servers in disaggregation mode, which meet in rooms."""
+"""Tests of workers beside two SGLang servers in disaggregation mode, which meet in rooms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's cache events on their way here: lost, repeated, late, of another life."""
+"""Tests of a server's cache events: lost, repeated, late, or of an earlier process."""
 
 from __future__ import annotations
 

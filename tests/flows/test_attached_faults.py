@@ -1,4 +1,4 @@
-"""A worker beside a server that does everything wrong: every request ends, and the worker lives."""
+"""Tests of a worker beside a faulty server: every request ends, and the worker lives."""
 
 from __future__ import annotations
 

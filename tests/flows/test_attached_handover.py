@@ -1,4 +1,4 @@
-"""Workers beside two servers, one of which computes prompts for the other."""
+"""Tests of workers beside two servers, one of which computes prompts for the other."""
 
 from __future__ import annotations
 

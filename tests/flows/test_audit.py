@@ -1,4 +1,4 @@
-"""The audit of the log: views built again, and the timeline of a request."""
+"""Tests of the audit of the log: views built again, and the timeline of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvlane replay` and `kvlane explain` against a real broker."""
+"""Tests of `kvlane replay` and `kvlane explain` against a real broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prompts over Kafka wait in the log while routers are full; none is refused for load."""
+"""Tests of prompts over Kafka while routers are full: they wait in the log, and none is refused
+for load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch of prompts on a real Kafka waits for one slow worker; all of it is answered."""
+"""Tests of a batch of prompts on a real Kafka with one slow worker: all of it is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch prompts: their topic decides the class, and their credit is their own."""
+"""Tests of batch prompts: their topic decides the class, and their credit is their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of batch jobs, and the end of each job in time, while other jobs run."""
+"""Tests of turns of batch jobs, and the end of each job in time, while other jobs run."""
 
 from __future__ import annotations
 

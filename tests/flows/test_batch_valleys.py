@@ -1,5 +1,5 @@
-"""Prompts that wait from one peak to the next: each runs once and has one result, whatever
-preprocessors and routers do meanwhile, and however late a copy is read."""
+"""Tests of prompts that wait from one peak to the next: each runs once and has one result, also
+when a copy is read late."""
 
 from __future__ import annotations
 

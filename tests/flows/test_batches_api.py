@@ -1,4 +1,5 @@
-"""The Batch API on the log in memory: a gateway, runners that die, and a fleet that answers."""
+"""Tests of the Batch API on the log in memory: a gateway, runners that die, and a simulated
+fleet."""
 
 from __future__ import annotations
 

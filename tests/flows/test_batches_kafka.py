@@ -1,4 +1,5 @@
-"""Batches on a real broker, with OpenAI's own client, while gateway and collector are killed."""
+"""Tests of batches on a real broker, with OpenAI's own client, while gateway and collector are
+killed."""
 
 from __future__ import annotations
 

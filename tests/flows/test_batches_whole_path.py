@@ -1,4 +1,4 @@
-"""A batch through preprocessor, router, worker and collector, on the log in memory."""
+"""Tests of a batch through preprocessor, router, worker and collector, on the log in memory."""
 
 from __future__ import annotations
 

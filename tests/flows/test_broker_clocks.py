@@ -1,4 +1,4 @@
-"""Requests in a lane whose brokers have other clocks than the rest."""
+"""Tests of requests in a lane whose brokers have other clocks than the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A period of the log in a file, and its decisions taken again, to the last bit."""
+"""Tests of captures: a period of the log in a file, and its decisions repeated to the last bit."""
 
 from __future__ import annotations
 

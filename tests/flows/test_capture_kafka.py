@@ -1,4 +1,4 @@
-"""Decisions of real routers on a real broker, captured and taken again by the command line."""
+"""Tests of captures on a real broker: decisions of routers, repeated by the command line."""
 
 from __future__ import annotations
 

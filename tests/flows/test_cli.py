@@ -1,4 +1,4 @@
-"""The command line as people use it; Kafka is the log in memory."""
+"""Tests of the command line, with the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that publishes requests and reads their replies, on the log in memory."""
+"""Tests of a program that publishes requests and reads their replies, on the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listening to requests that were published elsewhere, or earlier, or before a restart."""
+"""Tests of attaching to requests that were published elsewhere, earlier, or before a restart."""
 
 from __future__ import annotations
 

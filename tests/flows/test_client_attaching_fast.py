@@ -1,4 +1,4 @@
-"""Attaching in a lane that holds much, while others attach there too, in virtual time."""
+"""Tests of attaching in a long lane, while other readers attach there too, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything at once: many listeners that come and go, workers that die, a broker with outages."""
+"""Tests of many readers that come and go, while workers die and the broker has outages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client does when brokers, logs and records fail it."""
+"""Tests of a client beside failing brokers, logs and records."""
 
 from __future__ import annotations
 

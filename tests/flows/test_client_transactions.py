@@ -1,4 +1,4 @@
-"""Prompts that clients publish in transactions, on the log in memory."""
+"""Tests of prompts that clients publish in transactions, on the log in memory."""
 
 from __future__ import annotations
 

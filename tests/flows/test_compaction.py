@@ -1,4 +1,4 @@
-"""All compacted topics, compacted before each restart: what counts stays so for later processes."""
+"""Tests of compacted topics, compacted before each restart: later processes find the same state."""
 
 from __future__ import annotations
 

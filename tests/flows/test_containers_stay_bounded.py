@@ -1,4 +1,5 @@
-"""What processes keep after many requests: as much as after few, once every window has passed."""
+"""Tests of the memory of processes: after many requests as after few, once every window has
+passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A captured period, played as it was decided and as other policies would have decided."""
+"""Tests of a captured period, repeated as it was decided and under other policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Queries of dashboards, alerts and autoscaling: each reads metrics that a deployment exports.
+"""Tests of queries of dashboards, alerts and autoscaling: each reads metrics that a deployment
+exports.
 
 The deployment runs in one process, on the log in memory, and has answered over HTTP and over Kafka.
 """

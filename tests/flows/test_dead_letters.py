@@ -1,4 +1,4 @@
-"""Dead letters as people see them: listed, looked at, and taken in again."""
+"""Tests of dead letters on the command line: listed, shown, and published again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvlane dead-letters` against a real broker."""
+"""Tests of `kvlane dead-letters` against a real broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvlane demo` and `kvlane up` as people start them, on memory and on a real broker."""
+"""Tests of `kvlane demo` and `kvlane up`, on memory and on a real broker."""
 
 from __future__ import annotations
 

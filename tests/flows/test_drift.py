@@ -1,4 +1,5 @@
-"""Drift in a router: figures for Prometheus, an alarm in the log, and rules that name what is."""
+"""Tests of drift in a router: figures for Prometheus, an alarm in the log, and alert rules with
+existing names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that ask where they would go, and go nowhere."""
+"""Tests of dry runs: requests that get their placement and are not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of `examples/`, run as a newcomer would: beside a deployment on a real Kafka."""
+"""Tests of the programs of `examples/`, beside a deployment on a real Kafka."""
 
 from __future__ import annotations
 

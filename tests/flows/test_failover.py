@@ -1,4 +1,5 @@
-"""Real routers and workers, struck at chosen moments: every answer is whole, and told once."""
+"""Tests of real routers and workers, killed at chosen moments: every answer is whole, and shown
+once."""
 
 from __future__ import annotations
 

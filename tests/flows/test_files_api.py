@@ -1,4 +1,5 @@
-"""The Files API at the gateway, on the log in memory: content, lists, tenants and bounds."""
+"""Tests of the Files API at the gateway, on the log in memory: content, lists, tenants and
+bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following a real log: replay, tail, and a second copy that begins with a snapshot."""
+"""Tests of following a real log: replay, tail, and a second copy that begins with a snapshot."""
 
 from __future__ import annotations
 

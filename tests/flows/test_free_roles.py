@@ -1,4 +1,5 @@
-"""A router with workers without a role: requests that cost less on two of them than on one."""
+"""Tests of a router with workers without a role: requests that cost less on two workers than on
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP on one side, the log on the other: the gateway in virtual time."""
+"""Tests of the gateway in virtual time: HTTP on one side, the log on the other."""
 
 from __future__ import annotations
 

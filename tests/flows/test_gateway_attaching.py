@@ -1,4 +1,4 @@
-"""Clients that attach to a stream of the gateway, or resume it. In virtual time."""
+"""Tests of clients that attach to a stream of the gateway, or resume it, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid requests to the gateway, and their errors. In virtual time."""
+"""Tests of invalid requests to the gateway, and their errors, in virtual time."""
 
 from __future__ import annotations
 

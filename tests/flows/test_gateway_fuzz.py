@@ -1,4 +1,5 @@
-"""Whatever is sent: an answer in OpenAI's form, and never an error of the gateway's own."""
+"""Tests of random requests to the gateway: an answer in OpenAI's form, and never an internal
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gateway as `faststream run` starts it, on a real broker, with OpenAI's own client."""
+"""Tests of the gateway as `faststream run` starts it, on a real broker, with OpenAI's own
+client."""
 
 from __future__ import annotations
 

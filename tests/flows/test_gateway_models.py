@@ -1,4 +1,4 @@
-"""Models with a tokenizer and a template of their own, from the log, in virtual time."""
+"""Tests of models with a tokenizer and a template of their own, from the log, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gateway over a real socket, with OpenAI's own client; the log is in memory, time is real."""
+"""Tests of the gateway over a real socket, with OpenAI's own client; the log is in memory, time
+is real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of the gateway: failures, cancels, stops, health. In virtual time."""
+"""Tests of streams of the gateway: failures, cancels, stops, health, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A request with two decisions, in request metrics, in captures and on `kvlane explain`."""
+"""Tests of a request with two decisions, in request metrics, in captures and on `kvlane
+explain`."""
 
 from __future__ import annotations
 

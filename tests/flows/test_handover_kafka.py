@@ -1,4 +1,5 @@
-"""Prefill and decode workers on a real Kafka: every answer is that of one engine, in two runs."""
+"""Tests of prefill and decode workers on a real Kafka: every answer is that of one engine, in
+two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may say about its routing, from HTTP to the ledger: each hint has its effect.
+"""Tests of routing hints of a request, from HTTP to the ledger: each hint has its effect.
 
 A gateway, a router and workers on the log in memory. A hint that only informs is carried to the
 worker; one that cannot be is refused with the name of its field.

@@ -1,4 +1,5 @@
-"""Random HTTP conversations on raw sockets: generated from the grammar of RFC 9112, with faults.
+"""Tests of random HTTP conversations on raw sockets: generated from the grammar of RFC 9112,
+with faults.
 
 Some hundred with a fixed seed; with KVLANE_TEST_LONG=1 10 000, of which the figures are printed
 (`pytest -s`). Each request has an id, which its response repeats, so a response in the wrong place

@@ -1,4 +1,4 @@
-"""HTTP on raw sockets, shape by shape, against the ports of a deployment with API keys."""
+"""Tests of HTTP on raw sockets, shape by shape, against the ports of a deployment with API keys."""
 
 from __future__ import annotations
 

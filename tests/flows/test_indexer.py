@@ -1,4 +1,4 @@
-"""The indexer on the log in memory: what it answers about what workers said."""
+"""Tests of the indexer on the log in memory: its answers are those of the workers' events."""
 
 from __future__ import annotations
 

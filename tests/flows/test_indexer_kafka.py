@@ -1,4 +1,4 @@
-"""The indexer as `faststream run` starts it, on a real broker."""
+"""Tests of the indexer as `faststream run` starts it, on a real broker."""
 
 from __future__ import annotations
 

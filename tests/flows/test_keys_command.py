@@ -1,4 +1,4 @@
-"""`kvlane keys`, as it is typed."""
+"""Tests of the command `kvlane keys`."""
 
 from __future__ import annotations
 

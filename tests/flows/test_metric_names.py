@@ -1,4 +1,5 @@
-"""Names of the metrics of all processes, by the rules of `promtool check metrics`, and ours."""
+"""Tests of names of the metrics of all processes: by the rules of `promtool check metrics`, and
+of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Records with headers that Kafka allows and this project never writes are put aside."""
+"""Tests of records with headers that Kafka allows and this project never writes: they are put
+aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever anybody publishes to any topic, processes go on and requests are answered."""
+"""Tests of random records on every topic: processes go on and requests are answered."""
 
 from __future__ import annotations
 

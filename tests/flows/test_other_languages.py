@@ -1,4 +1,5 @@
-"""A program in another language asks and listens with Kafka's own tools, knowing only a key.
+"""Tests of a program in another language: it asks and reads with Kafka's own tools, and a key
+alone.
 
 The Java console producer and consumer belong to the broker's release; their partitioner is the one
 that decides for every Java client. kcat stands for everything that is built on librdkafka.

@@ -1,4 +1,5 @@
-"""Why a request got no worker, from the rule that left none to the status that its client sees."""
+"""Tests of requests without a worker: from the rule that excluded the last one to the status of
+the client."""
 
 from __future__ import annotations
 

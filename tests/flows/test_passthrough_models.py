@@ -1,4 +1,5 @@
-"""Models that are asked in OpenAI's own words: from its client to a server, and back as it came.
+"""Tests of passthrough models: bodies from OpenAI's client to a server, and answers back
+unchanged.
 
 Everything is real but the servers, which say what the test says, and the log, which is in memory;
 one test has a real Kafka. Time is real, since sockets know no other.

@@ -1,4 +1,4 @@
-"""A preemption on a real Kafka: both requests get exactly their tokens."""
+"""Tests of a preemption on a real Kafka: both requests get exactly their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Preprocessed requests in the form of NVIDIA Dynamo, published to `prompts` as kind `tokens`."""
+"""Tests of preprocessed requests in the form of NVIDIA Dynamo, published to `prompts` as kind
+`tokens`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts become requests, on the log in memory."""
+"""Tests of the preprocessor on the log in memory: prompts become requests."""
 
 from __future__ import annotations
 

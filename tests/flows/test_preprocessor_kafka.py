@@ -1,4 +1,4 @@
-"""The preprocessor as `faststream run` starts it, on a real broker."""
+"""Tests of the preprocessor as `faststream run` starts it, on a real broker."""
 
 from __future__ import annotations
 

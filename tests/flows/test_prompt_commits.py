@@ -1,4 +1,5 @@
-"""Positions of prompts: committed as prompts are acknowledged, and never lower than before."""
+"""Tests of positions of prompts: committed as prompts are acknowledged, and never lower than
+before."""
 
 from __future__ import annotations
 

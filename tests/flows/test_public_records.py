@@ -1,4 +1,4 @@
-"""What travels on the public topics, held against what clients are told of them."""
+"""Tests of records on the public topics: they match the published schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a replica knows of the caches when it starts anew: from snapshots, or from what is left."""
+"""Tests of the KV index of a replica that starts anew: from snapshots, or from the rest of the
+log."""
 
 from __future__ import annotations
 

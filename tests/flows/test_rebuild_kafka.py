@@ -1,4 +1,4 @@
-"""Indexers on a real broker: replicas agree, share snapshots, and start from them."""
+"""Tests of indexers on a real broker: replicas agree, share snapshots, and start from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids of refused prompts that are published again, on a real broker."""
+"""Tests of ids of refused prompts that are published again, on a real broker."""
 
 from __future__ import annotations
 

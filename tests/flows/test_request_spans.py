@@ -1,4 +1,5 @@
-"""The spans of requests through a whole deployment in memory, and at a receiver of OTLP."""
+"""Tests of the spans of requests through a whole deployment in memory, and at a receiver of
+OTLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record per finished request, whatever happens to collectors, on the log in memory."""
+"""Tests of results: one record per finished request, while collectors die, on the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One record per finished request on a real broker, while collector processes are killed."""
+"""Tests of results on a real broker: one record per finished request, while collectors are
+killed."""
 
 from __future__ import annotations
 

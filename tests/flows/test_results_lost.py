@@ -1,4 +1,5 @@
-"""Results of requests whose replies were deleted before a collector read them, or never come."""
+"""Tests of results of requests whose replies were deleted before a collector read them, or never
+come."""
 
 from __future__ import annotations
 

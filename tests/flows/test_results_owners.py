@@ -1,4 +1,4 @@
-"""Two collectors that both believe to own a lane, on the log in memory."""
+"""Tests of two collectors that both believe to own a lane, on the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Records with values that no process writes: one request gets an error, and collectors go on."""
+"""Tests of records with values that no process writes: one request gets an error, and collectors
+go on."""
 
 from __future__ import annotations
 

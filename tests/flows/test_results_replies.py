@@ -1,4 +1,4 @@
-"""Copies of results in topics of clients, on the log in memory."""
+"""Tests of copies of results in topics of clients, on the log in memory."""
 
 from __future__ import annotations
 

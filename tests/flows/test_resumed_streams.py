@@ -1,4 +1,4 @@
-"""Resumed answers: from every position that a reader was given, it gets the rest and nothing else.
+"""Tests of resumed answers: from every position a reader gets the rest and nothing else.
 
 Pieces are merged while a reader is slow, so the answers are longer than the bound of buffered
 pieces. In virtual time.

@@ -1,4 +1,4 @@
-"""The router takes requests in: assigned, held, refused, ended."""
+"""Tests of a router's intake of requests: assigned, held, refused, ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Batch requests take what interactive ones leave, and their runs give way to them."""
+"""Tests of batch requests: they take the capacity that interactive ones leave, and give way to
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A router whose prefill workers have a bootstrap endpoint: both runs of a request at once."""
+"""Tests of a router whose prefill workers have a bootstrap endpoint: both runs of a request at
+once."""
 
 from __future__ import annotations
 

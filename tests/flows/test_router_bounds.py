@@ -1,4 +1,4 @@
-"""What a router keeps waiting is bounded, and nobody waits who need not."""
+"""Tests of the bounds of a router's queue: requests wait only when they must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router by what workers hold: requests go where their prefix is, unless too much is there."""
+"""Tests of routing by caches: requests go to their prefix, unless too much load is there."""
 
 from __future__ import annotations
 

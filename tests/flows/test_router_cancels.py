@@ -1,4 +1,4 @@
-"""The router ends what its clients no longer want, and what was refused before it."""
+"""Tests of cancels in a router: of requests, and of prompts that were refused before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router moves requests on when workers, runs or routers fail."""
+"""Tests of failover in a router: requests move on when workers, runs or routers fail."""
 
 from __future__ import annotations
 

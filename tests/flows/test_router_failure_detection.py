@@ -1,4 +1,4 @@
-"""The router finds out which workers are dead."""
+"""Tests of failure detection in a router: which workers are dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A router with prefill and decode workers: two decisions for a request, and one hand-over."""
+"""Tests of a router with prefill and decode workers: two decisions for a request, and one
+hand-over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The queue of a router with prefill and decode workers: its bound, its order and its wake-ups."""
+"""Tests of the queue of a router with prefill and decode workers: its bound, its order and its
+wake-ups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router says of itself over HTTP: that it lives, that it is ready, and its figures."""
+"""Tests of a router over HTTP: liveness, readiness and metrics."""
 
 from __future__ import annotations
 

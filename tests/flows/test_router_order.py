@@ -1,4 +1,5 @@
-"""The order in which a router appends: each record only once the one before it is in the log."""
+"""Tests of the order in which a router appends: each record after the one before it is in the
+log."""
 
 from __future__ import annotations
 

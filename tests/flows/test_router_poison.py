@@ -1,4 +1,5 @@
-"""A request that cannot be handled ends by itself; the router and everybody else's goes on."""
+"""Tests of a request that cannot be handled: it ends by itself; the router and other requests go
+on."""
 
 from __future__ import annotations
 

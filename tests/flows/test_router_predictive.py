@@ -1,4 +1,5 @@
-"""Policy predictive in a router: who is held, when he goes, and that nobody is forgotten."""
+"""Tests of policy predictive in a router: requests are held, released in order, and none is
+forgotten."""
 
 from __future__ import annotations
 

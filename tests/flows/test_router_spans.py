@@ -1,4 +1,4 @@
-"""The spans of a router: where the time of a request went before its worker had it."""
+"""Tests of the spans of a router: the parts of a request's time before its worker had it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router reads when it starts, and what of it is news to those who wait."""
+"""Tests of the start of a router: records that it reads, and those that wake waiting requests."""
 
 from __future__ import annotations
 

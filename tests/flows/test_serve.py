@@ -1,4 +1,4 @@
-"""Processes as `faststream run` starts them: how they end while they start."""
+"""Tests of processes as `faststream run` starts them: their ends during the start."""
 
 from __future__ import annotations
 

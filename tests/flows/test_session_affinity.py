@@ -1,4 +1,4 @@
-"""Sessions over HTTP: where their requests go, and when that is over."""
+"""Tests of sessions over HTTP: the worker of their requests, and the end of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one reader of a process that lives by it, on the log in memory."""
+"""Tests of the one reply reader of a process, on the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvlane simulate` as people call it: its traces, its pictures, and what it refuses."""
+"""Tests of the command `kvlane simulate`: its traces, its plots, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Everything in one process, on the log in memory and on a real Kafka: what comes in is answered.
+"""Tests of all processes in one, on the log in memory and on a real Kafka: every prompt is
+answered.
 
 In real time, since a gateway listens on a socket.
 """

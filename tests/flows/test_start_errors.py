@@ -1,4 +1,4 @@
-"""What a process prints when it cannot start: what is wrong and what to do, in two lines."""
+"""Tests of errors of the start: the fault and its correction, in two lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes and metrics of workers, preprocessors and whole requests."""
+"""Tests of probes and metrics of workers, preprocessors and whole requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Chunks that no reader can decode: they end their reply for all readers alike, and no other."""
+"""Tests of chunks that no reader can decode: they end their reply for all readers alike, and no
+other."""
 
 from __future__ import annotations
 

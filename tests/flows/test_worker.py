@@ -1,4 +1,5 @@
-"""Start, runs and stop of one worker on the log in memory; the test takes the router's part."""
+"""Tests of start, runs and stop of one worker on the log in memory; the test takes the router's
+part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assignments that one worker accepts, rejects or ignores, on the log in memory."""
+"""Tests of assignments that one worker accepts, rejects or ignores, on the log in memory."""
 
 from __future__ import annotations
 

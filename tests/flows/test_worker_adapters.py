@@ -1,4 +1,4 @@
-"""Adapters that an engine gets and loses while it works, and the card that says so."""
+"""Tests of adapters that an engine loads and loses while it works, and the card with them."""
 
 from __future__ import annotations
 

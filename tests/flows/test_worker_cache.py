@@ -1,4 +1,4 @@
-"""What the log says of a worker's cache is what its engine holds, whatever happened on the way."""
+"""Tests of the cache of a worker in the log: always the contents of its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats, lost epochs and registration of one worker, on the log in memory."""
+"""Tests of heartbeats, lost epochs and registration of one worker, on the log in memory."""
 
 from __future__ import annotations
 

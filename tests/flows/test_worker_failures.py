@@ -1,4 +1,4 @@
-"""Failures and cancels of the runs of one worker, on the log in memory."""
+"""Tests of failures and cancels of the runs of one worker, on the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A worker's runs of phase prefill and decode; the test acts as the router between them."""
+"""Tests of a worker's runs of phase prefill and decode; the test acts as the router between
+them."""
 
 from __future__ import annotations
 

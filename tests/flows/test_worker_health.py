@@ -1,4 +1,5 @@
-"""A worker whose engine falls silent, stalls or dies: what it says, and what becomes of runs."""
+"""Tests of a worker whose engine falls silent, stalls or dies: its heartbeats, and the fate of
+runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker as its settings make it: the model it serves, and what it tells others of it."""
+"""Tests of the model of a worker: by its settings, in its card and its files."""
 
 from __future__ import annotations
 

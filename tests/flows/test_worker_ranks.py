@@ -1,4 +1,4 @@
-"""A worker whose engine has several ranks, and refuses what makes no sense."""
+"""Tests of a worker whose engine has several ranks, and refuses inconsistent ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The role on a worker's card and the routers' choice."""
+"""Tests of the role on a worker's card and the routers' choice."""
 
 from __future__ import annotations
 

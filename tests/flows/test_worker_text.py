@@ -1,4 +1,4 @@
-"""Where a worker ends an answer, and what of it can be seen: stops, ends of text, resumed runs."""
+"""Tests of the end of a worker's answer: stops, ends of text, resumed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Three brokers, one of which is killed under load: nothing acknowledged is lost or doubled."""
+"""Tests of three brokers, one of which is killed under load: nothing acknowledged is lost or
+doubled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However its owner ends, a broker leaves no process, container, port or data behind."""
+"""Tests of the end of a broker's owner: no process, container, port or data is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benches that kill real processes and cut their links: they work, and find nothing wrong."""
+"""Tests of the benches that kill real processes and cut their links: they find nothing wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client reads on through the death and the return of the only broker there is."""
+"""Tests of a client through the death and the return of the only broker: it reads on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a worker ends, the processes of its engine end with it."""
+"""Tests of the end of a worker: the processes of its engine end with it."""
 
 from __future__ import annotations
 

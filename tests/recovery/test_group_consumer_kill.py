@@ -1,4 +1,5 @@
-"""Group consumer on a real broker, killed between any two of its steps; no effect is lost.
+"""Tests of a group consumer on a real broker, killed between any two of its steps: no effect is
+lost.
 
 A child process (`group_consumer_child.py`) reads requests and writes an effect for each. It is
 stopped at a point, killed with SIGKILL, and started again. All points run at once, each in topics

@@ -1,4 +1,5 @@
-"""A deployment whose topics, or commits, were lost while it was stopped: it serves again.
+"""Tests of a deployment whose topics, or commits, were lost while it was stopped: it serves
+again.
 
 All processes run in one here, on a real broker.
 """

@@ -1,4 +1,4 @@
-"""A network between clients and their broker that stops, or drops all connections."""
+"""Tests of a network between clients and their broker that stops, or drops all connections."""
 
 from __future__ import annotations
 

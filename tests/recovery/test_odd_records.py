@@ -1,4 +1,4 @@
-"""Malformed records on every topic of a real broker while requests run.
+"""Tests of malformed records on every topic of a real broker while requests run.
 
 Beside the records of `tests/malformed_records.py`: header names that are not UTF-8, all
 compressions, and batches that decompress to far more than they should. Every request gets the

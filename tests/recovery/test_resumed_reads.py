@@ -1,4 +1,5 @@
-"""Resumed reads of long answers over HTTP, on a real broker: each gets the rest and nothing else.
+"""Tests of resumed reads of long answers over HTTP, on a real broker: each gets the rest and
+nothing else.
 
 `KVLANE_TEST_LONG=1 pytest -s tests/recovery/test_resumed_reads.py` resumes 20 answers of 2000
 Chunks at 200 random positions each time; without it the answers are fewer and shorter.

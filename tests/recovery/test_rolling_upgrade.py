@@ -1,4 +1,5 @@
-"""Rolling upgrade and rollback: processes of two versions share one deployment, under load.
+"""Tests of rolling upgrade and rollback: processes of two versions share one deployment, under
+load.
 
 Every process is replaced by one of the other version, one after the other, as an orchestrator does.
 The times to the first text are properties of the result (`--junitxml`), without a limit.

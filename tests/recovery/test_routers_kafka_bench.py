@@ -1,4 +1,4 @@
-"""Real routers on a real Kafka know the same; the bench that holds them to it works."""
+"""Tests of real routers on a real Kafka: they agree, and the bench that compares them works."""
 
 from __future__ import annotations
 

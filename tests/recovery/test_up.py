@@ -1,4 +1,4 @@
-"""`kvlane up` as people use it, on a broker of its own: killed, started twice, started again."""
+"""Tests of `kvlane up` on a broker of its own: killed, started twice, started again."""
 
 from __future__ import annotations
 

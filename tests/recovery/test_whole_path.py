@@ -1,4 +1,4 @@
-"""The whole path as its users walk it: every part a process, a real broker, OpenAI's own client.
+"""Tests of the whole path: every part a process, a real broker, OpenAI's own client.
 
 Whatever is killed or stopped, every answer is exactly what the engine says, told once. All tests
 share one deployment; each finds it whole and leaves it to the next as it is.

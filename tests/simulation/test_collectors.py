@@ -1,4 +1,5 @@
-"""Collectors under faults, in virtual time: each finished request has one result, under any seed.
+"""Tests of collectors under faults, in virtual time: each finished request has one result, under
+any seed.
 
 A seed draws requests, replies and faults: collectors are killed and evicted from their group,
 transactions get lost, late or unreported. A rule of the collector that is taken away must

@@ -1,4 +1,4 @@
-"""The search for seeds that notice a mutation."""
+"""Tests of the search for seeds that notice a mutation."""
 
 from __future__ import annotations
 

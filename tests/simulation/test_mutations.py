@@ -1,4 +1,4 @@
-"""The simulation misses every rule that is taken away."""
+"""Tests of mutations: the simulation misses every rule that is taken away."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whole deployments under seeded faults. A seed that fails prints its history and replays exactly:
-`kvlane bench faults --replay SEED`."""
+"""Tests of whole deployments under seeded faults. A seed that fails prints its history and
+replays exactly: `kvlane bench faults --replay SEED`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The virtual loop: time that jumps, an order that a seed draws, processes that stop dead."""
+"""Tests of the virtual loop: time that jumps, an order that a seed draws, processes that stop
+dead."""
 
 from __future__ import annotations
 

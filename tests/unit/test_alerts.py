@@ -1,4 +1,5 @@
-"""Alert rules: each fires on the series of its fault, after its time, and on nothing else."""
+"""Tests of alert rules: each fires on the series of its fault, after its time, and on nothing
+else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of models in the log: whole or not at all, whatever happens to their parts."""
+"""Tests of files of models in the log: whole or not at all, with any loss of parts."""
 
 from __future__ import annotations
 

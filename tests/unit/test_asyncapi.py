@@ -1,4 +1,4 @@
-"""What is told to clients about the topics that they use."""
+"""Tests of the AsyncAPI document of the topics of clients."""
 
 from __future__ import annotations
 

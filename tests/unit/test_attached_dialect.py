@@ -1,4 +1,4 @@
-"""What an attached server is asked, what of its answers is read, and what it says of itself."""
+"""Tests of the dialect of an attached server: request bodies, and the parsing of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of the backlog bench."""
+"""Tests of the report of the backlog bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement of batch requests under bounds, and the runs that give way."""
+"""Tests of placement of batch requests under bounds, and the runs that give way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view of files and batch jobs: whose they are, and when they are gone."""
+"""Tests of the view of files and batch jobs: their tenants, and their end."""
 
 from __future__ import annotations
 

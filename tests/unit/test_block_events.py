@@ -1,4 +1,4 @@
-"""Canonical events as columns and back, and columns that no event gives."""
+"""Tests of canonical events as columns and back, and columns that no event gives."""
 
 from __future__ import annotations
 

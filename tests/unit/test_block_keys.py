@@ -1,4 +1,4 @@
-"""The keys of the index: sums that anybody with the secret can continue from anywhere."""
+"""Tests of the keys of the index: sums that continue from any block with the secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links between processes and brokers that the benches cut."""
+"""Tests of links between processes and brokers that the benches cut."""
 
 from __future__ import annotations
 

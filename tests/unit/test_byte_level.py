@@ -1,4 +1,4 @@
-"""Bytes as tokens: no half character is ever shown, and no cut changes the text."""
+"""Tests of bytes as tokens: no half character is ever shown, and no cut changes the text."""
 
 from __future__ import annotations
 

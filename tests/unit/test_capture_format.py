@@ -1,4 +1,4 @@
-"""The form of captures: whole files or none, and what is said of those that are no captures."""
+"""Tests of the capture format: whole files or none, and errors that name the fault."""
 
 from __future__ import annotations
 

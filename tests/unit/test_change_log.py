@@ -1,4 +1,4 @@
-"""What has changed since somebody looked."""
+"""Tests of the log of changes since a position."""
 
 from __future__ import annotations
 

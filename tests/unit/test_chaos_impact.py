@@ -1,4 +1,4 @@
-"""What kills cost, reckoned from what was heard and when."""
+"""Tests of the cost of kills, computed from recorded answers and their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Helm chart: its generated parts are current, and what it renders is valid and starts kvlane.
+"""Tests of the Helm chart: its generated parts are current, and what it renders is valid and
+starts kvlane.
 
 The manifests in deploy/k8s are the rendered chart. `make chart` renews them and needs helm; these
 tests do not.

@@ -1,4 +1,4 @@
-"""Chat templates: what those of Hugging Face expect is there, and nothing else gets out."""
+"""Tests of chat templates: the conventions of Hugging Face, and nothing else reachable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of a worker's writer."""
+"""Tests of the batches of a worker's writer."""
 
 from __future__ import annotations
 

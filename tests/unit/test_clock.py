@@ -1,4 +1,4 @@
-"""The broker's time as we estimate it: near what the records show, whatever clocks do."""
+"""Tests of the estimate of broker time: near the append times, with any change of clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The wire format: golden bytes of every type, what is tolerated, and that all else is refused.
+"""Tests of the wire format: golden bytes of every type, tolerated differences, and refusal of
+all else.
 
 A change that makes a golden case fail breaks records that are in a log already: it needs a new
 topic name, not new bytes here.

@@ -1,4 +1,4 @@
-"""Which decisions of several routers met, and which of these were bad luck."""
+"""Tests of concurrent decisions of several routers: meetings and collisions."""
 
 from __future__ import annotations
 

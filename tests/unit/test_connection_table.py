@@ -1,4 +1,4 @@
-"""The table of HTTP connections: places, their order, and what a full one does."""
+"""Tests of the table of HTTP connections: places, their order, and a full table."""
 
 from __future__ import annotations
 

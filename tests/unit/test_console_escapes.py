@@ -1,4 +1,4 @@
-"""Texts from topics on a terminal: control characters in them reach no terminal."""
+"""Tests of texts from topics on a terminal: control characters in them reach no terminal."""
 
 from __future__ import annotations
 

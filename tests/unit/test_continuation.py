@@ -1,4 +1,5 @@
-"""Continued answers: what becomes of each option of a request, and which answers cannot go on."""
+"""Tests of continued answers: each option of a request in the rest, and answers that cannot go
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is told of a decision: terms that add up to costs, who came next, and in what it lost."""
+"""Tests of the reasons of a decision: terms that add up to costs, the runner-up, and its worst
+term."""
 
 from __future__ import annotations
 

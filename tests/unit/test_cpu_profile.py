@@ -1,4 +1,4 @@
-"""Parts of the CPU time, and the sampler inside a process."""
+"""Tests of parts of the CPU time, and the sampler inside a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recount of credit from the log, beside a preprocessor that grants all credit."""
+"""Tests of the recount of credit from the log, beside a preprocessor that grants all credit."""
 
 from __future__ import annotations
 

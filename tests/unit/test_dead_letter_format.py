@@ -1,4 +1,4 @@
-"""Dead letters: what they keep, what they hide, and that they always fit."""
+"""Tests of dead letters: kept and hidden parts, and a bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan bench: what it measures agrees with the plain formulas, and it says if it does not."""
+"""Tests of the plan bench: it agrees with the plain formulas, and fails if it does not."""
 
 from __future__ import annotations
 

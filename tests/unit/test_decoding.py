@@ -1,4 +1,5 @@
-"""What folds skip, what they stop at, and how an operator steps over a record."""
+"""Tests of the decoding of views: skipped records, records that stop it, and the skip of an
+operator."""
 
 from __future__ import annotations
 

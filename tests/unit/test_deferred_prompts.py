@@ -1,4 +1,5 @@
-"""Deferred requests: references in the order of arrival, and reservations for the next of them."""
+"""Tests of deferred prompts: references in the order of arrival, and reservations for the next
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the demo's processes."""
+"""Tests of settings of the demo's processes."""
 
 from __future__ import annotations
 

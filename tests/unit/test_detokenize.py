@@ -1,4 +1,5 @@
-"""Tokens back to text, bit by bit: together the same as all at once, and never half a character."""
+"""Tests of detokenisation, token by token: together the same as all at once, and never half a
+character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Simulation of prefill and decode workers: times and choices of requests that are handed over.
+"""Tests of simulation of prefill and decode workers: times and choices of requests that are
+handed over.
 
 The times of single requests are those of the offline replay of NVIDIA Dynamo 1.6.1 with the same
 engine (512 tokens a block, 2048 blocks), to the last digit that it reports.

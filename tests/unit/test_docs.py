@@ -1,4 +1,4 @@
-"""README and docs/: paths, links, settings, metrics and commands that they name exist."""
+"""Tests of README and docs/: paths, links, settings, metrics and commands that they name exist."""
 
 from __future__ import annotations
 

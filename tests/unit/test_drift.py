@@ -1,4 +1,4 @@
-"""How far expectations are from what was found: windows, percentiles, and what does not count."""
+"""Tests of drift: windows and percentiles of errors, and excluded runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine without a model: predictable, resumable, cancellable."""
+"""Tests of the echo engine: predictable, resumable, cancellable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may take a request, and by which rule nobody may."""
+"""Tests of eligibility: the workers that may take a request, and the rule that excludes all."""
 
 from __future__ import annotations
 

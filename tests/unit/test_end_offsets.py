@@ -1,4 +1,5 @@
-"""One request for the end offsets that are asked for at the same time, and none that is too old."""
+"""Tests of queries of end offsets: one request for all at the same time, and none that is too
+old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids of ended prompts: for how long they are known, and what of them is on the topic."""
+"""Tests of ids of ended prompts: their retention, and their records on the topic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine is held to, and how a broken rule is named."""
+"""Tests of the engine contract: its rules, and the error that names a broken one."""
 
 from __future__ import annotations
 

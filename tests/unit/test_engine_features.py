@@ -1,4 +1,4 @@
-"""Features that the engines of a model lack are refused by the field that asks for them."""
+"""Tests of features that the engines of a model lack: refused by the field that asks for them."""
 
 from __future__ import annotations
 

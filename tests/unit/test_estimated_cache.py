@@ -1,4 +1,4 @@
-"""The guessed cache of an engine without events."""
+"""Tests of the estimated cache of an engine without events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From engine events to canonical ones: counted, coalesced, numbered, announced again."""
+"""Tests of the event normalizer: events are counted, coalesced, numbered, announced again."""
 
 from __future__ import annotations
 

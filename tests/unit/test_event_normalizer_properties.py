@@ -1,4 +1,4 @@
-"""Whatever an engine does, and however batches are cut: an index ends up with what it holds.
+"""Tests of the event normalizer with random events and cuts: an index equals the engine's cache.
 
 In the device tier that is the part that can be reached: blocks with a hole before them match no
 prompt, and the bridge does not announce them.

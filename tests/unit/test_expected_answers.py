@@ -1,4 +1,4 @@
-"""How the demo judges what it sees."""
+"""Tests of the demo's comparison of answers."""
 
 from __future__ import annotations
 

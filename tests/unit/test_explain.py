@@ -1,4 +1,5 @@
-"""The order of a timeline whose steps are in three partitions, its fields, and its waits."""
+"""Tests of the order of a timeline whose steps are in three partitions, its fields, and its
+waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How classes of requests share the workers, against what their weights promise."""
+"""Tests of fair share: classes get the workers by their weights."""
 
 from __future__ import annotations
 

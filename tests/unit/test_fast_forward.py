@@ -1,4 +1,4 @@
-"""Many quiet steps at once are what they would have been one by one."""
+"""Tests of fast-forward over quiet steps: the same as the steps one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fetch codec says the same as aiokafka's classes, byte for byte."""
+"""Tests of the fetch codec: the same bytes as aiokafka's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client and broker agree about a fetch session, whatever is lost between them."""
+"""Tests of fetch sessions: client and broker agree, with any lost message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a file in the log: which of them count, whoever writes them, and however often."""
+"""Tests of parts of a file in the log: those that count, with any writers and repetitions."""
 
 from __future__ import annotations
 

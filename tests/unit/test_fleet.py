@@ -1,4 +1,4 @@
-"""The fold of cards and heartbeats: who lives, who is dead for good."""
+"""Tests of the fleet: live workers, and lost epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sizes of fleets: enough for the load by the measured figures, which the documentation has."""
+"""Tests of sizes of fleets: enough for the load by the measured figures, which the documentation
+has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following: caught up, barriers, what is skipped, and what makes a partition be built again."""
+"""Tests of the follower: caught up, waits, skipped records, and rebuilt partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Any log, any interruption: a followed fold is the plain fold of the log, or it is built again."""
+"""Tests of the follower with random logs and interruptions: the state of a plain replay, or a
+rebuild."""
 
 from __future__ import annotations
 

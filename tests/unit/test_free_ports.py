@@ -1,4 +1,4 @@
-"""Free ports of loopback."""
+"""Tests of free ports of loopback."""
 
 from __future__ import annotations
 

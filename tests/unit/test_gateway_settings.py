@@ -1,3 +1,5 @@
+"""Tests of the settings of a gateway."""
+
 import pytest
 
 from kvlane.app.settings import Settings, SettingsError

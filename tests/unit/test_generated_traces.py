@@ -1,4 +1,4 @@
-"""Traces made by chance: what each kind has in common, and that a seed gives one trace."""
+"""Tests of generated traces: the shape of each kind, and one trace for a seed."""
 
 from __future__ import annotations
 

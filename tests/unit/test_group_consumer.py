@@ -1,4 +1,5 @@
-"""Intake: at least once, in order, and never a commit past what is not done."""
+"""Tests of the group consumer: at least once, in order, and never a commit past unfinished
+records."""
 
 from __future__ import annotations
 

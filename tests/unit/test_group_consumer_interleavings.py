@@ -1,4 +1,5 @@
-"""Any interleaving of deliveries, dones, deaths and moves: nothing is lost, nothing skipped."""
+"""Tests of the group consumer with random deliveries, deaths and moves: nothing is lost or
+skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form that an answer must have: one, however it is asked for."""
+"""Tests of guided decoding: one form of an answer, from all fields that request one."""
 
 from __future__ import annotations
 

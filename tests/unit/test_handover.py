@@ -1,4 +1,5 @@
-"""Prompts handed over between simulated engines, against one engine that does both phases."""
+"""Tests of prompts handed over between simulated engines, against one engine that does both
+phases."""
 
 from __future__ import annotations
 

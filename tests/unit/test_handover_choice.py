@@ -1,4 +1,5 @@
-"""The choice between one worker for a request and two: costs, fallbacks, and its record."""
+"""Tests of the choice between one worker for a request and two: costs, fallbacks, and its
+record."""
 
 from __future__ import annotations
 

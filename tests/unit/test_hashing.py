@@ -1,4 +1,5 @@
-"""Block hashes: the published vectors, a second implementation, and the rules around them."""
+"""Tests of block hashes: the published vectors, a second implementation, and the rules around
+them."""
 
 from __future__ import annotations
 

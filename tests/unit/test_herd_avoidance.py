@@ -1,4 +1,4 @@
-"""Turns of routers on workers, and when they are taken."""
+"""Tests of turns of routers on workers, and when they are taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong behind the gateway, as its client hears it."""
+"""Tests of errors behind the gateway, in the form of its clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast an answer came, as a gateway counts it."""
+"""Tests of the latencies of answers in a gateway's metrics."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tests of request ids."""
+
 from __future__ import annotations
 
 import random

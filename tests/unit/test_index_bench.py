@@ -1,4 +1,4 @@
-"""What the index bench has both sides do, that they agree, and what it makes of their times."""
+"""Tests of the index bench: both sides do the same work and agree, and its figures."""
 
 from __future__ import annotations
 

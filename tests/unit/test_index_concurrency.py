@@ -1,4 +1,4 @@
-"""Readers in other threads, while one writer changes everything but what they look at."""
+"""Tests of concurrent readers of the index, while one writer changes other blocks."""
 
 from __future__ import annotations
 

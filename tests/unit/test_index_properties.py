@@ -1,4 +1,4 @@
-"""The fast index against the reference: random logs, every answer compared."""
+"""Tests of the fast index against the reference: random logs, every answer compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index, each rule by itself: in plain dicts, and in the table."""
+"""Tests of the index, each rule by itself: in plain dicts, and in the table."""
 
 from __future__ import annotations
 

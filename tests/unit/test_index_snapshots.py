@@ -1,4 +1,5 @@
-"""Snapshots of the index: many caches, a table that grows, and bytes that no index wrote."""
+"""Tests of snapshots of the index: many caches, a table that grows, and bytes that no index
+wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the index is made of: sets that share rows, and a table that grows, each against a dict."""
+"""Tests of the structures of the index: sets that share rows, and a table that grows, each
+against a dict."""
 
 from __future__ import annotations
 

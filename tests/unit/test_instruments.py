@@ -1,4 +1,4 @@
-"""Counters and histograms of a process: their pages are those of prometheus_client."""
+"""Tests of counters and histograms of a process: their pages are those of prometheus_client."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whatever happens to requests and in whatever order it is read: when all have ended, nothing is
-left of them, nothing is owed, and all who have read it agree."""
+"""Tests of random orders of records: when all requests have ended, no state of them is left, no
+action is due, and all readers agree."""
 
 from __future__ import annotations
 

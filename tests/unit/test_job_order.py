@@ -1,4 +1,4 @@
-"""The order of batch requests: jobs take turns, common prefixes follow each other."""
+"""Tests of the order of batch requests: jobs take turns, common prefixes follow each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Output files of a job: what a new owner finds, whatever the one before did when it died."""
+"""Tests of output files of a job: the state that a new owner finds after any death of the former
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why bytes are no JSON, with the right position."""
+"""Tests of errors of malformed JSON: the right position."""
 
 from __future__ import annotations
 

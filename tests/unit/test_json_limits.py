@@ -1,4 +1,4 @@
-"""What a body may hold, counted before it is parsed; and what it may become."""
+"""Tests of limits of a body: counted before it is parsed, and of its requests."""
 
 from __future__ import annotations
 

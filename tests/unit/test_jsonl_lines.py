@@ -1,4 +1,5 @@
-"""Lines of a JSONL file that arrives in pieces, and the requests of a batch that they are."""
+"""Tests of lines of a JSONL file that arrives in pieces, and the requests of a batch that they
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that are closed while the client believes them open, and the other way round."""
+"""Tests of connections that are closed while the client believes them open, and the reverse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small parts of the Kafka log that need no broker."""
+"""Tests of small parts of the Kafka log that need no broker."""
 
 from __future__ import annotations
 

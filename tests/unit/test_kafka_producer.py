@@ -1,4 +1,4 @@
-"""What the producer does when deliveries fail, with a client that is answered by hand."""
+"""Tests of the producer after failed deliveries, with a client that the test answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The errors of a transactional writer, with a client whose transaction fails at chosen points."""
+"""Tests of the errors of a transactional writer, with a client whose transaction fails at chosen
+points."""
 
 from __future__ import annotations
 

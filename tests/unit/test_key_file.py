@@ -1,4 +1,4 @@
-"""The file of API keys, and what is found with a key."""
+"""Tests of the file of API keys, and look-ups of keys."""
 
 from __future__ import annotations
 

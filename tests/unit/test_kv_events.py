@@ -1,4 +1,4 @@
-"""Cache events in vLLM's wire formats, as it sends them and as something broken might."""
+"""Tests of cache events in vLLM's wire formats: as vLLM sends them, and malformed."""
 
 from __future__ import annotations
 

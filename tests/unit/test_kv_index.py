@@ -1,4 +1,4 @@
-"""The fold of cache events: what records do to it, which it skips, what survives a snapshot."""
+"""Tests of the view of cache events: effects of records, skipped ones, and snapshots."""
 
 from __future__ import annotations
 

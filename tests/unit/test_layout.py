@@ -1,5 +1,5 @@
-"""What each package may load, checked by loading it: `__init__` files and star imports escape the
-import linter, a fresh interpreter does not."""
+"""Tests of the imports of each package, by loading it: `__init__` files and star imports escape
+the import linter, a fresh interpreter does not."""
 
 import ast
 import subprocess

@@ -1,4 +1,5 @@
-"""The demo's figures of a request from the ledger: its workers, its cached tokens, hand-overs."""
+"""Tests of the demo's figures of a request from the ledger: its workers, its cached tokens,
+hand-overs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decisions take of the ledger, which is kept for a day and has one for each request."""
+"""Tests of the size of decisions in the ledger."""
 
 from __future__ import annotations
 

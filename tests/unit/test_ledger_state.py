@@ -1,4 +1,4 @@
-"""The fold of the ledger: what is open, what is over, what is known."""
+"""Tests of the view of the ledger: open requests, ended ones, and known ids."""
 
 from __future__ import annotations
 

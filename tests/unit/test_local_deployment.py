@@ -1,4 +1,4 @@
-"""A deployment inside one process: a killed part and its successor."""
+"""Tests of a deployment inside one process: a killed part and its successor."""
 
 from __future__ import annotations
 

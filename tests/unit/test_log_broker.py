@@ -1,4 +1,4 @@
-"""The FastStream broker over the log in memory."""
+"""Tests of the FastStream broker over the log in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe of the log: when it counts as silent, what is logged of that, and what is cut short."""
+"""Tests of the probe of the log: silence, its log lines, and cut waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines as the settings ask for them."""
+"""Tests of log lines as the settings ask for them."""
 
 from __future__ import annotations
 

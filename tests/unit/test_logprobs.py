@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI clients read them."""
+"""Tests of log probabilities as OpenAI clients read them."""
 
 from __future__ import annotations
 

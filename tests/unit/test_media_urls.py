@@ -1,4 +1,4 @@
-"""Media that a server would fetch for a client."""
+"""Tests of media that a server would fetch for a client."""
 
 from __future__ import annotations
 

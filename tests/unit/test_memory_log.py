@@ -1,4 +1,4 @@
-"""What the log in memory has beyond the contract: faults, zombies, retention, compaction."""
+"""Tests of the log in memory beyond the contract: faults, zombies, retention, compaction."""
 
 from __future__ import annotations
 

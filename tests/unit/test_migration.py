@@ -1,4 +1,4 @@
-"""Which answers that broke off are whole, and which cannot be continued."""
+"""Tests of answers that broke off: whole ones, and ones that cannot be continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch work beside a trace, simulated with the shipped code."""
+"""Tests of batch work beside a trace, simulated with the shipped code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model from the log to prepared requests and visible text."""
+"""Tests of a model from the log to prepared requests and visible text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model folders in the Hugging Face layout, and the cards made of them."""
+"""Tests of model folders in the Hugging Face layout, and the cards made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a prompt means, by the records of the registry."""
+"""Tests of the model of a prompt, by the records of the registry."""
 
 from __future__ import annotations
 

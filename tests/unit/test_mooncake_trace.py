@@ -1,4 +1,4 @@
-"""Reading traces of requests, and what is said of files that are none."""
+"""Tests of traces of requests: reading, and errors of other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests may say beyond the OpenAI API, in the body and in headers."""
+"""Tests of extensions of the OpenAI API, in the body and in headers."""
 
 from __future__ import annotations
 

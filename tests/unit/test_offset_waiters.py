@@ -1,4 +1,5 @@
-"""Barriers: each wait is woken once, by the move that reaches it, and leaves nothing behind."""
+"""Tests of waits for offsets: each is woken once, by the move that reaches it, and leaves
+nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hand-overs that the owner of a lane has begun: each is of one attempt, and is used there."""
+"""Tests of hand-overs that the owner of a lane has begun: each is of one attempt, and is used
+there."""
 
 from __future__ import annotations
 

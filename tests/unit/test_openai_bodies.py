@@ -1,4 +1,4 @@
-"""Bodies of OpenAI requests: what is right, and which field is named when something is not."""
+"""Tests of bodies of OpenAI requests: valid ones, and the field that an error names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a body, tokens and a model's card to the Requests that are published."""
+"""Tests of the way from a body, tokens and a model's card to published Requests."""
 
 from __future__ import annotations
 

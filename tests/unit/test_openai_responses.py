@@ -1,4 +1,4 @@
-"""What OpenAI clients read of the pieces of an answer."""
+"""Tests of the response objects that OpenAI clients read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: whole in itself, and no stricter than what reads the bodies."""
+"""Tests of the OpenAPI document: whole in itself, and no stricter than what reads the bodies."""
 
 from __future__ import annotations
 

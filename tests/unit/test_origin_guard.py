@@ -1,4 +1,4 @@
-"""Which web pages a server on loopback answers: its own, and those that are allowed."""
+"""Tests of the origin guard: web pages that a server on loopback answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of outputs that records can carry, and the refusal of others by name."""
+"""Tests of values of outputs that records can carry, and the refusal of others by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the overload bench makes of what it saw."""
+"""Tests of the report of the overload bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of bodies that go to their engine as they came, and what becomes of them."""
+"""Tests of passthrough requests: the fields that are read, and the forwarded body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers say besides text, told in a stream and put together."""
+"""Tests of fields of servers besides text: streamed, and merged."""
 
 from __future__ import annotations
 

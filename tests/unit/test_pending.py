@@ -1,4 +1,4 @@
-"""The order among requests that are held: planned by arrival, sent the shortest first."""
+"""Tests of the order of waiting requests: planned by arrival, sent the shortest first."""
 
 from __future__ import annotations
 

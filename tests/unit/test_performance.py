@@ -1,4 +1,4 @@
-"""How fast places are: a prior from their cards, and what first tokens teach."""
+"""Tests of the speed of workers: a prior from their cards, and updates by first tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of tokenised pieces: a bound of the process, and a share for each tenant."""
+"""Tests of the cache of tokenised pieces: a bound of the process, and a share for each tenant."""
 
 from __future__ import annotations
 

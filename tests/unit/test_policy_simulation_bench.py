@@ -1,4 +1,4 @@
-"""What the simulation bench compares, when it passes, and what it need not do again."""
+"""Tests of the simulation bench: its comparisons, its thresholds, and its cached runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Machine code of kernels: compiled once, kept where it can be, never when it is needed."""
+"""Tests of machine code of kernels: compiled once, kept where it can be, never when it is
+needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Policy predictive: each term by hand, when a request is held, and what holds for all of them."""
+"""Tests of policy predictive: each term by hand, holding of requests, and properties of all
+terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a process's life: what ends it, and when."""
+"""Tests of the life of a process: the order of its stages, and its ends."""
 
 from __future__ import annotations
 

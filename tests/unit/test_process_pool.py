@@ -1,4 +1,4 @@
-"""The processes that benchmarks share their work with."""
+"""Tests of the processes that benchmarks share their work with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes: output, signals, and the error of one that ends by itself."""
+"""Tests of child processes: output, signals, and the error of one that ends by itself."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Credit: what is published and not read takes of the room that routers report."""
+"""Tests of credit: published and unread prompts count against the room that routers report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys by which a request is looked up are those under which workers publish its blocks."""
+"""Tests of the keys of a request's prompt: those under which workers publish its blocks."""
 
 from __future__ import annotations
 

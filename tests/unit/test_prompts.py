@@ -1,4 +1,4 @@
-"""What a client writes, as a router reads it, or a refusal that names the field."""
+"""Tests of prompts of clients: a router's request, or a refusal that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of `import kvlane`: there, documented, and loaded on first use only."""
+"""Tests of the names of `import kvlane`: there, documented, and loaded on first use only."""
 
 from __future__ import annotations
 

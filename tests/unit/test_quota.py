@@ -1,4 +1,4 @@
-"""Limits of a tenant, by a clock that is passed in."""
+"""Tests of limits of a tenant, by a clock that is passed in."""
 
 from __future__ import annotations
 

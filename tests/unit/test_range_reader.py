@@ -1,4 +1,4 @@
-"""Reading a stretch: all of it, nothing beyond it, and not for ever."""
+"""Tests of reading a range: all of it, nothing beyond it, and within a time limit."""
 
 from __future__ import annotations
 

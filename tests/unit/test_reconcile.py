@@ -1,4 +1,4 @@
-"""What the owner of a lane owes: every row of the table in `app/routing/reconcile.py`."""
+"""Tests of reconciliation: every row of the table in `app/routing/reconcile.py`."""
 
 from __future__ import annotations
 

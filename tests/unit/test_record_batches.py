@@ -1,4 +1,4 @@
-"""Batches of records: whatever is in one, its neighbours are read and its position is passed."""
+"""Tests of batches of records: with any content, neighbours are read and positions are passed."""
 
 from __future__ import annotations
 

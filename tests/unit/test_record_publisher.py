@@ -1,4 +1,4 @@
-"""Sending: one try or as many as it takes, and nothing repeated that repeating cannot cure."""
+"""Tests of publishing: one try, or repetition of errors that a retry can cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a fetch response: the same as aiokafka's own reading of the same bytes."""
+"""Tests of the records of a fetch response: the same as aiokafka's reading of the same bytes."""
 
 from __future__ import annotations
 

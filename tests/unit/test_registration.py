@@ -1,4 +1,4 @@
-"""What a record of the registry means for a worker that reads it."""
+"""Tests of records of the registry: their effect on a worker that reads them."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tests of the reply stream."""
+
 from __future__ import annotations
 
 import asyncio

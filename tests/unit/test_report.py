@@ -1,4 +1,4 @@
-"""Reports of benchmarks on the terminal."""
+"""Tests of reports of benchmarks on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timers of requests: what is due when."""
+"""Tests of timers of requests: which are due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reservations as columns: always what a plain list of them says, whatever came before."""
+"""Tests of reservations as columns: always equal to a plain list of them."""
 
 from __future__ import annotations
 

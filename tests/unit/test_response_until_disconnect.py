@@ -1,4 +1,4 @@
-"""The work of a response ends with its client, with its time, or by itself."""
+"""Tests of the work of a response: it ends with its client, with its time, or by itself."""
 
 from __future__ import annotations
 

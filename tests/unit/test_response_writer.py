@@ -1,4 +1,5 @@
-"""Events that the reader of the log writes to the socket, beside events that the task sends."""
+"""Tests of events that the reader of the log writes to the socket, beside events that the task
+sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions are repeated while no broker answers, and for no other reason."""
+"""Tests of retries: queries are repeated while no broker answers, and for no other reason."""
 
 from __future__ import annotations
 

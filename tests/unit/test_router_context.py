@@ -1,4 +1,4 @@
-"""The policy that the settings of a router ask for."""
+"""Tests of the policy by the settings of a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thresholds of the latency benchmark, and of the growth of costs."""
+"""Tests of thresholds of the latency benchmark, and of the growth of costs."""
 
 from __future__ import annotations
 

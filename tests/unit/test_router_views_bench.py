@@ -1,4 +1,4 @@
-"""Whether what routers say of load and caches is held against the log as it should be."""
+"""Tests of the comparison of routers' load and caches with the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench of real routers asks, and when its thresholds are passed."""
+"""Tests of the bench of real routers: its load, and its thresholds."""
 
 from __future__ import annotations
 

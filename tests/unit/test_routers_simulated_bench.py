@@ -1,4 +1,4 @@
-"""What the bench of several routers counts, and when its thresholds are passed."""
+"""Tests of the bench of several routers: its counts, and its thresholds."""
 
 from __future__ import annotations
 

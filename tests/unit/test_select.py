@@ -1,4 +1,4 @@
-"""Where requests go: which place is the best, what a decision books, and what it records."""
+"""Tests of the selection of a worker: the best place, its load, and its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""aiokafka's fetcher with sessions: positions, pauses, errors, leaders and brokers that change."""
+"""Tests of aiokafka's fetcher with sessions: positions, pauses, errors, leaders and brokers that
+change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where sessions are at home, as the ledger tells it: the same for all who have read it."""
+"""Tests of sessions by the ledger: the same worker for all readers."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tests of the settings."""
+
 import asyncio
 import json
 import os

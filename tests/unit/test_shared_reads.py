@@ -1,4 +1,4 @@
-"""Looking things up in the log: many questions in one pass, and none that holds up another."""
+"""Tests of shared reads of the log: many queries in one pass, and none that delays another."""
 
 from __future__ import annotations
 

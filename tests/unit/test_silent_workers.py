@@ -1,4 +1,4 @@
-"""Silence of workers, by the time at which a reader read their records."""
+"""Tests of silence of workers, by the time at which a reader read their records."""
 
 from __future__ import annotations
 

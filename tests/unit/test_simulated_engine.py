@@ -1,4 +1,5 @@
-"""The simulated engine, in virtual time: its answers, times, cancels, events and limits."""
+"""Tests of the simulated engine, in virtual time: its answers, times, cancels, events and
+limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshot duty: every partition has one writer, and whatever becomes of it, what is found fits."""
+"""Tests of the snapshot writer: every partition has one, and every snapshot found is consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots: whole ones are used, newest first; anything else costs a replay and nothing more."""
+"""Tests of snapshots: whole ones are used, newest first; anything else costs a replay."""
 
 from __future__ import annotations
 

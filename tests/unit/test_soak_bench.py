@@ -1,4 +1,4 @@
-"""The report of the soak bench."""
+"""Tests of the report of the soak bench."""
 
 from __future__ import annotations
 

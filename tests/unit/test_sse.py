@@ -1,4 +1,4 @@
-"""Events as the decoder of OpenAI's own client reads them."""
+"""Tests of server-sent events, as the decoder of OpenAI's client reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of repeated measurements."""
+"""Tests of figures of repeated measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step model, rule by rule."""
+"""Tests of the step model, rule by rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step model does what its plain twin does, whatever is asked of it, and loses nothing."""
+"""Tests of the step model against a plain twin: equal results for random work."""
 
 from __future__ import annotations
 

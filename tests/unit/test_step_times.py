@@ -1,4 +1,4 @@
-"""The step model in time: a workload whose times an independent simulator has given.
+"""Tests of the step model in time: a workload whose times an independent simulator has given.
 
 That simulator reproduces the round-robin rows published for NVIDIA Dynamo's mock engine within
 0.2 %. The workload is drawn from a linear congruence, so that no library's randomness is in it.

@@ -1,4 +1,4 @@
-"""What of an answer is visible, and where it ends.
+"""Tests of the visible text of an answer, and its end.
 
 `reference` says it in one go for a whole answer; every way to cut the answer into steps, and every
 place to interrupt it, must show the same.

@@ -1,4 +1,5 @@
-"""When a connection on which nothing comes is left: by what its cluster says, and by the clock."""
+"""Tests of the watch of silent connections: when they are closed, by the cluster's members and
+the clock."""
 
 from __future__ import annotations
 

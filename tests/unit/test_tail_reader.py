@@ -1,4 +1,4 @@
-"""The reader that views share: they join it and leave it, and no record is lost on the way."""
+"""Tests of the reader that views share: they join it and leave it, and no record is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine without a model says: the same rest from wherever it is asked."""
+"""Tests of generated text: the same rest from any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocking work off the loop: bounded, and refused at once beyond the bound."""
+"""Tests of blocking work off the loop: bounded, and refused at once beyond the bound."""
 
 from __future__ import annotations
 

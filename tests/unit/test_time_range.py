@@ -1,4 +1,4 @@
-"""How people name a moment of the log."""
+"""Tests of points in time of the log, as operators name them."""
 
 from __future__ import annotations
 

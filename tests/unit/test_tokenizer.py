@@ -1,4 +1,5 @@
-"""Text to tokens: the same as the library gives for the whole text, whatever is looked up."""
+"""Tests of the tokenizer: the same tokens as the library gives for the whole text, with any
+cached pieces."""
 
 from __future__ import annotations
 

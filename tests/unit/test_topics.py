@@ -1,4 +1,5 @@
-"""The table of topics is sound, and keys go where the Java client puts them."""
+"""Tests of the table of topics: it is consistent, and keys have the partitions of the Java
+client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces against simulated fleets: figures that were worked out by hand, and what always holds."""
+"""Tests of traces on simulated fleets: figures by hand, and invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader's rule against a second reading of it, and against honest writers."""
+"""Tests of the stream reconstruction rule: against a second implementation, and honest writers."""
 
 from __future__ import annotations
 

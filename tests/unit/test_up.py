@@ -1,4 +1,4 @@
-"""`kvlane up` piece by piece: what it starts again and when, its folder, and what it refuses."""
+"""Tests of `kvlane up` piece by piece: restarts, its folder, and its refusals."""
 
 from __future__ import annotations
 

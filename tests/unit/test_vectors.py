@@ -1,4 +1,4 @@
-"""The published test vectors: two implementations pass them, and no part of the rule is spared."""
+"""Tests of the published test vectors: two implementations pass them, and each rule has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter of vLLM, as far as it goes without vLLM; tests/vllm has the rest."""
+"""Tests of the adapter of vLLM, without vLLM; tests/vllm has the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker beside a real vLLM server: the contract, its cache events, and what is asked of it."""
+"""Tests of a worker beside a real vLLM server: the contract, its cache events, and its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real vLLM, held to what every engine is held to."""
+"""Tests of the engine contract with the real vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine beside vLLM itself: the same tokens, and everything that a request may ask for."""
+"""Tests of the engine beside vLLM itself: the same tokens, with every option of a request."""
 
 from __future__ import annotations
 

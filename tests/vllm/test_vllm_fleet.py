@@ -1,4 +1,4 @@
-"""Real engines behind real routers: what is predicted of their caches, what their deaths cost."""
+"""Tests of real engines behind real routers: predicted cache hits, and the cost of deaths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that one vLLM computes and another continues from, over NIXL on this machine."""
+"""Tests of prompts that one vLLM computes and another continues from, over NIXL on this machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A prefill and a decode worker with vLLM on Kafka, killed again and again: every answer is that of
-one engine. A quarter of an hour: KVLANE_TEST_LONG=1 runs it."""
+"""Tests of a prefill and a decode worker with vLLM on Kafka, killed again and again: every
+answer is that of one engine. A quarter of an hour: KVLANE_TEST_LONG=1 runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The publisher in vLLM's cores never holds up a step, and what it drops is seen to be missing."""
+"""Tests of the publisher in vLLM's cores: it never holds up a step, and dropped events are
+noticed."""
 
 from __future__ import annotations
 

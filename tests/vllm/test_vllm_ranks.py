@@ -1,4 +1,4 @@
-"""Data-parallel ranks: each has its own cache, and its own word on what is in it."""
+"""Tests of data-parallel ranks: each has its own cache, and events of its own."""
 
 from __future__ import annotations
 
