@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import aiohttp
-
+from kvlane.app.local.http_probe import http_get
 from kvlane.app.local.processes import ManagedProcess, launch, process_command
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
@@ -29,7 +29,6 @@ from kvlane.streams.records import Role
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""
 READY_POLL_S = 0.05
-READY_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 NO_VARIABLES: Mapping[str, str] = {}
 NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "collector", "gateway")
@@ -139,12 +138,11 @@ class ProcessDeployment:
 
     async def wait_ready(self, timeout_s: float) -> None:
         until = self._clock.now() + timeout_s
-        async with aiohttp.ClientSession() as http:
-            for name, url in self._status_urls.items():
-                while not await _is_ready(http, url):
-                    if self._clock.now() > until:
-                        raise DemoFailed(f"{name} is not ready after {timeout_s:g} s")
-                    await self._clock.sleep(READY_POLL_S)
+        for name, url in self._status_urls.items():
+            while (await asyncio.to_thread(http_get, f"{url}/readyz")).status != HTTPStatus.OK:
+                if self._clock.now() > until:
+                    raise DemoFailed(f"{name} is not ready after {timeout_s:g} s")
+                await self._clock.sleep(READY_POLL_S)
 
     async def kill(self, name: str) -> None:
         self._running.pop(name).kill()
@@ -205,14 +203,6 @@ class ProcessDeployment:
 
     def output_file(self, name: str) -> Path:
         return self._logs / f"{name}.log"
-
-
-async def _is_ready(http: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with http.get(f"{url}/readyz", timeout=READY_TIMEOUT) as answer:
-            return answer.ok
-    except (aiohttp.ClientError, TimeoutError):
-        return False
 
 
 ProcessFactory = Callable[[Log, Settings, ProcessContext], ProcessLifecycle]

@@ -7,25 +7,11 @@ Checks `/readyz` of the processes, `/v1/models` of the gateway, and the workers 
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
 
+from kvlane.app.local.http_probe import HttpAnswer, http_get
 from kvlane.app.local.worker_observer import WorkerObserver
-
-HTTP_TIMEOUT_S = 2.0
-
-
-class HttpAnswer(NamedTuple):
-    """A response: its HTTP status, 0 without an answer, and its body as JSON."""
-
-    status: int
-    body: Any
 
 
 class ReadinessCheck:
@@ -55,28 +41,6 @@ class ReadinessCheck:
             if models.status == HTTPStatus.OK and not models.body.get("data"):
                 missing.append("gateway-1 lists no model")
         return missing
-
-
-def http_get(url: str) -> HttpAnswer:
-    """GET from a server of this machine, with any certificate."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    try:
-        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S, context=context) as answer:  # noqa: S310 - http
-            return HttpAnswer(answer.status, _body(answer.read()))
-    except urllib.error.HTTPError as e:
-        with e:
-            return HttpAnswer(e.code, _body(e.read()))
-    except (OSError, http.client.HTTPException):
-        return HttpAnswer(0, None)
-
-
-def _body(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError:
-        return None
 
 
 def _words(answer: HttpAnswer) -> str:
