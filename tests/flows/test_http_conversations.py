@@ -30,11 +30,11 @@ IS_LONG = bool(os.environ.get("KVLANE_TEST_LONG"))
 COUNT = 10_000 if IS_LONG else 250
 AT_A_TIME = 32
 MEMORY_MB = 50
-"""Growth that is allowed. The log of the deployment is in its memory too."""
+"""Growth that is allowed, at the peak. The log of the deployment is in its memory too."""
 WARM_UP = 100
 """Conversations before the memory is measured: allocators and caches fill."""
 OTHERS_MS = 100
-"""Within which 99 of 100 requests of others are served, in the long form, on an idle machine."""
+"""Within which each request of others is served, in the long form, on an idle machine."""
 
 SMUGGLED = "smuggled"
 INNER = f"GET /livez HTTP/1.1\r\nhost: localhost\r\nx-request-id: {SMUGGLED}\r\n\r\n"
@@ -257,7 +257,8 @@ def faults(requests: list[Sent], got: Conversation, certain: int) -> Iterator[st
             yield f"{response.status}: {response.body[:200]!r}"
         if not name and (response.status != 400 or n < max(valid, len(got.responses) - 1)):
             yield f"{response.status} without an id at {n}"
-        if n < valid and name != names[n]:
+        is_known = n < valid or (n == valid < len(names) and name)
+        if is_known and name != names[n]:
             yield f"the response {n} is that of {name}"
         if name in names:
             if names.index(name) <= last:
@@ -283,15 +284,16 @@ async def test_random_conversations_stay_in_step_and_within_bounds(tmp_path: Pat
     with http_process(tmp_path / "log", **keys.settings) as process:
         await run(process, key, range(WARM_UP), figures)
         before_mb = process.memory_mb
+        process.forget_peak_memory()
         with probing(process.gateway, key, times_ms):
             await run(process, key, range(WARM_UP, COUNT), figures)
-        grown_mb = process.memory_mb - before_mb
+        grown_mb = process.peak_memory_mb - before_mb
         lines = process.errors.read_text()
-    p50, p99 = (percentile(times_ms, share) for share in (0.5, 0.99))
+    p50, p99, most = (percentile(times_ms, share) for share in (0.5, 0.99, 1.0))
     report = (
         f"{COUNT} conversations: memory {grown_mb:+.1f} MB, statuses {dict(figures.statuses)}, "
         f"{len(times_ms)} requests of another client: p50 {p50:.1f} ms, p99 {p99:.1f} ms, "
-        f"most {max(times_ms):.1f} ms"
+        f"most {most:.1f} ms"
     )
     sys.stdout.write(f"{report}\n")
     assert not figures.wrong, "\n".join(figures.wrong[:20])
@@ -299,4 +301,4 @@ async def test_random_conversations_stay_in_step_and_within_bounds(tmp_path: Pat
     assert "Traceback" not in lines, lines[-3000:]
     assert min(figures.statuses[200], figures.statuses[400]) > COUNT / 10, report
     if IS_LONG:
-        assert p99 < OTHERS_MS, report
+        assert most < OTHERS_MS, report

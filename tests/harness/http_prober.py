@@ -2,8 +2,10 @@
 
     python -m tests.harness.http_prober PORT KEY
 
-One request each 20 ms on one connection, until its input ends; then it prints the times in
-milliseconds as JSON. In the process of a test it would measure the test's other clients instead.
+One request each 20 ms, every tenth on a new connection, until its input ends; then it prints the
+times in milliseconds as JSON. A time counts from the moment when the request was due, so that a
+pause of the gateway counts in all requests that it delays. In the process of a test it would
+measure the test's other clients instead.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PERIOD_S = 0.02
+REQUESTS_A_CONNECTION = 10
 
 
 @contextmanager
@@ -37,14 +40,17 @@ def probing(port: int, key: str, times_ms: list[float]) -> Iterator[None]:
 
 def main(port: str, key: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
-    times_ms = []
-    while not select.select([sys.stdin], [], [], PERIOD_S)[0]:
-        began = time.perf_counter()
+    times_ms: list[float] = []
+    due = time.perf_counter()
+    while not select.select([sys.stdin], [], [], max(0.0, due - time.perf_counter()))[0]:
+        if len(times_ms) % REQUESTS_A_CONNECTION == 0:
+            connection.close()
         connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})
         response = connection.getresponse()
         response.read()
-        times_ms.append(1000 * (time.perf_counter() - began))
+        times_ms.append(1000 * (time.perf_counter() - due))
         assert response.status == 200
+        due += PERIOD_S
     sys.stdout.write(json.dumps(times_ms))
 
 

@@ -50,6 +50,17 @@ class HttpProcess(NamedTuple):
         return pages * resource.getpagesize() / 1e6
 
     @property
+    def peak_memory_mb(self) -> float:
+        """The most that was resident since `forget_peak_memory`, or since the start."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 1e6
+
+    def forget_peak_memory(self) -> None:
+        """Begin anew to measure the peak."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    @property
     def open_files(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
