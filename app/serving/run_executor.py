@@ -77,8 +77,8 @@ _CODES: dict[FinishReason, RunCode] = {
 
 
 COMPILE_TIMEOUT_S = 60.0
-"""From the start of a run with guided decoding to its first output. The gateway bounds the cost of
-a form, so that a compile takes seconds; a run also waits for other prompts."""
+"""From the start of a run with guided decoding to its first output. The engine of vLLM bounds the
+time of a compile; a run also waits for other prompts."""
 
 AnswerText = TextStream | ParsedStream
 

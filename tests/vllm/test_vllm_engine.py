@@ -188,7 +188,8 @@ async def test_tokens_that_end_an_answer_end_it(engine: RealEngine) -> None:
 async def test_generated_tokens_are_restricted(
     engine: RealEngine, model: Path, sampling: SamplingOptions
 ) -> None:
-    text = set(await answer(engine, make_request(prompt(20), sampling=sampling)))
+    stop = StopConditions(max_tokens=8)
+    text = set(await answer(engine, make_request(prompt(20), sampling=sampling, stop=stop)))
     if sampling.guided_decoding is None:
         assert text <= {40, 41}
         return
@@ -196,6 +197,32 @@ async def test_generated_tokens_are_restricted(
 
     text = Tokenizer.from_file(str(model / "tokenizer.json")).decode(list(text))
     assert set(text) <= {"G", "H"}
+
+
+FORMS = {
+    "fields": GuidedDecoding(json=b'{"properties":{"a":{"type":"integer"}},"type":"object"}'),
+    "choice": GuidedDecoding(choice=("ab", 'c"d\\')),
+    "grammar": GuidedDecoding(grammar='root ::= "ab" | [0-9]'),
+    "lark": GuidedDecoding(grammar='start: "ab" | "cd"'),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_form_passes_its_trial_and_is_kept(engine: RealEngine, name: str) -> None:
+    sampling = SamplingOptions(temperature=0.0, guided_decoding=FORMS[name])
+    request = make_request(prompt(20), sampling=sampling, stop=StopConditions(max_tokens=8))
+    assert await answer(engine, request)
+
+
+async def test_form_that_takes_minutes_is_refused_beside_other_answers(engine: RealEngine) -> None:
+    names = [f"x{n}" for n in range(1000)]
+    rules = [f'x{n} ::= "" | [a-z]* x{7 * n % 1000}' for n in range(1000)]
+    form = GuidedDecoding(grammar="\n".join((f"root ::= {' '.join(names)}", *rules)))
+    sampling = SamplingOptions(temperature=0.0, guided_decoding=form)
+    compiled = asyncio.create_task(outputs(engine, make_request(prompt(5), sampling=sampling)))
+    assert await answer(engine, make_request([9, 8, 7], 2)) == await direct(engine, [9, 8, 7], 2)
+    with pytest.raises(InvalidRequest, match="was not compiled within"):
+        await compiled
 
 
 async def test_words_may_be_forbidden_by_their_tokens(engine: RealEngine) -> None:

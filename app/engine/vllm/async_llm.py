@@ -36,6 +36,7 @@ from kvlane.app.engine.interface import (
 )
 from kvlane.app.engine.process_reaper import ProcessReaper
 from kvlane.app.engine.vllm.event_receiver import KvEventReceiver
+from kvlane.app.engine.vllm.form_trials import FormTrials
 from kvlane.app.engine.vllm.params import (
     KV_TRANSFER_FIELD,
     sampling_params,
@@ -128,6 +129,7 @@ class VllmEngine(Engine):
         self._figures = VllmStats()
         self._llm: Any = None
         self._loading: asyncio.Task[Any] | None = None
+        self._trials: FormTrials | None = None
         self._leash: ProcessReaper | None = None
         self._lora_requests: dict[str, Any] = {}
         """`LoRARequest`s by name."""
@@ -180,6 +182,9 @@ class VllmEngine(Engine):
         except Exception as e:
             raise EngineError(f"vLLM cannot load {self._source}: {e}") from e
         await self._load_adapters()
+        if self._llm.vllm_config.structured_outputs_config.backend in ("auto", "xgrammar"):
+            self._trials = FormTrials(self._tokenizer_info)
+            await self._trials.start()
         log.info("%s is loaded: %.1f s", self._source, self._clock.now() - began_at)
         return self._describe()
 
@@ -196,6 +201,9 @@ class VllmEngine(Engine):
 
     async def cleanup(self) -> None:
         """As `Engine.cleanup`; waits for a load in progress, since it has started processes."""
+        trials, self._trials = self._trials, None
+        if trials is not None:
+            await trials.close()
         loading, self._loading = self._loading, None
         if loading is not None:
             await asyncio.wait([loading])
@@ -266,6 +274,16 @@ class VllmEngine(Engine):
                 enable_kv_cache_events=True, publisher="zmq", endpoint=ENDPOINT_PREFIX + endpoint
             )
         return named | {"model": self._source, "served_model_name": self._model}
+
+    def _tokenizer_info(self) -> str:
+        """The tokenizer as vLLM gives it to xgrammar, as JSON."""
+        import xgrammar
+
+        size = self._llm.vllm_config.model_config.get_vocab_size()
+        tokenizer = self._llm.get_tokenizer()
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+        encoded: str = info.serialize_json()
+        return encoded
 
     async def _load_adapters(self) -> None:
         """Load all adapters now: a wrong path in a request would kill vLLM's engine core."""
@@ -341,6 +359,9 @@ class VllmEngine(Engine):
 
     async def _begin(self, request: Request, context: GenerateContext) -> AsyncGenerator[Any, None]:
         """Pass a request to vLLM. Raises InvalidRequest, and errors of vLLM."""
+        guided = request.sampling.guided_decoding
+        if guided is not None and self._trials is not None:
+            await self._trials.check(guided, request.tenant)
         sampling = sampling_params(with_whole_thinking_budget(request, context), context.phase)
         adapter = self._adapter(request.hints.lora_name)
         prompt = await vllm_prompt(request, self._llm.model_config)

@@ -4,6 +4,9 @@ An engine compiles a form into an automaton, in a time that grows with its state
 characters of the form: `(a|b){0,900}` has 12 characters and thousands of states. So a character
 costs 1, an alternative, a group or a class more, and a repeated part as often as it may occur. The
 estimate ends where a form costs too much.
+
+It refuses large forms early and bounds no time: small ones can take minutes. A worker with vLLM has
+trials for them (app/engine/vllm/form_trials.py).
 """
 
 from __future__ import annotations
