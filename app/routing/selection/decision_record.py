@@ -73,17 +73,19 @@ def record_decision(
     ahead, sums = _reservations(options, recorded, results)
     return CandidateRows(
         places=places, rows=content, curves=curves, taint_weights=taints, ahead_ms=ahead,
-        planned_ms=sums, is_timed=True, joining=_joining(options.features[recorded]),
+        planned_ms=sums, is_timed=True, joining=_joining(options.features, recorded),
         shares_steps=True,
     )  # fmt: skip
 
 
-def _joining(spots: Floats) -> dict[int, tuple[int, int, int]]:
+def _joining(spots: Floats, recorded: Ints) -> dict[int, tuple[int, int, int]]:
     """By recorded option, the tokens, number and age of the runs that join the next step there."""
-    numbers = np.flatnonzero(spots[:, JOINING_RUNS]).tolist()
-    columns = (JOINING_TOKENS, JOINING_RUNS, JOINING_MS)
-    tokens, runs, age_ms = (spots[numbers, column].astype(np.int64).tolist() for column in columns)
-    return dict(zip(numbers, zip(tokens, runs, age_ms, strict=True), strict=True))
+    rows: list[list[float]] = spots[recorded, JOINING_TOKENS : JOINING_MS + 1].tolist()
+    return {
+        n: (int(tokens), int(runs), int(age_ms))
+        for n, (tokens, runs, _, _, age_ms) in enumerate(rows)
+        if runs
+    }
 
 
 def _reservations(
