@@ -115,6 +115,9 @@ class Worker(ObservedProcess):
         self._fatal_reason = ""
         """Why this process is about to end with an error; "" otherwise."""
         self._runs: RunQueue | None = None
+        self._early_facts: list[LogRecord] = []
+        """Records of the registry that were read between two epochs, and may end the next one: a
+        repeated append of its first card."""
         self._slot = Partition(ASSIGNMENTS, 0)
         self._slot_offset = 0
         self._cache_events: list[KvEventPublisher] = []
@@ -307,6 +310,10 @@ class Worker(ObservedProcess):
         if self._watch.unhealthy_reason or self._fatal_reason:
             self._runs.reject_new()
         log.info("worker %s serves slot %d as epoch %d", self.id, self._slot.partition, epoch)
+        facts, self._early_facts = self._early_facts, []
+        registration = self._registration
+        if any(interpret(f, registration.card, registration.card_offset) == "renew" for f in facts):
+            self._restart_epoch("a record in the registry ended it while it began")
         await self._send_heartbeat()
 
     def _drop_epoch(self) -> bool:
@@ -427,6 +434,8 @@ class Worker(ObservedProcess):
             case "rewrite" if self._runs is not None:  # between two epochs it is written anyway
                 log.warning("worker %s: its card was overwritten; writing it again", self.id)
                 await registration.rewrite_card()
+            case "renew" if self._runs is None:
+                self._early_facts.append(fact)
             case "renew":
                 self._restart_epoch("a record in the registry ended it")
             case "stop":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.serving.registration import REGISTER_TIMEOUT_S
 from kvlane.app.worker import WorkerIdTaken
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import AppendFailed
 from kvlane.streams.memory.broker_faults import AppendFate
-from kvlane.streams.records import Blocks, Finished, Lost, Tombstone, WorkerCard
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Blocks, Finished, LogRecord, Lost, Tombstone, WorkerCard
 from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.worker_harness import ScriptedEngine, WorkerHarness
@@ -127,6 +129,24 @@ async def test_lost_of_an_older_epoch_is_ignored(world: MemoryWorld) -> None:
     harness.send(Lost(worker="other", epoch=epoch))
     await world.sleep(3)
     assert harness.epoch == epoch
+
+
+@scenario_test
+async def test_epoch_whose_first_card_is_appended_twice_ends_in_a_complete_one(
+    world: MemoryWorld,
+) -> None:
+    """The repeated card is read while the epoch begins."""
+    harness = await WorkerHarness.started(world)
+    old = harness.epoch
+    world.faults.next_fates(REGISTRY, AppendFate.TWICE)
+    world.faults.slow["append"] = 0.5
+    harness.send(Lost(worker="w", epoch=old))
+    await world.sleep(30)
+    fleet = Fleet()
+    cards = [LogRecord(r.offset, r.timestamp, decode(r)) for r in world.records(REGISTRY, 0)]
+    fleet.apply(Partition(REGISTRY, 0), cards, len(cards))
+    member = fleet.members["w"]
+    assert member.epoch == member.card.epoch == harness.epoch != old
 
 
 @scenario_test
