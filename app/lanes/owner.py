@@ -359,6 +359,7 @@ class LaneOwner:
             self._batch_arrived.discard(request_id)
             if request_id not in self._renewed:
                 self._termination.prompts.discard(request_id)
+                self._termination.offsets.pop(request_id, None)
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
 
@@ -409,6 +410,7 @@ class LaneOwner:
                 self.claim.mark_done(replaced)
         if await self._is_repetition(fact, record):
             return
+        self._termination.offsets[record.id] = fact.offset
         if record.queued_ms or isinstance(record, Refused):
             self._termination.prompts.add(record.id)
         if isinstance(record, Request):

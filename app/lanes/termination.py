@@ -71,6 +71,8 @@ class RequestTermination:
         self._lane = lane
         self.prompts: set[str] = set()
         """Ids of requests from Kafka that are being admitted."""
+        self.offsets: dict[str, int] = {}
+        """Offsets of the records of requests that are being admitted."""
         self._ledger = Partition(LEDGER, lane)
 
     async def end(
@@ -94,7 +96,7 @@ class RequestTermination:
         runs = self.active_runs(request_id)
         end = End(
             id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage,
-            placed=placed,
+            placed=placed, origin=self._origin_of(request_id),
         )  # fmt: skip
         await self._context.publisher.publish(RESPONSES, request_id, end, self._lane)
         await self.cancel_runs(request_id, runs, code)
@@ -102,6 +104,12 @@ class RequestTermination:
             await release()
         await self.write_terminal(request_id, code)
         self._context.metrics.on_ended(code)
+
+    def _origin_of(self, request_id: str) -> int:
+        state = self._context.ledger.request(self._lane, request_id)
+        if state is not None and state.origin is not None:
+            return state.origin.offset
+        return self.offsets.get(request_id, -1)
 
     async def write_terminal(self, request_id: str, code: EndCode | Literal["seen"]) -> None:
         """Discharge a request; `seen`: its readers have seen its end already."""

@@ -143,7 +143,7 @@ class LaneCollector:
             return
         repetitions, ended = await search_ledger(self._context, self.lane, unanswered)
         if ended:  # a repetition among them has the result of the request before it
-            first_ms = min(pending.appended_ms for pending in ended)
+            first_ms = min(pending.begun_ms for pending in ended)
             await self._writer.find_results(first_ms - self._context.remembered_ms)
         if not (repetitions or ended):
             return

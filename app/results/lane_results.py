@@ -71,7 +71,7 @@ class LaneResults:
 
     def take_finished(self) -> list[PendingResult]:
         """Drop the requests whose results are in the log, and return them."""
-        done = [p for p in self._pending.values() if self._is_finished(p.id, p.appended_ms)]
+        done = [p for p in self._pending.values() if self._is_finished(p.id, p.begun_ms)]
         for pending in done:
             self.drop(pending)
         return done

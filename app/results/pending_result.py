@@ -63,8 +63,9 @@ class PendingResult:
         """Whether records of its reply may have been deleted before they were read."""
         self._is_cut = False
         asked = record if isinstance(record, Request) else Request(id=record.id)
-        self._begun_ms = asked.queued_ms or fact.timestamp_ms
-        self.due_ms = self._begun_ms + _deadline_ms(asked.deadline_s)
+        self.begun_ms = record.queued_ms or fact.timestamp_ms
+        """The append time of its prompt, or of its record without one."""
+        self.due_ms = self.begun_ms + _deadline_ms(asked.deadline_s)
         """Broker time at which a router ends it at the latest, while there is one."""
         self._model_name = asked.model
         self._transcript = Transcript(record.id, keep=options.kind == "tokens")
@@ -114,6 +115,8 @@ class PendingResult:
         """
         if self.is_over:
             return True
+        if isinstance(record, End) and 0 <= record.origin < self.offset and not self.is_renewed:
+            return False  # of an earlier copy, which has its result
         if not isinstance(record, End):
             self._attempts = max(self._attempts, record.attempt + 1)
         piece = None if self._is_cut else self._transcript.apply(record)
@@ -198,7 +201,7 @@ class PendingResult:
             usage=self._usage(failure),
             error=None if failure is None else msgspec.convert(failure.fields(), ResultError),
             timings=ResultTimings(
-                queued_ms=max(0, self.appended_ms - self._begun_ms),
+                queued_ms=max(0, self.appended_ms - self.begun_ms),
                 ttft_ms=None if self._first_ms is None else self._since(self._first_ms),
                 total_ms=self._since(self.ended_ms),
                 finished_ms=self.ended_ms,
@@ -217,7 +220,7 @@ class PendingResult:
         return failure
 
     def _body(self) -> dict[str, Any]:
-        created_s = (issued_ms(self.id) or self._begun_ms) // 1000
+        created_s = (issued_ms(self.id) or self.begun_ms) // 1000
         header = ResponseHeader(_ENDPOINTS[self.options.kind], self.id, self._model_name, created_s)
         body = openai_responses.full_response(header, [self._choice])
         if self.options.kind == "tokens":
@@ -250,7 +253,7 @@ class PendingResult:
         return b"" if self._model is None else self._model.token_bytes(token_id)
 
     def _since(self, at_ms: int) -> int:
-        return max(0, at_ms - self._begun_ms)
+        return max(0, at_ms - self.begun_ms)
 
 
 def _deadline_ms(deadline_s: float) -> int:

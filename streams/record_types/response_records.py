@@ -171,7 +171,10 @@ class DryRunResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
 
 class End(PublicRecord, frozen=True, tag="End"):
-    """A router ended the request with an EndCode; no last Chunk will come."""
+    """A router ended the request with an EndCode; no last Chunk will come.
+
+    `origin`: the offset of the record in `requests` that it ends; -1: unknown.
+    """
 
     id: str
     code: str
@@ -179,3 +182,4 @@ class End(PublicRecord, frozen=True, tag="End"):
     retry_after_s: float | None = None
     usage: Usage | None = None
     placed: DryRunResult | None = None
+    origin: int = -1

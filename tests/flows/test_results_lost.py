@@ -9,10 +9,11 @@ from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.results_harness import ResultsHarness
 
 
-def refuse(results: ResultsHarness, request_id: str) -> None:
+def refuse(results: ResultsHarness, request_id: str, origin: int = -1) -> None:
     """The records of a router that ends a request without a run."""
     world, lane = results.world, results.lane(request_id)
-    world.append(RESPONSES, lane, End(id=request_id, code="invalid"), key=request_id)
+    end = End(id=request_id, code="invalid", origin=origin)
+    world.append(RESPONSES, lane, end, key=request_id)
     world.append(LEDGER, lane, Ended(id=request_id, code="invalid"), key=request_id)
 
 
@@ -157,3 +158,27 @@ async def test_repetition_is_found_in_lane_without_pauses(world: MemoryWorld) ->
         world.append(RESPONSES, lane, End(id="other", code="stop"), key="other")
         await world.sleep(0.05)
     assert committed(results, lane) == 1
+
+
+@scenario_test
+async def test_end_that_is_appended_again_ends_no_later_copy_of_its_request(
+    world: MemoryWorld,
+) -> None:
+    """Its router died before the ledger had it, and another collector has written the result."""
+    results = ResultsHarness(world)
+    await results.start()
+    lane, first = results.lane("a"), results.ask("a")
+    end = End(id="a", code="cancelled", origin=first)
+    world.append(RESPONSES, lane, end, key="a")
+    await results.wait_results(1)
+    await results.stop()
+    await results.start("c2")
+    await world.sleep(5)
+    results.ask("a")
+    refuse(results, "a", origin=first)
+    end_of_lane = world.broker.log(REQUESTS, lane).end
+    await world.wait_until(lambda: committed(results, lane) == end_of_lane)
+    assert len(results.results()) == 1
+    later = results.ask("b")
+    refuse(results, "b", origin=later)
+    assert len(await results.wait_results(2)) == 2
