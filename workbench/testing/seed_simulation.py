@@ -33,8 +33,8 @@ MAX_STEPS_A_SECOND = 1_000
 """The same for each second of an absence."""
 LONG_FACTOR = 3
 """Factor of MAX_STEPS where engines cache, as they compute step by step and publish events, and
-where a peak takes its time; of DRAIN_S where answers are long, as one worker may have a dozen of
-them, one at a time."""
+where a peak takes its time; of both where answers are long, as one worker may have a dozen of
+them, one at a time, and where replies go to a topic that takes none, each for 96 s."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ def simulate_seed(seed: int, scenarios: Collection[Scenario] | None = None) -> S
 
     with _silence(), _pending_pieces(shape):
         try:
-            is_long = shape.has_caches or shape.peak_s is not None
+            is_long = shape.has_caches or shape.peak_s is not None or _drains_long(shape)
             most = MAX_STEPS * (LONG_FACTOR if is_long else 1)
             if shape.absence is not None:
                 most += MAX_STEPS_A_SECOND * int(shape.absence.ends_s)
@@ -96,13 +96,17 @@ async def _play(world: SimulatedWorld) -> list[str]:
     await chaos.run()
     chaos.stop()
     await publishing
-    is_long = "long answers" in world.parameters.scenarios
+    is_long = _drains_long(world.parameters)
     until = world.loop.time() + DRAIN_S * (LONG_FACTOR if is_long else 1)
     while world.loop.time() < until:
         await world.clock.sleep(1.0)
         if not has_open_work(world) and not violations(world, clients):
             return []
     return violations(world, clients)
+
+
+def _drains_long(shape: WorldParameters) -> bool:
+    return not shape.scenarios.isdisjoint({"long answers", "replies"})
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from kvlane.app.engine.echo import echo_answer
+from kvlane.app.lanes.failover import MAX_STALLS
 from kvlane.app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
 from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens
@@ -156,6 +157,9 @@ def _mistake(answer: ReceivedAnswer, seen: Transcript, causes: _Causes) -> str:
         is_right = True  # the wait has taken as long as requests may
     elif answer.outcome in COMPLETE:
         is_right = answer.outcome == end_code(seen) and answer.text == seen.text
+    elif seen.end is not None and causes.are_cut(answer.id):
+        # The End may be deleted before text that a run appended after it.
+        is_right = answer.outcome == end_code(seen) and answer.text.startswith(seen.text)
     else:  # a failure may hide text that came with it
         is_right = answer.outcome == end_code(seen) and seen.text.startswith(answer.text)
     if is_right:
@@ -222,11 +226,14 @@ class _Causes:
     def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
         self._failed: dict[str, set[int]] = defaultdict(set)
+        self._stalled: dict[str, set[int]] = defaultdict(set)
         for lane in range(world.parameters.lanes):
             for raw in world.all_records(LEDGER, lane):
                 record = decode_or_none(raw)
                 if isinstance(record, Fencing) and record.reason not in NOT_COUNTED_AS_FAILURE:
                     self._failed[record.id].add(record.attempt)
+                elif isinstance(record, Finished) and record.stalled:
+                    self._stalled[record.id].add(record.attempt)
 
     def are_cut(self, request_id: str) -> bool:
         """Whether records that its answer needs may be deleted."""
@@ -259,7 +266,8 @@ class _Causes:
             "no_workers": question.may_time_out,
             "all_busy": question.may_time_out,
             "none_eligible": question.may_time_out,
-            "attempts": len(self._failed[request_id]) >= settings.max_attempts,
+            "attempts": len(self._failed[request_id]) >= settings.max_attempts
+            or len(self._stalled[request_id]) >= MAX_STALLS,
             # Past its deadline, a request ends as lost when the log cannot be read at once.
             "lost": self.are_cut(request_id) or question.may_time_out,
             "invalid": question.is_refused or not question.is_served,
