@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,10 @@ from tests.simulation.replacements import Replacement
 def finished_before_the_last_ack() -> Iterator[Replacement]:
     abandon = chunk_writer.ChunkStream.discard
 
-    async def finish(self: Any, last: chunk_writer.FinalChunk, text: str = "") -> None:
+    async def finish(
+        self: Any, last: chunk_writer.FinalChunk, text: str = "", data: Sequence[Any] = ()
+    ) -> None:
+        assert not data, "no request of a simulated world has parsers"
         self._text += text
         self._last = last
         self.sent_off = True
