@@ -19,7 +19,6 @@ from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from kvlane.app.text.json_call import JsonCall, MalformedCall
-from kvlane.app.text.tags import split_at_tag
 from kvlane.streams.request import AnswerParsing
 
 log = logging.getLogger(__name__)
@@ -65,11 +64,6 @@ class AnswerParser:
         return self._calls.calls
 
     @property
-    def malformed_calls(self) -> int:
-        """Number of texts that began as a tool call and are none."""
-        return self._calls.malformed
-
-    @property
     def is_reasoning(self) -> bool:
         """Whether the next text belongs to the reasoning."""
         return self._reasoning.is_reasoning
@@ -98,7 +92,7 @@ class AnswerParser:
 class ContentParser:
     """The parser of answers without tool calls: all of the text is content."""
 
-    calls = malformed = 0
+    calls = 0
     is_full = False
 
     def __init__(self, emit: Emit) -> None:
@@ -126,7 +120,6 @@ class HermesParser(ContentParser):
         self._request_id = request_id
         self._max_calls = max_calls
         self.calls = 0
-        self.malformed = 0
         self._held = ""
         """Text that may begin a tag, or white space that may precede another call."""
         self._call: JsonCall | None = None
@@ -215,13 +208,13 @@ class HermesParser(ContentParser):
 
     def _end_call(self, call: JsonCall) -> None:
         if not call.is_valid:
-            self._count_malformed("its arguments are no JSON")
+            self._warn("its arguments are no JSON")
         self.calls += 1
         self._call, self._raw, self._awaits_end_tag = None, "", True
 
     def _end_malformed(self, call: JsonCall, reason: str, text: str, place: int) -> str:
         """End a call at a fault; returns the text that is content now."""
-        self._count_malformed(reason)
+        self._warn(reason)
         self._call = None
         if call.name is None:
             rest, self._raw = self._raw + text[place:], ""
@@ -231,8 +224,7 @@ class HermesParser(ContentParser):
         self.calls += 1
         return text[place:]
 
-    def _count_malformed(self, reason: str) -> None:
-        self.malformed += 1
+    def _warn(self, reason: str) -> None:
         log.warning("%s: a tool call is malformed: %s", self._request_id, reason)
 
 
@@ -298,6 +290,30 @@ class ReasoningParser:
     def _emit_reasoning(self, text: str) -> None:
         if text and self._shows:
             self._emit(AnswerPart(delta={"reasoning_content": text, "reasoning": text}))
+
+
+class TagSplit(NamedTuple):
+    """`before`: text that precedes the tag, or cannot belong to it. `rest`: the text after the tag,
+    or without `is_found` the text that may be its beginning."""
+
+    before: str
+    rest: str
+    is_found: bool
+
+
+def split_at_tag(text: str, tag: str) -> TagSplit:
+    """Split a text at the first occurrence of a tag, or before its possible beginning at the end.
+
+    The caller puts `rest` before the next piece of text. So the places of tags do not depend on the
+    borders between pieces.
+    """
+    before, found, rest = text.partition(tag)
+    if found:
+        return TagSplit(before, rest, is_found=True)
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if tag.startswith(text[-length:]):
+            return TagSplit(text[:-length], text[-length:], is_found=False)
+    return TagSplit(text, "", is_found=False)
 
 
 def tool_parser_of(template: str) -> str:

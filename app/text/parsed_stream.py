@@ -26,8 +26,6 @@ class ParsedStream:
         """
         self._text = text
         self._parser = AnswerParser(parsing, request_id)
-        self.tokens = 0
-        """Number of tokens of the answer that counted."""
         self.chars = 0
         """Length of the content."""
         self.items = 0
@@ -46,26 +44,14 @@ class ParsedStream:
     def token_chars(self, value: list[int] | None) -> None:
         self._text.token_chars = value
 
-    @property
-    def calls(self) -> int:
-        """Number of tool calls."""
-        return self._parser.calls
-
-    @property
-    def malformed_calls(self) -> int:
-        """Number of texts that began as a tool call and are none."""
-        return self._parser.malformed_calls
-
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Content and data of these tokens, and the end. After the end, only its reasons."""
-        before, parts = self.tokens, list[AnswerPart]()
+        before, parts = self._text.tokens, list[AnswerPart]()
         for token_id in token_ids:
             if self.ended is not None:
                 break
             was_reasoning = self._parser.is_reasoning
-            piece = self._text.feed((token_id,))
-            parts += self._parser.push(piece.text)
-            self.tokens += piece.tokens
+            parts += self._parser.push(self._text.feed((token_id,)).text)
             self.reasoning_tokens += was_reasoning or self._parser.is_reasoning
             if self._text.ended is not None:
                 parts += self._parser.end()
@@ -73,7 +59,7 @@ class ParsedStream:
                 self.ended = self._text.ended._replace(finish_reason=self.finish_reason(reason))
             elif self._parser.is_complete:
                 self.ended = TextPiece("", 0, "tool_calls")
-        piece = self._piece(parts)._replace(tokens=self.tokens - before)
+        piece = self._piece(parts)._replace(tokens=self._text.tokens - before)
         if self.ended is None:
             return piece
         return piece._replace(
@@ -82,7 +68,6 @@ class ParsedStream:
 
     def feed_text(self, text: str) -> TextPiece:
         """As `feed`, of text without token ids, which counts as one token."""
-        self.tokens += 1
         self.reasoning_tokens += self._parser.is_reasoning
         piece = self._piece(self._parser.push(text))._replace(tokens=1)
         if not self._parser.is_complete:
@@ -98,7 +83,7 @@ class ParsedStream:
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
         """As `TextStream.finish_reason`."""
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        return "tool_calls" if reason == "stop" and self._parser.calls else reason
 
     def _piece(self, parts: Iterable[AnswerPart]) -> TextPiece:
         content, data = "", list[PassthroughDelta]()

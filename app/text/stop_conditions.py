@@ -46,7 +46,7 @@ class TextStream:
     items = 0
     """Number of items of data: text alone has none."""
     reasoning_tokens: int | None = None
-    """Number of tokens of the reasoning; None where it is not told apart."""
+    """Number of tokens of the reasoning; None where it is not separated."""
 
     def __init__(
         self,

@@ -60,7 +60,8 @@ def parsing_of(
         return None
     if body.include_reasoning is False and not parsers.reasoning:
         raise InvalidPrompt(
-            "include_reasoning", "the reasoning of this model is not told apart: leave it out"
+            "include_reasoning",
+            "the reasoning of this model is not separated from its answers: leave it out",
         )
     if body.tools and body.parallel_tool_calls is False and not parsers.tools:
         raise InvalidPrompt("parallel_tool_calls", "this model answers in text: use true")
