@@ -45,7 +45,7 @@ def test_plain_client_loads_no_module_that_replaces_a_part() -> None:
         "print(*(m for m in sys.modules if m.startswith('kvlane.streams.kafka.client_patches.')))"
     )
     loaded = {name.rpartition(".")[2] for name in _run(code).stdout.split()}
-    assert loaded == {"producer_queue", "client_parts", "plain_client", "plain_queue"}
+    assert loaded == {"producer_queue", "client_parts", "plain_client"}
 
 
 def test_importing_the_library_replaces_nothing() -> None:
