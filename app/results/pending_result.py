@@ -122,7 +122,7 @@ class PendingResult:
         piece = None if self._is_cut else self._transcript.apply(record)
         if piece is not None and not self._is_end_of_cut(piece):
             self._add(piece, at_ms)
-        elif self.may_be_cut and not self._has_begun and _ends(record):
+        elif self.may_be_cut and not self._has_begun and self._may_be_end(record):
             self.lose(at_ms)
         return self.is_over
 
@@ -159,6 +159,14 @@ class PendingResult:
         """Whether a piece ends an answer as whole whose beginning may be missing."""
         is_whole = isinstance(piece, End) and piece.code in WHOLE_CODES
         return self.may_be_cut and not self._has_begun and is_whole
+
+    def _may_be_end(self, record: Chunk | Fence | End) -> bool:
+        """Whether a record that is not shown may be the end of a reply whose beginning is missing.
+
+        The last Chunk of an attempt below a Fence ends nothing, whatever was deleted.
+        """
+        is_fenced = isinstance(record, Chunk) and record.attempt < self._transcript.attempt
+        return _ends(record) and not is_fenced
 
     @property
     def status(self) -> ResultStatus:

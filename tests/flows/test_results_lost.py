@@ -146,6 +146,25 @@ async def test_request_that_continues_beside_deleted_replies_is_awaited(world: M
 
 
 @scenario_test
+async def test_fenced_run_ends_no_reply_beside_deleted_ones(world: MemoryWorld) -> None:
+    """As after a preemption: the run that was cancelled has a last Chunk behind the Fence."""
+    results = ResultsHarness(world)
+    neighbour = next(name for name in "bcdefgh" if results.lane(name) == results.lane("a"))
+    results.answer(neighbour, "deleted")
+    delete_replies(results, results.lane("a"))
+    results.ask("a")
+    results.fence("a", 1)
+    results.answer("a", "", end="cancelled")
+    await results.start()
+    await world.sleep(5)
+    results.answer("a", "once", attempt=1)
+    result = await results.only()
+    assert result.status == "completed"
+    assert result.body is not None
+    assert result.body["choices"][0]["text"] == "once"
+
+
+@scenario_test
 async def test_repetition_is_found_in_lane_without_pauses(world: MemoryWorld) -> None:
     results = ResultsHarness(world)
     await results.start()
