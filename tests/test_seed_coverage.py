@@ -28,19 +28,21 @@ Ids = tuple[str, ...]
 Row = dict[str, Ids | Missing]
 
 FORM = "flows/test_preprocessed_requests.py::test_"
-CODECS = "unit/test_codecs.py::test_"
-PLAN = "unit/test_select.py::test_"
-WHO = "unit/test_eligibility.py::test_"
+PREPROCESS = "unit/app/preprocess"
+FLEET = "unit/app/routing/state/test_fleet.py::test_"
+CODECS = "unit/streams/test_codecs.py::test_"
+PLAN = "unit/app/routing/selection/test_select.py::test_"
+WHO = "unit/app/routing/selection/test_eligibility.py::test_"
 HINTS = "flows/test_hints.py::test_"
 DRY = "flows/test_dry_runs.py::test_"
 ROUTER = "flows/test_router_metrics.py::test_"
 BOOKS = "flows/test_active_load.py::test_"
 CANCELS = "flows/test_router_cancels.py::test_"
-ENDS = "unit/test_interleavings.py::test_"
-KEYS = "unit/test_prompt_keys.py::test_"
-LOAD = "unit/test_ledger_state.py::test_"
+ENDS = "unit/app/routing/test_interleavings.py::test_"
+KEYS = "unit/app/routing/selection/test_prompt_keys.py::test_"
+LOAD = "unit/app/routing/state/test_ledger_state.py::test_"
 WORKER = "flows/test_worker.py::test_"
-CONTRACT = "unit/test_engine_contract.py::test_"
+CONTRACT = "unit/app/engine/test_engine_contract.py::test_"
 ENGINE = "contracts/test_engine.py::test_"
 SPLIT = "flows/test_router_handover.py::test_"
 MEETING = "flows/test_router_bootstrap.py::test_"
@@ -64,14 +66,14 @@ PREPROCESSED_REQUEST: Row = {
     ),
     "RoutingHints: all fields": (
         f"{FORM}every_option_reaches_the_request",
-        "unit/test_nvext.py::test_hints_are_taken_over",
+        f"{PREPROCESS}/test_nvext.py::test_hints_are_taken_over",
     ),
     "RoutingHints appear with the first one that is written": (
-        "unit/test_nvext.py::test_request_without_hints_has_no_hints_on_the_wire",
+        f"{PREPROCESS}/test_nvext.py::test_request_without_hints_has_no_hints_on_the_wire",
         f"{HINTS}chosen_rank_is_in_the_request_of_the_worker",
     ),
     "RouterParams: ttft and itl targets": (
-        "unit/test_nvext.py::test_targets_are_taken_over",
+        f"{PREPROCESS}/test_nvext.py::test_targets_are_taken_over",
         f"{FORM}every_option_reaches_the_request",
         f"{HINTS}informative_fields_reach_the_worker_and_the_log",
     ),
@@ -102,12 +104,12 @@ PREPROCESSED_REQUEST: Row = {
         f"{FORM}probe_needs_only_its_tokens_and_its_marker",
     ),
     "a request for embeddings with model, checksum and annotations": (
-        "unit/test_passthrough.py::test_embeddings_keep_their_model_checksum_and_annotations",
+        f"{PREPROCESS}/test_passthrough.py::test_embeddings_keep_their_model_checksum_and_annotations",
     ),
     "agent_context, request_timestamp_ms, mm_processor_kwargs and extra_args are carried": (
         f"{FORM}every_option_reaches_the_request",
         f"{HINTS}informative_fields_reach_the_worker_and_the_log",
-        "unit/test_nvext.py::test_agent_hints_are_passed_on",
+        f"{PREPROCESS}/test_nvext.py::test_agent_hints_are_passed_on",
     ),
 }
 
@@ -164,10 +166,10 @@ KV_PUSH_ROUTER: Row = {
         f"{ROUTER}second_attempt_is_a_decision_but_its_wait_began_with_the_first",
     ),
     "the first token is recorded once": (
-        "unit/test_http_metrics.py::test_first_token_is_counted_once_whatever_follows",
+        "unit/app/metrics/test_http_metrics.py::test_first_token_is_counted_once_whatever_follows",
     ),
     "time from token to token by blocks": (
-        "unit/test_http_metrics.py::test_times_from_token_to_token_are_counted_by_blocks",
+        "unit/app/metrics/test_http_metrics.py::test_times_from_token_to_token_are_counted_by_blocks",
     ),
     "output length and total exactly once, on a dropped stream too": (
         "flows/test_gateway_streams.py::test_metrics_count_answers",
@@ -177,7 +179,7 @@ KV_PUSH_ROUTER: Row = {
         f"{LOAD}prefill_counts_until_it_is_done_and_as_much_as_was_predicted",
     ),
     "output blocks with decay by the expected length, under a switch": (
-        "unit/test_fleet.py::test_answer_weighs_less_the_nearer_it_is_to_its_expected_length",
+        f"{FLEET}answer_weighs_less_the_nearer_it_is_to_its_expected_length",
         f"{PLAN}tokens_that_workers_report_count_as_open",
         f"{PLAN}tokens_of_answers_count_only_under_the_switch",
     ),
@@ -262,7 +264,7 @@ PREFILL_ROUTER: Row = {
         f"{SPLIT}enforced_disaggregation_waits_for_a_prefill_worker",
     ),
     "a prefill that was handed off is neither an end nor a failure": (
-        "unit/test_reconcile.py::test_decode_is_due_after_a_prefill_that_was_handed_off",
+        "unit/app/routing/test_reconcile.py::test_decode_is_due_after_a_prefill_that_was_handed_off",
         f"{LOAD}prefill_that_was_handed_off_is_not_the_end_of_its_request",
     ),
     "the trace link on the completed path only": (
@@ -349,23 +351,23 @@ MODEL_WATCHER: Row = {
         "flows/test_passthrough_models.py::test_server_receives_the_body_unchanged",
         "flows/test_passthrough_models.py::test_stream_has_all_fields_of_the_server",
         "flows/test_passthrough_models.py::test_each_prompt_of_a_completion_is_a_request",
-        "unit/test_passthrough.py::test_body_is_unchanged_except_for_fields_of_kvlane",
+        f"{PREPROCESS}/test_passthrough.py::test_body_is_unchanged_except_for_fields_of_kvlane",
     ),
     "a known model: another endpoint joins": (
-        "unit/test_model_names.py::test_only_the_models_own_workers_count",
+        f"{PREPROCESS}/test_model_names.py::test_only_the_models_own_workers_count",
         f"{HINTS}only_allowed_workers_are_considered",
     ),
     "an invalid entry is logged and skipped, and what follows is taken": (
-        "unit/test_follower.py::test_malformed_records_are_counted_and_skipped",
+        "unit/streams/views/test_follower.py::test_malformed_records_are_counted_and_skipped",
     ),
     "a missing card is an error for token backends": (
-        "unit/test_model.py::test_card_without_a_tokenizer_cannot_be_loaded",
+        f"{PREPROCESS}/test_model.py::test_card_without_a_tokenizer_cannot_be_loaded",
         f"{MODELS}model_whose_files_are_missing_is_unavailable_until_they_come",
     ),
     "artifacts are fetched and checked": (
-        "unit/test_artifacts.py::test_file_is_found_by_its_checksum",
-        "unit/test_artifacts.py::test_file_with_a_damaged_part_is_unavailable",
-        "unit/test_artifacts.py::test_file_of_another_size_than_on_its_card_is_unavailable",
+        f"{PREPROCESS}/test_artifacts.py::test_file_is_found_by_its_checksum",
+        f"{PREPROCESS}/test_artifacts.py::test_file_with_a_damaged_part_is_unavailable",
+        f"{PREPROCESS}/test_artifacts.py::test_file_of_another_size_than_on_its_card_is_unavailable",
     ),
     "a failed put is told and tried again": (f"{MODELS}failed_load_of_a_model_is_repeated",),
     "a model that left is gone for chats and texts alike, whichever of them there were": (
@@ -374,7 +376,7 @@ MODEL_WATCHER: Row = {
     ),
     "names by slug": Missing("a difference: names are keys of the registry as they are"),
     "the watcher never dies of one bad entry": (
-        "unit/test_follower.py::test_malformed_records_are_counted_and_skipped",
+        "unit/streams/views/test_follower.py::test_malformed_records_are_counted_and_skipped",
         "flows/test_preprocessor.py::test_model_without_its_files_is_refused_and_others_continue",
     ),
 }

@@ -13,7 +13,7 @@ import pytest
 
 from kvlane.indexer import kernels, precompile
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HASH = "from kvlane.indexer.block_hashes import local_hashes; print(local_hashes(range(12), 4)[0])"
 STATS = """
 import sys

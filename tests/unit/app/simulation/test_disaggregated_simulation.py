@@ -22,7 +22,7 @@ from kvlane.app.simulation.simulated_request import SimulatedRequest
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import ArrivalRate, schedule_arrivals, trace_requests
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
-from tests.unit.test_trace_replay import SIMPLE
+from tests.unit.app.simulation.test_trace_replay import SIMPLE
 from workbench.bench.routing.disagg import FLEETS, free_thresholds, thresholds
 
 ENGINE = EngineLimits(CHUNK_TOKENS, 2048)

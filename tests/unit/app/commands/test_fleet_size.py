@@ -22,9 +22,9 @@ from kvlane.app.commands.size_command import (
     size_of,
 )
 from kvlane.streams.topics import PER_LANE, TOPICS
-from tests.unit.test_ledger_size import bytes_of
+from tests.unit.app.routing.test_ledger_size import bytes_of
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 
 def test_figures_are_those_of_machine_a_in_the_benchmarks() -> None:

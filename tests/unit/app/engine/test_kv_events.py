@@ -63,7 +63,7 @@ def number(n: int) -> bytes:
 
 @cache
 def recording() -> tuple[Step, ...]:
-    path = Path(__file__).parents[1] / "recordings" / "vllm_cache_events.json"
+    path = Path(__file__).parents[3] / "recordings" / "vllm_cache_events.json"
     return tuple(
         Step(
             step["step"], step["prompt"], step["output"], step["cached_tokens"],

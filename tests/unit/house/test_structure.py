@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("app", "streams", "indexer", "workbench")
 MOST_FILES = 15
+UNIT_TESTS = ROOT / "tests" / "unit"
+MOST_TESTS = 25
+NO_MODULES = {"house", "deploy"}
+"""Folders of unit tests of something else: the house rules, and files of `deploy/`."""
 
 SHARED_MODULE_NAMES: dict[str, str] = {}
 """Module names that occur twice, each with its reason."""
@@ -101,6 +105,31 @@ def test_folders_hold_few_files() -> None:
     for file in FILES:
         files[str(file.parent.relative_to(ROOT))] += file.name != "__init__.py"
     assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+def test_unit_tests_mirror_the_folders_of_the_code() -> None:
+    """A test stands in the folder of a module that it names, or in one above it."""
+    misplaced, files = [], defaultdict(int)
+    for file in UNIT_TESTS.rglob("test_*.py"):
+        folder = file.parent.relative_to(UNIT_TESTS)
+        files[str(folder)] += 1
+        package = ".".join(folder.parts)
+        names = (package, f"kvlane.{package}")
+        if package not in NO_MODULES and not (
+            (ROOT / folder).is_dir()
+            and any(re.search(rf"\b{re.escape(name)}\b", file.read_text()) for name in names)
+        ):
+            misplaced.append(str(folder / file.name))
+    assert misplaced == []
+    assert {folder: count for folder, count in files.items() if count > MOST_TESTS} == {}
+    assert files.keys() >= NO_MODULES
+
+
+def test_names_of_unit_tests_are_unique() -> None:
+    names = defaultdict(list)
+    for file in UNIT_TESTS.rglob("test_*.py"):
+        names[file.name].append(str(file.parent))
+    assert shared(names, {}) == {}
 
 
 def test_module_names_are_unique() -> None:

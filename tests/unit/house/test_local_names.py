@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted(f for folder in ("app", "streams", "indexer") for f in (ROOT / folder).rglob("*.py"))
 MOST_NAMES = 2
 SECOND_OPERAND = "other"

@@ -16,7 +16,7 @@ import yaml
 
 from tests.harness.promql_evaluation import Labels, Series, evaluate
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "prometheus"
 GROUPS = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
 RULES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HOOKS = Path(__file__).parents[2] / ".githooks"
+HOOKS = Path(__file__).parents[3] / ".githooks"
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ from kvlane.app.settings import Settings, unknown_variables, variable_name
 from kvlane.app.worker import DRAIN_NOTICE_HEARTBEATS, SHUTDOWN_STEP_S
 from kvlane.streams.topics import PER_LANE, TOPICS_BY_NAME, required_acls
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy" / "chart"
 RENDERED = sorted((ROOT / "deploy" / "k8s").glob("*.yaml"))
 VALUES = {path.stem: path for path in (CHART / "values").glob("*.yaml")}
-SCHEMAS = Path(__file__).parents[1] / "recordings" / "crd_schemas"
+SCHEMAS = Path(__file__).parents[2] / "recordings" / "crd_schemas"
 KUBERNETES = "1.34"
 HELM = shutil.which("helm") or shutil.which("helm", path=Path.home() / ".cache/kvlane/tools")
 MOUNTED_KEYS = {

@@ -76,7 +76,7 @@ async def test_description_opens_no_connection() -> None:
 
 
 def test_committed_document_matches_the_code() -> None:
-    file = Path(__file__).parents[2] / "deploy/asyncapi.yaml"
+    file = Path(__file__).parents[3] / "deploy/asyncapi.yaml"
     assert file.read_text("utf-8") == written(public_broker()), "make asyncapi"
 
 

@@ -15,7 +15,7 @@ from kvlane.app.commands.settings_table import settings_markdown
 from kvlane.app.settings import Settings, variable_name
 from kvlane.streams.topics import TOPICS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").iterdir()),

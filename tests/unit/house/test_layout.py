@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("app", "streams", "indexer", "workbench/bench", "workbench/testing")
 IMPURE = ("asyncio", "aiokafka", "faststream", "pydantic")
 

@@ -15,7 +15,7 @@ import pytest
 
 import kvlane
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("app", "streams", "indexer", "kvlane", "workbench")
 OTHERS = ("tests", "examples", "deploy")
 QUOTED = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`|\b([A-Z][A-Z0-9]*_[A-Z0-9_]+)\b")

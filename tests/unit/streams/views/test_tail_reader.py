@@ -24,7 +24,7 @@ from kvlane.streams.views.tail_reader import (
 )
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.harness.recording_view import RecordingView
-from tests.unit.test_follower import FOR_NEWER_READERS, MALFORMED
+from tests.unit.streams.views.test_follower import FOR_NEWER_READERS, MALFORMED
 
 LANE_0, LANE_1 = Partition(LEDGER, 0), Partition(LEDGER, 1)
 

@@ -51,7 +51,7 @@ from workbench.bench.index.peers import (
 from workbench.bench.index.record_rates import record_rates
 
 SMALL = IndexSetup(64, 4, 4_000)
-TRACE = Path(__file__).resolve().parents[2] / "app" / "data" / "conversation_300.jsonl"
+TRACE = Path(__file__).resolve().parents[4] / "app" / "data" / "conversation_300.jsonl"
 FLEET = TraceFleet(workers=3, chunks_per_worker=300, min_requests=300)
 
 
