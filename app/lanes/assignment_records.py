@@ -20,10 +20,14 @@ from kvlane.streams.request import BootstrapInfo, Request
 
 
 def decision_record(
-    rest: RemainingWork, run: RunId, choice: Placement, router: str, known_ms: int
-) -> Assigned:
-    """The decision for a run. `known_ms`: append time of the youngest record of the ledger read."""
+    rest: RemainingWork, run: RunId, choice: Placement, router: str, known_ms: int,
+    *, continues_guided: bool,
+) -> Assigned:  # fmt: skip
+    """The decision for a run. `known_ms`: append time of the youngest record of the ledger read.
+    `continues_guided`: as in the config of the run's engine."""
     request = rest.request
+    is_guided = request.sampling.guided_decoding is not None
+    can_continue = (continues_guided or not is_guided) and not continuation_blocker(request)
     return Assigned(
         id=request.id, attempt=run.attempt, phase=run.phase, worker=run.worker, epoch=run.epoch,
         origin=rest.origin, responses_from=rest.responses_from, deadline_ms=rest.deadline_ms,
@@ -35,7 +39,7 @@ def decision_record(
         held_ms=choice.forecast.waited_ms, ttft_ms_predicted=choice.forecast.ttft_ms,
         session=_session_use(request, choice), lora_name=request.hints.lora_name or "",
         known_ms=known_ms,
-        service_class=request.service_class, is_preemptible=not continuation_blocker(request),
+        service_class=request.service_class, is_preemptible=can_continue,
         choice=choice.choice, candidate_rows=choice.record, is_prompt=request.queued_ms > 0,
     )  # fmt: skip
 

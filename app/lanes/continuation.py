@@ -12,10 +12,12 @@ from typing import Literal
 
 from kvlane.streams.request import Request
 
-ContinuationClass = Literal["unaffected", "adjusted", "changed", "refused"]
+ContinuationClass = Literal["unaffected", "adjusted", "changed", "by_engine", "refused"]
 """`unaffected`: the option means the same for the rest. `adjusted`: the rest gets the remaining
 part of it. `changed`: engines count only the tokens that they have generated themselves, so the
-rest is another draw; refused if the answer was to be exact. `refused`: the answer cannot go on."""
+rest is another draw; refused if the answer was to be exact. `by_engine`: the rest is
+for engines that can continue it (`EngineConfig.continues_guided`). `refused`: the answer cannot go
+on."""
 
 CONTINUATION: Mapping[str, ContinuationClass] = {
     "stop.max_tokens": "adjusted",
@@ -39,7 +41,7 @@ CONTINUATION: Mapping[str, ContinuationClass] = {
     "sampling.frequency_penalty": "changed",
     "sampling.repetition_penalty": "unaffected",  # counts the prompt too
     "sampling.include_stop_str_in_output": "unaffected",
-    "sampling.guided_decoding": "refused",
+    "sampling.guided_decoding": "by_engine",
     "sampling.allowed_token_ids": "unaffected",
     "sampling.bad_words_token_ids": "refused",  # of several tokens: one may begin before the rest
     "sampling.logit_bias": "unaffected",
@@ -59,12 +61,14 @@ CONTINUATION: Mapping[str, ContinuationClass] = {
 
 
 def continuation_blocker(request: Request) -> str:
-    """Why no engine can continue an answer to this request in its middle; "" if one can."""
+    """Why no engine can continue an answer to this request in its middle; "" if one can.
+
+    With guided decoding, those can whose config has `continues_guided`: the router's rule on
+    eligible workers (`app/routing/selection/eligibility.py`).
+    """
     sampling = request.sampling
     if request.body is not None:
         return "its engine gives no token ids to continue from"
-    if sampling.guided_decoding is not None:
-        return "guided decoding cannot be resumed in the middle of an answer"
     if any(len(word) > 1 for word in sampling.bad_words_token_ids or ()):
         return "bad words of several tokens cannot be recognised across the interruption"
     if request.prompt_embeds is not None:

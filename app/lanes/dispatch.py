@@ -291,7 +291,11 @@ class Dispatcher:
                 rest, run, s.broker_clock.now_ms(), bootstrap, choice.forecast.ttft_ms
             )
             handover_until_ms = begun.until_ms
-        assigned = decision_record(rest, run, choice, s.name, s.ledger.last_append_ms)
+        member = s.fleet.members.get(worker)
+        assigned = decision_record(
+            rest, run, choice, s.name, s.ledger.last_append_ms,
+            continues_guided=member is not None and member.card.config.continues_guided,
+        )  # fmt: skip
         assignment = assignment_record(
             rest, run, choice, bootstrap, s.broker_clock.now_ms(), handover_until_ms
         )

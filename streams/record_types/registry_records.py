@@ -28,6 +28,7 @@ class EngineConfig(InternalRecord, frozen=True):
     features that it would ignore (`guided_decoding`, `logprobs`); requests for them are refused.
     `transfer_lease_s`: how long it holds the blocks of a prompt for another engine; None: it
     neither hands prompts over nor fetches them. `transfer_bytes_per_token`: size of these blocks.
+    `continues_guided`: it continues answers with guided decoding in their middle.
     """
 
     model: str
@@ -49,6 +50,7 @@ class EngineConfig(InternalRecord, frozen=True):
     unsupported: tuple[str, ...] = ()
     transfer_lease_s: float | None = None
     transfer_bytes_per_token: int | None = None
+    continues_guided: bool = False
 
 
 class WorkerCard(InternalRecord, frozen=True):

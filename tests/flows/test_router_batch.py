@@ -186,6 +186,16 @@ async def test_run_that_cannot_be_continued_stays(world: MemoryWorld) -> None:
 
 
 @scenario_test
+async def test_guided_run_gives_way_where_its_engine_can_continue_it(world: MemoryWorld) -> None:
+    worker = FakeWorker(world, max_num_seqs=1, continues_guided=True)
+    await start_router(world)
+    guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a+"))
+    await begin_batch_run(world, worker, sampling=guided)
+    ask(world, "a", service_class="interactive")
+    await wait_for_items(world, lambda: worker.received(CancelRun))
+
+
+@scenario_test
 async def test_decision_not_read_back_counts_for_the_next_one(world: MemoryWorld) -> None:
     worker = FakeWorker(world, block_size=16, total_kv_blocks=20)
     await start_router(world, batch_max_slowdown=100)

@@ -323,6 +323,38 @@ async def test_guided_answer_is_not_continued_in_its_middle(world: MemoryWorld) 
 
 
 @scenario_test
+async def test_guided_answer_continues_only_on_an_engine_that_can(world: MemoryWorld) -> None:
+    able = FakeWorker(world, "w1", continues_guided=True)
+    await start_router(world)
+    guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a*"))
+    append_record(world, REQUESTS, Request(id="a", model="demo", sampling=guided))
+    run = able.start((await wait_for_items(world, lambda: able.received(Assignment)))[0])
+    append_record(world, RESPONSES, chunk(0, 7))
+    unable = FakeWorker(world, "w2")
+    await world.sleep(2)
+    able.finish(run, "broken")
+    again = (await wait_for_items(world, lambda: able.received(Assignment), 2))[1]
+    assert list(unpack_tokens(again.taken)) == [7]
+    assert not unable.received(Assignment)
+
+
+@scenario_test
+async def test_guided_answer_waits_for_an_engine_that_can(world: MemoryWorld) -> None:
+    first = FakeWorker(world, "w1", continues_guided=True)
+    await start_router(world)
+    guided = SamplingOptions(guided_decoding=GuidedDecoding(regex="a*"))
+    append_record(world, REQUESTS, Request(id="a", model="demo", sampling=guided))
+    first.start((await wait_for_items(world, lambda: first.received(Assignment)))[0])
+    append_record(world, RESPONSES, chunk(0, 7))
+    first.heartbeat_task.cancel()
+    await wait_for_items(world, lambda: read_records(world, RESPONSES, Fence))
+    await world.sleep(5)
+    second = FakeWorker(world, "w2", continues_guided=True)
+    (again,) = await wait_for_items(world, lambda: second.received(Assignment))
+    assert list(unpack_tokens(again.taken)) == [7]
+
+
+@scenario_test
 async def test_request_that_cannot_be_read_in_time_is_lost(world: MemoryWorld) -> None:
     worker, router, run = await begin_run(world)
     router._context.scanner.fetch_request = never_read  # type: ignore[method-assign]

@@ -692,6 +692,16 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     ),
     (
         r.WorkerCard(
+            id="w1", slot=3, model="demo",
+            config=r.EngineConfig(model="demo", continues_guided=True),
+        ),
+        bytes.fromhex(
+            "84a26964a27731a4736c6f7403a56d6f64656ca464656d6fa6636f6e666967de0002a56d6f64656ca464"
+            "656d6fb0636f6e74696e7565735f677569646564c3"
+        ),
+    ),
+    (
+        r.WorkerCard(
             id="w1", slot=3, model="demo", role="decode", config=r.EngineConfig(model="demo",
             transfer_lease_s=2.0),
         ),

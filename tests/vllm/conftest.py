@@ -56,9 +56,9 @@ def _quick_starts() -> None:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(model: Path, adapters: dict[str, Path]) -> AsyncIterator[object]:
     """A worker's engine, with adapters, and a cache of 40 blocks."""
-    from tests.vllm.engines import RealEngine, started
+    from tests.vllm.engines import COMPACT, RealEngine, started
 
-    engine = await started(model, blocks=40, adapters=adapters)
+    engine = await started(model, blocks=40, adapters=adapters, structured_outputs_config=COMPACT)
     assert isinstance(engine, RealEngine)
     yield engine
     await engine.cleanup()

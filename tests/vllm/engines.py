@@ -21,6 +21,8 @@ from kvlane.streams.request import Hints, Request, SamplingOptions, StopConditio
 
 CLOCK = SystemClock()
 GREEDY = SamplingOptions(temperature=0.0)
+COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
+"""For answers in JSON: a model with random weights would fill them with white space."""
 
 
 class RealEngine(ValidatingEngine):
@@ -117,3 +119,10 @@ async def settled(condition: Callable[[], bool], within_s: float = 30.0) -> None
     while not condition():
         assert CLOCK.now() < until, "it never came true"
         await CLOCK.sleep(0.01)
+
+
+def core_of(engine: RealEngine) -> int:
+    """The process of its core."""
+    manager = engine.llm.engine_core.resources.engine_manager
+    (core,) = manager.processes
+    return int(core.pid)

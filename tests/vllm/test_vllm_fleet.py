@@ -16,7 +16,7 @@ from kvlane.app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
 from kvlane.app.engine.interface import EngineDead
 from kvlane.streams.records import Chunk
 from kvlane.streams.request import StopConditions
-from tests.vllm.engines import RealEngine, answer, direct, make_request, outputs, started
+from tests.vllm.engines import RealEngine, answer, core_of, direct, make_request, outputs, started
 from tests.vllm.fleet import Fleet
 
 
@@ -104,7 +104,7 @@ async def test_answer_continues_unchanged_when_its_engine_is_killed(
                 assert isinstance(piece, Chunk), piece
                 if not tokens:
                     await fleet.join("heir", second)
-                    os.kill(_core_of(victim), signal.SIGKILL)
+                    os.kill(core_of(victim), signal.SIGKILL)
                 tokens += piece.token_ids
             assert tokens == due
             assert fleet.decisions.workers_of(request_id) == ["victim", "heir"]
@@ -113,10 +113,3 @@ async def test_answer_continues_unchanged_when_its_engine_is_killed(
     finally:
         await victim.cleanup()
     assert await answer(second, make_request([9, 8, 7], stop=StopConditions(max_tokens=2)))
-
-
-def _core_of(engine: RealEngine) -> int:
-    """The process of its core."""
-    manager = engine.llm.engine_core.resources.engine_manager
-    (core,) = manager.processes
-    return int(core.pid)

@@ -35,6 +35,7 @@ from kvlane.app.engine.interface import (
     with_whole_thinking_budget,
 )
 from kvlane.app.engine.process_reaper import ProcessReaper
+from kvlane.app.engine.vllm import guided_resume
 from kvlane.app.engine.vllm.event_receiver import KvEventReceiver
 from kvlane.app.engine.vllm.form_trials import FormTrials
 from kvlane.app.engine.vllm.params import (
@@ -316,6 +317,8 @@ class VllmEngine(Engine):
             lora_names=tuple(self._lora_requests) if lora else None,
             data_parallel_size=self._ranks if self._ranks > 1 else None,
             transfer_lease_s=_transfer_lease_s(config.kv_transfer_config),
+            # With a publisher of ours the engine's processes have loaded the plugin.
+            continues_guided=self._inbox is not None and not guided_resume.interface_fault(),
         )
 
     # --- requests --------------------------------------------------------------------------------
@@ -338,10 +341,8 @@ class VllmEngine(Engine):
                     output = _output(result, request.output.logprobs, stopped=context.is_stopped)
                     if output.transfer is not None:
                         self._last_transfer_at = self._clock.now()
-                    if output.finish_reason == "error" and request.prefill_result and not made:
-                        raise EngineError(
-                            "vLLM could not fetch the blocks of the prompt", retryable=True
-                        )
+                    if output.finish_reason == "error" and not made:
+                        _raise_known_cause(request, context)
                     if first or output.finish_reason is not None:
                         counts = token_usage(prompt_tokens, made, result.num_cached_tokens or 0)
                         output = output.with_usage(counts)
@@ -362,7 +363,8 @@ class VllmEngine(Engine):
         guided = request.sampling.guided_decoding
         if guided is not None and self._trials is not None:
             await self._trials.check(guided, request.tenant)
-        sampling = sampling_params(with_whole_thinking_budget(request, context), context.phase)
+        whole = with_whole_thinking_budget(request, context)
+        sampling = sampling_params(whole, context.phase, context.taken_tokens)
         adapter = self._adapter(request.hints.lora_name)
         prompt = await vllm_prompt(request, self._llm.model_config)
         name = self._request_ids[context] = f"{context.request_id}-{next(self._id_numbers)}"
@@ -388,6 +390,21 @@ class VllmEngine(Engine):
         if name not in self._lora_requests:
             raise InvalidRequest(f"lora_name: this worker has not loaded an adapter {name!r}")
         return self._lora_requests[name]
+
+
+def _raise_known_cause(request: Request, context: GenerateContext) -> None:
+    """Raise the EngineError of an answer that ended with an error before its first token, which has
+    no message in vLLM."""
+    if request.prefill_result:
+        raise EngineError("vLLM could not fetch the blocks of the prompt", retryable=True)
+    if request.sampling.guided_decoding is None:
+        return
+    if context.taken_tokens:
+        raise EngineError(
+            "vLLM cannot continue the answer in the form that it must have: the log of the worker "
+            "has the reason"
+        )
+    raise InvalidRequest("vLLM cannot compile the form of the answer: use a simpler one")
 
 
 def _transfer_lease_s(config: Any) -> float | None:

@@ -14,6 +14,7 @@ import msgspec
 
 from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
 from kvlane.app.engine.media_urls import check_url
+from kvlane.app.engine.vllm.guided_resume import TAKEN_FIELD
 from kvlane.streams.codecs import unpack_tokens
 from kvlane.streams.record_base import JsonText
 from kvlane.streams.records import Phase
@@ -21,6 +22,10 @@ from kvlane.streams.request import GuidedDecoding, MultimodalData, Request
 
 KV_TRANSFER_FIELD = "kv_transfer_params"
 """The field of a prefill's transfer for vLLM's connector."""
+_RESERVED = {
+    KV_TRANSFER_FIELD: "transfers between servers",
+    TAKEN_FIELD: "answers that another worker began",
+}
 
 
 _PLAIN = (
@@ -30,8 +35,9 @@ _PLAIN = (
 """Sampling options with the same name in vLLM; None leaves its default."""
 
 
-def sampling_params(request: Request, phase: Phase = "aggregated") -> Any:
-    """The `vllm.SamplingParams` of a request. Raises InvalidRequest, and errors of vLLM."""
+def sampling_params(request: Request, phase: Phase = "aggregated", taken_tokens: int = 0) -> Any:
+    """The `vllm.SamplingParams` of a request whose prompt ends with `taken_tokens` of its answer.
+    Raises InvalidRequest, and errors of vLLM."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -46,6 +52,9 @@ def sampling_params(request: Request, phase: Phase = "aggregated") -> Any:
     max_tokens = stop.max_tokens
     if request.is_probe and max_tokens is None:
         max_tokens = 1
+    extra = extra_args(request, phase)
+    if sampling.guided_decoding is not None and taken_tokens:
+        extra[TAKEN_FIELD] = taken_tokens
     params = SamplingParams(
         **fields,
         max_tokens=max_tokens,
@@ -55,7 +64,7 @@ def sampling_params(request: Request, phase: Phase = "aggregated") -> Any:
         logprobs=request.output.logprobs,
         structured_outputs=_guided(sampling.guided_decoding),
         thinking_token_budget=stop.max_thinking_tokens,
-        extra_args=extra_args(request, phase) or None,
+        extra_args=extra or None,
         detokenize=False,  # text and stop strings are handled outside the engine
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
@@ -70,13 +79,13 @@ def extra_args(request: Request, phase: Phase = "aggregated") -> dict[str, Any]:
     """Additional arguments, with the transfer of a prefill, or in phase prefill the request for
     one; a probe has neither.
 
-    Raises InvalidRequest, also for a transfer in the arguments, which a client may have written.
+    Raises InvalidRequest, also for a reserved field in the arguments, which a client may have
+    written.
     """
     extra = _object("extra_args", request.extra_args)
-    if KV_TRANSFER_FIELD in extra:
-        raise InvalidRequest(
-            f"extra_args.{KV_TRANSFER_FIELD}: reserved for transfers between servers"
-        )
+    for field, use in _RESERVED.items():
+        if field in extra:
+            raise InvalidRequest(f"extra_args.{field}: reserved for {use}")
     if request.is_probe:
         return extra
     if phase == "prefill":

@@ -1,7 +1,8 @@
 """Plugin of vLLM: the entry point `kvlane` of `vllm.general_plugins`.
 
-Every process of vLLM calls `register`, also in servers that kvlane has not started. It changes only
-the publication of cache events whose endpoint begins with `kvlane+`:
+Every process of vLLM calls `register`, also in servers that kvlane has not started. It changes
+requests with a field of kvlane's own, which continue a guided answer (`guided_resume.py`), and the
+publication of cache events whose endpoint begins with `kvlane+`:
 
     --kv-events-config '{"enable_kv_cache_events": true, "endpoint": "kvlane+tcp://*:5557"}'
 
@@ -19,10 +20,14 @@ ENDPOINT_PREFIX = "kvlane+"
 
 
 def register() -> None:
-    """Use kvlane's publisher for endpoints with the prefix. Idempotent."""
+    """Continue guided answers, and use kvlane's publisher for endpoints with the prefix.
+    Idempotent."""
     from vllm.distributed.kv_events import EventPublisherFactory
 
+    from kvlane.app.engine.vllm import guided_resume
     from kvlane.app.engine.vllm.zmq_publisher import NonBlockingPublisher
+
+    guided_resume.install()
 
     known = EventPublisherFactory._registry  # noqa: SLF001 - vLLM's config accepts no new names
     plain = known["zmq"]

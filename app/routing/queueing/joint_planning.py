@@ -141,7 +141,7 @@ def _is_plain(wanted: PendingRequest[K], pool: CandidatePool, by: PlanningContex
     rows = filter_eligible(
         request, wanted.phase, pool, by.state.fleet,
         excluded=wanted.excluded, full=by.full_workers,
-        loads=(by.state.committed, by.state.unconfirmed),
+        loads=(by.state.committed, by.state.unconfirmed), has_output=wanted.prompt.has_output,
     )  # fmt: skip
     return rows is pool.rows
 

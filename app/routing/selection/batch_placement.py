@@ -245,6 +245,7 @@ def place_batch_request(
     rows = filter_eligible(
         request, "aggregated", pool, state.fleet,
         excluded=excluded, full=full_workers, loads=(state.committed, state.unconfirmed),
+        has_output=prompt.has_output,
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return not_eligible(rows)

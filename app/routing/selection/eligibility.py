@@ -215,19 +215,22 @@ def filter_eligible(
     full: Collection[tuple[str, int]] = (),
     loads: Sequence[ActiveLoad] = (),
     pin_phase: Phase | None = None,
+    has_output: bool = False,
 ) -> Sequence[CandidateRow] | NotEligible:
     """The eligible places for a phase of a request, or the reason why there is none.
 
     Workers in `excluded`, on which it failed before, count as long as there is no other one; those
     in `full`, with their epochs, do not. `loads`: parts of the load of places, to be added up.
-    `pin_phase`: the phase whose pinned worker counts, if another one.
+    `pin_phase`: the phase whose pinned worker counts, if another one. `has_output`: its answer has
+    tokens, which the worker continues.
 
     A request without constraints gets the rows of the pool as they are.
     """
     hints = request.hints
+    continues_guided = has_output and request.sampling.guided_decoding is not None
     if (
         hints is NO_HINTS
-        and not (excluded or full or pool.has_load_limits)
+        and not (excluded or full or pool.has_load_limits or continues_guided)
         and _takes(pool, request)
     ):
         return pool.rows or NO_READY_WORKER
@@ -237,10 +240,11 @@ def filter_eligible(
     rows: Sequence[CandidateRow] = pool.rows
     if not rows:
         return NO_READY_WORKER
-    for rule in _rules(request, phase, pin, pool.kinds):
+    own_rule = (_CONTINUES_GUIDED,) if continues_guided else ()
+    for rule in (*_rules(request, phase, pin, pool.kinds), *own_rule):
         rows = [row for row in rows if rule.accepts(row)]
         if not rows:
-            return _explain_empty(rule, request, phase, pin, fleet)
+            return _explain_empty(rule, request, phase, pin, fleet, own_rule)
     if excluded:
         rows = [row for row in rows if row.worker_rank.worker not in excluded] or rows
     if full:
@@ -274,6 +278,12 @@ class EligibilityRule(NamedTuple):
 
     reason: str
     accepts: Callable[[CandidateRow], bool]
+
+
+_CONTINUES_GUIDED = EligibilityRule(
+    "cannot continue: no worker resumes guided decoding in the middle of an answer",
+    lambda row: row.card.config.continues_guided,
+)
 
 
 def _rules(
@@ -316,9 +326,10 @@ def _rules(
 
 
 def _explain_empty(
-    rule: EligibilityRule, request: Request, phase: Phase, pin: str | None, fleet: Fleet
-) -> NotEligible:
-    """The result if a rule leaves no ready place."""
+    rule: EligibilityRule, request: Request, phase: Phase, pin: str | None, fleet: Fleet,
+    own_rule: Collection[EligibilityRule],
+) -> NotEligible:  # fmt: skip
+    """The result if a rule leaves no ready place. `own_rule`: that of a continued answer."""
     if pin is not None and rule.reason.startswith("the pinned"):
         return NotEligible(rule.reason, "pinned_busy")
     if rule.reason == NO_RECEIVER:  # past its time the next attempt is whole
@@ -329,8 +340,10 @@ def _explain_empty(
         if request.model in ("", member.card.model) and can_take(member.card, phase)
         for row in _rows(worker, member, 0)
     )
-    all_rules = list(_rules(request, phase, pin))
+    all_rules = [*_rules(request, phase, pin), *own_rule]
     hope = any(all(each.accepts(row) for each in all_rules) for row in alive)
+    if rule is _CONTINUES_GUIDED and not hope:
+        return NotEligible(rule.reason, "lost", "none")
     return NotEligible(rule.reason, "none_eligible", "wait" if hope else "news")
 
 

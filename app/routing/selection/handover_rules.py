@@ -170,6 +170,7 @@ def _choose(
         rows = filter_eligible(
             request, phase, pool, state.fleet,
             full=full_workers, loads=(state.committed, state.unconfirmed),
+            has_output=prompt.has_output,
         )  # fmt: skip
         if isinstance(rows, NotEligible):
             return None

@@ -100,6 +100,7 @@ def select_worker(
     rows = filter_eligible(
         request, phase, pool, state.fleet, excluded=excluded, full=full_workers,
         loads=(state.committed, state.unconfirmed), pin_phase=pinned_phase,
+        has_output=prompt.has_output,
     )  # fmt: skip
     if isinstance(rows, NotEligible):
         return not_eligible(rows)

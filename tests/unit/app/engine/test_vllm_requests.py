@@ -161,8 +161,10 @@ async def test_media_are_fetched_within_the_bounds_of_the_model(
     assert (await vllm_prompt(request, config))["multi_modal_data"]["image"][0][0] == given.url
 
 
-@pytest.mark.parametrize("args", [b"[]", b"{", b'{"kv_transfer_params": 1}', b"[" * 5000])
-def test_value_that_is_no_object_is_refused(args: bytes) -> None:
+@pytest.mark.parametrize(
+    "args", [b"[]", b"{", b"[" * 5000, b'{"kv_transfer_params": 1}', b'{"kvlane_taken_tokens": 3}']
+)
+def test_value_that_is_no_object_or_reserved_is_refused(args: bytes) -> None:
     with pytest.raises(InvalidRequest, match="extra_args"):
         extra_args(Request(id="a", extra_args=args))
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvlane.app.lanes.failover import finish_reason_of, migration_blocker
 from kvlane.streams.records import Chunk
-from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from kvlane.streams.request import Request, SamplingOptions, StopConditions
 from kvlane.streams.responses.transcript import Transcript
 
 
@@ -58,7 +58,7 @@ def test_text_without_tokens_cannot_be_continued() -> None:
     assert "token ids" in migration_blocker(sent(), shown(text="ab"))
 
 
-def test_guided_answer_can_only_be_restarted() -> None:
-    guided = Request(id="a", sampling=SamplingOptions(guided_decoding=GuidedDecoding(regex="a*")))
-    assert migration_blocker(guided, Transcript()) == ""
-    assert "guided decoding" in migration_blocker(guided, shown(1))
+def test_words_that_may_have_begun_block_only_an_answer_with_tokens() -> None:
+    words = Request(id="a", sampling=SamplingOptions(bad_words_token_ids=((7, 8),)))
+    assert migration_blocker(words, Transcript()) == ""
+    assert "bad words" in migration_blocker(words, shown(1))

@@ -1,0 +1,154 @@
+"""Tests of guided answers that another engine continues: the form holds over the interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from kvlane.app.demo.tiny_model import VOCABULARY_SIZE
+from kvlane.app.engine.interface import EngineError, GenerateContext
+from kvlane.app.engine.vllm import guided_resume
+from kvlane.app.serving.run_executor import resumed_request
+from kvlane.streams.codecs import pack_tokens
+from kvlane.streams.records import Chunk
+from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from tests.vllm.engines import COMPACT, RealEngine, answer, core_of, make_request, started
+from tests.vllm.fleet import Fleet
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["one", "two three", "four"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+PATTERN = r"[a-f]{3}-[0-9]{4,6}(x|yy){2}"
+CHOICES = ("the first of them", "the other one")
+
+
+def is_valid(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        found.keys() == {"name", "count", "tags"}
+        and found["name"] in ("one", "two three", "four")
+        and 0 <= found["count"] <= 9999
+        and len(found["tags"]) in (2, 3)
+        and {*found["tags"]} <= {"a", "bb"}
+    )
+
+
+FORMS: dict[str, tuple[GuidedDecoding, Callable[[str], Any]]] = {
+    "json": (GuidedDecoding(json=json.dumps(SCHEMA).encode()), is_valid),
+    "regex": (GuidedDecoding(regex=PATTERN), re.compile(PATTERN).fullmatch),
+    "choice": (GuidedDecoding(choice=CHOICES), CHOICES.__contains__),
+    "grammar": (GuidedDecoding(grammar='root ::= "a" ("bc" | "cb"){3} "d"'), lambda t: len(t) == 8),
+}
+
+
+def guided(form: GuidedDecoding, prompt: list[int], seed: int, max_tokens: int) -> Request:
+    return make_request(
+        prompt, max_tokens, eos_token_ids=(2,), stop=StopConditions(max_tokens=max_tokens),
+        sampling=SamplingOptions(temperature=0.8, seed=seed, guided_decoding=form),
+    )  # fmt: skip
+
+
+async def continued(engine: RealEngine, request: Request, taken: list[int]) -> list[int]:
+    """The rest of an answer, as a worker asks an engine for it."""
+    context = GenerateContext(request.id)
+    context.taken_tokens = len(taken)
+    rest = resumed_request(request, pack_tokens(taken))
+    async with aclosing(engine.generate(rest, context)) as stream:
+        return [token async for output in stream for token in output.token_ids]
+
+
+def test_vllm_has_the_interface_that_the_plugin_replaces() -> None:
+    assert guided_resume.interface_fault() == ""
+
+
+def test_card_says_that_guided_answers_continue(engine: RealEngine) -> None:
+    assert engine.config.continues_guided
+
+
+def test_other_interface_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    def moved(self: object, request: object, backend: object) -> None:
+        """As a later version may have it."""
+
+    monkeypatch.setattr(StructuredOutputManager, "_create_grammar", moved)
+    assert "_create_grammar has the parameters" in guided_resume.interface_fault()
+    guided_resume.install()
+    assert StructuredOutputManager._create_grammar is moved
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_form_holds_over_an_interruption_at_any_token(
+    engine: RealEngine, model: Path, name: str
+) -> None:
+    form, is_right = FORMS[name]
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    rng = random.Random(11)
+    for seed in range(5):
+        prompt = [rng.randrange(16, VOCABULARY_SIZE) for _ in range(20)]
+        request = guided(form, prompt, seed, 200)
+        whole = await answer(engine, request)
+        text = tokenizer.decode([token for token in whole if token != 2])
+        assert is_right(text), text
+        for cut in {1, len(whole) // 2, len(whole) - 1} - {0, len(whole)}:
+            taken = whole[:cut]
+            rest = await continued(engine, request, taken)
+            text = tokenizer.decode([token for token in taken + rest if token != 2])
+            assert is_right(text), (cut, text)
+
+
+async def test_tokens_that_do_not_fit_the_form_end_their_request_alone(engine: RealEngine) -> None:
+    form, _ = FORMS["regex"]
+    request = guided(form, [20, 21, 22], 1, 50)
+    with pytest.raises(EngineError, match="cannot continue the answer in the form"):
+        await continued(engine, request, [300, 301])
+    assert await answer(engine, request)
+
+
+async def test_guided_answers_continue_when_their_engine_is_killed(
+    model: Path, engine: RealEngine, tmp_path: Path
+) -> None:
+    victim = await started(model, blocks=200, structured_outputs_config=COMPACT)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    rng = random.Random(5)
+    try:
+        async with Fleet(model, {"victim": victim}, "doomed", tmp_path) as fleet:
+            ids = [
+                await fleet.make_request(
+                    [rng.randrange(16, VOCABULARY_SIZE) for _ in range(30)], 300,
+                    temperature=0.8, seed=number, guided_json=SCHEMA, ignore_eos=False,
+                )
+                for number in range(12)
+            ]  # fmt: skip
+            answers: dict[str, list[int]] = {}
+            for request_id in ids:
+                tokens = answers[request_id] = []
+                async for piece in fleet.pieces(request_id):
+                    assert isinstance(piece, Chunk), piece
+                    if not answers[ids[0]]:
+                        await fleet.join("heir", engine)
+                        os.kill(core_of(victim), signal.SIGKILL)
+                    tokens += piece.token_ids
+            moved = [i for i in ids if fleet.decisions.workers_of(i) == ["victim", "heir"]]
+        for tokens in answers.values():
+            assert is_valid(tokenizer.decode([token for token in tokens if token != 2]))
+        assert moved
+    finally:
+        await victim.cleanup()
