@@ -1,4 +1,4 @@
-"""Timers of a lane by request id, in broker time: when to reconcile a request again."""
+"""Timers of a lane by request id, in the time of one clock: when to reconcile a request again."""
 
 from __future__ import annotations
 

@@ -33,12 +33,13 @@ from kvlane.app.request_timers import RequestTimers
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.reconcile import (
     Action,
+    ActionTimes,
     Decode,
     Finish,
     Restart,
     Verify,
     next_action,
-    next_action_ms,
+    next_action_times,
 )
 from kvlane.app.routing.state.fleet import LastHeartbeat
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
@@ -71,7 +72,9 @@ class LaneOwner:
         self._waits = waits = CancellableWaits(self._has_cancel)
         self._dispatcher = Dispatcher(context, self._termination, self._lane, waits)
         self._failover = Failover(context, self._termination, self._lane, self._dispatcher, waits)
-        self._timers = RequestTimers()
+        self._deadlines = RequestTimers()
+        self._run_timers = RequestTimers()
+        """By the clock of the ledger's leader (`ActionTimes`)."""
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._records_behind: dict[str, deque[LogRecord]] = {}
         self._arrived: dict[str, int] = {}  # offsets of the requests being admitted
@@ -147,11 +150,12 @@ class LaneOwner:
             state = None  # nothing is due any more
         self._drop_handover(request_id, state)
         action = None if state is None else self._next_action(request_id, state, now_ms)
-        at_ms = None
+        times = ActionTimes()
         if state is not None and action is None:
             lag_ms = self._ledger_clock.lag_ms
-            at_ms = next_action_ms(request_id, state, now_ms, s.timeouts, lag_ms)
-        self._timers.set(request_id, at_ms)
+            times = next_action_times(request_id, state, now_ms, s.timeouts, lag_ms)
+        self._deadlines.set(request_id, times.deadline_ms)
+        self._run_timers.set(request_id, times.run_ms)
         self._set_back_off(request_id, state if action is None else None)
         match action:
             case Restart():
@@ -240,7 +244,9 @@ class LaneOwner:
         """
         if not self.serving:
             return
-        for request_id in self._timers.due(self._context.broker_clock.now_ms()):
+        now_ms = self._context.broker_clock.now_ms()
+        due = self._deadlines.due(now_ms) + self._run_timers.due(now_ms - self._ledger_clock.lag_ms)
+        for request_id in due:
             self.reconcile(request_id)
         fleet = self._context.fleet
         for (worker, epoch), runs in list(self._open_runs.items()):

@@ -1,9 +1,9 @@
 """Reconciliation: the next action for a request, as a pure function of the logs' state.
 
 `next_action` is level-triggered: it depends on the state, not on the change, so it may be called
-at any time by any router; `next_action_ms` gives the time until which the result stays the same if
-no record arrives. A router that crashes in the middle of an action leaves a state in which the same
-action is due for the next owner. Acting twice is harmless by the stream reconstruction rule.
+at any time by any router; `next_action_times` gives the times until which the result stays the same
+if no record arrives. A router that crashes in the middle of an action leaves a state in which the
+same action is due for the next owner. Acting twice is harmless by the stream reconstruction rule.
 
     state of the request                                            action
     ended, or its id unknown (no origin)                            nothing
@@ -131,23 +131,37 @@ def _action_for_runs(
     return next((Verify(k) for k in missing), None)
 
 
-def next_action_ms(
-    request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts, lag_ms: int = 0
-) -> int | None:
-    """Broker time at which an action may become due without a new record; None if none may.
+class ActionTimes(NamedTuple):
+    """Times at which an action may become due without a new record; None if none may.
 
-    Before it only records make an action due: of the ledger, Lost, heartbeats without the run.
+    `deadline_ms`: in broker time; `run_ms`: by the clock of the ledger's leader, which the ages of
+    runs count by. The difference of these clocks is an estimate, so no time is of both.
+    """
+
+    deadline_ms: int | None = None
+    run_ms: int | None = None
+
+
+def next_action_times(
+    request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts, lag_ms: int = 0
+) -> ActionTimes:
+    """The times from which an action may be due; arguments as of `next_action`.
+
+    Before them only records make an action due: of the ledger, Lost, heartbeats without the run.
     """
     if state.ended or state.origin is None:
-        return None
-    times = [state.deadline_ms + 1]
+        return ActionTimes()
+    times = []
     for _, run in _current_runs(state):
-        since_ms = run.since_ms + lag_ms
         if run.state == "assigned":
-            times.append(since_ms + timeouts.start_timeout_ms + 1)
+            times.append(run.since_ms + timeouts.start_timeout_ms + 1)
         elif run.state == "worker_full":
-            times.append(since_ms + _back_off_ms(request_id, state.full_rejections, timeouts))
-    return min((at_ms for at_ms in times if at_ms > now_ms), default=None)
+            back_off_ms = _back_off_ms(request_id, state.full_rejections, timeouts)
+            times.append(run.since_ms + back_off_ms)
+    return ActionTimes(
+        state.deadline_ms + 1 if state.deadline_ms >= now_ms else None,
+        min((at_ms for at_ms in times if at_ms > now_ms - lag_ms), default=None),
+    )
 
 
 def is_run_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:

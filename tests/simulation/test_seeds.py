@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -61,17 +60,13 @@ def run_of(seed: int) -> SeedRun:
     """The run of a seed, in which each search for due requests is repeated over all requests."""
     reconcile_due = LaneOwner.reconcile_due
     checked, overlooked = 0, []
-    highest_lag_ms = defaultdict[int, int](int)
 
     def reconcile_and_check(self: LaneOwner) -> None:
         nonlocal checked
         reconcile_due(self)
         s = self._context
-        # A timer counts with the lag of the ledger's leader as it was known when the timer was set.
         lag_ms = self._ledger_clock.lag_ms
-        highest_lag_ms[id(self)] = max(highest_lag_ms[id(self)], lag_ms)
-        late_ms = TIMER_RESOLUTION_MS + highest_lag_ms[id(self)] - lag_ms
-        before_ms = s.broker_clock.now_ms() - late_ms
+        before_ms = s.broker_clock.now_ms() - TIMER_RESOLUTION_MS
         for request_id, timeline in s.ledger.lane(self._lane).unfinished.items():
             if self.serving and request_id not in self._jobs:
                 checked += 1
@@ -117,8 +112,7 @@ def test_queued_requests_end_once_and_correctly(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_due_requests_are_found_without_checking_every_request() -> None:
-    """But for those that became due within the step that timers are rounded to, or by which the
-    lag of the ledger's leader turned out to be smaller."""
+    """But for those that became due within the step that timers are rounded to."""
     runs = [run_of(seed) for seed in range(SEEDS)]
     assert [run.overlooked for run in runs if run.overlooked] == []
     assert sum(run.checked for run in runs) > 3000
