@@ -116,7 +116,8 @@ def test_unit_tests_mirror_the_folders_of_the_code() -> None:
         package = ".".join(folder.parts)
         names = (package, f"kvlane.{package}")
         if package not in NO_MODULES and not (
-            (ROOT / folder).is_dir()
+            package
+            and (ROOT / folder).is_dir()
             and any(re.search(rf"\b{re.escape(name)}\b", file.read_text()) for name in names)
         ):
             misplaced.append(str(folder / file.name))
