@@ -1,9 +1,7 @@
-"""The AsyncAPI document of the client topics: `prompts`, `batch`, `responses` and `results`.
+"""The AsyncAPI document of the client topics: `faststream docs gen kvlane.app.preprocessor:app`.
 
-    faststream docs gen kvlane.app.preprocessor:app
-
-The broker of the preprocessor describes `prompts` and `batch`, with their handlers. `responses` and
-`results` are only declared: no publisher of FastStream writes them.
+The preprocessor's broker describes `prompts` and `batch`; `responses` and `results` are declared
+here, since no publisher of FastStream writes them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Records of the Files and Batch API: cards of files, batch jobs and their cancels.
+"""Records of the Files and Batch API on the compacted topic `batch-jobs`, keyed by file or job.
 
-They are on the compacted topic `batch-jobs`, all those of one entity in the partition of its id.
-Gateways write the cards of uploads, new jobs and cancels, the owner of a job everything after its
-creation. The content of files is on `file-parts` (`streams/reading/part_format.py`).
+Gateways write the cards of uploads, new jobs and cancels; the owner of a job writes all that
+follows. The content of files is on `file-parts` (`streams/reading/part_format.py`).
 
-A repeated or late record does no harm: of two records of a job, the one with the higher `fence`
-counts, of two with the same the one with the higher `writes`. A removed key is never used again.
-Compaction keeps the last record of a key, so the owner of the partition writes the one that counts
-again where another one is behind it (`app/batches/batch_view.py`).
+Of two records of a job the one with the higher `fence` counts, then the one with more `writes`.
+Compaction keeps the last record of a key, so the partition's owner repeats the one that counts if
+another one is behind it (`app/batches/batch_view.py`). A removed key is never used again.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
@@ -34,8 +32,7 @@ ENDED: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "ca
 class FileCard(InternalRecord, frozen=True):
     """A complete file. Key `file/<id>`. A tombstone deletes it.
 
-    Its parts are in one partition of `file-parts`, from offset `first` to before `end`; `size` in
-    bytes, `sha256` in hex, `created_s` in seconds since 1970.
+    Its parts are on one partition of `file-parts`, from offset `first` to before `end`.
     """
 
     id: str

@@ -1,16 +1,9 @@
-"""The client library: publish requests and read replies over Kafka.
-
-    async with Client(log, SystemClock()) as client:
-        request_id = await client.publish(Prompt(id=client.new_request_id(), body={...}))
-        async for piece in client.stream(request_id):
-            print(piece.text if isinstance(piece, Chunk) else piece.code, end="")
+"""The client library: publish requests and read replies over Kafka (`Client` has an example).
 
 A client publishes to `prompts` and reads `responses`; it needs no rights on any other topic. All
-readers get the same reply (`streams/responses/transcript.py`), even if workers, routers or
-brokers failed in the meantime. The client has no durable state: another client, or the same program
-after a restart, continues with the request id alone, as long as the log keeps the records.
-
-It never closes the log that it was given, and reads only the lanes of `responses` that are in use.
+readers get the same reply (`streams/responses/transcript.py`), whatever failed meanwhile. There is
+no durable state: any client continues with the request id alone while the log has the records. It
+reads only lanes in use, and never closes the log that it was given.
 """
 
 from __future__ import annotations
@@ -67,8 +60,7 @@ class Client:
     """Publishes prompts and reads their replies, many at a time.
 
     Request ids are idempotency keys: a prompt is published again until the log has acknowledged it,
-    and runs once. Any client can read a reply by its id, also after a restart, as long as the log
-    retains it (an hour).
+    and runs once. Any client can read a reply by its id as long as the log retains it (an hour).
 
     Args:
         log: the connection, already started; its owner closes it.
@@ -132,12 +124,12 @@ class Client:
     ) -> str:
         """Publish a prompt; returns its id once acknowledged.
 
-        With `subscribe` the client subscribes to the reply now, so that `stream` has it at once.
-        Pass False if this client will not stream it, or if the id may have been published before:
-        `stream` then reads the whole reply from the log.
+        `subscribe`: subscribe to the reply now, so that `stream` has it at once. False for a client
+        that will not stream it, or an id that may have been published before: `stream` then reads
+        the whole log.
 
-        Raises AppendFailed or BrokerUnavailable past the time-out: the prompt may be in the log all
-        the same, and publishing it again is harmless. RecordTooLarge, and the reader's error.
+        Raises AppendFailed or BrokerUnavailable past the time-out (the prompt may be in the log;
+        publishing it again is harmless), RecordTooLarge, and the reader's error.
         """
         deadline = self._clock.now() + timeout_s
         if subscribe:  # first, so that no part of the reply can be missed
@@ -156,10 +148,9 @@ class Client:
     ) -> None:
         """Cancel a request; its stream ends with `cancelled`, unless it ends otherwise first.
 
-        The cancel goes through `prompts`, under the key of the request, so it cannot overtake a
-        prompt that still waits there. A cancel of a batch prompt goes through `batch` as well, and
-        takes effect just behind the prompt. Cancelling a finished request has no effect. Raises
-        AppendFailed past the time-out: cancel again.
+        The cancel goes through `prompts`, and for a batch prompt through `batch`, under the key of
+        the request, so it cannot overtake the prompt. Raises AppendFailed past the time-out: cancel
+        again.
         """
         entry = encode_prompt(Prompt(id=request_id, kind="cancel"))
         until = self._clock.now() + timeout_s
@@ -171,16 +162,15 @@ class Client:
     ) -> AsyncGenerator[Chunk | End, None]:
         """The visible pieces of a request's reply; the last has a finish reason or is an End.
 
-        The request may have been published here or elsewhere, now or before. Only the part behind
-        `from_token` is returned: the end of the last received piece, `index + len(token_ids)`; one
-        within a piece gives all tokens of that piece. In pieces without token ids each character
-        and each item of `data` counts instead (`streams/responses/positions.py`). Break out of the
-        loop to stop early; a later call reads from the log again.
+        Any client may have published the request, now or before. `from_token`: leave out the part
+        before it; the end of the last received piece is `index + len(token_ids)`, and a position
+        within a piece gives all of that piece. In pieces without token ids each character and each
+        item of `data` counts instead (`streams/responses/positions.py`). Leave the loop to stop
+        early; a later call reads again.
 
-        Raises TimeoutError if the end does not come in time (stream again), PositionLost if the
-        beginning is no longer in the log, also for an id that is too old to begin; NotFound for
-        such an id if the log has lost no records; NewerRecord for records that require newer
-        readers, BrokerUnavailable, LogClosed.
+        Raises TimeoutError if the end does not come in time (stream again); PositionLost if the
+        beginning is no longer in the log, or the id is too old to begin; NotFound for such an id if
+        the log has lost no records; NewerRecord, BrokerUnavailable, LogClosed.
         """
         deadline = self._clock.now() + timeout_s
         reply = await self._claim(request_id, deadline, from_token)

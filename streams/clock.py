@@ -1,7 +1,6 @@
 """Clocks, injected into all code that waits or measures.
 
-So the same code runs by the machine's clock and in the virtual time of simulations
-(`workbench/testing/virtual_time.py`).
+So the same code runs in virtual time (`workbench/testing/virtual_time.py`).
 """
 
 from __future__ import annotations
@@ -53,13 +52,12 @@ windows)."""
 class BrokerClock:
     """An estimate of the broker's append time, in milliseconds, from the records that were read.
 
-    Deadlines and ages are in broker time, the one clock that is the same for every process. A
-    record with append time t, read at local time m, shows that its broker's clock had reached t;
-    the local clock extrapolates from there. The estimate is the latest time shown by the records of
-    the last one to two windows, or by older ones while there are no newer ones. So it lags by at
-    most the delay of the freshest record, and leads by at most the difference between the clocks of
-    the brokers plus the drift of a window. It may go back by as much when a record leaves the
-    window.
+    Deadlines and ages are in broker time, the one clock that all processes share. A record with
+    append time t, read at local time m, shows that its broker's clock had reached t; the local
+    clock extrapolates from there. The estimate is the latest time shown by records of the last one
+    to two windows, or by older ones while there are none. It lags by at most the delay of the
+    freshest record, leads by at most the difference between brokers' clocks plus the drift of a
+    window, and may go back by as much when a record leaves the window.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -87,8 +85,7 @@ class BrokerClock:
 class LeaderClock:
     """The clock of the leader of one partition, by its records that were read without delay.
 
-    `lag_ms`: by how much it is behind the latest clock of all brokers, `broker_clock`. An append
-    time of the partition plus the lag is a time of `broker_clock`.
+    `lag_ms`: its lag behind `broker_clock`, to be added to the partition's append times.
     """
 
     def __init__(self, clock: Clock, broker_clock: BrokerClock) -> None:

@@ -1,13 +1,11 @@
-"""Encoding of records to log entries, and decoding.
+"""Encoding of records to log entries, and decoding: the one place with the wire format.
 
-`encode` gives a log entry, `decode` a record; the header `t` decides the type. No other code
-contains the wire format of records. Golden bytes of every type are in
+The header `t` decides the type. Golden bytes of every type are in
 `tests/harness/golden_records.py`; they may gain fields, never change meaning.
 
-An undecodable record is `Malformed` and skipped, as is an unknown type. If older readers must not
-skip a record of a later version, its writer marks it: the header `r` is the least record version
-that a reader must have, in decimals. A reader below it refuses the record (`NewerRecord`). Records
-of this version bear no mark.
+An undecodable record is `Malformed` and skipped, as is an unknown type. A later version that must
+not be skipped has the header `r`: the least record version, in decimals, that a reader must have. A
+reader below it refuses the record (`NewerRecord`). Records of this version bear no mark.
 """
 
 from __future__ import annotations
@@ -103,8 +101,8 @@ def encode(record: AnyRecord, key: str) -> Entry:
 def decode(record: Record) -> AnyRecord:
     """The record in a log entry.
 
-    Raises NewerRecord for a record that is marked for newer readers, Malformed for anything else
-    that is not a record of kvlane (UnknownType for a type that this version lacks).
+    Raises NewerRecord for a record that is marked for newer readers, UnknownType for a type that
+    this version lacks, Malformed for anything else.
     """
     headers = record.headers
     if len(headers) > 1:  # kvlane's have one, tombstones two

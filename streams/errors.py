@@ -32,8 +32,8 @@ MAX_NAME_CHARS = 100
 class CorrectableError(Exception):
     """An error that an operator can correct.
 
-    `correction`: one or two sentences. That of the class holds unless the error has one of its own;
-    "" where the message says everything.
+    `correction`: one or two sentences, of the class or of the error; "" where the message is
+    enough.
     """
 
     correction: str = ""
@@ -104,8 +104,7 @@ class UnknownType(Malformed):
 class NewerRecord(RecordError):
     """A record whose writer requires readers of a newer version (`streams/codecs.py`).
 
-    State built by a reader of this version would be wrong from there on. Upgrade it, or skip the
-    record (`kvlane topics skip`).
+    A state without it would be wrong: upgrade, or skip the record (`kvlane topics skip`).
     """
 
     def __init__(self, required: int, version: int, place: str = "") -> None:

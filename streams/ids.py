@@ -1,9 +1,7 @@
-"""Request ids: UUIDs of version 7, which contain their creation time and are time-ordered.
+"""Request ids: UUIDs of version 7, whose creation time bounds every search for their records.
 
-The time in an id bounds every search for its records. Ids of other forms work as keys as well; they
-only cost a longer search. Ids of gateways carry a tenant tag: eight hex digits after the UUID, by
-which any gateway can verify the tenant of a request that it has not seen. The same secret is used
-for the cache salts of tenants.
+Ids of other forms cost a longer search. Ids of gateways end with a tenant tag of eight hex digits,
+by which any gateway verifies the tenant of a request; its secret also makes the cache salts.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class TenantTag:
     """Binds ids to tenants: TAG_CHARS hex digits of HMAC-SHA256(secret, tenant, UUID).
 
     Equal for all gateways with the same secret. A guess succeeds once in four billion times, and
-    gives access to one stream whose UUID must be known already.
+    gives access to one stream whose UUID must be known.
     """
 
     def __init__(self, secret: bytes) -> None:

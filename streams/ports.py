@@ -1,9 +1,5 @@
 """The interfaces of the log: `Log`, `Reader`, `Member`, `Record` and `RebalanceListener`.
 
-`streams/kafka/` implements them over a real broker, `streams/memory/` in this process; one contract
-suite (`tests/contracts`) runs over both. Topic names here are the short ones of
-`streams/topics.py`; the implementation adds the deployment's prefix.
-
     Log      append, ask for offsets, open readers and group members, administer topics
     Reader   reads chosen partitions from chosen positions, without a group
     Member   one member of a consumer group: owns partitions, commits explicitly
@@ -11,7 +7,9 @@ suite (`tests/contracts`) runs over both. Topic names here are the short ones of
     Record   one record as it was read            Entry   one record to append
     Unreadable   the value of a record that could not be read
 
-Every waiting call has a deadline, from its caller or from the settings.
+`streams/kafka/` and `streams/memory/` implement them; one contract suite (`tests/contracts`) runs
+over both. Names of topics are short ones, without the prefix of the deployment. Every waiting call
+has a deadline, from its caller or from the settings.
 """
 
 from __future__ import annotations
@@ -113,16 +111,14 @@ class Reader(Protocol):
     ) -> None:
         """Read exactly these partitions, each from the given offset on.
 
-        With `keys`, records with other keys are skipped, at a fraction of the cost; a poll that has
-        skipped some may return nothing at once. Keys that are added between two polls apply from
-        `position` on.
+        With `keys`, records with other keys are skipped, at a fraction of the cost; a poll may then
+        return nothing at once. Keys that are added between two polls apply from `position` on.
         """
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
-        """The next records; empty after `timeout_s` without any.
+        """The next records; empty after `timeout_s` without any, also during an outage.
 
-        Raises PositionLost if a position is outside of the log: its records are gone. During an
-        outage of the broker the poll returns nothing.
+        Raises PositionLost if a position is outside of the log: its records are gone.
         """
 
     def set_gather_s(self, gather_s: float) -> None:
@@ -131,9 +127,9 @@ class Reader(Protocol):
     def position(self, partition: Partition) -> int:
         """Every record below this offset was returned by a poll, or is known to be gone.
 
-        Compaction and retention leave gaps, also at the end of a log. A later poll that finds
-        nothing left in a partition moves its position to the end at that time, even while other
-        partitions keep returning records, so that waiting for an end offset terminates.
+        Compaction and retention leave gaps, also at the end of a log. A poll that finds nothing
+        left in a partition moves its position to the end, whatever other partitions return, so that
+        waiting for an end offset terminates.
         """
 
     async def close(self) -> None:
@@ -141,17 +137,17 @@ class Reader(Protocol):
 
 
 class RebalanceListener(Protocol):
-    """The listener for changes of the partitions that a member owns.
+    """The listener for changes of the partitions that a member owns, called on the event loop.
 
-    Called on the event loop, synchronously. After `revoked` no poll returns records of those
-    partitions until they are `assigned` again, and then from the committed offset on.
+    After `revoked` no poll returns records of those partitions until they are `assigned` again, and
+    then from the committed offset on.
     """
 
     def assigned(self, starts: Mapping[int, int]) -> None:
-        """These partitions are owned from now on; reading starts at the given offsets.
+        """These partitions are owned from now on; each is read from its offset after
+        `Member.resume`.
 
         Without partitions: the group has more members than partitions.
-        Nothing is read from a new partition before `Member.resume`.
         """
 
     def revoked(self, partitions: frozenset[int]) -> None:
@@ -168,10 +164,11 @@ class Member(Protocol):
         """Start reading an owned partition. Ignored when it is not owned (any more)."""
 
     def pause(self, partition: int, position: int | None = None) -> None:
-        """Stop reading an owned partition until `resume`, which continues at the same position.
+        """Stop reading an owned partition until `resume`, which continues at `position` or where it
+        was.
 
-        With a `position`, at or below that, it continues there. Ownership is kept as long as `poll`
-        is called. Ignored if the partition is not owned (any more), or not being read.
+        `position`: at or below the current one. Ownership is kept by calls of `poll`. Ignored for a
+        partition that is not owned or not being read.
         """
 
     def end_of_gap(self, partition: int, position: int) -> int:
@@ -193,19 +190,18 @@ class TransactionalWriter(Protocol):
     """The only writer of its name: opening one ends all others of that name, in any process."""
 
     async def open(self) -> None:
-        """Take over the name; `write` works from then on.
+        """Take over the name; `write` works from then on. May be called again, after an error of
+        `write`.
 
-        When it returns, every transaction of an earlier writer has ended: its records are visible
-        to readers, or never will be. May be called again, after an error of `write`. Raises
-        BrokerUnavailable.
+        When it returns, every transaction of an earlier writer has ended: its records are visible,
+        or never will be. Raises BrokerUnavailable.
         """
 
     async def write(self, entries: Sequence[TopicEntry]) -> None:
         """Append all entries, or none.
 
-        Raises OwnershipLost or RecordTooLarge: nothing was appended. AppendFailed: all of them may
-        be in the log, or none; `open` decides which. After each of these errors `open` must be
-        called.
+        Raises OwnershipLost or RecordTooLarge: nothing was appended; AppendFailed: `open` decides
+        whether all or none are in the log. After each of these errors call `open`.
         """
 
     async def close(self) -> None:
@@ -230,8 +226,8 @@ class Log(Protocol):
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """Append one record and wait for its acknowledgement by all in-sync replicas.
 
-        Without `partition` the key decides (murmur2, as in the Java client).
-        Raises AppendFailed when no acknowledgement came in time, RecordTooLarge.
+        Without `partition` the key decides (murmur2). Raises AppendFailed without an
+        acknowledgement in time, RecordTooLarge.
         """
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
@@ -243,11 +239,11 @@ class Log(Protocol):
     def append_many(
         self, topic: str, batches: Mapping[int, Sequence[Entry]]
     ) -> Mapping[int, Future[Appended]]:
-        """Append records to several partitions at once, each as `append_batch` does.
+        """Append records to several partitions at once, each as `append_batch` does, without
+        waiting.
 
-        Returns without waiting: one future per partition completes or raises as `append_batch`
-        would, by itself. Cancelling one ends the wait, not the append. The append is behind
-        all earlier calls for its partition, and before all later ones.
+        One future per partition completes or raises by itself; cancelling it ends the wait, not the
+        append. The append is behind all earlier calls for its partition, and before all later ones.
         """
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
@@ -257,7 +253,7 @@ class Log(Protocol):
         """Offset the next record will get, by partition. Raises BrokerUnavailable.
 
         Of a topic that clients write (`OF_CLIENTS` in streams/topics.py) the last stable offset:
-        that of the first record of an open transaction, if there is one.
+        the first record of an open transaction.
         """
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
@@ -270,10 +266,9 @@ class Log(Protocol):
         """
 
     def outside(self) -> Log:
-        """Another connection of this process, whose topics and groups have their whole names.
+        """Another connection of this process, for topics of clients by their whole names.
 
-        For topics of clients, which it holds apart: no failure of an append there fails one here.
-        To be started; closed with this one.
+        No failure of an append there fails one here. To be started; closed with this one.
         """
 
     def transactional_writer(self, name: str) -> TransactionalWriter:
@@ -285,9 +280,9 @@ class Log(Protocol):
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
         """A reader that reads nothing until `assign`.
 
-        `moving=False` is for a fixed assignment: brokers are polled less often, and a new
-        assignment may wait a quarter of a second. With `gather_s`, polls return records at most so
-        often; the first one after a pause comes at once.
+        `moving=False`: for a fixed assignment; brokers are polled less often, and a new assignment
+        may wait a quarter of a second. `gather_s`: polls return records at most so often, the first
+        after a pause at once.
         """
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> Member:

@@ -59,8 +59,7 @@ class PublicRecord(
 ):
     """A record that clients read: a JSON object with its type in field `t`.
 
-    Codes and reasons in them are plain strings: clients are not upgraded before the writers, and
-    one without a new code must still see the end that it comes with.
+    Codes and reasons are plain strings: clients that lack a new one must still see its record.
     """
 
 

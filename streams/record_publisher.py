@@ -1,9 +1,8 @@
 """Publishing records: encode, append, wait for the acknowledgement, retry where that is allowed.
 
-An unacknowledged append may be in the log all the same. `publish_once` tries once and leaves the
-uncertainty to the caller; `publish` repeats until acknowledged, for records that may be duplicated.
-Neither stores records: work whose record was not acknowledged when the process died is found from
-the log by the next process. Appends of one caller are in order if it awaits each one.
+An unacknowledged append may be in the log all the same. `publish_once` leaves the uncertainty to
+the caller; `publish` repeats, for records that may be duplicated. Neither stores records: the next
+process finds unfinished work from the log. Appends of a caller are in order if it awaits each one.
 """
 
 from __future__ import annotations
@@ -141,8 +140,8 @@ class RecordPublisher:
     ) -> Appended:
         """Append one record, retrying until it is acknowledged; it may be appended several times.
 
-        `until` is a point on the clock; past it the last AppendFailed is raised. Without it, only
-        the acknowledgement, an error that a retry cannot cure, or cancellation ends the call.
+        Ends by an error that a retry cannot cure, or the last AppendFailed past `until`, a point on
+        the clock.
         """
         return await self.publish_entry(topic, encode(record, key), partition, until=until)
 
@@ -205,8 +204,8 @@ class RecordPublisher:
     ) -> Appended:
         """As `publish_entry`, with the next entry at each attempt.
 
-        For a topic that is compacted and whose records count by their place: an entry of its own
-        key cannot take the place of an earlier attempt that is in the log all the same.
+        For a compacted topic whose records count by their place: with a key of its own, no entry
+        takes the place of an earlier attempt that is in the log all the same.
         """
         return await self._repeated(
             (topic, partition),
@@ -223,8 +222,8 @@ class RecordPublisher:
     ) -> Appended:
         """Append until acknowledged, or past `until`. `first`: an append that has begun already.
 
-        Of all failed appends to one target, one is retried within `MAX_BACKOFF_S`; the others wait
-        for its acknowledgement: a partition without a leader costs each process one try a second.
+        Of all failed appends to one target, one is retried within `MAX_BACKOFF_S` while the others
+        wait: a partition without a leader costs each process one try a second.
         """
         pause_s, over = INITIAL_BACKOFF_S, None
         try:

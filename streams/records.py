@@ -1,18 +1,15 @@
-"""Every record that kvlane writes: import them from here; `Request` is in `streams/request.py`.
+"""Every record that kvlane writes: import them from here; fields are in `streams/record_types/`.
 
-The fields are in `streams/record_types/`, in a module for each topic or two.
+Inner records travel as msgpack maps, `Chunk`, `Fence` and `End` as JSON, for clients of any
+language. The header `t` names the type, in JSON the field `t` as well. `streams/topics.py` has the
+topic of each, and its writers; `streams/request.py` the `Request`, `streams/prompt.py` the prompts.
 
-Inner records travel as msgpack maps, `Chunk`, `Fence` and `End` as JSON, because clients of any
-language read them. The header `t` names the type; JSON records carry it as field `t` as well, for
-readers that do not see headers. `streams/topics.py` has the topic of each one, and the processes
-that may write it; `streams/prompt.py` has the prompts that a client publishes.
-
-Evolution: fields are only added, optional, at the end; unknown fields are ignored. A change that
-breaks this is a new topic name. Fields at their default are left out on the wire.
+Evolution: fields are only added, optional, at the end; unknown fields are ignored; defaults are
+left out. A change that breaks this is a new topic name.
 
 Terms: a *run* is one execution of an *attempt* of a request in a *phase*; (id, attempt, phase) is
 its run key, `run` a random number that distinguishes two executions of one run key. An *epoch* is
-one life of a worker. Units are in the names; `*_ms` points in time are broker append time.
+one life of a worker. `*_ms` points in time are broker append time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A request that is ready for a worker, with all its options.
-
-`Request` travels on `requests`, and within an `Assignment`; `streams/records.py` has the other
-records and the rules by which fields are added.
-"""
+"""A request that is ready for a worker: on `requests`, and within an `Assignment`."""
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
 
@@ -21,8 +17,8 @@ ResultKind = Literal["chat", "completion", "tokens", "embedding"]
 class StopConditions(InternalRecord, frozen=True):
     """Stop conditions in addition to the model's end of text.
 
-    Tokens in `stop_token_ids` are reported as the stop reason, those in `stop_token_ids_hidden` end
-    an answer like an end of text. No condition applies before `min_tokens`.
+    Tokens in `stop_token_ids` are reported as the stop reason, `stop_token_ids_hidden` end like an
+    end of text. No condition applies before `min_tokens`.
     """
 
     max_tokens: int | None = None
@@ -138,8 +134,8 @@ class RouterParams(InternalRecord, frozen=True):
 class BootstrapInfo(InternalRecord, frozen=True):
     """Rendezvous of the prefill and decode runs of a request, at the prefill engine.
 
-    `bootstrap_room`: of 63 bits, unique to the prefill run, whose rank it is modulo the ranks of
-    that engine.
+    `bootstrap_room`: 63 bits, unique to the prefill run, whose rank it is modulo the engine's
+    ranks.
     """
 
     bootstrap_host: str = ""
@@ -237,8 +233,7 @@ class OpenAiBody(InternalRecord, frozen=True):
 class ReplyAddress(InternalRecord, frozen=True):
     """The topic for a copy of a result, by its whole name.
 
-    `headers`: of the copy, with the correlation id that its reader expects. `partition`: None lets
-    the key decide.
+    `headers`: with the correlation id that its reader expects. `partition`: None: by the key.
     """
 
     topic: str
@@ -250,8 +245,8 @@ class ResultOptions(InternalRecord, frozen=True):
     """The options of the result of a request; a request without them gets no result.
 
     `kind`: of the prompt; it decides the form of the body. `metadata`: the client's JSON object,
-    copied to the result like `custom_id`. `batch_id`: the batch job of the request, if it has one.
-    `echo`: the text that the answer begins with.
+    copied like `custom_id`. `batch_id`: its batch job. `echo`: the text that the answer begins
+    with.
     """
 
     kind: ResultKind = "chat"
@@ -265,10 +260,9 @@ class ResultOptions(InternalRecord, frozen=True):
 class Request(InternalRecord, frozen=True):
     """A request that is ready for a worker. `token_ids`: u32, little endian; none with a `body`.
 
-    One with `queued_ms` may wait in any queue, and its deadline counts from then. One of
-    `service_class` batch uses the capacity that interactive requests leave, and gives way to them.
-
-    Clients publish the JSON form of other systems as prompts of kind `tokens`
+    `queued_ms`: it may wait in any queue, and its deadline counts from then. `service_class` batch:
+    uses the capacity that interactive requests leave, and gives way to them. Clients publish the
+    JSON form of other systems as prompts of kind `tokens`
     (`app/preprocess/requests/preprocessed_requests.py`).
     """
 

@@ -1,20 +1,16 @@
 """The topic table: names, keys, partitions, retention, record types, writers and readers.
 
-This table is the only source for the code and for `kvlane topics create|describe|acls`. Names here
-are short; the deployment's prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where the log
-is opened.
+The only source for the code and for `kvlane topics create|describe|acls`. Names are short; the
+prefix (`KVLANE_TOPIC_PREFIX`, default `kvlane.`) is added where the log is opened.
 
-`requests`, `ledger` and `responses` have the same number of partitions and the same key: a request
-is in one *lane*, the same partition of all three, so the owner of a lane can answer every request
-in it. `assignments` and `kv-events` are keyed by the worker that they are for or from.
+`requests`, `ledger` and `responses` have the same partitions and keys: partition *n* of them is
+*lane* *n*, whose owner can answer every request in it. `assignments` and `kv-events` are keyed by
+worker. Brokers compress the `ledger`, which every router reads whole; most batches of other topics
+are single records (docs/benchmarks.md, compression of topics).
 
-Brokers compress the `ledger`, regardless of its writers: it is kept for a day, and every router
-reads all of it. Other topics are not compressed, since most batches are single records
-(docs/benchmarks.md, compression of topics).
-
-Writers and readers are roles. A process has the role of its name (`router`, `worker` …); `client`
-is any program that publishes prompts and reads answers, `operator` a person with the command line.
-A client that publishes tokenised requests needs the rights of a gateway.
+Writers and readers are roles: the name of a process (`router`, `worker` …); `client`, any program
+that publishes prompts and reads answers; `operator`, a person with the command line. A client that
+publishes tokenised requests needs the rights of a gateway.
 """
 
 from __future__ import annotations
@@ -49,8 +45,7 @@ PER_LANE = -1
 DEFAULT_LANES = 8
 """Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
 
-Each batch and each response is divided among them, so many lanes cost time; fewer than 8 save
-little (docs/benchmarks.md, number of lanes).
+Many lanes cost time, fewer than 8 save little (docs/benchmarks.md, number of lanes).
 """
 
 _HOUR_MS = 3_600_000
@@ -88,9 +83,8 @@ class Topic(NamedTuple):
     def config(self, min_insync: int) -> dict[str, str]:
         """Broker settings of the topic.
 
-        All topics take the broker's append time: ages and deadlines must not depend on a writer's
-        clock. A segment is at most a quarter of the retention, since only closed segments are
-        deleted.
+        All take the broker's append time, which no writer's clock changes. A segment is at most a
+        quarter of the retention, since only closed segments are deleted.
         """
         shared = {
             "message.timestamp.type": "LogAppendTime",
@@ -244,10 +238,9 @@ _OF_REPLIES: tuple[Literal["Read", "Write"], ...] = ("Read", "Write")
 
 
 def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
-    """The complete ACL rules of a deployment, by role.
+    """The complete ACL rules of a deployment, by role. Processes compare all topics at start.
 
-    `reply_prefixes`: of the topics that replies may go to. Each process compares all topics with
-    the deployment at start, clients do not.
+    `reply_prefixes`: of the topics that replies may go to.
     """
     roles = sorted({role for t in TOPICS for role in (*t.writers, *t.readers)})
     found = []

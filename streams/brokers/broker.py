@@ -27,10 +27,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class KeptData(NamedTuple):
-    """Data that outlive their broker.
+    """Data that outlive their broker, in `folder`.
 
-    `folder` holds them; `lock` is the descriptor of a locked file that watchdogs inherit: the lock
-    is free again when nothing of the broker is left.
+    `lock`: descriptor of a locked file that watchdogs inherit, so that it is free when the broker
+    and all of its processes have ended.
     """
 
     folder: Path
@@ -91,12 +91,10 @@ _given_ports: deque[int] = deque(maxlen=MAX_REMEMBERED_PORTS)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different loopback ports that nothing listens on, from 20000 to 31999.
+    """Different free loopback ports from 20000 to 31999; none twice within `MAX_REMEMBERED_PORTS`.
 
-    A process gets none of them twice, until it has had `MAX_REMEMBERED_PORTS` others.
-
-    Below the range that systems hand out for outgoing connections, so that no connection takes
-    the port of a broker while it restarts. Raises NoLocalBroker when there are too few.
+    Systems hand out higher ports for outgoing connections, which could take the port of a broker
+    while it restarts. Raises NoLocalBroker when there are too few.
     """
     found: list[int] = []
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 2_000)

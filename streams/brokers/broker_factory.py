@@ -1,10 +1,7 @@
 """The entry point for obtaining a broker, for tests, `kvlane up` and `kvlane demo`.
 
-    with obtain_broker("auto", report=print) as broker:
-        connect(broker.bootstrap_servers)
-
 Tried in this order: given servers; Docker; a local JVM; the log in memory, with lines that say why.
-With data to keep, a local JVM is tried before Docker: it writes into their folder. A kind that is
+With data to keep, a JVM comes before Docker, since it writes into their folder. A kind that is
 named is used, or fails with the reason.
 """
 
@@ -52,15 +49,14 @@ def obtain_broker(
     kept: KeptData | None = None,
     report: ReportLine,
 ) -> Broker:
-    """A broker that runs and answers; it ends with its `with` block, `stop()` or this process.
+    """A running broker; it ends with its `with` block, `stop()` or this process.
 
-    `bootstrap_servers` are the given ones, if any: "env" needs them and "auto" takes them.
-    `brokers` above 1 starts a cluster, which runs in JVMs. `port` is for the first broker that is
-    started, 0 for a free one. `full_jit` is for measurements, `kept` for data that outlive it.
-    `report` is called with lines on the progress, for a person who waits.
+    `bootstrap_servers`: given ones; "env" needs them and "auto" takes them. `brokers` above 1: a
+    cluster in JVMs. `port`: of the first broker, 0 for a free one. `report` gets lines on the
+    progress.
 
-    Raises NoLocalBroker when the kind asked for cannot be had, and BrokerUnavailable when given
-    servers do not answer, with "auto" too.
+    Raises NoLocalBroker when the kind cannot be had, BrokerUnavailable when given servers do not
+    answer.
     """
     ways: dict[Kind, Callable[[], Broker]] = {
         "env": lambda: ExternalBroker(bootstrap_servers),

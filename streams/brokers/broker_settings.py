@@ -1,7 +1,7 @@
 """Settings of the brokers that kvlane starts itself, for tests, demos and one machine.
 
-Not advice for production: they make a small broker that starts, detects lost members and deletes
-old data quickly. Every value that differs from Kafka's default has its reason next to it.
+Not for production: a small broker that starts, detects lost members and deletes old data quickly.
+Every value that differs from Kafka's default has its reason next to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One Kafka broker in a container, through testcontainers.
+"""One Kafka broker in a container: the official image, or that of deploy/kafka/build-image.sh.
 
-Takes the official image, or the one that deploy/kafka/build-image.sh makes; both have the same
-entry point and settings. `watchdog` removes containers with their owner, in place of the package's
-reaper, which would be one more image to pull.
+`watchdog` removes containers with their owner; the reaper of testcontainers would be one more image
+to pull.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ _COMMAND = (
 class DockerBroker(Broker):
     """One broker in a container, on a port of this machine, 0 for any.
 
-    The data disappear with it, unless they are `kept`: then they are in a volume of Docker's, whose
-    name is made of the folder's.
+    Its data disappear with it, or are `kept` in a volume of Docker with a name made of the
+    folder's.
     """
 
     kind = "docker"

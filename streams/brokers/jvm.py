@@ -1,8 +1,7 @@
 """Real Kafka brokers without Docker: one JVM each, on loopback.
 
-Every node is broker and controller at once, so that a cluster of three outlives the loss of any
-one. Nodes can be killed, paused, resumed and started again. The first start on a machine fetches
-the jars and prepares quick starts (`java`).
+Every node is broker and controller, so a cluster of three outlives the loss of any one. The first
+start on a machine fetches the jars and prepares quick starts (`java`).
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ STOP_DEADLINE_S = 10.0
 
 
 class JvmBroker(Broker):
-    """One broker, or `brokers` of them as one cluster with a copy of everything on each.
+    """`brokers` brokers as one cluster, with a copy of everything on each.
 
-    `nodes` are the running processes, in the order of their ids. `port` is the port of the first
-    one, 0 for any. `full_jit` gives the JVM its whole compiler and more heap, for measurements;
-    without it, it starts sooner and is half as quick. `changes` are to the settings of all nodes.
-    The data disappear with the broker, unless they are `kept`. `links` is a number of further
-    listeners of each node, for proxies between it and one client each (`JvmNode.links`).
+    `nodes`: the running processes in the order of their ids. `port`: of the first one, 0 for any.
+    `full_jit`: the JVM's whole compiler and more heap, for measurements; without it, it starts
+    sooner and is half as quick. `changes`: to the settings of all nodes. `links`: number of further
+    listeners of each node, for proxies (`JvmNode.links`). The data disappear unless they are
+    `kept`.
     """
 
     kind = "jvm"
@@ -211,8 +210,7 @@ def add_links(settings: dict[str, str], links: Sequence[LinkPorts]) -> None:
 def prepare(report: ReportLine) -> Path:
     """The directory with the files for quick starts, made when absent. Raises NoLocalBroker.
 
-    A formatted data directory and the parsed classes of the broker, which are the same for every
-    start.
+    It has a formatted data directory and the parsed classes of the broker.
     """
     key = hashlib.sha256(f"{java()} {java().stat().st_mtime_ns}".encode()).hexdigest()[:8]
     fetched = jars(report)
@@ -260,10 +258,10 @@ def _format(guard: ProcessGuard, settings: dict[str, str]) -> None:
 
 
 def _copy_formatted(formatted: Path, data: Path, number: int, cluster_id: str) -> None:
-    """With the voters given by configuration, only these three lines belong to one node.
+    """Copy a formatted data directory, with the three lines that differ by node.
 
-    The cluster's id is new for every broker: one that gets the port of another can never take part
-    in its quorum. An interrupted preparation leaves no `data`.
+    The cluster's id is new for every broker: one that gets the port of another never joins its
+    quorum.
     """
     copy = data.with_name(f"{data.name}.new")
     shutil.rmtree(copy, ignore_errors=True)

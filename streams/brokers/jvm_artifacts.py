@@ -1,13 +1,11 @@
-"""The artifacts of a broker in a local JVM, fetched once and cached.
+"""The artifacts of a broker in a local JVM, fetched once into KVLANE_CACHE_DIR or ~/.cache/kvlane.
 
-    <cache>/kafka-<version>-<key>/           the jars, through Maven
-    <cache>/kafka-<version>-<key>-start/     files for quick starts, for one Java on this machine:
-        formatted/                           an empty, formatted data directory
-        classes.jsa                          the broker's classes, parsed (class data sharing)
+    kafka-<version>-<key>/           the jars, through Maven
+    kafka-<version>-<key>-start/     files for quick starts, for one Java on this machine:
+        formatted/                   an empty, formatted data directory
+        classes.jsa                  the broker's classes, parsed (class data sharing)
 
-`<cache>` is KVLANE_CACHE_DIR, or ~/.cache/kvlane. Both are made under another name and renamed, by
-one process at a time, so that a cache is whole or absent, also after a crash and beside other
-processes.
+Both are made under another name by one process at a time, then renamed: a cache is whole or absent.
 """
 
 from __future__ import annotations
@@ -132,19 +130,19 @@ def java_command(main_class: str, arguments: Sequence[str], jvm: Sequence[str]) 
 
 
 def java_tool(main_class: str, *arguments: str) -> list[str]:
-    """The command line of one of Kafka's own tools, such as the console consumer.
+    """The command line of a tool of Kafka's, such as
+    org.apache.kafka.tools.consumer.ConsoleConsumer.
 
-    `main_class` is for example org.apache.kafka.tools.consumer.ConsoleConsumer. Fetches the jars
-    when they are absent. Raises NoLocalBroker without Java or Maven.
+    Fetches absent jars. Raises NoLocalBroker without Java or Maven.
     """
     return java_command(main_class, arguments, ("-Xmx128m", "-XX:TieredStopAtLevel=1"))
 
 
 def build_once(target: Path, build: Callable[[ProcessGuard], Path], report: ReportLine) -> Path:
-    """`target`; when absent, the path that `build` returns below its guard's directory is renamed.
+    """`target`; when absent, it is renamed from the path that `build` returns, by one process at a
+    time.
 
-    One process builds at a time, the others wait for it and take the result. Raises
-    NoLocalBroker when it cannot be built.
+    Raises NoLocalBroker when it cannot be built.
     """
     if target.exists():
         return target

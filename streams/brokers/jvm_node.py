@@ -35,8 +35,7 @@ class LinkPorts(NamedTuple):
 class JvmNode:
     """One broker process. `start` after `kill` or `stop` uses the same data and ports again.
 
-    `number` is the broker's id in the cluster, from 1. All calls block; from an event loop, use
-    `asyncio.to_thread`.
+    `number`: the broker's id in the cluster, from 1. All calls block.
     """
 
     def __init__(
@@ -155,10 +154,9 @@ class JvmNode:
             os.kill(self.pid, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """From now on none of its files can grow, as on a full disk.
+        """Let no file of it grow, as on a full disk: it ends at its next write. Linux only.
 
-        It ends itself when it next writes; started again, it has room. Linux only, as it is a limit
-        that is set for a process that runs.
+        Started again, it has room.
         """
         _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))

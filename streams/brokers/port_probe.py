@@ -1,7 +1,6 @@
 """Probes of a port: whether a broker serves clients there, and why a client cannot connect.
 
-Sends requests for the versions and the metadata of a broker, and the start of a TLS handshake; no
-credentials. Keeps no connection open.
+Sends requests for versions and metadata, and the start of a TLS handshake; no credentials.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class ClientSecurity(NamedTuple):
 async def connection_advice(servers: Iterable[str], client: ClientSecurity) -> str:
     """The correction for servers to which a client could not connect; "" if nothing is certain.
 
-    Takes up to 5 PROBE_TIMEOUT_S at the first server that accepts a connection, and one of them at
-    each before it.
+    Takes at most PROBE_TIMEOUT_S a server, and five at the first that accepts a connection.
     """
     for server in servers:
         host, port = _address(server)

@@ -1,14 +1,12 @@
 """A watchdog process that removes processes, containers and files when their owner is gone.
 
-A `ProcessGuard` is a new directory, and a process of this file in its own session that holds the
-reading end of a pipe. When the owner ends (by return, exception, Ctrl-C or SIGKILL), the pipe
-closes, and the watchdog kills every process that carries the guard's mark on its command line,
-removes every container with the guard's label, and deletes the directory. There is no other way of
-cleaning up.
+A `ProcessGuard` is a new directory, and a process of this file in its own session with the reading
+end of a pipe. When the owner ends in any way, the pipe closes, and the watchdog kills every process
+with the guard's mark on its command line, removes the containers with its label, and deletes the
+directory. Marks rather than registered ids: an owner that is killed before it records an id leaves
+nothing behind, and no process with a reused id is killed.
 
-Processes are found by their mark and not by registered ids: an owner that is killed before it
-records an id leaves nothing behind, and no process with a reused id is killed. Started as a script:
-it must not import the rest of the package.
+Started as a script: it must not import the rest of the package.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ _SETTLED_S = 0.25
 
 
 class ProcessGuard:
-    """A directory that disappears, with all marked processes and containers, after its owner.
+    """A directory that disappears after its owner, with all marked processes and containers.
 
-    `directory` is made under `parent` (default: the system's temporary directory). Processes are
-    started with `mark` as an argument, containers with `label`, where `docker` is true. The
-    watchdog inherits the file descriptors `inherited`, and so their locks.
+    `directory` is made under `parent` (default: the system's temporary directory). `mark`: an
+    argument of its processes; `label`: of its containers, with `docker`. The watchdog inherits the
+    descriptors `inherited`, and so their locks.
     """
 
     def __init__(

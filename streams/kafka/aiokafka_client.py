@@ -1,8 +1,6 @@
-"""Shared parts of all aiokafka clients.
+"""Shared parts of all aiokafka clients: permanent errors, consumers, the rate of log messages.
 
-Owns the classification of errors that a retry cannot cure, the lifecycle of a consumer (connected
-on first use, always stopped), and the rate limit of aiokafka's log messages. Never here: topics and
-records, and private names of aiokafka (`client_patches/`).
+Never here: topics and records, and private names of aiokafka (`client_patches/`).
 """
 
 from __future__ import annotations
@@ -134,8 +132,8 @@ async def _refusal(options: Mapping[str, Any]) -> KafkaError | None:
 class LazyConsumer:
     """A consumer that connects on first use, and again after `drop`.
 
-    If `ready` has less time than connecting takes, connecting continues in the background, since a
-    cancelled connect leaks its socket.
+    Connecting continues in the background past the time of `ready`: a cancelled connect leaks its
+    socket.
     """
 
     def __init__(self, options: Mapping[str, Any], grace_s: float) -> None:
@@ -216,9 +214,8 @@ class LazyConsumer:
 async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
     """Stop a consumer in any state; after the grace period, cancel its tasks.
 
-    During an outage `stop` waits for one response after the other, and may raise an internal
-    CancelledError, which leaks tasks and connections. So it runs in a separate task, and leaked
-    tasks are cancelled here.
+    In a task of its own: during an outage `stop` waits for one response after the other, and may
+    raise an internal CancelledError, which leaks tasks and connections.
     """
     stopping = asyncio.create_task(consumer.stop())
     await asyncio.wait({stopping}, timeout=grace_s)
@@ -235,8 +232,8 @@ async def stop_consumer(consumer: AIOKafkaConsumer, grace_s: float) -> None:
 class LogRateLimiter(logging.Filter):
     """Passes one warning or error of a kind every ten seconds, with the number of suppressed ones.
 
-    Messages of an ordinary rebalance, or of the first group of a new cluster, are logged as INFO.
-    The line for every assignment is suppressed: gateways make one for every request.
+    Messages of an ordinary rebalance, or of a cluster's first group, are logged as INFO. The line
+    for every assignment is suppressed.
     """
 
     PERIOD_S = 10.0

@@ -1,14 +1,12 @@
 """A member of a Kafka consumer group that controls its own positions.
 
-Owns the set of assigned partitions, their positions, and the notification of the listener. A
-partition is paused as soon as it is assigned (aiokafka reads it at once; those records are
-discarded), taken over by the next `poll`, which fetches its commit, seeks there, and calls the
-listener, and read after `resume`. Commits only on request.
+Owns the assigned partitions, their positions, and the calls of the listener. A partition is paused
+as soon as it is assigned, taken over by the next `poll`, which fetches its commit, seeks there and
+calls the listener, and read after `resume`. Commits only on request.
 
-Partitions are a lease: they end a session time-out after the last heartbeat that was answered,
-counted from when it was sent, since the coordinator may then give them to another member. A process
-that was stopped for longer finds its lease over before any of its waits ends: the event loop calls
-timers before tasks.
+Partitions are a lease, which ends a session time-out after the last answered heartbeat was sent:
+the coordinator may then give them to another member. A process that was stopped for longer finds
+its lease over before its waits end, since the event loop calls timers before tasks.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ HEARTBEAT_MS = 500
 class KafkaMember:
     """Implements `Member`; made by `KafkaLog.member`. One task polls it.
 
-    A member that is not polled for five session time-outs leaves the group until it is again.
-    Errors of the owner's `revoked` are raised by the next poll.
+    Without polls for five session time-outs it leaves the group until the next. Errors of `revoked`
+    are raised by the next poll.
     """
 
     def __init__(

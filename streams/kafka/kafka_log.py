@@ -54,13 +54,12 @@ _TOPIC_VISIBLE_S = 2.0
 
 
 class KafkaLog:
-    """Connection of one process to the topics of a deployment.
+    """Connection of one process to the topics of a deployment: `start` it first, `close` it at the
+    end.
 
     Args:
         connection: address and credentials.
         prefix: prefix of all topic names (`KVLANE_TOPIC_PREFIX`).
-
-    Call `start` first, and `close` at the end. Errors of the Kafka client leave as `StreamError`s.
     """
 
     def __init__(self, connection: ConnectionOptions, prefix: str = "kvlane.") -> None:
@@ -151,11 +150,9 @@ class KafkaLog:
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
         """Append one entry, and wait for its acknowledgement at most three request time-outs.
 
-        As long again, and two seconds, for a topic that was not written to before.
-
-        An append that failed or was cancelled may be in the log, now or a little later; see
-        `streams/kafka/producer.py`. Raises AppendFailed, RecordTooLarge, TopicMismatch,
-        AccessDenied.
+        As long again, and two seconds, for a topic's first append. Raises AppendFailed (the entry
+        may be in the log, now or later: `streams/kafka/producer.py`), RecordTooLarge,
+        TopicMismatch, AccessDenied.
         """
         producer = self._open_producer()
         count = await self._count(topic)

@@ -1,7 +1,7 @@
 """Reading Kafka partitions from given positions, without a group.
 
-Owns the positions: the client's positions also move after a failed fetch, these only when records
-are returned. Commits nothing, and never jumps: a position outside the log raises PositionLost.
+Owns the positions: those of the client also move after a failed fetch, these only when records are
+returned. Never jumps: a position outside the log raises PositionLost.
 """
 
 from __future__ import annotations
@@ -272,10 +272,10 @@ class _LastResponse(NamedTuple):
 class _Tails:
     """Detects that the rest of a partition contains no records.
 
-    That holds if a fetch at position p returned no record while the log reached to h: everything in
-    [p, h) is gone. Such a response arrived between two checks if the position did not change and
-    little was read in total; a further check ensures that no records were still in the client's
-    buffers. Only partitions that did not move since the last check are watched.
+    A fetch at position p that returned no record while the log reached to h shows that [p, h) is
+    gone. Such a response arrived between two checks if the position did not change and little was
+    read; a further check ensures that the client's buffers had no records. Only partitions that did
+    not move since the last check are watched.
     """
 
     def __init__(self) -> None:
@@ -294,10 +294,10 @@ class _Tails:
             )
 
     def look(self, behind: Mapping[TopicPartition, _LastResponse]) -> dict[TopicPartition, int]:
-        """Ends of partitions without a record before them.
+        """Ends of partitions without a record before them. Call it only with an empty client
+        buffer.
 
-        `behind`: the latest answers about partitions that seem to have more to read. Call it only
-        when the client's buffer was empty.
+        `behind`: the latest answers about partitions that seem to have more to read.
         """
         ends: dict[TopicPartition, int] = {}
         first: dict[TopicPartition, _LastResponse] = {}

@@ -14,8 +14,7 @@ from kvlane.streams.ports import Partition
 class KeyFilter:
     """The keys whose records a consumer returns; None: all.
 
-    It is the consumer's key deserializer, which is the way from a consumer to its
-    `PartitionRecords`.
+    As the consumer's key deserializer it reaches the consumer's `PartitionRecords`.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Transactions on Kafka: one transactional producer per writer, replaced after each failure.
 
-The broker admits one producer per transactional id: a new one completes or aborts the transaction
-of the one before, and fences it. No consumer offsets are part of a transaction.
+A new producer of a transactional id completes or aborts the transaction of the one before, and
+fences it. No consumer offsets are part of a transaction.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class KafkaTransactionalWriter:
 async def _write(producer: AIOKafkaProducer, records: Sequence[TopicEntry]) -> None:
     """Write a transaction. Raises the error that ended it, whichever call of the client fails.
 
-    After an error of the transaction the client answers further calls with IllegalOperation or an
-    AssertionError, and records that were sent fail with errors that follow from the first one.
+    After it the client answers further calls with IllegalOperation or an AssertionError, and sent
+    records fail with errors that follow from the first one.
     """
     sent: list[asyncio.Future[Any]] = []
     try:

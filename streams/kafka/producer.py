@@ -1,14 +1,13 @@
 """Appending to Kafka: one idempotent producer, and its replacement after a failure.
 
-Owns the producer of a process; the queue in front of it is a `ProducerQueue` of `client_patches/`.
-Guarantees, beyond those of the client:
+The queue in front of it is a `ProducerQueue` of `client_patches/`. Guarantees beyond the client's:
 
 - Appends to one partition are in the log in the order of the calls, even if several are pending.
 - After any failed delivery the producer is replaced, and all pending appends fail with the same
-  error: an abandoned batch leaves a gap in the numbers of an idempotent producer, and the broker
-  rejects all later ones. So an acknowledged append is never overtaken by a later one.
-- A wait ends at its deadline, though the client never drops a batch that it has sent once: such an
-  append may still be in the log afterwards. The same holds for a cancelled caller.
+  error: the broker rejects batches behind the gap of an abandoned one. So an acknowledged append is
+  never overtaken by a later one.
+- A wait ends at its deadline, or by cancellation; the append may still be in the log afterwards,
+  since the client never drops a batch that it has sent once.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class Producer:
     def __init__(self, options: Mapping[str, Any], request_timeout_s: float) -> None:
         """`options` are those of the connection.
 
-        An append waits for three request time-outs: a broker that hangs costs one until it is
-        noticed, finding the new leader another, and then there must be time left to append.
+        An append waits for three request time-outs: one to notice a broker that hangs, one to find
+        the new leader, one to append.
         """
         self.append_timeout_s = 3 * request_timeout_s
         self._look_every_s = request_timeout_s / 10

@@ -1,8 +1,7 @@
 """Provisioning: creates the topics of the table, and reports differences.
 
-Owns the Deployment record in the registry, which holds the parameters that all processes of a
-deployment must share. It never changes or deletes a topic: the number of partitions determines the
-partition of a key; settings are changed by the operator. Prints nothing.
+Owns the Deployment record in the registry, with the parameters that all processes share. Never
+changes or deletes a topic: the number of partitions decides the partition of a key.
 """
 
 from __future__ import annotations
@@ -91,14 +90,13 @@ async def create_topics(
     partitions: Mapping[str, int] = _OF_THE_TABLE,
     retention_ms: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
-    """Create missing topics; returns the state of all topics afterwards. Idempotent.
+    """Create missing topics, then the Deployment record, once; returns the state of all topics.
 
     `replication`: None takes `DEFAULT_REPLICATION`, or fewer where there are fewer brokers.
-    `partitions` and `retention_ms` override the table by topic. An existing deployment keeps the
-    numbers that it was created with. Existing topics stay unchanged; differing settings are
-    reported. Then the Deployment record is written, once. Raises BrokerUnavailable, AccessDenied,
-    and TopicMismatch if a topic cannot be created, or one exists with another number of partitions:
-    then nothing is created.
+    `partitions`, `retention_ms`: override the table by topic; an existing deployment keeps its
+    numbers. Existing topics stay; differing settings are reported. Raises BrokerUnavailable,
+    AccessDenied, and TopicMismatch if a topic has another number of partitions: then nothing is
+    created.
     """
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
@@ -134,11 +132,11 @@ async def describe_topics(
     partitions: Mapping[str, int] = _OF_THE_TABLE,
     retention_ms: Mapping[str, int] = _OF_THE_TABLE,
 ) -> list[TopicState]:
-    """Compare every topic of the deployment with the broker's.
+    """Compare every topic of the deployment with the broker's. Raises BrokerUnavailable,
+    AccessDenied.
 
     `partitions` and `retention_ms` override the table by topic, the former for a deployment that
-    does not exist yet. Raises
-    BrokerUnavailable, AccessDenied.
+    does not exist yet.
     """
     async with _admin(log) as admin:
         existing = await _partitions(admin, log.prefix)
@@ -169,7 +167,7 @@ async def check_partitions(
 ) -> None:
     """Check at start that this process and the deployment agree about the topics.
 
-    The Deployment record is used if there is one, else the table with `partitions` over it. Raises
+    The Deployment record is used, or else the table with `partitions` over it. Raises
     TopicMismatch, with the remedy, and BrokerUnavailable.
     """
     expected = expected_partitions(lanes, partitions)
@@ -197,9 +195,8 @@ async def watch_topics(
 ) -> None:
     """Check periodically that the topics still exist, until cancelled.
 
-    To a reader, a deleted topic is one without new records. Raises TopicMismatch if one was
-    missing, or had another number of partitions, twice in a row: a broker that has just restarted
-    may not list all of them yet.
+    Raises TopicMismatch for a topic that is missing, or has another number of partitions, twice in
+    a row: a broker that has just restarted may not list all yet.
     """
     before: dict[str, int] = {}
     differed: dict[str, int] = {}

@@ -18,10 +18,9 @@ _UNHEARD = (AppendFate.UNREPORTED, AppendFate.LATE, AppendFate.OVERTAKEN)
 
 
 class AppendQueue:
-    """Appends arrive in the order of sending.
+    """Appends arrive in the order of sending, also abandoned ones and those of an ended process.
 
-    An abandoned append arrives later, even if its process has ended: in that order as well, unless
-    its producer was replaced (`AppendFate.OVERTAKEN`).
+    Except where the producer was replaced (`AppendFate.OVERTAKEN`).
     """
 
     def __init__(self, client: MemoryConnection, log: PartitionLog) -> None:

@@ -1,8 +1,7 @@
-"""Fault injection for the in-memory broker.
+"""Fault injection for the in-memory broker, which consults `BrokerFaults` around each operation.
 
-The broker consults a `BrokerFaults` before and after each operation. This class injects none; the
-whole-system simulation derives a seeded one. `operation` is the name of the `Log`, `Reader` or
-`Member` method; `client` the client id of its `MemoryLog`.
+This class injects none; the whole-system simulation derives a seeded one. `operation`: the name of
+the `Log`, `Reader` or `Member` method; `client`: the client id of its `MemoryLog`.
 """
 
 # ruff: noqa: ARG002 - without faults the arguments do not matter

@@ -1,11 +1,10 @@
 """Consumer groups of the in-memory broker, after Kafka's classic protocol with eager rebalances.
 
 A change of members starts a rebalance: every member is notified at its next heartbeat, releases all
-its partitions and rejoins; when all have, or after the session time-out, a new generation begins
-and the range assignor distributes the partitions. Commits count only in the generation in which
-they were sent. A member whose client is silent for the session time-out, or that does not poll for
-the poll interval, is excluded from the next generation without notice: it keeps its partitions
-until it next contacts the group, or finds its own session over.
+partitions and rejoins; when all have, or after the session time-out, a new generation begins with
+the range assignor. Commits count only in the generation in which they were sent. A member that is
+silent for the session time-out, or does not poll for the poll interval, is excluded without notice:
+it keeps its partitions until it contacts the group, or finds its own session over.
 
 Members contact the group inside `poll`; a waiting poll sets a timer for the next time-out.
 """

@@ -1,21 +1,16 @@
-"""An in-memory broker: the ports of `streams/ports.py` within one process.
+"""An in-memory broker: the state that the `MemoryLog`s of all processes share.
 
-`MemoryBroker` is the shared state; each process has a `MemoryLog` (`streams/memory/memory_log.py`).
 Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
-in `tests/contracts` compares it with a real broker.
+in `tests/contracts` compares it with a real broker. It has: partitions by key as in the Java
+client, offsets, append time by the clock of a partition's leader, headers, tombstones, deletion by
+age and count, compaction with its lags, consumer groups (`streams/memory/consumer_groups.py`), size
+limits, and faults (`streams/memory/broker_faults.py`).
 
-It has: partitions by key as in the Java client, offsets, append time by the clock of a partition's
-leader (it never goes back before another one leads), headers, tombstones, deletion by age and
-count, compaction with its lags, consumer groups with generations, rebalances and zombies
-(`streams/memory/consumer_groups.py`), size limits, and the faults that
-`streams/memory/broker_faults.py` names.
+It lacks: durability, replicas, segments (deletion and compaction work record by record), quotas,
+security, compression, readers of uncommitted records, static members, other assignors than range,
+and fetches bounded by bytes.
 
-It does not have: durability, replicas, segments (deletion and compaction work record by record),
-quotas, security, compression, readers of uncommitted records, static members, other assignors than
-range, and fetches that are bounded by bytes.
-
-Time is the injected clock's. Waiting with a limit uses a timer of the running loop, which the
-virtual loop of the simulation moves along with its clock.
+Time is the injected clock's; a wait uses a timer of the running loop, which may be virtual.
 """
 
 from __future__ import annotations
@@ -50,8 +45,7 @@ class MemoryBroker:
     ) -> None:
         """Every topic of `streams/topics.py` exists from the start.
 
-        `partitions` overrides counts by topic. `max_records` bounds each partition that deletes
-        by age: the oldest records go when there are more.
+        `partitions` overrides counts by topic. `max_records` bounds partitions that delete by age.
         """
         overrides = partitions or {}
         self.clock = clock

@@ -1,7 +1,7 @@
 """One process's connection to the in-memory broker: appends, queries, readers.
 
-Implements `Log` and `Reader`. Owns requests in transit between this client and the broker, and
-drops their responses once the client is killed; the broker owns the records.
+Owns requests in transit, and drops their responses once the client is killed; the broker owns the
+records.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class MemoryLog:
     def kill(self) -> None:
         """As kill -9: no further call returns, and nothing more is sent.
 
-        Appends that had left the process arrive a little later (`BrokerFaults.departed`), others
-        are lost; group memberships end by their session time-out.
+        Appends that had left the process arrive a little later (`BrokerFaults.departed`); group
+        memberships end by their session time-out.
         """
         self.is_killed = True
         for line in self._lines.values():

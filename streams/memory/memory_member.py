@@ -1,9 +1,9 @@
 """One member of a consumer group of the in-memory broker.
 
-Owns its copy of the assignment, which may be out of date, and the positions; the decisions of the
-group are in `streams/memory/consumer_groups.py`. There are no heartbeats: a member has sent its
-last one when its client was suspended or cut off from the coordinator, or when the broker failed.
-A session time-out later it leaves its partitions by itself, as a real one does.
+Owns its copy of the assignment, which may be out of date, and the positions; the group decides in
+`streams/memory/consumer_groups.py`. There are no heartbeats: the last one was sent when the client
+was suspended or cut off, or the broker failed; a session time-out later the member leaves its
+partitions by itself, as a real one does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Transactions of the in-memory broker: those of a writer of ours, and those of clients.
+"""Transactions of the in-memory broker, with its faults: those of our writers and of clients.
 
-Owns the way of a transaction from its writer to the broker, with its faults. A transaction of an
-older epoch of its writer's name does nothing. The records of a transaction are appended at its
-commit, all at once, so readers never see an unfinished one, and aborted ones take no offsets.
+A transaction of an older epoch of its writer's name does nothing. All records are appended at the
+commit, so readers never see an unfinished one, and aborted ones take no offsets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""One partition of the in-memory broker: its records, and the cursors that read it.
+"""One partition of the in-memory broker: its records, and the cursors that read committed ones.
 
-Owns offsets, deletion, compaction and open transactions of one partition; has no clients, groups or
-time. All cursors read committed records.
+Owns offsets, deletion, compaction and open transactions; has no clients, groups or time.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class WakeUp:
 class Cursor:
     """Positions in some partitions, and the set of those with unread records.
 
-    A partition is `ready` if it was appended to since it was last read to its end, so that a poll
-    checks no partition in vain.
+    A partition is `ready` if it was appended to since it was last read to its end.
     """
 
     def __init__(self) -> None:
@@ -200,8 +198,8 @@ class PartitionLog:
     def compact(self, before_ms: int, tombstones_before_ms: int) -> None:
         """Of the records appended before `before_ms`, keep the last one of each key.
 
-        Tombstones appended before `tombstones_before_ms` go too. The newest record stays in
-        any case, like the active segment of a broker.
+        Tombstones before `tombstones_before_ms` go too. The newest record stays, like an active
+        segment.
         """
         last = {r.key: r.offset for r in self.records if r.timestamp < before_ms}
         newest = self.end - 1

@@ -1,11 +1,10 @@
 """Dead letters: copies of unprocessable records, so that consumers can continue.
 
-A dead letter keeps the key and the type of the original record; its headers give the reason
-(`reason`), the original position (`origin_topic`, `origin_partition`, `origin_offset`) and the
-number of attempts (`tries`). Value and other headers (`header_…`) are kept only on request, because
-they may contain prompt text; otherwise `value_bytes` and `value_sha256` replace the value. A record
-that the log could not return has the header `unreadable` instead of a value. Only operators read
-this topic (`app/audit/dead_letter_retry.py`).
+A dead letter keeps key and type of the record. Its headers have the `reason`, the original position
+(`origin_topic`, `origin_partition`, `origin_offset`) and the number of attempts (`tries`). Value
+and other headers (`header_…`) may contain prompt text and are kept only on request; otherwise
+`value_bytes` and `value_sha256` replace the value. `unreadable` marks a record that the log could
+not return. Only operators read this topic (`app/audit/dead_letter_retry.py`).
 """
 
 from __future__ import annotations

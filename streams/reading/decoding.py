@@ -1,11 +1,9 @@
 """Decoding of the records of views: malformed ones are counted and skipped.
 
-A record is skipped if it is malformed, of an unknown type, or of a type that the topic table does
-not list (`streams/topics.py`). The first of a kind is logged with its position, all are counted. A
-record that its writer marked for newer readers (`streams/codecs.py`) is not skipped automatically:
-the view would be wrong from there on. `kvlane topics skip` writes a `Skip` of its position to the
-registry, which is searched whenever such a record is read: a `Skip` applies to all processes, also
-later ones, and to a record on the registry itself.
+Malformed are also records of an unknown type, or of one that the topic table does not list. The
+first of a kind is logged with its position. A record that is marked for newer readers
+(`streams/codecs.py`) stops the view, unless the registry has a `Skip` of its position (`kvlane
+topics skip`), which applies to all processes, and to records on the registry itself.
 """
 
 from __future__ import annotations

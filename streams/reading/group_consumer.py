@@ -1,22 +1,20 @@
 """A group consumer with at-least-once processing: ownership, completion, commits.
 
-`GroupConsumer` reads one topic as a member of a group. Each owned partition has a `PartitionClaim`,
-from its assignment to its revocation. Records are delivered in offset order, each once per claim,
-and the handler calls `mark_done` when the effect of a record is acknowledged. The low-water mark is
-committed: the lowest offset that is not done. So after a crash or a rebalance the next owner gets
-every record whose effect may be missing, and some whose effect exists already.
+Each owned partition has a `PartitionClaim`, from its assignment to its revocation. Records are
+delivered in offset order, once per claim, and the handler calls `mark_done` when the effect of a
+record is acknowledged. The low-water mark is committed: the lowest offset that is not done. So the
+next owner gets every record whose effect may be missing, and some whose effect exists.
 
 Records that are malformed, of a type that the topic table does not list, or rejected by the handler
-go to dead-letters and are done when the dead letter is acknowledged. If the key of a malformed
-record can be a request id, the handler gets a `Refused` in its place, which has to be done, too.
+go to dead-letters, and are done with its acknowledgement. For a malformed record whose key can be a
+request id the handler gets a `Refused`, which has to be done, too.
 
 The number of delivered, unfinished records is not bounded here: a Cancel must not wait behind a
 full queue. The handler (`RecordHandler`) bounds the queued requests, and pauses a partition only
-while it can answer no record of it, a Cancel no more than a Request.
+while it can answer no record of it.
 
-`GroupMembership` assigns partitions without reads or commits, for work that is divided by them and
-read by other means. Ownership is no lock: a member that has not yet noticed a reassignment may work
-beside the new owner.
+`GroupMembership` assigns partitions without reads or commits. Ownership is no lock: a member that
+has not noticed a reassignment may work beside the new owner.
 """
 
 from __future__ import annotations
@@ -91,8 +89,8 @@ _TYPES = {t.name: frozenset(t.records) for t in TOPICS}
 class PartitionClaim:
     """One partition from its assignment to its revocation, with the records that are done.
 
-    `start` is the first offset that may be delivered; `is_lost` becomes true with the revocation;
-    while `is_paused` nothing is delivered.
+    `start`: the first offset to deliver. `is_lost`: after the revocation. `is_paused`: nothing is
+    delivered.
     """
 
     __slots__ = (
@@ -169,8 +167,8 @@ class PartitionClaim:
 class OffsetCommits:
     """The commits of one member: the low-water marks of its claims, never lower than before.
 
-    A commit follows within `every_s` of a `mark_done`; a failed one is retried with the next. A
-    mark of a lost claim is not committed: the owner after it may be ahead.
+    A commit follows within `every_s` of a `mark_done`; a failed one is retried with the next. No
+    mark of a lost claim is committed: its next owner may be ahead.
     """
 
     def __init__(

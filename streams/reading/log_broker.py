@@ -3,16 +3,13 @@
     subscribe   Member.poll ──► middlewares ──► handler
     append      middlewares ──► Log.append
 
-FastStream runs the loop around each handler and the middlewares, and describes the topics. Groups,
-positions and connections are those of the log, so that a handler is driven over the in-memory twin
-just as over Kafka. With the consumers that FastStream itself makes, a refusal of the broker or a
-corrupt batch is logged and polled again after five seconds, with positions that have moved on; a
-rebalance that never ends is waited for; and a position outside of the log jumps silently.
+FastStream runs the loop around each handler and describes the topics; groups, positions and
+connections are the log's, so handlers run over the in-memory twin as well. FastStream's own
+consumers log a refusal of the broker or a corrupt batch and poll again with moved positions, wait
+for a rebalance without end, and jump silently from a position outside of the log.
 
-A batch is handed out as soon as there are records: `batch_timeout_ms`, after which FastStream's
-loop sleeps as long again, does not apply. An error of a handler or middleware, which FastStream
-logs and forgets, ends `run`, and nothing more is read. Never here: the work of a handler, and its
-commits.
+A batch is handed out as soon as there are records, without `batch_timeout_ms`. An error of a
+handler or middleware, which FastStream logs and forgets, ends `run`.
 """
 
 from __future__ import annotations

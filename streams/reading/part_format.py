@@ -1,8 +1,7 @@
 """Format of content that is larger than a record: numbered parts under `<name>/<number>`.
 
-Model artifacts are named by their checksum, files of the Files API by their id and the run that
-wrote them. Leading zeros of a number distinguish attempts to append the same part, where each needs
-a key of its own.
+Model artifacts are named by their checksum, files by their id and the run that wrote them. Leading
+zeros of a number distinguish attempts to append the same part under keys of their own.
 """
 
 from __future__ import annotations

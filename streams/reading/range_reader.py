@@ -1,7 +1,6 @@
 """Reading partitions without a group: a range of offsets once, or everything from an offset on.
 
-A range is for occasional lookups (a snapshot, a file, the history of a request); state that has to
-stay up to date belongs in a view (`streams/views/follower.py`).
+For occasional lookups; a state that stays up to date is a view (`streams/views/follower.py`).
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ async def read_range(
 ) -> AsyncGenerator[RecordBatch, None]:
     """The records of each partition from its start to before its end, as far as they are kept.
 
-    With `keys`, only records with one of these. Other tasks run after every `batch_size` records.
-    Close it (`aclosing`) when leaving it early.
-    Raises PositionLost; TimeoutError if the whole read takes longer than `timeout_s`; without that
-    limit BrokerUnavailable after NO_DATA_TIMEOUT_S without progress.
+    `keys`: only records with one of these. Other tasks run after every `batch_size` records. Close
+    it (`aclosing`) when leaving it early. Raises PositionLost; TimeoutError after `timeout_s`;
+    without that, BrokerUnavailable after NO_DATA_TIMEOUT_S without progress.
     """
     left = {source: start for source, start in starts.items() if start < ends[source]}
     total, done = sum(ends[source] - start for source, start in left.items()), 0

@@ -1,8 +1,6 @@
-"""The candidates of a decision: `Candidate` as people and audits read it, `CandidateRows` as
-routers write them.
+"""The candidates of a decision: `Candidate` for people and audits, `CandidateRows` as written.
 
-Rows of numbers take less space and time than maps with named fields; every router reads all
-decisions.
+Rows of numbers take less space and time than named fields; every router reads all decisions.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
@@ -26,15 +24,14 @@ class Candidate(InternalRecord, frozen=True, kw_only=False):
     """A candidate worker with the inputs of its cost, so that the cost can be recomputed.
 
     The fields from `prompt_tokens` on are inputs of policy predictive. `prompt_tokens`: of the open
-    runs. `prefill_runs`: those of them without a first token, `busy_ms`: for how long the worker
-    has been at their prompts. `ahead_ms`: prefill, computed alone, of each other request that
-    waited in the router and was to go there, by arrival; where they are more than 16, `planned_ms`
-    instead: the wait for all of them, as it is in the cost. Then its pace, see `EngineProfile`
-    (app/routing/state/performance.py); without a `curve` it is the published one. `later_ms`: by
-    how much later than others the router counted on it. `prefill_share`: of its time lately.
-    `batch_ms`: the delay by its batch runs. `joining_tokens`, `joining_runs`: the part of
-    `prefill_tokens` and `prefill_runs` that came after the last first token there, `joining_ms` ago
-    in the mean. `shares_steps`: whether prompts were expected to share a step.
+    runs. `prefill_runs`: those without a first token; `busy_ms`: how long the worker has been at
+    their prompts. `ahead_ms`: prefill, computed alone, of each request that waited in the router to
+    go there, by arrival; of more than 16 `planned_ms` instead: the wait for all. Then its pace, see
+    `EngineProfile` (app/routing/state/performance.py); without a `curve` it is the published one.
+    `later_ms`: by how much later than others the router counted on it. `prefill_share`: of its time
+    lately. `batch_ms`: the delay by its batch runs. `joining_tokens`, `joining_runs`: the part of
+    `prefill_tokens` and `prefill_runs` after the last first token there, `joining_ms` ago in the
+    mean. `shares_steps`: whether prompts were expected to share a step.
     """
 
     worker: str
@@ -77,10 +74,9 @@ class CandidateRows(InternalRecord, frozen=True):
     """The candidates of a decision, with the least cost first; the chosen one may be the last.
 
     `is_timed`: with the inputs of policy predictive. `rows`: a `TIMED_ROW` for each of `places`, or
-    else a `ROW`. `curves` and `taint_weights`: by candidate, empty if none has one. `ahead_ms` and
-    `planned_ms`: by the position of a candidate that has them; so is `joining`, the
-    `joining_tokens`, `joining_runs` and `joining_ms` of one with such runs. `shares_steps`: of all.
-    A record with another number of rows, curves or weights than of places is malformed.
+    a `ROW`. `curves`, `taint_weights`: by candidate, or empty. `ahead_ms`, `planned_ms`, `joining`
+    (its tokens, runs and ms): by the position of a candidate that has them. `shares_steps`: of all.
+    Another number of rows, curves or weights than of places is malformed.
     """
 
     places: tuple[Place, ...] = ()

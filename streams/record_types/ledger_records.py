@@ -1,5 +1,4 @@
-"""Records of `requests` and `ledger`, both keyed by request id: requests and cancels, and the
-history of each request. `Request` is in `streams/request.py`.
+"""Records of `requests` and `ledger`, keyed by request id: requests, cancels, and their history.
 
 Hot code of views compares `type(record)`: `isinstance` is several times slower where types differ.
 """
@@ -54,9 +53,8 @@ class RequestOffset(InternalRecord, frozen=True):
 class HandOverChoice(InternalRecord, frozen=True):
     """The choice between a whole request and a hand-over, with the best worker for each part.
 
-    It was handed over if `prefill` and `decode` cost less than `whole`. `params`: the settings and
-    estimates in force, as in `Assigned`, with the time of the transfer. Decode is decided again
-    when the prompt is computed.
+    Handed over if `prefill` and `decode` cost less than `whole`. `params`: as in `Assigned`, with
+    the time of the transfer. Decode is decided again when the prompt is computed.
     """
 
     whole: Candidate
@@ -97,15 +95,14 @@ class RunRecord(InternalRecord, frozen=True):
 class Assigned(RunRecord, frozen=True):
     """The decision: this run of the request goes to this worker.
 
-    `prefill_tokens`: its part of the worker's prefill until it is done. `params`: the settings
-    of the policy that were in force. `candidate_rows`: the best candidates, and the chosen one;
-    decisions of earlier versions, and captures, have them in `listed`. Use `candidates` for both.
-    `held_ms`: how long the request had waited in the router, `ttft_ms_predicted`: the predicted
-    time from here to its first token; both by policy predictive only. `known_ms`: append time of
-    the youngest record of the ledger that its router had read. `choice`: whether to hand it over,
-    where that was a question of costs. `is_preemptible`: whether a run of class batch gives way;
-    not if no other run could go on in the middle of its answer. `is_prompt`: whether the
-    request came from Kafka, so that copies of it may come for days.
+    `prefill_tokens`: its part of the worker's prefill until it is done. `params`: the policy's
+    settings in force. `candidate_rows`: the best candidates, and the chosen one; earlier versions
+    and captures have them in `listed`; `candidates` reads both. `held_ms`: how long the request had
+    waited in the router, `ttft_ms_predicted`: the predicted time to its first token; both by policy
+    predictive. `known_ms`: append time of the youngest ledger record that its router had read.
+    `choice`: whether to hand over, where costs decided. `is_preemptible`: whether a run of class
+    batch gives way; not if no other run could continue its answer. `is_prompt`: whether the request
+    came from Kafka, so that copies of it may come for days.
     """
 
     origin: RequestOffset
@@ -179,8 +176,8 @@ class Started(RunRecord, frozen=True):
 class PrefillDone(RunRecord, frozen=True):
     """The prompt is computed; for phase prefill, `handoff` lets a decode worker fetch it.
 
-    `handoff` is the engine's own, opaque to everything between the two. `lease_until_ms`: broker
-    time until which the engine holds the blocks for it at least; 0 if unknown.
+    `handoff`: the engine's own, opaque. `lease_until_ms`: broker time until which the engine holds
+    the blocks at least; 0 if unknown.
     """
 
     run: int
@@ -195,8 +192,8 @@ class PrefillDone(RunRecord, frozen=True):
 class Finished(RunRecord, frozen=True):
     """The run is over. Sent after the acknowledgement of its last Chunk.
 
-    `message`: of its error, for operators; `reason`: the part of it for clients. `stalled`: its
-    engine made no step while it had the run, which has no token.
+    `message`: of its error, for operators; `reason`: for clients. `stalled`: its engine made no
+    step while it had the run, which has no token.
     """
 
     code: RunCode
@@ -236,8 +233,8 @@ class EndedIds(InternalRecord, frozen=True):
     """Ids of prompts that have ended in a lane. Key: the lane; on `ended-ids`.
 
     With the records before it, it has those that end below offset `until` of the lane's ledger.
-    `digests`: of the ids, 8 bytes each; `ended_s`: u32 each, seconds since 1970; both little
-    endian. `restarts`: the ledger was made anew, and offsets before count no more.
+    `digests`: 8 bytes an id; `ended_s`: u32 each, since 1970; both little endian. `restarts`: the
+    ledger was made anew, and offsets before count no more.
     """
 
     lane: int

@@ -20,15 +20,14 @@ LOGPROBS_FEATURE = "logprobs"
 class EngineConfig(InternalRecord, frozen=True):
     """The properties that an engine advertises; None: not advertised.
 
-    `curve`: how long its steps take, see `numbers` in app/perf_curves.py. `lora_names`:
-    adapters that it has, `max_loras`: above 0, it loads others on demand.
-    `data_parallel_size`: its ranks, each with a cache of its own; None is one. Without
-    `gives_tokens` it gives text only, and no other run can continue its answers; with
-    `guesses_cache` its cache events are a guess. `kind`: its kind of requests. `unsupported`:
-    features that it would ignore (`guided_decoding`, `logprobs`); requests for them are refused.
-    `transfer_lease_s`: how long it holds the blocks of a prompt for another engine; None: it
-    neither hands prompts over nor fetches them. `transfer_bytes_per_token`: size of these blocks.
-    `continues_guided`: it continues answers with guided decoding in their middle.
+    `curve`: the time of its steps, see `numbers` in app/perf_curves.py. `lora_names`: its adapters;
+    `max_loras` above 0: it loads others on demand. `data_parallel_size`: its ranks, each with a
+    cache. Without `gives_tokens` it gives text only, and no other run can continue its answers;
+    with `guesses_cache` its cache events are a guess. `unsupported`: features that it would ignore
+    (`guided_decoding`, `logprobs`); requests for them are refused. `transfer_lease_s`: how long it
+    holds the blocks of a prompt for another engine; None: no hand-overs.
+    `transfer_bytes_per_token`: size of these blocks. `continues_guided`: it continues answers with
+    guided decoding in their middle.
     """
 
     model: str
@@ -57,12 +56,11 @@ class WorkerCard(InternalRecord, frozen=True):
     """The registration of a worker. Key `worker/<id>`.
 
     The first card of a life has no epoch: the offset it gets *is* the epoch, unique and rising.
-    Every later card of that life repeats it. `life` is random, different for each process of one
-    name. With more than `busy_cache` of its cache in use (0 to 1), or with `busy_prefill_tokens`
-    of prompts still to be computed on a rank, it is to get no new work; None: no such bound.
-    `versions`: of kvlane and of its engine, by name; for people. `max_runs`: how many it has open
-    at a time, running and waiting; it refuses more. `parser_version`: of its parsers of tool calls
-    and reasoning; 0: it has none.
+    Later cards of that life repeat it. `life`: random, different for each process of one name.
+    `busy_cache` (share of its cache, 0 to 1), `busy_prefill_tokens` (prompt tokens to be computed
+    on a rank): above them it gets no new work; None: no bound. `versions`: of kvlane and its
+    engine, for people. `max_runs`: its bound of open runs. `parser_version`: of its parsers of tool
+    calls and reasoning; 0: none.
     """
 
     id: str
@@ -91,10 +89,9 @@ class Artifact(InternalRecord, frozen=True):
 class ModelCard(InternalRecord, frozen=True):
     """A model that clients may ask for. Key `model/<name>`.
 
-    `special_tokens` are the names a template knows (bos_token, eos_token …). `checksum` is over
-    everything but name and checksum: equal sums, interchangeable models. `served_as`: its name at
-    servers that get bodies unchanged, and have no files to compare. `tool_parser`,
-    `reasoning_parser`: as in the settings of its workers; "" for auto.
+    `special_tokens`: names for templates (bos_token, eos_token …). `checksum`: over everything but
+    name and checksum; equal sums are interchangeable models. `served_as`: its name at servers that
+    get bodies unchanged. `tool_parser`, `reasoning_parser`: as in the settings; "" for auto.
     """
 
     name: str

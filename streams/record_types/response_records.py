@@ -34,11 +34,11 @@ class ResultUsage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Times of a request in milliseconds, all between append times. Part of a Result.
+    """Times of a request in milliseconds, from append to append. Part of a Result.
 
-    They count from the append of its prompt, over HTTP from that of its request. `queued_ms`: until
-    the append of its request; `ttft_ms`: until its first tokens, None without any; `total_ms`:
-    until its end. `finished_ms`: the end, in ms since 1970.
+    From the append of its prompt, over HTTP from that of its request. `queued_ms`: until the append
+    of its request; `ttft_ms`: until its first tokens, or None; `total_ms`: until its end.
+    `finished_ms`: the end, in ms since 1970.
     """
 
     queued_ms: int = 0
@@ -50,10 +50,9 @@ class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
     """A finished request, as one record. All fields are present on the wire.
 
-    `status`: completed, failed or cancelled; `status_code`: that of the HTTP response. `body`:
-    the response object of the OpenAI API; None for one that did not complete, which has an `error`.
-    `kind`, `metadata`, `batch_id`, `custom_id`: those of the prompt. `attempts`: how often it was
-    begun, 0 for a request that never was.
+    `status`: completed, failed or cancelled; `status_code`: of the HTTP response. `body`: the
+    response object of the OpenAI API, None with an `error`. `kind`, `metadata`, `batch_id`,
+    `custom_id`: of the prompt. `attempts`: how often it was begun.
     """
 
     id: str
@@ -106,8 +105,8 @@ class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class PassthroughDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """Output of a server that is not text, unchanged. Part of a Chunk.
 
-    `at`: length of the whole text before it. In an event of OpenAI's form, `delta` is of
-    its choice's delta (tool calls, reasoning …), `choice` of the choice, `event` of the event.
+    `at`: length of the whole text before it. `delta`, `choice`, `event`: fields of the choice's
+    delta (tool calls, reasoning …), of the choice, and of the event in OpenAI's form.
     """
 
     at: int = 0
@@ -119,15 +118,12 @@ class PassthroughDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
 class Chunk(PublicRecord, frozen=True, tag="Chunk"):
     """Some tokens of the answer. `run` is a u64 in decimals, for JSON readers without 64 bits.
 
-    `seq` counts the Chunks of a run from 0; `index` is the place of the first token in the whole
-    answer, over all attempts; `chars` is the length of the whole text after this Chunk.
-    `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
-    `log_probs`: for each token, if they were asked for, first its own and then the likeliest ones.
-    `token_chars`: with them, the number of characters that each token completes in the text.
-    `invalid`: the reason of an end with an error that lies in the request; `invalid_status`: its
-    HTTP status, if it is not 400.
-    `data`: the parts that are no text, of passthrough models. They bring no tokens.
-    `model`: the name of the model, on the first Chunk of a run.
+    `seq` counts the Chunks of a run from 0. `index`: place of the first token in the whole answer,
+    over all attempts; `chars`: length of the whole text after this Chunk. `stop_reason`: the stop
+    string or token id that ended the answer; None for an end of text. `log_probs`: for each token,
+    its own, then the likeliest; `token_chars`: with them, the characters that each token completes.
+    `invalid`: the reason of an end with an error in the request; `invalid_status`: its HTTP status,
+    if not 400. `data`: parts that are no text. `model`: its name, on the first Chunk of a run.
     """
 
     id: str

@@ -63,8 +63,8 @@ class Lost(InternalRecord, frozen=True):
 class Blocks(InternalRecord, frozen=True):
     """Cache changes of one worker, as columns: one row per event, keys of all rows end to end.
 
-    kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block),
-    counts u32, keys u64; all little endian. stored: `count` keys at consecutive positions.
+    kinds u8 (0 stored, 1 removed, 2 cleared), tiers u8, positions u32 (of the first block), counts
+    u32, keys u64; all little endian. stored: `count` keys at consecutive positions.
     """
 
     worker: str
@@ -128,9 +128,8 @@ class Probe(InternalRecord, frozen=True):
 class RouterCapacity(InternalRecord, frozen=True):
     """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
 
-    `positions`: the lanes that it serves, each with the offset up to which it had read `requests`
-    at that time. Later records are not counted. `batch_requests`: its room for requests of class
-    batch, which the other figures do not count.
+    `positions`: its lanes, each with the offset up to which it had read `requests`; later records
+    are not counted. `batch_requests`: its room for class batch, not in the other figures.
     """
 
     router: str

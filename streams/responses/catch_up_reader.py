@@ -2,13 +2,12 @@
 
     catch_up ──► queue of lanes ──► pass: from the lowest start up to the live position ──► live
 
-A pass reads one lane once, with its own reader, for all replies that waited for it. A reply that
-arrives during a pass joins it if the pass has not passed its start yet, and otherwise waits for the
-next pass of the lane. Starts far back have separate passes, so that a reply of the last minute does
-not wait until an hour of the lane was read.
+A pass reads one lane once, with its own reader, for all replies that waited for it or join it
+before it passes their start. Starts far back have separate passes, so that a reply of the last
+minute does not wait for an hour of the lane.
 
 Bounds: MAX_PASSES concurrent passes, MAX_FAR_PASSES of them far back; the caller bounds the waiting
-replies. Decides nothing about replies: changed ones go to `settle`.
+replies. Changed replies go to `settle`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The live reader of `responses`: new records of lanes with awaited replies, and of pinned lanes.
 
-Owns the positions of its reader and the replies that it feeds. It never seeks back:
-`streams/responses/catch_up_reader.py` feeds a reply that begins before the live position.
+Never seeks back: `streams/responses/catch_up_reader.py` feeds replies that begin before.
 """
 
 from __future__ import annotations

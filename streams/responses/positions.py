@@ -1,10 +1,8 @@
 """Positions in an answer, from which a reader resumes it.
 
-A position is the number of units up to the end of a piece: each token is one. In pieces without
-token ids each character of the text is one, and each item of `data`. Every reader counts the same
-units for every merge of pieces: an item of `data` comes before the text at its place, and pieces
-with token ids are merged with such pieces only. Pure functions of visible Chunks, from the
-beginning of the answer.
+A position counts the units up to the end of a piece: tokens, or in pieces without token ids
+characters and items of `data`. Every merge of pieces gives the same units: an item of `data` comes
+before the text at its place, and pieces with token ids are merged with such pieces only.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ class Position:
 def rest_after(piece: Chunk, end: int, position: int) -> Chunk | None:
     """The part of a piece that ends at `end` behind a position; None if nothing is.
 
-    Of the last piece at least its end remains. A piece with token ids has no borders within: it
-    remains whole if a token is behind the position.
+    Of the last piece at least its end remains. A piece with token ids remains whole.
     """
     units = len(piece.token_ids) or _units(piece)
     known = position - (end - units)

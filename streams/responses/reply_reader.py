@@ -1,12 +1,11 @@
 """The reader of `responses` for all replies of one client.
 
-The *live* reader (`streams/responses/live_reader.py`) tails the lanes in which replies are awaited
-and those that are pinned (`pin`), each from the end that it had when it was opened. A reply that
-begins earlier is fed by passes over its lane (`streams/responses/catch_up_reader.py`) until it has
-caught up, so that it does not delay the others.
+The *live* reader (`streams/responses/live_reader.py`) tails the lanes with awaited replies and the
+pinned ones (`pin`). A reply that begins earlier is fed by passes over its lane
+(`streams/responses/catch_up_reader.py`) until it has caught up, so it does not delay the others.
 
-Owns the start of each reply and the choice of its reader. Decides nothing about text
-(`streams/responses/reply_stream.py`), commits nothing, belongs to no group.
+Owns the start of each reply and the choice of its reader; text is decided in
+`streams/responses/reply_stream.py`. Belongs to no group.
 """
 
 from __future__ import annotations
@@ -150,13 +149,11 @@ class ReplyReader:
     ) -> Reply:
         """A reply from the first record of the request; it fails with PositionLost if that is gone.
 
-        `begun`: part of it was visible before, so that a log without it has lost it.
-        `may_begin_s`: for how long from now the request may still begin. If the log was read to
-        its end without a record of a request that has begun, or after that time, the reply fails
-        with PositionLost if the log has lost records, and with NotFound if it has not.
-        `after`: a position from which the caller needs the rest (`Reply`).
-
-        Raises BrokerUnavailable, or the error that ended reading.
+        `begun`: part of it was visible before. `may_begin_s`: for how long from now it may still
+        begin. If the log was read to its end without a record of a request that has begun, or after
+        that time, the reply fails: with PositionLost if the log has lost records, else NotFound.
+        `after`: a position from which the caller needs the rest (`Reply`). Raises
+        BrokerUnavailable, or the error that ended reading.
         """
         self._check()
         number = lane_of(request_id, self._lanes)
@@ -199,8 +196,8 @@ class ReplyReader:
     async def _beginning(self, request_id: str, number: int) -> OffsetRange:
         """The offsets at which to search for the first record of a request.
 
-        An id without a time, or with one that the lane has not reached, gives the oldest offset:
-        a lane without appends for minutes has little to read.
+        The oldest offset for an id without a time, or with one that the lane has not reached: such
+        a lane has little to read.
         """
         oldest = (await self._log.start_offsets(RESPONSES, [number]))[number]
         end = (await self._log.end_offsets(RESPONSES, [number]))[number]
@@ -256,9 +253,9 @@ class ReplyReader:
     async def _judge_end(self, number: int, reply: Reply, bare: UnconfirmedEnd) -> None:
         """An End is the first record of a request: decide whether there was text before it.
 
-        `begun`: there was some, as the caller has seen. Otherwise there was none if the reply was
-        read from the first offset at which the request can have run, or where the log no longer
-        has that, if by the time in the id the deleted records are older.
+        `begun`: the caller has seen some. Otherwise there was none if the reply was read from the
+        first offset at which the request can have run, or if the deleted records are older than the
+        id.
         """
         assert reply.attached is not None, "only an attached reply may be truncated"
         oldest, begun, is_later = reply.attached

@@ -1,9 +1,8 @@
 """The reply stream of one request, between the reader and the task that consumes it.
 
 A `Reply` applies the stream reconstruction rule to the records that it is fed and buffers the
-visible pieces until they are taken. While the task waits, a sink of the task may take each piece in
-the reader's call, without a future and a switch of tasks. It never reads the log
-(`streams/responses/reply_reader.py` feeds it) and never blocks its reader.
+visible pieces until they are taken. While the task waits, its sink may take each piece in the
+reader's call, without a switch of tasks. It never blocks its reader.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ class AttachPoint(NamedTuple):
 
 
 class Reply:
-    """The visible pieces of one request, from the offset `start` on.
+    """The visible pieces of one request, from the offset `start` on: Chunks, and the End.
 
-    A piece is a Chunk or the End. Merged Chunks have the `index` of the first and all other fields
-    of the last: they are for display, not for a `Transcript`. A merged Chunk ends where one of the
-    log ends, never contains the end of the position that its reader resumes after, and has tokens
-    in all its parts or in none (`streams/responses/positions.py`).
+    Merged Chunks have the `index` of the first and all other fields of the last: for display, not
+    for a `Transcript`. A merged Chunk ends where one of the log ends, never contains the position
+    that its reader resumes after, and has tokens in all its parts or in none
+    (`streams/responses/positions.py`).
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class Reply:
     ) -> None:
         """`doubts`: the beginning may have been deleted from the log (see `unconfirmed_end`).
 
-        `after`: the position that the reader has. Chunks with tokens up to it are left out, except
-        the last Chunk of the answer; `rest_after` cuts the others.
+        `after`: the position that the reader has; Chunks up to it are left out, except the last of
+        the answer, and `rest_after` cuts the others.
         """
         self.request_id = request_id
         self.lane = lane
@@ -257,8 +256,7 @@ class Reply:
         """Take all buffered pieces, at least one; otherwise as `next_piece`.
 
         `sink` gets the pieces that arrive while this waits, in order. The first that it leaves ends
-        the wait, and so does the time limit, even if the sink took pieces. Its error fails the
-        reply.
+        the wait, and so does the time limit. Its error fails the reply.
         """
         if not self._pieces:
             await self._awaited(timeout_s, sink)
@@ -319,8 +317,7 @@ class Reply:
     async def _awaited(self, timeout_s: float | None, sink: PieceSink | None = None) -> None:
         """Wait for a piece. Raises as `next_piece`.
 
-        A future, and one timer for many waits, set again if it fires too early: cheaper for every
-        piece than `asyncio.timeout`.
+        A future, and one timer for many waits: cheaper than `asyncio.timeout`.
         """
         assert self._waiter is None, "only one task may await the pieces of a reply"
         if self._error is not None:

@@ -1,20 +1,18 @@
 """The stream reconstruction rule: which records of a request's stream are part of its answer.
 
-A view over the records of one request, in log order, for all readers of `responses`: gateways,
-clients, and routers that determine the tokens shown before a worker died. Duplicates (a producer's
-retry, a request delivered twice, two routers at once, a worker that was declared dead and still
-writes) are shown once, and all readers show the same.
+A view over the records of one request, in log order, the same for all readers of `responses`.
+Duplicates (a producer's retry, a request delivered twice, two routers at once, a worker that was
+declared dead and still writes) are shown once.
 
-1. The attempt is the highest Fence seen, 0 before any. Chunks of other attempts are skipped.
-2. The first Chunk of an attempt determines its run. Chunks of other runs are skipped.
-3. Within the run `seq` must be the next one and `index` the number of tokens shown so far. A lower
+1. The attempt is the highest Fence seen, 0 before any. Chunks of other attempts are skipped. 2. The
+first Chunk of an attempt determines its run. Chunks of other runs are skipped. 3. Within the run
+`seq` must be the next one and `index` the number of tokens shown so far. A lower
    `seq` is a producer's retry and skipped. Anything else is a gap: this and every later Chunk of
    the run is skipped, even one with a finish reason, since the text before it is incomplete.
-4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored.
-5. A Chunk that would be shown, but cannot be decoded, ends the request (`apply_unreadable`).
+4. A shown Chunk with a finish reason, or an End, ends the request. Later records are ignored. 5. A
+Chunk that would be shown, but cannot be decoded, ends the request (`apply_unreadable`).
 
-`streams/vectors` has the rule as test vectors for other languages. Never reads the log, never
-waits.
+`streams/vectors` has the rule as test vectors for other languages.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ from kvlane.streams.responses.unreadable import (
 class Transcript:
     """The visible answer of one request. Feed it the records of that request only.
 
-    With `keep=False` tokens and text are counted, not stored: for readers that forward them.
-
-    With `until_attempt` it is the answer that was visible when that attempt began: records after
-    the first Fence of it, or of a higher one, do not count (`is_closed`). So all routers that fence
-    an attempt continue from the same token.
+    `keep=False`: tokens and text are counted, not stored. `until_attempt`: the answer that was
+    visible when that attempt began; records after the first Fence of it, or of a higher one, do not
+    count (`is_closed`), so all routers that fence an attempt continue from the same token.
     """
 
     __slots__ = (

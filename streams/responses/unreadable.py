@@ -1,9 +1,8 @@
 """Records of a reply that cannot be decoded, and their places in it.
 
-A Chunk that cannot be decoded and is next in its run ends the reply with the code `unreadable`, for
-all readers alike: every later Chunk has a gap before it. The reader makes the End; it is not in the
-log. A record whose place cannot be read ends nothing, unless the run that is shown turns out to
-lack a Chunk (`Transcript.apply_unreadable`).
+If it is the next Chunk of its run, the reply ends with the code `unreadable`, for all readers
+alike; the reader makes the End, it is not in the log. A record whose place cannot be read ends
+nothing, unless the shown run turns out to lack a Chunk (`Transcript.apply_unreadable`).
 """
 
 from __future__ import annotations

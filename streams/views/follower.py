@@ -1,18 +1,15 @@
 """The follower of a materialized view: one loop that keeps any view up to date with the log.
 
 A `Follower` restores a `MaterializedView` from a snapshot if there is one, replays up to the end
-offsets that it read before its first poll (it is *caught up* then), and continues with newly
-appended records. Far from the ends it has a reader of its own; near them it may subscribe to the
-reader that the views of a process share (`streams/views/tail_reader.py`). A partition's state and
-its position change in one step, `MaterializedView.apply`. Tasks may wait until a partition is
-applied up to an offset (`OffsetWaiters`).
+offsets that it read before its first poll (it is *caught up* then), and continues with new records.
+Far from the ends it has a reader of its own; near them it may subscribe to the shared reader of the
+process (`streams/views/tail_reader.py`). State and position of a partition change in one step,
+`MaterializedView.apply`; tasks may wait for an offset (`OffsetWaiters`).
 
-The position of a partition covers every offset below it: applied, skipped as malformed
-(`streams/reading/decoding.py`; counted), or deleted from the log. A record that its writer marked
-for newer readers ends the follower. A position that the log no longer has means that records were
-missed: the state of that partition is dropped and rebuilt.
-
-It decides nothing, commits nothing, belongs to no group, and never writes.
+A position covers every offset below it: applied, skipped as malformed
+(`streams/reading/decoding.py`) or deleted. A record for newer readers ends the follower. If the log
+no longer has a position, the state of that partition is dropped and rebuilt. It commits nothing,
+and never writes.
 """
 
 from __future__ import annotations
@@ -114,11 +111,10 @@ OnApplied = Callable[[Partition, Sequence[LogRecord]], None]
 class Follower:
     """Keeps a view up to date with `sources`: topics (all their partitions) or single partitions.
 
-    `on_applied` is called after each step, on the event loop; it must not block. `caught_up`
-    becomes true when the end offsets seen at the start are reached, and false while a partition is
-    rebuilt. `applied` and `malformed` count records; `rebuilds` counts partitions that were
-    rebuilt, `restored` those restored from snapshots. `tail` is the reader that the views of the
-    process share.
+    `on_applied` is called after each step; it must not block. `caught_up` becomes true at the end
+    offsets seen at the start, and false while a partition is rebuilt. `applied` and `malformed`
+    count records; `rebuilds` and `restored` partitions that were rebuilt, and restored from
+    snapshots.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The format of a snapshot: the records that its parts are stored in.
 
-Part 0 is the header, which identifies the state; the others are slices of the serialized state,
-each compressed separately. The record headers of each part hold its number and the checksum over
-the header and all slices, which distinguishes the parts of two snapshots.
+Part 0 is the header, which identifies the state; the others are compressed slices of it. Headers of
+each record hold its number and the checksum over all, which distinguishes two snapshots.
 """
 
 from __future__ import annotations

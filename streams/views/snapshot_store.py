@@ -1,10 +1,9 @@
 """The store of snapshots of views, which spare a new process reading the whole log.
 
-A snapshot is a header and slices of the serialized state, one record each on `snapshots`, all in
-one partition; when all are acknowledged, a `SnapshotPointer` in the registry points to the first. A
-reader uses the newest pointer whose snapshot is valid: complete, of this format, view and
-partition, with the checksum in the pointer, and with the expected state hash after restoring.
-Otherwise it logs a warning and uses an older snapshot or the log itself.
+The records of a snapshot are on one partition of `snapshots`; when all are acknowledged, a
+`SnapshotPointer` in the registry points to the first. A reader uses the newest pointer whose
+snapshot is complete, of this format, view and partition, with the checksum of the pointer, and with
+the expected state hash after restoring; otherwise an older one, or the log itself, with a warning.
 """
 
 from __future__ import annotations

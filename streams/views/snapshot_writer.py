@@ -1,10 +1,9 @@
 """Snapshot writer: decides which replica writes the snapshots of a view, and when.
 
-A consumer group assigns the partitions of a topic to the replicas of a view, and each writes
-snapshots of those that it owns; nothing is read or committed through the group. Ownership is not a
-lock: a replica that has not yet noticed a reassignment may write a snapshot beside the new owner.
-Both are complete, and either may be the newest one. A snapshot that is unfinished when its
-partition is revoked gets no pointer, so no reader uses it.
+A consumer group, through which nothing is read or committed, assigns the partitions of a topic to
+the replicas of a view. Ownership is not a lock: two snapshots beside each other are both complete,
+and either may be the newest. One that is unfinished when its partition is revoked gets no pointer,
+so no reader uses it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ class SnapshotWriter:
     """Writes snapshots of the partitions of `topic` that this member of `group` owns, one at a
     time.
 
-    A snapshot is due when the partition has advanced and the newest one is `interval_s` old, or
-    missing, or MAX_RECORDS_BEHIND behind. `join_group` and `run` must both be running. `written`
-    counts snapshots and `bytes` their sizes before compression; `last_duration_s` is the time of
-    the last one, from capture to pointer.
+    Due when the partition has advanced and the newest snapshot is `interval_s` old, missing, or
+    MAX_RECORDS_BEHIND behind. `join_group` and `run` must both be running. `bytes`: sizes before
+    compression; `last_duration_s`: from capture to pointer.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
 """The reader that the views of one process share once they are near the ends of their partitions.
 
-A `TailReader` reads every partition that a subscriber follows, once, decodes each record once, and
-puts the decoded batches into the queue of each subscriber. It starts at the lowest position of its
-subscribers; those ahead skip the records they have applied.
+It reads every partition once, decodes each record once, and puts the batches into the queue of each
+subscriber. It starts at the lowest position; subscribers ahead skip what they have applied.
 
 A queue is bounded. A subscriber that falls behind loses its subscription, not its place: it reads
-alone from its position on (`streams/views/follower.py`), and joins again near the end. So a slow
-view never holds up another one. It applies nothing and imports no view.
+alone (`streams/views/follower.py`), and joins again near the end. So a slow view never holds up
+another one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Materialized views: state computed from the records of some partitions, and from nothing else.
 
-`streams/views/follower.py` keeps a view up to date, `streams/views/snapshot_store.py` saves and
-restores it. A view never reads the log, never waits, and takes no time from a clock.
+Kept up to date by `streams/views/follower.py`, saved and restored by
+`streams/views/snapshot_store.py`. A view never reads the log, never waits, and takes no time from a
+clock.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """The queue of record batches in front of a producer's sender, by partition.
 
-Replaces aiokafka's accumulator and its batches under aiokafka's sender (`batch_sender.py`). Owns
-the queue, the encoding of batches, and one future per append; independent of time-outs and
-reconnecting (`producer.py`).
-
-Appends that wait for a request in flight join the last unsent batch of their partition, in order,
-while they fit into 1 MiB together. Each append is in one batch, so all or none of it is appended.
-In aiokafka's accumulator each caller waits for room in a task of its own, with five futures between
-a batch and its caller; here it is one, and no caller waits to be queued.
+Replaces aiokafka's accumulator and its batches, and encodes them. Appends that wait for a request
+in flight join the last unsent batch of their partition, in order, up to 1 MiB. Each append is in
+one batch, so all or none of it is appended, and has one future; aiokafka's has a task and five
+futures. Independent of time-outs and reconnecting (`producer.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """aiokafka's sender with a codec and a loop of its own: batches to requests, responses to batches.
 
-Retries, errors of partitions, idempotence and time-outs stay aiokafka's. Here the layout of version
-7 is in four structs instead of a schema, and one future is completed by new batches and by requests
-that end. A broker without version 7 gets aiokafka's own request. Layout:
+Retries, errors of partitions, idempotence and time-outs stay aiokafka's, and so do requests to a
+broker without version 7. The layout is in four structs instead of a schema:
 https://kafka.apache.org/protocol#The_Messages_Produce; tests compare it with aiokafka's classes.
 """
 

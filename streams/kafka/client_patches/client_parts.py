@@ -1,9 +1,8 @@
 """The one door to this folder: the choice between aiokafka's own parts and their replacements.
 
-The replacements use private names of aiokafka, so they are for tested versions only. With any other
-version a process uses aiokafka by public names alone, and logs that once. docs/kafka-client.md has
-the replaced parts, their gain, the promises that do not hold without them, and the steps of an
-upgrade.
+The replacements use private names, so they are for tested versions only; any other version is used
+by public names alone, and logged once. docs/kafka-client.md has the parts, their gain, the promises
+that do not hold without them, and the steps of an upgrade.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decompression of record batches, with a bound on the output size.
 
-A few kilobytes can expand to gigabytes, and brokers bound compressed sizes only. If a codec
-declares the size of its content, or of its blocks, that is checked first; otherwise no more than
-the bound is decompressed. A batch that exceeds it is rejected.
+Brokers bound compressed sizes only. If a codec declares the size of its content or blocks, it is
+checked first; otherwise decompression ends at the bound. A batch that exceeds it is rejected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A codec of Kafka's fetch API, version 11: requests to bytes, bytes to responses. Pure.
 
-The layout is in five structs; aiokafka's codec walks a schema for every field. Layout:
-https://kafka.apache.org/protocol#The_Messages_Fetch; property tests compare it with aiokafka's
-classes.
+The layout is in five structs instead of a schema:
+https://kafka.apache.org/protocol#The_Messages_Fetch; tests compare it with aiokafka's classes.
 """
 
 from __future__ import annotations

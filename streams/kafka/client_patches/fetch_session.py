@@ -65,7 +65,7 @@ class FetchSession:
         """Bytes of records in the last response; None after one of the first after a (re)start.
 
         An assignment that has just changed may change again, and a broker takes up the next request
-        of a connection only after the response to the one before.
+        of a connection only after its response to the last.
         """
         return self._record_bytes if self._answered >= REQUESTS_WITHOUT_SESSION else None
 

@@ -39,10 +39,10 @@ def patch_connections() -> None:
 
 
 def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: Any) -> Any:
-    """Send a request, and watch for the response.
+    """Send a request, and watch for the response. Raises KafkaConnectionError for a closed
+    transport.
 
-    Raises KafkaConnectionError if the transport is closed already. uvloop's transport raises a
-    RuntimeError then, which would end aiokafka's fetching or sending task for good.
+    uvloop's transport raises a RuntimeError, which would end aiokafka's fetching task for good.
     """
     try:
         answer = _send(connection, *request, **options)
@@ -70,11 +70,10 @@ async def _get_conn_while_open(
 
 
 async def _connect_after_lookup(connection: AIOKafkaConnection) -> Any:
-    """Connect to a broker whose name is known; one lookup of a name at a time.
+    """Connect to a broker by its name, with one lookup of a name at a time.
 
-    An event loop has 4 to 6 threads for lookups, and a lookup keeps its thread after its caller has
-    waited long enough: up to 10 s for the name of a dead container. Lookups for each attempt of
-    each client would take all threads.
+    An event loop has 4 to 6 threads for lookups, and one for the name of a dead container keeps its
+    thread for up to 10 s, past the end of its caller's wait.
     """
     loop, host = asyncio.get_running_loop(), connection.host
     lookups = _lookups.setdefault(loop, {})
@@ -114,8 +113,8 @@ class PatchedClient:
     def prepare(self, consumer: AIOKafkaConsumer) -> None:
         """Make aiokafka count polls that end by an error or by cancellation.
 
-        It counts pending polls without a `finally`: after such a poll, a member that is never
-        polled again would stay in its group for ever.
+        It lacks a `finally`: after such a poll, a member that is never polled again stays in its
+        group.
         """
         state = consumer._subscription
 

@@ -1,7 +1,7 @@
 """aiokafka's own parts, by public names alone: for versions without tested replacements.
 
-Each append is one batch, which is slower than `BatchQueue`. A task for each partition with waiting
-appends passes them on in order, since the producer makes its callers wait for room.
+Each append is one batch, slower than in `BatchQueue`; a task for each partition passes them on in
+order, since the producer makes its callers wait for room.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """A parser of fetched record batches that no content can stop.
 
 A batch is decompressed within a bound (`decompression.py`), header names that are not UTF-8 are
-escaped, and an unreadable record becomes an `Unreadable` at its offset, so that the reader gets its
-neighbours and moves past it. A record that exceeds the uncompressed size limit, or has too many
-headers, is unreadable as well; and one poll returns a bounded number of bytes per partition.
-aiokafka decompresses to any size, and raises such an error at every poll.
+escaped, and an unreadable record (also one that is too large uncompressed, or has too many headers)
+becomes an `Unreadable` at its offset, so that the reader gets its neighbours and moves past it. One
+poll returns a bounded number of bytes per partition.
 
-Owns the path from the bytes of a response to the records of a poll in the consumers that have a
-`KeyFilter`: `FetchedBatches` replaces aiokafka's `MemoryRecords`, `PartitionRecords` the class of
-that name, and `next_records` `FetchResult.getall`. Other consumers of the process keep aiokafka's.
-Records of aborted transactions are left out as far as a response names them, which it does for
-consumers that read committed. Never here: topics and record types.
+In consumers with a `KeyFilter`, `FetchedBatches` replaces aiokafka's `MemoryRecords`,
+`PartitionRecords` the class of that name, and `next_records` `FetchResult.getall`. Records of
+aborted transactions are left out for consumers that read committed. Never here: record types.
 """
 
 from __future__ import annotations
@@ -288,9 +285,8 @@ class PartitionRecords:
     def take(self, max_records: int | None) -> tuple[list[ReadRecord], bool]:
         """The next records, at most MAX_POLLED_BYTES and one more, and whether there may be others.
 
-        Of a `KeyFilter`'s keys only; after MAX_POLLED_BYTES without one of them the next record is
-        returned all the same, so that a poll can end there: one response may contain gigabytes
-        after decompression. Raises CorruptRecordException for a batch with a wrong checksum.
+        Of a `KeyFilter`'s keys only; after MAX_POLLED_BYTES without one the next record is returned
+        all the same, so that a poll can end. Raises CorruptRecordException for a wrong checksum.
         """
         found: list[ReadRecord] = []
         answer, partition, offset = self._records, self._tp.partition, self.next_fetch_offset
@@ -329,10 +325,10 @@ class PartitionRecords:
                 self._rest = iter(batch)
 
     def _is_aborted(self, batch: Any) -> bool:
-        """Whether a batch belongs to an aborted transaction. Batches are passed in offset order.
+        """Whether a batch, in offset order, belongs to an aborted transaction.
 
-        A response names the producer and the first offset of each aborted transaction. The next
-        control batch of its producer is the marker of its end.
+        A response names its producer and first offset; the producer's next control batch is its
+        end.
         """
         if not (self._aborted or self._aborting) or not isinstance(batch, FetchedBatch):
             return False

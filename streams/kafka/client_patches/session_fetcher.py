@@ -1,11 +1,9 @@
 """aiokafka's fetcher with fetch sessions: it lists only the partitions that have changed.
 
-Owns the sessions of one consumer, one per broker, and the plan of its assignment: the partitions by
-the broker that serves them. A broker whose response is awaited is skipped as a whole, so each
-partition is looked at once per request. Requests and responses of version 11 go through
-`fetch_codec`; a broker that lacks it is asked by aiokafka's own code. Buffers, wake-ups, resets of
-positions, errors of partitions and preferred read replicas stay aiokafka's (`python -m
-tests.fetch_times`; docs/kafka-client.md).
+Owns the sessions of one consumer, one per broker, and the partitions by the broker that serves
+them. A broker whose response is awaited is skipped as a whole. A broker without version 11 is asked
+by aiokafka's own code; buffers, wake-ups, resets of positions, errors of partitions and preferred
+read replicas stay aiokafka's (`python -m tests.fetch_times`; docs/kafka-client.md).
 """
 
 from __future__ import annotations
@@ -395,8 +393,8 @@ class SessionFetcher(Fetcher):  # type: ignore[misc]  # the package has no types
     def _note(self, assignment: Any, fetch: SessionFetch, response: FetchResponse) -> None:
         """Note ends of partitions, and the time of the response, for all requested ones.
 
-        A broker reports an end once, so it is noted even if the position has changed meanwhile. A
-        throttled response is about nothing.
+        An end is reported once, so it counts even if the position has changed. A throttled response
+        is about nothing.
         """
         for topic, partitions in response.topics:
             for partition, error_code, high, stable, *_ in partitions:

@@ -1,13 +1,12 @@
 """Detection of a hung broker: closes connections to a broker that its cluster has fenced.
 
-A hung broker keeps its connections open. aiokafka waits for the response until the request
-time-out, then asks for the new leader, possibly at the same broker, and waits again. A consumer
-whose partitions change cancels its requests at every change, and never times out at all.
+If a connection has pending requests and no response for a while, the other brokers are asked in
+turn for the members of the cluster. If the broker is none, its connection is closed: the pending
+requests fail, and the client repeats them at the new leaders. A member has until the request
+time-out.
 
-So if a connection has pending requests and no response for a while, the other brokers are asked in
-turn for the members of the cluster. If the broker is no longer one, its connection is closed: the
-pending requests fail, and the client repeats them at the new leaders. A broker that is still a
-member has until the request time-out.
+aiokafka alone waits for the request time-out, then may ask the same broker for the new leader, and
+waits again; a consumer whose partitions change cancels its requests each time, and never times out.
 """
 
 from __future__ import annotations
