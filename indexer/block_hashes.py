@@ -1,7 +1,7 @@
 """Block hashes: of the content of a block (*local*), and of the prefix up to it (*sequence*).
 
-Bit-compatible with NVIDIA Dynamo, so that its tools, vectors and clients can be used. With
-H(b, s) the XXH3-64 hash of bytes b with seed s:
+Bit-compatible with NVIDIA Dynamo, so that its tools, vectors and clients can be used. With H(b, s)
+the XXH3-64 hash of bytes b with seed s:
 
 - only whole blocks are hashed: len // block_size of them; a tail is dropped
 - local_i = H(the block's tokens as u32, then its multimodal hashes as u64, ascending; seed), all
@@ -11,8 +11,7 @@ H(b, s) the XXH3-64 hash of bytes b with seed s:
 - for models with speculative heads (`eagle`), block i covers block_size + 1 tokens from
   i · block_size on, and there are (len - 1) // block_size blocks
 
-Sequence hashes are for exchange with other systems. The index looks up the additive keys of
-`indexer/block_keys.py`.
+Sequence hashes are for exchange with other systems; the index looks up `indexer/block_keys.py`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     sum_i = Σ_{j ≤ i} M(local_j xor f(j)) mod 2^64        key_i = sum_i, or 1 where that is 0
     f(j) = start + j · step          M(x) = y · second, with y = x · first and y xor (y >> 32)
 
-Addends are independent of each other, hashes of a chain are not, which would take nearly all the
-time of a deep lookup. The constants are derived from the deployment's hash secret: with known ones
-collisions could be constructed. Keys are internal; other systems use the hashes of
-`indexer/block_hashes.py`.
+Addends are independent, unlike the hashes of a chain, which would take nearly all the time of a
+deep lookup. The constants are derived from the deployment's hash secret: with known ones collisions
+could be constructed. Keys are internal.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def derive_secret(secret: bytes) -> KeySecret:
 def prefix_sums(
     local: NDArray[np.uint64], secret: KeySecret, *, position: int = 0, parent_sum: int = 0
 ) -> NDArray[np.uint64]:
-    """Sums up to each block; `local` starts at block `position`, `parent_sum` is the sum up to
-    there.
+    """Sums up to each block from block `position` on; `parent_sum` is the sum before it.
 
     A continuation needs the sum, not the key, of its parent: they differ for a sum of 0.
     """

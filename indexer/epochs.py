@@ -1,20 +1,17 @@
 """Epoch tracker: which cache events are applied, by worker epoch and event id.
 
-The rules are the same for every index (`indexer/index.py` in a table, in dicts
-`workbench/reference_index.py`). All state belongs to the partition that a record came from:
+The rules of every index (`indexer/index.py`, `workbench/reference_index.py`), whose blocks are in a
+subclass of `CacheState`. All state belongs to the partition that a record came from:
 
 - A worker has one epoch at a time. Events of a lower epoch are ignored; a higher one starts with
   an empty cache, since a restarted engine has one. `end_epoch` ends an epoch: its blocks are
   dropped, and its later events are ignored.
 - Event ids are contiguous within (worker, epoch, rank). Events that were applied before are
-  skipped, since a record may be in the log twice. A gap means that removals may have been missed:
-  the blocks of the rank are dropped until they are announced again. The first record of a rank may
-  have any event id, because the start of the log may have been deleted.
+  skipped. A gap means that removals may have been missed: the blocks of the rank are dropped until
+  they are announced again. The first record of a rank may have any event id, because the start of
+  the log may have been deleted.
 - *cleared* leaves a rank without blocks, in all tiers. From then on the rank is complete: all its
   blocks were announced in the records read. A gap, or a start in the middle, makes it incomplete.
-
-Blocks are in a subclass of `CacheState` of each index. `IndexBase` has the methods of
-an index that need no blocks.
 """
 
 from __future__ import annotations

@@ -1,30 +1,27 @@
 """KV cache index: which caches hold which prefix of a prompt, answered in microseconds.
 
 Storage. The key of a block (`indexer/block_keys.py`) has one slot in the table of its tier
-(`indexer/blocks/block_table.py`). The slot refers to the set of caches that hold the block
+(`indexer/blocks/block_table.py`), with the set of caches that hold the block
 (`indexer/blocks/holder_sets.py`); a cache is a *column* of those sets. `stored` and `removed` rows
-move blocks from one set to another (`indexer/blocks/updates.py`). A `TierStore` grows the table and
-the sets of a tier (`indexer/blocks/tier_store.py`). `indexer/epochs.py` decides which events are
-applied.
+move blocks from one set to another (`indexer/blocks/updates.py`); a `TierStore` grows the arrays
+(`indexer/blocks/tier_store.py`). `indexer/epochs.py` decides which events are applied.
 
-Lookup. `match_prefix` gets the hashes of a prompt's blocks, finds the positions along the prompt
-where the set of holders changes, and derives the depth of every cache from them
-(`indexer/blocks/prefix_search.py`).
+Lookup. `match_prefix` finds the positions along a prompt where the set of holders changes, and
+derives the depth of every cache from them (`indexer/blocks/prefix_search.py`).
 
-Removal of a whole cache (`cleared`, `end_epoch`, a new epoch) takes constant time. Its column is
-*retired*: masked out of all answers and of the state hash. The slots are swept later, some with
-every change; then the column is used again.
+Removal of a whole cache (`cleared`, `end_epoch`, a new epoch) takes constant time: its column is
+*retired*, masked out of all answers and of the state hash. The slots are swept with later changes;
+then the column is used again.
 
 *Closed* means that a cache holds no block of the device tier without its parent. Workers publish
 blocks that way (`indexer/cache_events/event_normalizer.py`). A cache whose log does not start at a
-`cleared`, or that had blocks rejected, may not be closed; while there is such a cache, every block
-of a prompt is looked up.
+`cleared`, or that had blocks rejected, may not be closed; while there is one, every block of a
+prompt is looked up.
 
-One writer, and any number of threads that call `match_prefix` or `match_depths` concurrently: these
-take the arrays of a tier as one tuple, run without the interpreter's lock, and retry when sets were
-recycled meanwhile. Everything else belongs to the writer's thread. Each cache has at most
-`max_blocks` blocks. Positions are kept for display, and because closed caches are only searched for
-a prompt whose first block was stored at position 0.
+One writer, and any number of threads that call `match_prefix` or `match_depths`: these take the
+arrays of a tier as one tuple, run without the interpreter's lock, and retry when sets were
+recycled. Everything else belongs to the writer's thread. Each cache has at most `max_blocks`
+blocks. Closed caches are only searched for a prompt whose first block was stored at position 0.
 """
 
 from __future__ import annotations
@@ -72,8 +69,7 @@ _NO_COLUMN = -1
 class MatchDepths(NamedTuple):
     """Caches that hold the first block of a prompt, and their matched blocks by tier.
 
-    `columns`: i64 (n), see `Index.column_owners`. `depths`: i64 (n, tiers), matched blocks in each
-    tier, in row-major order.
+    `columns`: i64 (n), see `Index.column_owners`. `depths`: i64 (n, tiers), in row-major order.
     """
 
     columns: NDArray[np.int64]
@@ -381,8 +377,8 @@ class Index(IndexBase[_Cache]):
     def restore(self, partition: int, data: bytes) -> None:
         """Restore a partition, the inverse of `snapshot`.
 
-        Raises ValueError for data of another format or secret, or for inconsistent data; the
-        partition is then unchanged, or empty.
+        Raises ValueError for another format or secret, or inconsistent data; the partition is then
+        unchanged, or empty.
         """
         try:
             described, parts = snapshot_format.decode_snapshot(

@@ -1,16 +1,14 @@
 """Kernel compilation with numba, and the cache of the machine code.
 
 Kernels take arrays and numbers, return numbers or nothing, run without the interpreter's lock, and
-never raise: the classes around them validate the arguments. `kernel` and `inlined` are the only
-decorators that compile functions of this project. Importing this module imports numba, so processes
-without kernels do not.
+never raise: the classes around them validate. `kernel` and `inlined` are the only decorators that
+compile functions of this project. This module imports numba.
 
-The machine code is cached in the first usable of these folders: `KVLANE_KERNEL_CACHE_DIR`, the
-virtual environment, `~/.cache/kvlane/kernels`, in a subfolder for each combination of sources,
-Python, numba and processor. (Numba itself would notice neither a change of a function that was
-inlined from another file nor a file whose time was restored.) `indexer/precompile.py` fills it
-ahead of time. A process with a read-only cache works on a private copy; a process without a folder
-compiles.
+The machine code is cached in the first usable of `KVLANE_KERNEL_CACHE_DIR`, the virtual environment
+and `~/.cache/kvlane/kernels`, in a subfolder for each combination of sources, Python, numba and
+processor (numba would miss a change of a function that was inlined from another file).
+`indexer/precompile.py` fills it. With a read-only cache a process works on a private copy; without
+a folder it compiles.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ def dependency_hash() -> str:
 def target_processor() -> tuple[str, str]:
     """Name and features of the processor to compile for, as LLVM writes them.
 
-    This machine's, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another: so an image holds
-    code for all processors from a baseline on.
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one than this machine's, as images do.
     """
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     return (
@@ -193,13 +190,13 @@ event.register("numba:compile", CompileNotifier())
 def kernel(*signatures: Any, allocates: bool = False) -> Callable[[F], F]:
     """Compile for these numba signatures, and no others, where the function is defined.
 
-    Without signatures: for the argument types of each call, at the call. Read-only arrays have a
-    different type from writable ones, unless a signature accepts both.
+    Without signatures: at each call, for its argument types. Read-only arrays have a different type
+    from writable ones, unless a signature accepts both.
 
-    Only a kernel that `allocates` counts references, two locked instructions for each array of each
-    call: a match of 64 blocks took 2.1 us with them and takes 0.7 without. A kernel without must
-    create no arrays (no np.empty, no assignment to a slice; views are fine), and a kernel with must
-    not use array results of one without.
+    Only a kernel that `allocates` counts references, two locked instructions for each array (a
+    match of 64 blocks takes .7 us without, 2.1 with them). A kernel without must create no arrays
+    (no np.empty, no assignment to a slice; views are fine), and a kernel with must not use array
+    results of one without.
     """
     given = list(signatures) or None
     options = {"nogil": True, "cache": CACHE_FOLDER is not None, "_nrt": allocates}
@@ -214,8 +211,7 @@ def inlined(function: F) -> F:
 def _compiled(function: F, signatures: list[Any] | None, **options: bool) -> F:
     """Numba's decorator without unneeded work, a sixth of the compile time.
 
-    No wrapper for calls from C, and one version for all integers: numba would compile a function
-    again for every integer constant that it is called with.
+    No wrapper for calls from C, and one version for all integers, not one for every constant.
     """
     dispatcher = numba.njit(
         signatures, error_model="numpy", no_cfunc_wrapper=True, **options

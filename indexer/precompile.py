@@ -1,8 +1,6 @@
-"""Ahead-of-time compilation of all kernels.
+"""Ahead-of-time compilation of all kernels: `python -m kvlane.indexer.precompile`, in `make setup`.
 
-`python -m kvlane.indexer.precompile` is the last step of `make setup`. Processes that use kernels
-call `compile_all` when they start: it takes 0.3 s after the set-up, and compiles the kernels before
-the first request otherwise.
+Processes with kernels call `compile_all` when they start: 0.3 s after the set-up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """XXH3-64 with a seed, in plain Python: for single values such as names, and as the reference.
 
-Owns the constants and the format, as the xxHash specification defines it for every length and seed.
 `indexer/native/xxh3_kernels.py` has the same formulas for arrays of blocks.
 """
 

@@ -4,10 +4,9 @@ A slot is a pair of u64: the key, then `position << 32 | set`. Key 0 marks an em
 are numbers (`indexer/blocks/holder_sets.py`). Linear probing; a removal shifts displaced entries
 back, since tombstones slow down under churn.
 
-The home slot of a key is `key · capacity / 2^64`: keys are random numbers, so slots are nearly in
-the order of keys. Hence the table can have any size, and can *grow in steps*: `frontier` is an
-empty slot; blocks with a home slot before it are in the larger table already, the others are not. A
-lookup reads one of the two tables, never both.
+The home slot of a key is `key · capacity / 2^64`, so slots are nearly in the order of keys, and the
+table can have any size and *grow in steps*: `frontier` is an empty slot; blocks with a home slot
+before it are in the larger table already. A lookup reads one of the two tables, never both.
 
 *First blocks*, those at position 0, are counted in an array that fits a processor's cache (half a
 byte for 8 slots), since most prompts are in no cache: where it has 0 there is no first block. Of
@@ -70,8 +69,8 @@ LARGEST_COUNT = np.uint64(15)
 class BlockTable(NamedTuple):
     """Arrays of a block table. `larger` is `slots` itself unless the table is growing.
 
-    `slots`, `larger`: u64, two words per slot. `firsts`, `larger_firsts`: u64, their counters of
-    first blocks. `state`: i64, fields as above.
+    `slots`, `larger`: u64, two words per slot. `firsts`, `larger_firsts`: u64, counters of first
+    blocks. `state`: i64, fields as above.
     """
 
     slots: NDArray[np.uint64]
@@ -287,11 +286,8 @@ def may_have_first(table: BlockTable, key: np.uint64) -> bool:
 
 @kernel()
 def copy_slots(table: BlockTable, steps: int) -> bool:
-    """Copy the blocks of `steps` more slots, and on to the next empty slot; returns whether the
-    copy is complete.
-
-    Both tables are in the order of keys except for collisions, so memory is read and written in
-    order.
+    """Copy the blocks of `steps` more slots, and on to the next empty slot, in the order of both
+    tables; returns whether the copy is complete.
     """
     state, at, capacity = table.state, table.state[FRONTIER], table.state[CAPACITY]
     until, last = min(at + steps, capacity), table.slots.size // 2 - 1

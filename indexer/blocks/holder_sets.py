@@ -1,16 +1,14 @@
 """Interned sets of caches: each set is stored once, and equal sets have equal numbers.
 
-A cache is a *column*, a set is a row of bits, and the table has the number of its row for each
-block. Most blocks have the same holders as their neighbours, so there are few sets. Holders are
-compared as two integers, memory does not grow with the number of workers, and storing a run of
-blocks updates a set once.
+A cache is a *column*, a set a row of bits; the table has the number of a row for each block. Most
+blocks have the holders of their neighbours, so there are few sets: holders are compared as
+integers, memory does not grow with the number of workers, and a stored run updates a set once.
 
 A row never changes while a block refers to it. `references` counts the blocks; at 0 the row is
-retired, and reused only when no other row is left. `generation` is incremented then, and with every
+retired, and reused only when no other is left. `generation` is incremented then, and with every
 reallocation of the rows: a concurrent reader retries.
 
-Set 0 is the empty set. The hash of a set is the xor of the random numbers of its columns (Zobrist
-hashing, 1970): one xor to add or remove a column.
+Set 0 is empty. The hash of a set is the xor of the random numbers of its columns (Zobrist hashing).
 """
 
 from __future__ import annotations
@@ -39,10 +37,9 @@ ZERO, ONE = np.uint64(0), np.uint64(1)
 class HolderSets(NamedTuple):
     """Interned sets: n rows of `words` u64 each, b buckets (a power of two).
 
-    `rows`: u64 (n · words). `hashes`: u64 (n). `references`: i64 (n). `buckets`: i64 (b), hash
-    table from a set to its number, 0 for empty buckets. `free`, `retired`: i64 (n), stacks.
-    `zobrist_keys`: u64 (64 · words), a random number per column. `scratch_row`: u64 (words),
-    scratch row with the set to look up. `state`: i64.
+    `rows`: u64 (n · words). `hashes`: u64 (n). `references`: i64 (n). `buckets`: i64 (b), from a
+    set to its number, 0 for empty ones. `free`, `retired`: i64 (n), stacks. `zobrist_keys`: u64 (64
+    · words), by column. `scratch_row`: u64 (words), the set to look up. `state`: i64.
     """
 
     rows: NDArray[np.uint64]

@@ -1,7 +1,7 @@
 """Entry points to the kernels that Python calls for every record and every prompt.
 
-They take the addresses of `table`, `sets` and `scratch` (`KernelArrays`), which change seldom: to
-pass 20 arrays to a kernel takes several times as long.
+They take the addresses of `table`, `sets` and `scratch` (`KernelArrays`), which change seldom:
+passing 20 arrays takes several times as long.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ NO_ROOM = -1
 class KernelArrays:
     """Arrays for kernels, which get only `places`: i64, the address and the length of each array.
 
-    An integer among them takes the place of an address. The arrays live as long as this object:
-    callers keep it for the time of a call.
+    An integer stands in place of its address. Callers keep this object for the time of a call.
     """
 
     def __init__(self, arrays: Iterable[NDArray[Any] | int]) -> None:

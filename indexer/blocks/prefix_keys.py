@@ -1,11 +1,8 @@
 """Prefix keys of a prompt, computed on demand.
 
-A key is a sum over all blocks up to its own (`indexer/block_keys.py`). A search needs it at few
-positions of a long prompt: one pass computes the sums of whole groups, and a key is then the sum
-before its group plus that of a part of the group.
-
-Owns the memory of a search (`SearchScratch`). `indexer/blocks/prefix_search.py` chooses the
-positions.
+A key is a sum over all blocks up to its own (`indexer/block_keys.py`), and a search
+(`indexer/blocks/prefix_search.py`) needs it at few positions: one pass sums up whole groups; a key
+is the sum before its group plus that of a part of the group.
 """
 
 from __future__ import annotations
@@ -40,11 +37,10 @@ class KeyConstants(NamedTuple):
 class SearchScratch(NamedTuple):
     """Memory for one search at a time, of up to n blocks and c columns.
 
-    `totals`: u64 (n), the sum up to each block, where it was computed. `sums`: u64 (groups + 1),
-    the sum before each group. `points`, `spare`: u64 (n + 2), positions with their sets,
-    `position << 32 | set`. `columns`: i64 (c), the found ones. `depths`: i64 (c · TIERS), their
-    matched blocks by tier in row-major order; only those of the first tier are ever written. `row`:
-    u64 (words).
+    `totals`: u64 (n), the sum up to each block, where computed. `sums`: u64 (groups + 1), before
+    each group. `points`, `spare`: u64 (n + 2), positions with their sets, `position << 32 | set`.
+    `columns`: i64 (c), the found ones. `depths`: i64 (c · TIERS), their matched blocks in row-major
+    order; only those of the first tier are written. `row`: u64 (words).
     """
 
     totals: NDArray[np.uint64]

@@ -1,17 +1,16 @@
 """Prefix search: depth of a prompt in each cache, from the hashes of its blocks.
 
-A prompt is a sequence of *runs*: blocks with equal sets of holders. If every cache that holds a
-block holds all blocks before it (*closed*, see `indexer/index.py`), sets only shrink along the
-prompt; two blocks with equal sets then have that set everywhere in between. So the search probes
-some positions at once, then some in each gap between unequal neighbours, until no gap is left. A
-probe costs a cache miss, but several at once cost little more than one. If a prompt is in no cache,
-the count of first blocks (`indexer/blocks/block_table.py`) ends its search before the first miss.
-If a cache may not be closed, all blocks are scanned.
+A prompt is a sequence of *runs*: blocks with equal sets of holders. If every cache is *closed* (see
+`indexer/index.py`), sets only shrink along the prompt; two blocks with equal sets have that set
+everywhere in between. So the search probes some positions at once, since several cache misses cost
+little more than one, then some in each gap between unequal neighbours, until no gap is left. The
+count of first blocks (`indexer/blocks/block_table.py`) ends the search of a prompt in no cache. If
+a cache may not be closed, all blocks are scanned.
 
 Example: of 1000 blocks the first 256 are held by A and B, the others by A alone. The first round
-probes block 0, the last block of 15 groups of 64, and block 999: AB AB AB AB A … A. One gap is
-left, between blocks 255 and 319; 7 probes divide its 63 positions; then the 7 positions of one gap
-are probed. The result is two runs: AB from 0, A from 256, up to 1000.
+probes block 0, the last block of 15 groups of 64, and block 999: AB AB AB AB A … A. In the gap
+between blocks 255 and 319, 7 probes divide the 63 positions; then the 7 positions of one gap are
+probed. The result is two runs: AB from 0, A from 256, up to 1000.
 
 Columns that were retired but not swept are masked out of the result.
 """
@@ -76,10 +75,9 @@ def match_prefix(
     scratch: SearchScratch,
 ) -> int:
     """Write the live columns that hold the first block, and their leading blocks, to
-    `scratch.columns` and `scratch.depths`; returns their number, or RETRY when sets were recycled
-    meanwhile.
+    `scratch.columns` and `scratch.depths`; returns their number, or RETRY when sets were recycled.
 
-    `local`: u64, the hashes of the blocks; at least one. `alive`: u64 (words), the live columns.
+    `local`: u64, the hashes of at least one block. `alive`: u64 (words), the live columns.
     """
     if is_closed and not may_have_first(table, first_key(constants, local)):
         return 0
@@ -394,7 +392,7 @@ def extend_to_lower_tier(
     """Extend the depth of each live column into a lower tier, in place.
 
     `depth`: i64 by column. Lower tiers are not closed, so each block is looked up. Returns 0, or
-    RETRY, with invalid depths, when sets were recycled meanwhile.
+    RETRY, with invalid depths, when sets were recycled.
     """
     generation = load_acquire(sets.state, GENERATION)
     runs = all_runs(table, constants, local, scratch)

@@ -1,10 +1,10 @@
-"""Snapshot format of the index: the blocks of a partition as bytes.
+"""Snapshot format of the index: the blocks of a partition as bytes, 16 a block, little endian.
 
     magic | u32 length of the header | header, JSON | for each tier: rows, keys, positions, numbers
 
-Little endian. The header has the fingerprint of the key secret, the workers with their ranks
+The header has the fingerprint of the key secret, the workers with their ranks
 (`EpochTracker.serialize`), and for each tier the number of blocks and sets. The n-th rank of the
-header is column n of the rows. 16 bytes per block, independent of the number of its holders.
+header is column n of the rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Block storage of one tier: a table, its sets, and their capacity.
+"""Block storage of one tier: a table, its sets, their growth in steps, the sweep of retired
+columns.
 
-Owns the incremental growth of both, and the incremental sweep of retired columns. One writer.
-Readers take a `TierView`, which is replaced as a whole with every array: a reader with an older
-view can finish with it, and detects that it is outdated.
+One writer. Readers take a `TierView`, which is replaced as a whole: a reader with an older view can
+finish with it, and detects that it is outdated.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class TierStore:
     ) -> int:
         """Apply rows of this tier, all of them stored or removed; returns the rejected blocks.
 
-        `tags`: u64 (tiers), `accounts`: u64 (tiers, words), both of the cache of the column.
-        `max_blocks`: its limit over all tiers.
+        `tags`: u64 (tiers), `accounts`: u64 (tiers, words), of the column's cache. `max_blocks`:
+        its limit.
         """
         arguments: KernelTuple = column, self._tier, tags, tuple(rows), max_blocks, accounts
         refused = apply_rows(*self.view.kernel_arguments, *arguments)

@@ -1,9 +1,8 @@
 """Updates of the block table: runs of blocks that are added to one cache or removed from it.
 
-The new set is looked up and counted once per group of equal sets, and slots of later blocks are
-prefetched while one is written: an update costs one cache line per block. An *account* sums up the
-blocks of one cache in one tier: their number, and the sum of their digests, by which replicas
-compare their state.
+The new set is looked up once per group of equal sets, and later slots are prefetched, so an update
+costs one cache line per block. An *account* sums up the blocks of one cache in one tier, their
+number and digests, by which replicas compare their state.
 """
 
 from __future__ import annotations
@@ -173,11 +172,10 @@ def update_run(
 def sweep_slots(
     table: BlockTable, sets: HolderSets, leaving: NDArray[np.uint64], at: int, steps: int
 ) -> int:
-    """Remove columns from the sets of up to `steps` slots below `at`; returns the new `at`, 0 at
-    the end.
+    """Remove columns from the sets of up to `steps` slots below `at`; returns the new `at`.
 
-    `leaving`: u64 (words), the columns. Runs from the last slot to the first, because an erase
-    moves blocks towards the first: none is moved past the sweep. Not while the table grows.
+    `leaving`: u64 (words), the columns. From the last slot to the first, because an erase moves
+    blocks that way: none is moved past the sweep. Not while the table grows.
     """
     before, after, moved, leaves = NO_SET_YET, EMPTY_SET, 0, False
     until = max(at - steps, 0)
@@ -286,8 +284,8 @@ def load_blocks(
 
     `numbers`: for each block its row in `rows`, u64 (n, words), with at least one of these columns.
     `tags`: u64 by column. `accounts`: u64 (columns, words of an account). The caller has made room
-    for all blocks, and for the union of each known set with each row. False, with a part of the
-    blocks added, for a block that occurs twice or finds no slot: no dump has such.
+    for all blocks and sets. False, with a part added, for a block that occurs twice or finds no
+    slot.
     """
     before, row, after, moved = NO_SET_YET, NO_SET_YET, EMPTY_SET, 0
     prefetch_first_slots(table, keys)

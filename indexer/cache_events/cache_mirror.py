@@ -1,17 +1,14 @@
 """Mirror of one engine's cache, and of the part of it that is published.
 
-A block is identified by its *sum*, the number behind its key (`indexer/block_keys.py`), which
-identifies the whole prefix up to its end; so every block has one parent, the same for every engine
-and tier.
+A block is identified by its *sum*, the number behind its key (`indexer/block_keys.py`), so every
+block has one parent, the same for every engine and tier.
 
-The published device tier is *closed*: a block is published only while its parent is. Engines may
-evict a block and keep its descendants, which then cannot serve a prompt: they are retracted with
-the block, kept here, and published again when it returns. Parents are published before children and
-retracted after them, one by one, so a batch may be cut anywhere. Lower tiers are published as they
-are: they continue prefixes of nearer tiers.
+The published device tier is *closed*: a block is published only while its parent is. Descendants of
+an evicted block cannot serve a prompt: they are retracted with it, kept here, and published again
+when it returns. Parents are published before children and retracted after them, one by one, so a
+batch may be cut anywhere. Lower tiers are published as they are: they continue nearer ones.
 
-Dicts of integers and flat tuples, no objects, which the garbage collector would walk for long while
-the event loop is blocked. Owns no time, no batches and no engine hashes.
+Dicts of integers and flat tuples, no objects, which the garbage collector would walk for long.
 """
 
 from __future__ import annotations

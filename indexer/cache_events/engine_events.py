@@ -1,7 +1,6 @@
 """Cache events as engines publish them: blocks under opaque, engine-specific hashes.
 
-Owns the types, which follow vLLM's, and the rules for which of them concern a prefix index: kinds
-of attention, media, localities.
+The types follow vLLM's. Owns the rules for which of them concern a prefix index.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _TIERS = {
 class BlocksStored(NamedTuple):
     """Consecutive blocks were filled; the first one continues `parent`.
 
-    `cache_salt` may be given for a prompt's first block only: later blocks inherit it and the
-    adapter. `mm_hashes`: for each block, the hashes of the multimodal objects in it.
+    `cache_salt`: may be given for a prompt's first block only; later ones inherit it and the
+    adapter. `mm_hashes`: by block, of the multimodal objects in it.
     """
 
     block_hashes: Sequence[EngineHash]

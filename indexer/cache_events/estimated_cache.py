@@ -1,8 +1,7 @@
 """Estimated cache of an engine that publishes no cache events, derived from the served requests.
 
-Assumes LRU eviction: every whole block of a prompt and its answer is kept, and of equally old
-blocks of a prompt the last one is evicted first. Emits the events that an engine would
-(`indexer/cache_events/engine_events.py`).
+Assumes LRU eviction of all whole blocks of prompts and answers, the last of a prompt first. Emits
+the events that an engine would (`indexer/cache_events/engine_events.py`).
 """
 
 from __future__ import annotations

@@ -13,22 +13,21 @@ One cache event has a representation per step of its way from the engine to the 
     `Blocks`            streams/record_types/worker_records.py  the columns as a Kafka record
     `EventRows`         indexer/events.py                       keys, columns decoded as arrays
 
-Engine hashes are opaque. The normalizer gets a block's tokens once, when it is stored, computes its
-key, and keeps the engine's hash for later events that continue or remove the block. An engine
-may store a block several times and removes it as often: references are counted, and only the first
-and the last change anything for readers. Many engine hashes can map to one key.
+Engine hashes are opaque: the normalizer computes the key of a block when it is stored, with its
+tokens, and keeps the engine's hash for later events. Many engine hashes can map to one key, and an
+engine may store a block several times and removes it as often: only the first and the last change
+anything for readers.
 
-The *mirror* (`indexer/cache_events/cache_mirror.py`) equals the state of the index after it applied
-every batch. It can be announced again at any time, with or without a preceding `cleared`; changes
-in the meantime are published in between, in order. One normalizer serves one rank of one worker.
-Owns no producer and no clock: its owner feeds it, asks when a batch is due, and takes it.
+The *mirror* (`indexer/cache_events/cache_mirror.py`) equals the state of the index after every
+batch, and can be announced again at any time, with changes in between, in order. One normalizer
+serves one rank of one worker; its owner feeds it, asks when a batch is due, and takes it.
 
-Overload: when more than `max_pending` blocks are pending, they are dropped, and the mirror is
-announced again after a `cleared` instead. So the backlog never exceeds the size of the cache.
+Overload: more than `max_pending` blocks are dropped, and the mirror is announced again after a
+`cleared` instead, so the backlog never exceeds the size of the cache.
 
 When events of the engine were lost, any block may have been removed. All are retracted with
-`cleared` and kept as *suspects* only: a suspect that the engine continues still exists, as do all
-its ancestors, and is published again.
+`cleared` and kept as *suspects*: one that the engine continues still exists, as do all its
+ancestors, and is published again.
 """
 
 from __future__ import annotations

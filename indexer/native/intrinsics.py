@@ -1,11 +1,10 @@
 """Memory intrinsics for numba: huge pages, prefetch, atomic loads and stores, fences.
 
-Numba has arrays but none of these. The index depends on them for speed and for safe concurrent
-reads; nothing else in the project uses raw memory. All of them take an array and an index into it,
-unchecked.
+Numba has none of these. All take an array and an index into it, unchecked. Nothing else in the
+project uses raw memory.
 
-A *pair* is two neighbouring u64, 16 bytes aligned at 16. It is read and written in one instruction,
-which is atomic on processors with AVX and from ARMv8.4 on, so no reader gets half a pair.
+A *pair* is two neighbouring u64, aligned at 16 bytes, read and written in one instruction, which is
+atomic on processors with AVX and from ARMv8.4 on, so no reader gets half a pair.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _LOAD = {
 }.get(platform.machine())
 """Assembler and constraints of one load of a pair.
 
-The older encoding takes 100 ns instead of 1.3 on an Intel processor after instructions of AVX-512,
-as in the loops that sum up keys: it keeps the upper parts of registers that are in use.
+The older encoding takes 100 ns instead of 1.3 on an Intel processor after AVX-512: it keeps the
+upper parts of registers.
 """
 binding.initialize_native_asmparser()
 
@@ -182,9 +181,7 @@ def store_release(_: Any, array: Any, index: Any, value: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(_: Any) -> Any:
     """Acquire and release fence: no load or store moves across it, except that an earlier store may
-    become visible after a later load.
-
-    A compiler barrier only on x86-64.
+    become visible after a later load. A compiler barrier only on x86-64.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

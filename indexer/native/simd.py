@@ -62,9 +62,8 @@ def _folded(builder: Any, a: Any, b: Any) -> Any:
 def mul_fold(_typing: Any, _a: Any, _b: Any) -> Any:
     """Xor of both halves of the 128-bit product of two u64.
 
-    One factor passes through an empty line of assembler: otherwise LLVM vectorises the surrounding
-    loop, although no vector unit has this product, which takes twice as long (6.5 instead of 3.2 ns
-    for 16 tokens).
+    One factor passes through an empty line of assembler, or LLVM would vectorise the surrounding
+    loop, which no vector unit has this product for (6.5 instead of 3.2 ns for 16 tokens).
     """
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -172,9 +171,7 @@ def fold_pairs(_typing: Any, _a: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def fold_neighbours(_typing: Any, _a: Any, _b: Any) -> Any:
     """`mul_fold` of neighbours: lanes 0 and 1 of the first value, then of the second, then 2 and 3
-    of the first, and so on.
-
-    High halves of products are computed from products of 32-bit halves, which vector units have.
+    of the first, and so on; high halves from products of 32-bit halves.
     """
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:

@@ -1,15 +1,13 @@
 """XXH3 and block key kernels: inlined scalar functions, and thin loops.
 
-Define no format: `indexer/block_hashes.py` defines the hashed bytes, `indexer/block_keys.py` the
-keys, and `indexer/xxh3.py` XXH3, whose names these functions share. Inputs are u32 words, so
-lengths are multiples of 4 bytes, read little endian.
+The formats are in `indexer/block_hashes.py`, `indexer/block_keys.py` and `indexer/xxh3.py`, whose
+names these functions share. Inputs are u32 words, little endian: lengths are multiples of 4 bytes.
 
-Numba's integers follow C with one exception: a u64 and a signed integer make a float. So constants
-and counters here are np.uint64. Unsigned indices also need no check for negative ones.
+In numba a u64 and a signed integer make a float, so constants and counters are np.uint64.
 
-Constant lengths are faster, since they unroll the loop within a block (32 tokens: 5.9 instead of
-8.1 ns a block), and for 16 tokens so are eight blocks at once (see `hash_eight_rows`). Interleaving
-scalar blocks by hand gains nothing: processors overlap the iterations of a plain loop as well.
+Constant lengths unroll the loop within a block (32 tokens: 5.9 instead of 8.1 ns a block); 16
+tokens are hashed eight blocks at once (`hash_eight_rows`). Interleaving scalar blocks gains
+nothing.
 """
 
 from __future__ import annotations
@@ -231,8 +229,7 @@ def hash_long(tokens: Words32, at: Word, size: Word, keys: Column) -> Word:
 def hash_rows_of_16(tokens: Words32, stride: Word, seed: Word, out: Column) -> None:
     """Eight rows in vector units, and a ninth in the scalar units, which are idle meanwhile.
 
-    1.8 ns a row (1.9 for 64 rows); without the ninth row 2.0; with two scalar rows 1.7, but 2.0 for
-    64 rows, which are seven nines and one; only scalar rows 3.0. With AVX2 2.2, with SSE2 4.2.
+    1.8 ns a row; without the ninth row 2.0; only scalar rows 3.0. With AVX2 2.2, with SSE2 4.2.
     """
     signs = mul_lanes(load_simd(SIGNS_OF_16, ZERO), broadcast(seed))
     keys = add_lanes(load_simd(KEYS_OF_16, ZERO), signs)
