@@ -40,7 +40,7 @@ class ScriptedEngine(Engine):
 
     Args:
         answers: the answer to a prompt by its last message, or a function of that message. A
-            message without an answer is refused, as by any engine that cannot serve it.
+            message without an answer is refused.
         model: the name under which clients ask for it.
         context_length: bound of prompt and answer, in tokens.
     """

@@ -1,7 +1,7 @@
 """Echo engine: repeats the last chat turn, or answers it from a script, one token per step.
 
-The next token is a function of the token sequence alone, so an interrupted request continues with
-the same text on another worker, and a test can compute the text with `echo_answer`.
+The next token is a function of the sequence alone, so any worker continues an interrupted request
+with the same text, and a test can compute it with `echo_answer`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ class EchoTurn(NamedTuple):
 
 
 def current_turn(sequence: Sequence[int]) -> EchoTurn:
-    """The turn at the end of a sequence.
+    """The turn at the end of a sequence, and the number of echoed tokens.
 
-    The body lies between the last assistant marker and the user marker (or earlier answer) before
-    it; later tokens are already echoed. A sequence without the marker is all body, and no token
-    counts as echoed.
+    It lies between the last assistant marker and the user marker (or earlier answer) before it. A
+    sequence without the marker is all turn.
     """
     end = _last(sequence, len(sequence), ASSISTANT)
     if end is None:
@@ -65,8 +64,7 @@ def _last(sequence: Sequence[int], end: int, token: int) -> int | None:
 class EchoEngine(Engine):
     """Echoes at a fixed rate; all requests advance in the same steps, as in a batching engine.
 
-    `step_s`: seconds of a step, which gives every running request a token. `script`: answers by the
-    text of the last turn; a turn without an answer is echoed.
+    `step_s`: seconds of a step. `script`: answers by the text of the last turn; others are echoed.
     """
 
     def __init__(

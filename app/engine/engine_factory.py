@@ -1,10 +1,9 @@
 """Factory of a worker's engine by the settings, with the files of its model.
 
-- `echo` has no model: its tokens are bytes, and it repeats the prompt, or answers from a script.
-- `simulated` generates readable sentences in the tokens of the model in a folder.
-- `vllm` loads the model into vLLM.
-- `attached` uses a running server: with the tokenizer of a folder, or with request bodies passed
-  through unchanged.
+- `echo`: tokens are bytes; repeats the prompt, or answers from a script.
+- `simulated`: readable sentences in the tokens of the model in a folder.
+- `vllm`: the model, in vLLM.
+- `attached`: a running server, with the tokenizer of a folder, or with bodies passed through.
 """
 
 from __future__ import annotations

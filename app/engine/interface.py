@@ -1,34 +1,28 @@
 """Interface of an engine: the contract between a worker process and the generator of tokens.
 
-Owns the `Engine` interface, the handle of each request (`GenerateContext`), the outputs of an
-engine (`EngineOutput`) and its typed errors. `app/engine/validator.py` checks rules 2, 3 and 5; a
-worker refuses an output with values that records cannot carry (`app/engine/output_values.py`).
+`app/engine/validator.py` checks rules 2, 3 and 5; a worker refuses an output with values that
+records cannot carry (`app/engine/output_values.py`). Lifecycle: constructed, `start`, any number of
+concurrent `generate`, `drain`, `cleanup`.
 
-Lifecycle of an engine: constructed, `start`, any number of concurrent `generate`, `drain`,
-`cleanup`.
-
-1. When `start` returns, the engine is ready to generate. It logs its progress meanwhile.
-2. A stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
+1. When `start` returns, the engine is ready to generate. It logs its progress meanwhile. 2. A
+stream yields any number of outputs; exactly one, the last, has a finish reason. Or it raises
    an EngineError, which ends it too.
-3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`.
-4. The resources of a stream are released in its own `finally`: a consumer may leave at any output.
+3. A stream checks `context.is_stopped` between outputs, and then ends with `cancelled`. 4. The
+resources of a stream are released in its own `finally`: a consumer may leave at any output.
    `abort` stops the generation early, and is called on an explicit cancel only.
-5. `cleanup` runs once after `start`, also after a failed one; a second call does nothing. It does
-   not run if `start` was never called, so a constructor acquires no resources.
-6. An engine with a block size passes its cache events, in order, to its listener.
-7. A probe (`Request.is_probe`) may carry token ids and nothing else. This engine alone answers it,
-   without any coordination with other engines.
-8. The kind in an engine's config is the kind of its requests: tokens, answered with tokens, or
-   OpenAI bodies (`Request.body`), answered with text and asides for all other fields. An
-   interrupted answer of the latter cannot be resumed by another worker.
-9. An engine whose config has a `transfer_lease_s` hands prompts over. In phase prefill it computes
-   the prompt, and its last output has `transfer`, with which another engine can fetch the blocks
-   until the lease is over; its tokens are discarded. In phase decode it fetches the blocks named by
-   `Request.prefill_result`, and generates the answer, or raises a retryable EngineError.
+5. `cleanup` runs once after `start`, also after a failed one; a second call does nothing. Without a
+   call of `start` it does not run, so a constructor acquires no resources.
+6. An engine with a block size passes its cache events, in order, to its listener. 7. A probe
+(`Request.is_probe`) may carry token ids and nothing else. This engine alone answers it. 8. The kind
+in the config is the kind of requests: tokens, answered with tokens, or OpenAI bodies
+   (`Request.body`), answered with text and asides, which no other worker can resume.
+9. An engine with a `transfer_lease_s` hands prompts over. In phase prefill its last output has
+   `transfer`, with which another engine can fetch the blocks within the lease; its tokens are
+   discarded. In phase decode it fetches the blocks of `Request.prefill_result`, and generates the
+   answer, or raises a retryable EngineError.
 10. With a bootstrap host and port in its config, an engine meets another one in the room of
-    `Request.bootstrap_info`: both have the request at the same time. In phase prefill its last
-    output needs no `transfer`. In phase decode it waits for the blocks until its consumer leaves,
-    or until `abort`.
+    `Request.bootstrap_info`: both have the request at the same time. In phase prefill it needs no
+    `transfer`; in phase decode it waits for the blocks until its consumer leaves, or until `abort`.
 """
 
 from __future__ import annotations
@@ -128,11 +122,10 @@ class EngineDead(EngineError):
 class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """A part of one request's answer, tokens or text; with a finish reason it is the last output.
 
-    `usage` counts this execution only: its prompt, including tokens of earlier attempts, and the
-    generated tokens. It is optional, and used on the first output (cached tokens) and on the last.
-    `stop_reason`, `log_probs`: those of `streams/records.py`. `transfer`: data of the engine from
-    prefill to decode, on the last output. `data`: as in a Chunk, with positions within this
-    output's text.
+    `usage`: optional, on the first output (cached tokens) and the last; of this execution only: its
+    prompt, with tokens of earlier attempts, and the generated tokens. `stop_reason`, `log_probs`:
+    as in `streams/records.py`. `transfer`: from prefill to decode, on the last output. `data`: as
+    in a Chunk, with positions within this output's text.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -226,8 +219,7 @@ class GenerateContext:
     def notify_first_token(self) -> None:
         """Report that the first token exists; only the first call counts.
 
-        The worker reports the first output with tokens; an engine that knows earlier calls this
-        itself.
+        The worker reports the first output with tokens; an engine may know earlier.
         """
         notify, self._on_first_token = self._on_first_token, None
         if notify is not None:
@@ -237,9 +229,9 @@ class GenerateContext:
 class Engine(ABC):
     """Interface of an engine: it generates tokens for one worker process.
 
-    The rules are at the top of this module; `KVLANE_VALIDATE_ENGINE=true` checks some of them while
-    the engine runs. Required: `start`, `generate`, `cleanup`. Errors: InvalidRequest for a request
-    that no worker can serve, EngineFull when another one can, EngineDead when the process has to be
+    The rules are at the top of this module; `KVLANE_VALIDATE_ENGINE=true` checks some of them at
+    run time. Required: `start`, `generate`, `cleanup`. Errors: InvalidRequest for a request that no
+    worker can serve, EngineFull when another one can, EngineDead when the process has to be
     restarted, EngineError for any other failure of one request.
 
     Example:
@@ -283,12 +275,12 @@ class Engine(ABC):
     async def start(self, worker_id: str) -> EngineConfig:
         """Get ready to generate, and return the configuration of this engine.
 
-        `worker_id` is opaque, unique in the fleet and stable for this process. A field of the
-        config that is None is not advertised. Without `served_model_name` the model is served as
-        `model`; without a block size requests are not routed by cache; without `total_kv_blocks`
-        its use is not bounded; without `context_length` the model's own applies, without
-        `max_num_seqs` the worker's setting, and without a `curve` the published one. Bootstrap host
-        and port come together; without them prefill ends before decode begins.
+        `worker_id`: opaque, unique in the fleet, stable for this process. A field that is None is
+        not advertised: without `served_model_name` the model is served as `model`; without a block
+        size requests are not routed by cache; without `total_kv_blocks` its use is not bounded;
+        without `context_length` the model's applies, without `max_num_seqs` the worker's setting,
+        without a `curve` the published one. Bootstrap host and port come together; without them
+        prefill ends before decode.
         """
 
     @abstractmethod
@@ -297,9 +289,9 @@ class Engine(ABC):
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the answer as it is generated.
 
-        An engine reads the tokens, stop conditions and sampling of `request`; of a request with a
-        body the body, the seed and the adapter. Its tokens may end with those of an earlier attempt
-        (`context.taken_tokens`): the answer continues there, and all limits are those of the rest.
+        An engine reads the tokens (or body), stop conditions, sampling and adapter of `request`.
+        Its tokens may end with those of an earlier attempt (`context.taken_tokens`): the answer
+        continues there, and all limits are those of the rest.
         """
 
     async def abort(self, context: GenerateContext) -> None:  # noqa: B027 - optional by contract

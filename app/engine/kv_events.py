@@ -2,14 +2,12 @@
 
     frames ─► EngineEventBatch ─► BatchNumberTracker ─► missing batches ─► replay ─► recovered
 
-A message has three frames: topic, batch number (i64, big endian, from 0, increased by one), and a
-batch of time, events and rank in msgpack. Answers to a replay have an empty frame first, older ones
-no topic. Batches and events are maps or arrays, independently of each other: arrays in engines
-without cache groups, arrays with a group in later ones, maps in the newest; hashes are bytes or
-signed integers. Unknown fields are skipped; an event of an unknown type becomes `UnreadableEvent`.
-
-No socket, no state of the cache, no time. Input of an engine never raises, since it must not end
-the reading task.
+A message has three frames: topic, batch number (i64, big endian, from 0), and a batch of time,
+events and rank in msgpack. Answers to a replay have an empty frame first, older ones no topic.
+Batches and events are maps or arrays, independently: arrays in engines without cache groups, arrays
+with a group in later ones, maps in the newest; hashes are bytes or signed integers. Unknown fields
+are skipped; an event of an unknown type becomes `UnreadableEvent`. Input never raises, since it
+must not end the reading task. Pure.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ class BatchNumberTracker:
 def recovered_events(missing: range, replay: Iterable[EngineEventBatch]) -> tuple[EngineEvent, ...]:
     """The events of missing batches in order, with `EventsLost` first if some are lost.
 
-    Engines keep a limited history, and some lose parts of it. Then only the batches after the last
-    gap count: blocks stored before a gap may be gone since.
+    Engines keep a limited history with possible gaps: only the batches after the last gap count,
+    since blocks stored before may be gone.
     """
     found = {batch.number: batch.events for batch in replay if batch.number in missing}
     start = missing.stop
@@ -269,9 +267,9 @@ def _stored(event: _Stored) -> BlocksStored:
 def _extra(event: _Stored) -> tuple[str, list[set[int]] | None]:
     """The salt, and the non-token contents of each block.
 
-    Engines list for each block the extra inputs of its hash: the adapter, multimodal objects (an
-    identifier and an offset, or the identifier alone), the salt in the first block of a prompt, and
-    digests of embeddings.
+    Engines list for each block the extra inputs of its hash: the adapter, multimodal objects
+    (identifiers, with or without an offset), the salt in a prompt's first block, digests of
+    embeddings.
     """
     if not event.extra_keys or not any(event.extra_keys):
         return "", None

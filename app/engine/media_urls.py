@@ -1,7 +1,6 @@
 """Media that an engine would fetch for a client: refused, except from hosts of the operator's list.
 
-A fetch of any URL would give clients a way into the operator's network. Media within the body
-(`data:` URLs, base64) is no fetch. Pure.
+Any URL would give clients a way into the operator's network. Media within the body is no fetch.
 """
 
 from __future__ import annotations

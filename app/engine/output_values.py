@@ -1,8 +1,7 @@
-"""The check of values that an engine gives: records carry only what every reader can decode.
+"""The check of an engine's values, where they enter a worker (`app/serving/run_executor.py`).
 
-Refuses numbers that JSON does not have (NaN, infinities), integers of other types and strings that
-are not UTF-8, by the name of the field; replaces only log probabilities of minus infinity. One
-place for all engines, where outputs enter a worker (`app/serving/run_executor.py`).
+Refuses, by the name of the field, numbers that JSON does not have, integers of other types and
+strings that are not UTF-8; replaces only log probabilities of minus infinity.
 """
 
 from __future__ import annotations

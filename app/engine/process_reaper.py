@@ -2,11 +2,10 @@
 
 An engine that starts processes creates a `ProcessReaper` first: a small process in its own session,
 which waits for the end of its owner and then kills all remaining descendants. Forked ones hold the
-pipe of the leash open, executed ones have its name in their environment. So no process needs
-registration, also one that has left its group, its session and its parent.
+pipe of the leash open, executed ones have its name in their environment, so none needs
+registration, whatever its group, session or parent.
 
-Processes are found in /proc, on Linux only; elsewhere they must detect the end of their worker
-themselves. Runs as a script, so it must not import the rest of the package.
+Uses /proc, on Linux only. Runs as a script, so it must not import the rest of the package.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Validator of the engine contract: wraps an engine and raises at the first broken rule.
 
-Used in tests and with `KVLANE_VALIDATE_ENGINE`. Passes all outputs on unchanged. Checks, of the
-rules of `app/engine/interface.py`, the end of a stream (2), its reaction to a stop (3) and a second
-`cleanup` (5); also the order of calls, and the values of the config and of each output. Never here:
-readiness (1), resources (4), cache events (6), probes (7), kinds (8), transfers of blocks (9, 10).
+For tests and `KVLANE_VALIDATE_ENGINE`. Checks, of the rules of `app/engine/interface.py`, the end
+of a stream (2), its reaction to a stop (3) and a second `cleanup` (5); also the order of calls, and
+the values of the config and of each output. Never here: readiness (1), resources (4), cache events
+(6), probes (7), kinds (8), transfers of blocks (9, 10).
 """
 
 from __future__ import annotations

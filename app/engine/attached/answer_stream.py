@@ -1,9 +1,8 @@
 """Reader of one streamed answer of a server: its events to engine outputs, up to the final one.
 
-An answer with a finish reason ends with `[DONE]`, with the end of the response, or when nothing
-more of it comes for a while. All text up to there is part of it: servers send the reason before or
-after the last text, and twice. The last reason counts; `stop`, the general one, replaces no other.
-Subclasses parse the events.
+An answer with a finish reason ends with `[DONE]`, with the end of the response, or after a while
+without more of it; all text up to there is part of it, since servers send the reason before or
+after the last text, and twice. The last reason counts; `stop` replaces no other.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ async def _next(
 ) -> bytes | None:
     """The next event; None after the last one.
 
-    `until`: time of the event loop at which an answer with a finish reason ends as it is. With
-    content, a broken connection ends it, too; without, another server may give the answer.
+    `until`: loop time at which an answer with a finish reason ends as it is. With content, a broken
+    connection ends it, too; without, another server may give the answer.
     """
     try:
         async with asyncio.timeout_at(until):
@@ -144,10 +143,9 @@ FINISH_REASONS: Mapping[str, FinishReason] = {
 
 
 def parse_finish_reason(reason: object) -> FinishReason | None:
-    """The finish reason of an event, if it has one; an empty text is none.
+    """The finish reason of an event; an empty text is none.
 
-    Raises ServerFailed for unknown ones, such as `abort`: the server ended the answer, not the
-    model.
+    Raises ServerFailed for unknown ones, such as `abort`: the model did not end the answer.
     """
     if reason is None or reason == "":
         return None

@@ -1,7 +1,6 @@
-"""Parser of the events of a streamed completion.
+"""Parser of the events of a streamed completion; `ServerDialect.answer_tokens` names their tokens.
 
-`ServerDialect.answer_tokens`: the field of an event with its tokens. Unreadable events, error
-events and ends that the model did not cause raise errors.
+Unreadable events, error events and ends that the model did not cause raise errors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Discovery of a server: its readiness, its model, its adapters and its dialect of the API.
 
 Trial requests of two tokens find the dialect, the best form first. The server's tokenizer is
-compared with the model folder's if there is a tokenize endpoint. Every error has advice for the
-operator.
+compared with the model folder's if it has a tokenize endpoint. Every error has advice.
 """
 
 from __future__ import annotations

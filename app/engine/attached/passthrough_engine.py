@@ -3,8 +3,8 @@
     Request.body ─► request_body.py ─► server_client.py ─HTTP─► the server ─► passthrough_events.py
                                                                                  ─► EngineOutputs
 
-The server handles templates, tools, reasoning and images, so no tokenizer is needed. Tokens and
-cache are unknown, and no other worker can resume an interrupted answer.
+The server handles templates, tools, reasoning and images. Tokens and cache are unknown, and no
+other worker can resume an answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers passed through: the events of an OpenAI stream, and embeddings, to engine outputs.
 
-Text becomes text; all other fields of an event become an aside, uninterpreted. Only the end, the
-token counts and errors are interpreted. The deadline of the request bounds the stream.
+Text becomes text; only the end, token counts and errors are interpreted; all other fields of an
+event become an aside. The deadline of the request bounds the stream.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Request bodies for a server, in its dialect of the OpenAI API.
+"""Request bodies for a server, in its dialect of the OpenAI API (`ServerDialect`).
 
-Servers agree on OpenAI's fields and on little else; `ServerDialect` has the findings about one
-server. Each field of a request is translated, omitted if the answer does not depend on it, or
-refused with InvalidRequest. Stop strings are not sent: `app/text/stop_conditions.py` handles them
-for all engines.
+Each field of a request is translated, omitted if the answer does not depend on it, or refused with
+InvalidRequest. Stop strings are not sent: `app/text/stop_conditions.py` handles them.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ FORBIDDEN_BIAS = -100.0
 class ServerDialect(NamedTuple):
     """The API dialect of one server. `vendor`: `owned_by` in its list of models.
 
-    `is_disaggregated`: whether it is a SGLang server in disaggregation mode, which needs another
-    one for each request.
+    `is_disaggregated`: a SGLang server that needs another one for each request.
     """
 
     model: str
@@ -98,8 +95,8 @@ def prefill_body(
 ) -> dict[str, Any]:
     """The body of a prefill: a completion of one token, whose response has transfer parameters.
 
-    It is no stream, since only a whole response has them. On the bootstrap path it has none, and
-    comes when the blocks were transferred. Raises as `completion_body`.
+    No stream, which would lack them. On the bootstrap path there are none, and the response comes
+    after the transfer. Raises as `completion_body`.
     """
     body = completion_body(request, dialect, 1, text_of)
     del body["stream"], body["stream_options"]
@@ -114,8 +111,8 @@ def passthrough_body(
 ) -> dict[str, Any]:
     """The client's own body, with the fields that the server needs.
 
-    `media_hosts`: from which the server may fetch media. Raises InvalidRequest for other media to
-    be fetched, and for a field that the server does not support.
+    `media_hosts`: from which the server may fetch media. Raises InvalidRequest for other media, and
+    for a field that the server does not support.
     """
     assert request.body is not None
     body = _object("body", request.body.json)

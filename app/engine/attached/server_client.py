@@ -171,10 +171,10 @@ class EventStream:
             self._waiting.reschedule(0.0)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the data of each event up to the end of the answer; `[DONE]` is one of them.
+        """Yield the data of each event up to the end of the answer, `[DONE]` included.
 
-        A response that is JSON and no stream is one event. Raises ServerFailed if the next one is
-        late or too long, or if the connection breaks, and the error of any other response.
+        A JSON response is one event. Raises ServerFailed if the next one is late or too long, or
+        the connection breaks, and the error of any other response.
         """
         buffer, data, other = bytearray(), bytearray(), bytearray()
         has_events, is_error, is_over = False, False, False

@@ -1,9 +1,7 @@
 """Base of the engines over a running server: connection, health, adapters and open streams.
 
-A restarted server has an empty cache. Metrics have its start time; without them a restart is
-assumed if the server could not be reached in between.
-
-A cancel closes the connection of its stream. Requests and answers are in the subclasses.
+A restarted server has an empty cache: found by the start time in its metrics, else assumed when it
+could not be reached. A cancel closes the connection of its stream.
 """
 
 from __future__ import annotations
@@ -92,9 +90,9 @@ ADAPTERS_POLL_S = 10.0
 class ServerAddress(NamedTuple):
     """Address of the server and its limits. `model`: its name there; "" for the only one.
 
-    `read_timeout_s`: longest time without data during an answer; `start_timeout_s`: how long the
-    worker waits for the server at its start; `max_response_bytes`: bound on an answer, with the
-    JSON around its tokens."""
+    `read_timeout_s`: longest time without data during an answer; `start_timeout_s`: of the wait for
+    the server at the start; `max_response_bytes`: bound on an answer with its JSON.
+    """
 
     url: str
     events_endpoint: str = ""

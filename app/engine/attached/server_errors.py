@@ -1,8 +1,7 @@
 """Errors of a server: from its statuses, and the objects in its bodies and events, to EngineErrors.
 
-The status decides whether another worker may succeed. It is that of HTTP; in an answer that began
-with 200, the number that the error names (`code`, `status`, as a number or a text), or else the
-number of a word in its code or type.
+The status decides whether another worker may succeed: that of HTTP, or in an answer that began with
+200 the number that the error names (`code`, `status`), or that of a word in its code or type.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _WANTED = (*_RUNNING, *_WAITING, *_USED, *_STEPS, _CACHE, _STARTED)
 class ServerMetrics(NamedTuple):
     """The metrics of a server at one time; None for those it does not have.
 
-    `cache_usage`: the share of the cache in use, from 0 to 1. `cache_config`: its settings, by
-    name. `started_at`: changes with a restart. `ranks`: number of data-parallel engines.
+    `cache_usage`: share of the cache in use, 0 to 1. `cache_config`: its settings, by name.
+    `started_at`: changes with a restart. `ranks`: number of data-parallel engines.
     """
 
     running: int | None = None

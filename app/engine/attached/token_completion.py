@@ -140,9 +140,8 @@ class PrefillResponse:
 class Retokenizer:
     """Tokeniser of the text of a server that returns no token ids.
 
-    The text is exactly the server's; the boundaries of tokens are an estimate. So they serve to
-    count tokens and to find the end of an answer, not to resume it on another worker. Words are
-    held back until they are complete, since tokens end there.
+    The boundaries of tokens are an estimate: they serve to count tokens and to find the end of an
+    answer, not to resume it. Words are held back until they are complete.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -5,9 +5,8 @@
     its ZMQ socket ─► zmq_events.py ─► listener; without one: served tokens ─► EstimatedCache ─► it
     its metrics ─► server_engine.py ─► heartbeats
 
-A worker does not manage the process of its server: it waits for the server at its start, and finds
-out its dialect of the API (`ServerDiscovery`). Every stream ends, also with a faulty server: each
-wait has a deadline, each answer a bound, and each failure is a typed error.
+The worker waits for the server at its start, and finds its dialect of the API (`ServerDiscovery`).
+Every stream ends, also with a faulty server: each wait has a deadline, each answer a bound.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class AssumedLimits(NamedTuple):
 class AttachedEngine(ServerEngine):
     """See the module. `served_name`: the model's name for clients; "" for the server's name.
 
-    `transfer_lease_s`: how long the server holds the blocks of a prompt for another one; None if it
-    hands no prompts over. Only vLLM and SGLang do. `bootstrap`: host and port where a SGLang server
-    that computes prompts meets the other one.
+    `transfer_lease_s`: how long the server (vLLM or SGLang) holds the blocks of a prompt for
+    another one; None: no hand-overs. `bootstrap`: where a SGLang server for prompts meets the other
+    one.
     """
 
     def __init__(

@@ -3,10 +3,10 @@
     PUB  ──SUB────► batches, numbered ──in order──► listener
     ROUTER ◄─DEALER─ the batches from a number on, when one is missing
 
-Missing batches are requested from the replay socket; if they are lost, the listener gets
-`EventsLost`, so that no block that may be gone counts as cached. After a broken connection the
-cache is unknown until the server's history has been replayed; without a replay socket only blocks
-stored later are known. Follows one rank.
+Missing batches are requested from the replay socket; lost ones become `EventsLost`, so that no
+block that may be gone counts as cached. After a broken connection the cache is unknown until the
+server's history was replayed; without a replay socket only blocks stored later are known. Follows
+one rank.
 """
 
 from __future__ import annotations

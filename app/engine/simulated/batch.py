@@ -37,9 +37,9 @@ class EngineLimits(NamedTuple):
 class BatchSequence:
     """A request in the model. `key` belongs to the caller; lower `priority` numbers go first.
 
-    `block_ids` are those of its leading whole blocks. The caller may append identities of blocks
-    that the output fills, each before the step that follows; a block without one, and the blocks
-    after it, never match a later prompt.
+    `block_ids`: of its leading whole blocks. The caller may append identities of blocks that the
+    output fills, each before the step that follows; a block without one, and those after it, match
+    no prompt.
     """
 
     key: object
@@ -118,8 +118,7 @@ class BatchState:
 
     Decode costs nothing per sequence and step: a sequence in decode has `offset + clock` tokens,
     and calendars list it under the steps at which it needs a block, fills one, or ends. Entries are
-    in the order of admission without sorting: each is made one block ahead, or when a sequence
-    enters decode.
+    in the order of admission without sorting.
     """
 
     limits: EngineLimits

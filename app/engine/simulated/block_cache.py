@@ -7,15 +7,13 @@ without one is private to its sequence.
                           ▲                                │
                           └────────── acquired ────────────┘
 
-- An identity has at most one block. Two sequences that compute the same prefix share it.
-- `release` frees blocks from the last to the first, so the least recently used inactive block is
-  always a leaf: no prefix is evicted before its continuations.
-- Blocks that were never computed are not kept. Computed blocks without an identity are kept, match
-  nothing, and are evicted in the same order as the others.
+- An identity has at most one block, which sequences with the same prefix share.
+- `release` frees blocks from the last to the first: no prefix is evicted before its continuations.
+- Blocks that were never computed are not kept. Computed ones without an identity match nothing, and
+  are evicted in the same order as the others.
 - Free blocks are used before any inactive one is evicted.
 
-Owns the contents of the cache, and which blocks its events (`stored`, `evicted`) have reported. Has
-no tokens, time or requests.
+Owns which blocks its events (`stored`, `evicted`) have reported. Has no tokens, time or requests.
 """
 
 from __future__ import annotations
@@ -74,8 +72,8 @@ class BlockCache:
     def acquire(self, identities: Sequence[int], total: int) -> list[int]:
         """Allocate the `total` blocks of a prompt, the first ones named by `identities`.
 
-        Named blocks can be shared at once. The caller has checked that enough blocks are available;
-        cached blocks of the prompt are held before others are evicted for the rest.
+        The caller has checked that enough are available; cached blocks of the prompt are held
+        before others are evicted for the rest.
         """
         private = total - len(identities)
         self._allocate(self._add_references(identities) + private)

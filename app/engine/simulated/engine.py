@@ -1,12 +1,11 @@
 """Simulated engine: batching, prefix cache, step times and preemption, without a model.
 
-Runs the steps of `app/engine/simulated/step.py` on the injected clock, for real requests with real
-tokens, which come from a `Continuation`. Cache events are those of a real engine: blocks under
-opaque hashes, with their tokens, at the end of the step that computed them. Blocks of a prefill are
-held for the decode engine (`app/engine/simulated/transfers.py`).
+Runs the steps of `app/engine/simulated/step.py` on the injected clock, for real requests with the
+tokens of a `Continuation`. Cache events are those of a real engine, at the end of the step that
+computed the blocks. Blocks of a prefill are held for decode (`app/engine/simulated/transfers.py`).
 
-One task runs the steps, from `start` to `cleanup`; if it fails, every request fails with
-EngineDead. A cancel takes effect between two steps.
+One task runs the steps; if it fails, every request fails with EngineDead. A cancel takes effect
+between two steps.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ DEFAULT_LIMITS = EngineLimits(block_size=16, cache_blocks=16_384)
 class SimulatedEngine(Engine):
     """An engine whose steps are simulated.
 
-    `speedup`: speed relative to the modelled hardware; infinite for steps without duration.
+    `speedup`: relative to the modelled hardware; infinite for steps without duration.
     `max_waiting`: bound on requests that wait for the batch; more fail as retryable. `transfers`:
-    shared by engines that hand prompts over to each other. Raises ValueError if the context does
-    not fit into the cache of `limits`.
+    shared by engines that hand over to each other. Raises ValueError if the context does not fit
+    into the cache.
     """
 
     def __init__(

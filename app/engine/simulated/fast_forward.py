@@ -1,7 +1,6 @@
-"""Fast-forward over decode-only steps, in which every sequence in decode gets one token.
+"""Fast-forward over decode-only steps, for simulations, which need times and no tokens.
 
-For simulations, which need times and no tokens. The result equals that of
-`app/engine/simulated/step.py` to the bit: the same additions in the same order.
+Equal to `app/engine/simulated/step.py` to the bit: the same additions in the same order.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def fill_end_times(
     tokens: int, running: int, capacity_tokens: int, curve: tuple[float, float, float, float],
     at_ms: float, ends: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Fill `end_calendar`, one step per element; `tokens` in the first step, `running` more in
-    each.
+    """Fill `end_calendar`, one step per element; `running` more tokens in each step.
 
     `curve`: the coefficients of decode and its floor, as in `PerfCurves.decode_ms`.
     """

@@ -1,7 +1,6 @@
 """One request in the simulated engine: its tokens, the hashes of its blocks, and its end.
 
-Owns the contents of an answer. The times of tokens and the cache are in
-`app/engine/simulated/step.py`.
+The times of tokens and the cache are in `app/engine/simulated/step.py`.
 """
 
 from __future__ import annotations

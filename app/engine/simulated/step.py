@@ -5,12 +5,11 @@
                 └─────────── preempted ◄────│──────┘     received
                                             └─► held, until another engine has the blocks
 
-`run_step` takes an `BatchState` from the beginning of a step to its end, and returns its duration
-and its results as a `StepResult`. The caller owns the time: it waits `duration_ms`, delivers the
-results and calls `run_step` again. Sequences admitted or cancelled meanwhile count from the next
-step on, as in a busy engine. There is no clock, no randomness and no token: the content of a
-sequence is a list of block identities (`app/engine/simulated/block_cache.py`), so the same model
-drives the simulated engine and the replay of traces that contain only hashes.
+`run_step` takes a `BatchState` from the beginning of a step to its end and returns a `StepResult`.
+The caller waits `duration_ms`, delivers the results and calls again; sequences admitted or
+cancelled meanwhile count from the next step on. There is no clock, no randomness and no token: a
+sequence is a list of block identities (`app/engine/simulated/block_cache.py`), so the model also
+drives the replay of traces that contain only hashes.
 
 A step, in this order; L is the number of tokens of a sequence, prompt and output, B the block size:
 
@@ -18,8 +17,8 @@ A step, in this order; L is the number of tokens of a sequence, prompt and outpu
     free or evictable, the last sequence (highest priority number, then latest arrival, possibly
     itself) is preempted until there is one. A preempted sequence releases all blocks and waits
     again at its old position; later it recomputes its tokens that are no longer cached.
- 2. A block that L fills becomes shareable if its identity is known, and the one before it is
-    shareable too.
+ 2. A block that L fills becomes shareable if its identity is known and the one before it is
+    shareable.
  3. If no sequence was preempted in this step, sequences whose prompts another engine has computed
     begin with decode in the order of their arrival, up to `max_sequences` in all. Each needs
     blocks for its whole prompt, of which it shares those that are cached; the first one that does
@@ -343,9 +342,8 @@ def _enqueue(state: BatchState, sequence: BatchSequence) -> None:
 def _remove_running(state: BatchState, sequence: BatchSequence) -> None:
     """Remove a running sequence from the batch and the calendars, and release its blocks.
 
-    All its tokens but the last count as computed. When it is preempted within a step, the one
-    before the last is not; the block that counts by mistake has no identity and is allocated next,
-    since preemption begins when there is no other.
+    All its tokens but the last count as computed. If it is preempted within a step, the one before
+    the last is not; the block that counts by mistake has no identity and is allocated next.
     """
     computed = sequence.computed_tokens
     if sequence.phase == DECODE:

@@ -1,12 +1,9 @@
 """Text of engines without a model: a function of the token sequence alone.
 
-An interrupted request therefore continues with the same text on any worker, and a test can compute
-it. A `Continuation` yields the tokens that follow a sequence; called again with some of them
-appended, it yields the same rest. If it ends by itself, the model has ended its answer.
-
-`TextGenerator` generates readable text in the tokens of any model, `echo_continuation` is for
-models of bytes. `expected_answer` is the part that a client receives, within limits and stop
-conditions.
+So an interrupted request continues with the same text on any worker, and a test can compute it. A
+`Continuation` yields the tokens that follow a sequence; if it ends, the model has ended its answer.
+`TextGenerator` is for the tokens of any model, `echo_continuation` for models of bytes;
+`expected_answer` is the part that a client receives, within limits and stop conditions.
 """
 
 from __future__ import annotations
@@ -88,8 +85,7 @@ class TextGenerator:
     """Generates text from sample sentences: a token is one that follows the last two in them.
 
     A digest of the whole sequence draws it, so a single wrong token of a prompt changes the answer.
-    After a sentence the answer may end, with `end_token`; a sequence that continues after it begins
-    another sentence.
+    After a sentence the answer may end, with `end_token`.
     """
 
     def __init__(

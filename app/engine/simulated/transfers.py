@@ -4,11 +4,10 @@
                       └──── lease over, or the engine shut down ──────────────────► release
                     offer in a room ─────► decode engine: meet ─► take ─► ...
 
-`KvTransfers` is shared by the engines of one process. An offer can be taken once, within its lease.
-Of the offers of other processes it checks the lease only; the engine that made them holds its
-blocks until the lease is over. So engines of one process alone meet in rooms: with `has_bootstrap`
-they advertise an endpoint under which none listens. Owns the offers; the blocks belong to their
-engine, which passes a callback that releases them.
+`KvTransfers` is shared by the engines of one process. An offer can be taken once, within its lease;
+of an offer of another process only the lease is checked. So engines of one process alone meet in
+rooms: with `has_bootstrap` they advertise an endpoint under which none listens. The blocks belong
+to their engine, which passes a callback that releases them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from kvlane.streams.record_base import JsonText
 class TransferModel(NamedTuple):
     """Time of a transfer, and how long blocks are held for it.
 
-    The defaults are 16-bit keys and values of 32 layers with 8 heads of 128 numbers, over a network
-    of 100 Gbit/s.
+    Defaults: 16-bit keys and values of 32 layers with 8 heads of 128 numbers, over 100 Gbit/s.
     """
 
     bytes_per_token: int = 131_072
@@ -68,12 +66,11 @@ class _Offer(NamedTuple):
 
 
 class KvTransfers:
-    """The offers of the engines of one process.
+    """The offers of the engines of one process, with counts of failed attempts to take one.
 
-    Failed attempts to take one are counted: `taken_twice`, those that were taken before;
-    `taken_late`, past the lease, by an engine that relies on its worker for that (engines that
-    meet in a room see it themselves); `invalid`, with other parameters. `interrupted`: the
-    requests that were cancelled while their transfer was under way.
+    `taken_twice`: taken before; `taken_late`: past the lease, by an engine that relies on its
+    worker for that; `invalid`: with other parameters. `interrupted`: requests that were cancelled
+    during their transfer.
     """
 
     def __init__(
@@ -161,9 +158,9 @@ class KvTransfers:
     def take(self, params: JsonText, prompt_tokens: int, *, is_met: bool = False) -> Transfer:
         """Begin the transfer of an offer. Its lease goes on meanwhile.
 
-        `is_met`: the parameters come from `meet`. Its worker could not know the end of the lease,
-        which begins after the decode was dispatched. Raises a retryable EngineError if its blocks
-        are gone or were taken already, or if it is of another prompt.
+        `is_met`: the parameters come from `meet`, whose worker could not know the end of the lease.
+        Raises a retryable EngineError if its blocks are gone or taken, or if it is of another
+        prompt.
         """
         try:
             wanted = msgspec.json.decode(params, type=TransferParams)
