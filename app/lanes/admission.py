@@ -1,9 +1,7 @@
 """Admission of a request: it waits until a worker can take it, or is refused, or deferred.
 
-Owns the rules of refusal: which requests may wait, and for how long. Never here: the choice of the
-worker (`scheduling/`), and the records of a dispatch (`dispatch.py`).
-
-Every wait ends with the request's deadline, and at once when its Cancel arrives.
+Owns the rules of refusal: which requests may wait, and for how long. Every wait ends with the
+request's deadline, and at once by its Cancel.
 """
 
 from __future__ import annotations
@@ -80,9 +78,9 @@ class Admission:
     ) -> Placement | Rejection | DeferredRequest:
         """Wait for a worker with capacity until the deadline; else the reason of the rejection.
 
-        If the queue is full, a request that has not begun is refused, or deferred if it came over
-        Kafka. One that has begun, or whose prompt a prefill worker has computed, is queued in any
-        case: there are never more of them than runs that workers had.
+        With a full queue, a request that has not begun is refused, or deferred if it came over
+        Kafka. Others are queued in any case: there are never more of them than runs that workers
+        had.
         """
         s, request = self._context, rest.request
         wait = Wait("")

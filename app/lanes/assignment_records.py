@@ -1,7 +1,7 @@
-"""The two records of a dispatch, made from the rest of a request and from its placement.
+"""The two records of a dispatch: `Assigned`, the decision with its inputs, and `Assignment`, the
+work.
 
-`Assigned` has the decision with all its inputs, `Assignment` the work as its worker gets it. Pure:
-`dispatch.py` writes them.
+Pure: `dispatch.py` writes them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reports of a router's free capacity to preprocessors: the prompts that it has room for.
 
-One small record of `remaining_capacity` after every change, but no more than a few a second, and
-again before the last one expires: a preprocessor drops a router without reports, so that a dead one
-holds no prompts back.
+One small record of `remaining_capacity` after every change, a few a second at most, and again
+before the last one expires: a preprocessor drops a router without reports.
 """
 
 from __future__ import annotations

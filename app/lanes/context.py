@@ -1,7 +1,5 @@
-"""The shared context of a router's parts: its state, and its ways to act.
-
-The state is the three views plus this router's own decisions that it has not yet read back from the
-ledger. Nothing here decides anything.
+"""The shared context of a router's parts: its views, its decisions that are not read back yet, and
+its ways to act.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rule for continuing an answer in its middle: with which options the rest is as without a failure.
 
-A continued answer is a new request whose prompt ends with the tokens so far, with lower limits
-(`resumed_request` in `app/serving/run_executor.py`). `CONTINUATION` classes every option of a
-request on which the tokens depend. Pure.
+The rest is a new request whose prompt ends with the tokens so far, with lower limits
+(`resumed_request` in `app/serving/run_executor.py`). `CONTINUATION` classes every option on which
+tokens depend. Pure.
 """
 
 from __future__ import annotations

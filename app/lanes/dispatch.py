@@ -1,13 +1,10 @@
 """Dispatch of one request: when a worker has room for it (`admission.py`), write decision and
 assignment (`assignment_records.py`).
 
-Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
-that crashes between two steps leaves a state in which `app/routing/reconcile.py` finds the rest. No
-procedure decides whether it is due; the lane's owner does (`owner.py`), and runs at most one at a
-time per request.
-
-Every wait for something that may never come (a worker with room, an old record) ends with the
-request's deadline, and at once when its Cancel arrives.
+The order of appends and barriers is the contract: after a crash between two steps
+`app/routing/reconcile.py` finds the rest. The lane's owner (`owner.py`) decides which procedure is
+due, and runs one at a time per request. Every wait ends with the request's deadline, and at once by
+its Cancel.
 """
 
 from __future__ import annotations
@@ -63,8 +60,8 @@ class RequestDeferred(Exception):
 def is_request_fault(error: Exception) -> bool:
     """Whether an error is the fault of the request, not of the router or the broker.
 
-    Unexpected errors count as the request's: a router that ended for one would be restarted and get
-    the same request again, and so would the next one.
+    Unexpected errors count as the request's: a router that ended for one would get it again, and so
+    would the next one.
     """
     if isinstance(error, StreamError):
         return isinstance(error, RecordError | PositionLost)
@@ -167,8 +164,8 @@ class Dispatcher:
     async def assign_decode(self, handover: HandOver) -> bool:
         """Dispatch the decode of a prompt that a prefill worker holds, or computes; or end it.
 
-        It is not dispatched past the time of the hand-over, nor after the death of that worker:
-        then the result is False, and the next attempt is due.
+        False past the time of the hand-over, and after the death of that worker: the next attempt
+        is due.
         """
         s, prefill = self._context, handover.prefill
         began_at = s.ctx.clock.now()
@@ -190,8 +187,7 @@ class Dispatcher:
         """Let a decode worker fetch the blocks that are held for a request whose End is written.
 
         It generates one token, which no reader sees. So the blocks are freed before the end of
-        their lease, by engines of any kind: they release blocks when these were fetched, and have
-        no other call for it. Best effort: without a worker that has room in time the lease ends.
+        their lease, by engines of any kind, which have no other call for it. Best effort.
         """
         state = self._context.ledger.request(self._lane, request_id)
         handover = None if state is None else self.handovers.usable(request_id, state.attempt)

@@ -1,8 +1,7 @@
-"""The writer of `ended-ids`: ids of prompts that have ended, a record a minute for each lane.
+"""The writer of `ended-ids`: ids of prompts that have ended, a record a minute for each owned lane.
 
-Each router writes for its lanes, from the view that every router has
-(`app/routing/state/ended_prompts.py`). A record that comes twice, or from a former owner, does no
-harm: it repeats ids. After a crash the next owner writes what is missing, from the ledger.
+Repeated records do no harm. After a crash the next owner writes the missing ones, from the view
+that every router has (`app/routing/state/ended_prompts.py`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Failover of one request: move it to another worker, or find out whether its run is lost.
 
-Each procedure is a fixed order of appends and barriers, and that order is the contract: a router
-that crashes between two steps leaves a state in which `app/routing/reconcile.py` finds the rest.
-The rest of a request is dispatched as any other (`dispatch.py`), which never calls back.
+The order of appends and barriers is the contract: after a crash between two steps
+`app/routing/reconcile.py` finds the rest. The rest of a request is dispatched as any other
+(`dispatch.py`).
 
-Whether an answer is complete is asked of its last token alone, by the engines' own rule
-(`app/text/stop_conditions.py`): an engine that had stopped at an earlier token would not
-have gone on. Stop strings are not looked for: the Chunk with the last character of one has the
-finish reason too.
+Whether an answer is complete follows from its last token alone, by the engines' own rule
+(`app/text/stop_conditions.py`). Stop strings need no search: the Chunk with the last character of
+one has the finish reason too.
 """
 
 from __future__ import annotations
@@ -68,9 +67,9 @@ class Failover:
     async def restart(self, request_id: str, action: Restart) -> None:
         """Move a request to another worker. The order makes it safe:
 
-        Fencing (the intent, so that another owner finds it), Fence (from here on readers ignore the
-        old attempt), ledger to its end, tokens emitted up to the first Fence, assignment of the
-        rest. It stops where it finds the attempt begun or the request ended.
+        Fencing (the intent, for another owner), Fence (readers ignore the old attempt), ledger to
+        its end, tokens emitted up to the first Fence, assignment of the rest. It stops where it
+        finds the attempt begun or the request ended.
         """
         s, attempt = self._context, action.attempt
         old_runs = self._termination.active_runs(request_id)
@@ -157,10 +156,10 @@ class Failover:
     async def verify(self, request_id: str, run: RunId) -> None:
         """Find out whether a worker has a run that it should have; restart the request if not.
 
-        A heartbeat of a worker that has read its slot to where it ends now lists the run if the
-        worker took it and has not finished it; that heartbeat may be older than the question.
-        Finished may be still to be read: the ledger is read to its end before the verdict. Nothing
-        is left to find out once the run is closed, its worker lost or the deadline past.
+        A heartbeat after the worker has read its slot to the present end lists the run, unless it
+        is finished or was never taken; it may be older than the question. The ledger is read to its
+        end before the verdict, for Finished. Nothing is due once the run is closed, its worker lost
+        or the deadline past.
         """
         s, worker, epoch = self._context, run.worker, run.epoch
         read_to = await s.end_offset(s.assignments_partition(worker))

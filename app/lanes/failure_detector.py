@@ -1,17 +1,14 @@
 """The failure detector: a worker without heartbeats is declared lost, by a record.
 
-Silence alone proves nothing: this router may be behind, or the broker may be down. So before it
-writes `Lost`, the detector sends a probe of its own through the worker's partition of kv-events and
-reads up to it. The silence that counts is from when this router read the worker's last heartbeat
-before the probe until it sent the probe: the heartbeat was appended before it was read, and the
-probe after it was sent, so the worker was silent at least so long. Both times are of this router's
-monotonic clock, since the clocks of brokers differ and the leader of a partition may change. While
-probes into a partition fail, no worker in it
-is declared lost, and silence counts from when they go through again. Partitions are examined
-independently: one that has no leader protects its own workers, and others' for one time-out more at
-most. All workers get that much while this router's own appends are slow, wherever: a worker waits
-for each of its heartbeats to be acknowledged by all copies, and may need the same broker that hangs
-elsewhere. A router that appends nothing has its probes only.
+Silence alone proves nothing: this router may be behind, or the broker down. So before `Lost`, the
+detector sends a probe through the worker's partition of kv-events and reads up to it. The silence
+that counts is from when this router read the worker's last heartbeat until it sent the probe, by
+its own monotonic clock: the worker was silent at least so long, whatever the brokers' clocks.
+
+While probes into a partition fail, no worker in it is declared lost, and silence counts from their
+next success; workers of other partitions get one time-out more at most, and so do all workers while
+this router's own appends are slow: a worker's heartbeats wait for all copies, and may need the same
+hung broker.
 
 All routers do this; several Lost for one epoch have the effect of one.
 """
@@ -106,8 +103,8 @@ class FailureDetector:
     def _silence_limit_s(self, now_s: float) -> float:
         """The silence that is tolerated now.
 
-        When more than a third of the workers are silent at once, or the only one, the cause is more
-        likely this router or the network: they get twice the time.
+        Twice the time when more than a third of the workers, or the only one, are silent at once:
+        the cause is more likely this router or the network.
         """
         s = self._context
         timeout_s = s.settings.worker_timeout_s

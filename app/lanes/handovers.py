@@ -1,11 +1,8 @@
 """Hand-overs of a lane: prompts that prefill workers compute for a decode that is still to come.
 
-On the sequential path decode is due when the prefill has ended: `PrefillDone` has the transfer
-parameters. On the bootstrap path it is due at once: both engines meet in a room of the prefill
-engine, and decode waits there for the blocks (`kvlane.streams.request.BootstrapInfo`).
-
-Owns the hand-overs that the owner of a lane has begun, until they are used or given up; dispatch is
-in `dispatch.py`.
+On the sequential path decode is due after `PrefillDone`, with its transfer parameters. On the
+bootstrap path it is due at once: decode waits for the blocks in a room of the prefill engine
+(`kvlane.streams.request.BootstrapInfo`).
 """
 
 from __future__ import annotations
@@ -32,10 +29,10 @@ ROOM_BITS = 63
 class HandOver(NamedTuple):
     """A prompt that a prefill worker holds, or computes, for a decode worker.
 
-    `since_ms`: when the prefill was dispatched, which keeps the request's place among those that
-    wait. `params`: transfer parameters of its engine. `until_ms`: broker time until which decode
-    may begin; 0 while it may not. `cached_tokens`: of the prompt, at the prefill worker.
-    `bootstrap`: the room where both engines meet, on the bootstrap path.
+    `since_ms`: dispatch of the prefill, which keeps the request's place in the queue. `params`:
+    transfer parameters of its engine. `until_ms`: broker time until which decode may begin; 0 while
+    it may not. `cached_tokens`: of the prompt, at the prefill worker. `bootstrap`: the room of the
+    bootstrap path.
     """
 
     rest: RemainingWork

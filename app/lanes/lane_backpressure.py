@@ -1,8 +1,7 @@
 """Backpressure of one lane: it is not read while its topics take no appends, or too few.
 
-Counts the jobs of the lane that do not wait for a worker, and the bytes of their prompts, which are
-in memory. The other lanes are read on. The bounds of requests that wait for workers are in
-`app/routing/queueing/waiting_requests.py`.
+Counts the jobs of the lane that do not wait for a worker, and the bytes of their prompts. Other
+lanes are read on. Waiting requests are bounded in `app/routing/queueing/waiting_requests.py`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The owner of a lane, responsible for every request in it.
 
 A `LaneOwner` exists from the assignment of a lane to this router until its revocation. It accepts
-requests (each is done when its decision or its end is in the ledger, or its record was appended
-again), and it executes the actions that `app/routing/reconcile.py` finds due, for its own requests
-as for those of the owner before it. At most one job per request runs at a time; all jobs are
-cancelled with the ownership, at any step, which is safe because the next owner finds the same
-actions due by the log.
+requests (each is done when its decision or end is in the ledger, or its record was appended again),
+and executes the actions that `app/routing/reconcile.py` finds due, also for requests of the owner
+before it. At most one job per request runs at a time; all are cancelled with the ownership, at any
+step: the next owner finds the same actions due by the log.
 
-The jobs, step by step: `dispatch.py` (dispatch), `failover.py`, `termination.py`.
+The jobs: `dispatch.py`, `failover.py`, `termination.py`.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class LaneOwner:
     def on_request_record(self, fact: LogRecord) -> None:
         """A record of `requests` arrived in this lane.
 
-        Raises RecordError when it belongs in another one: its worker would write its records there,
-        and its reader read it there, so here it could only be run in vain, again and again.
+        Raises RecordError for one of another lane: its reader waits there, so here it would run in
+        vain.
         """
         record = fact.record
         assert isinstance(record, Request | Cancel | Refused), "the intake lets no other types pass"
@@ -117,8 +116,8 @@ class LaneOwner:
     def _put_behind(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
 
-        Bound: one of each kind waits. Another one, or a Request whose first is being admitted, adds
-        nothing and is done at once; the mark cannot pass the one before it.
+        One of each kind waits. Another one, or a Request whose first is being admitted, is done at
+        once.
         """
         waiting = self._records_behind.setdefault(record.id, deque())
         again = isinstance(record, Request) and record.id in self._arrived
@@ -239,8 +238,7 @@ class LaneOwner:
     def reconcile_due(self) -> None:
         """Reconcile the requests for which time or the fleet may have made an action due.
 
-        For the others nothing has changed: each record of the ledger reconciles its own request,
-        and each heartbeat the runs that it should list but does not.
+        Ledger records reconcile their own request, and heartbeats the runs that they fail to list.
         """
         if not self.serving:
             return
@@ -271,9 +269,8 @@ class LaneOwner:
         """A heartbeat lists a run of this lane: cancel it when readers do not see it any more.
 
         A Fencing is not enough: until its Fence is in the log, readers take the last Chunk of a
-        cancelled run as the end of the request. A run of the new attempt proves that the Fence was
-        written. Runs of ids that are not in the ledger are left alone: their Assigned may still
-        come.
+        cancelled run as the end. A run of the new attempt proves the Fence. Runs without a known
+        Assigned are left alone: it may still come.
         """
         state = self._context.ledger.request(self._lane, key.id)
         if not self.serving or state is None or not state.is_known:
@@ -372,9 +369,8 @@ class LaneOwner:
     async def _renew(self, request: Request, offset: int | None) -> None:
         """Append a request again, whose record at `offset` would be deleted while it waits.
 
-        The new record is read as any other. A Cancel that is read before it ends the request, too.
-        The old record is done when the new one is admitted: then a Cancel between them is done, and
-        until then the next owner reads all three.
+        The old record is done when the new one is admitted: until then the next owner reads both,
+        and a Cancel between them, which ends the request, too.
         """
         arrived = self._arrived.pop(request.id, None)  # the new record is no duplicate of this one
         self._batch_arrived.discard(request.id)
@@ -427,7 +423,7 @@ class LaneOwner:
     async def _is_repetition(self, fact: LogRecord, record: Request | Refused) -> bool:
         """True if the id of a record is taken: the record is a duplicate, and needs nothing.
 
-        Where the ledger has forgotten the end of the id, it gets another one: collectors find there
+        If the ledger has forgotten the end of the id, it gets another one, by which collectors know
         why the record has no reply (`app/results/unanswered_requests.py`).
         """
         if self._is_known(record.id):
@@ -495,12 +491,10 @@ class _TimeLimits(NamedTuple):
 def _time_limits(appended_ms: int, request: Request, settings: Settings) -> _TimeLimits:
     """The deadline of a request: its time limit counts from the append of its prompt.
 
-    `appended_ms`: the append of its record.
-
-    A batch request may wait for days, but not its record: this, and the shown part of its answer,
-    must be in the log when it changes hands. So the record is appended again after half of
-    `max_lifetime_s`. A request that begins just before, and may be preempted and wait again, has
-    the rest of `batch_run_limit_s`.
+    `appended_ms`: the append of its record. A batch request may wait for days, but its record and
+    the shown part of its answer must be in the log when it changes hands: so it is appended again
+    after half of `max_lifetime_s`, and one that begins just before has the rest of
+    `batch_run_limit_s`.
     """
     longest_ms = int(settings.max_lifetime_s * 1000)
     limit_ms = int(request.deadline_s * 1000)

@@ -1,14 +1,11 @@
 """Shared reads of the log: one scan or one request for all concurrent queries.
 
-Scans find the tokens that readers have of a request, and the request itself, when it is moved to
-another worker. Many are moved at once when a worker is lost, so all queued queries about a
-partition are answered by one scan of it. Queries that arrive during a scan wait for its end; other
-partitions are read at the same time, so that one that cannot be read delays only its own queries.
-Nothing is kept between scans, and cancelled queries are dropped; time-outs are the caller's.
+Scans find a moved request and the tokens that readers have of it. Many move when a worker is lost,
+so one scan answers all queued queries about a partition; later ones wait for its end. Partitions
+are read at the same time. Nothing is kept between scans; time-outs are the caller's.
 
-End offsets: a router that takes over lanes needs the ends of two partitions of each, and a lane
-needs one for every failover. Queries that come while a request for the same topic is under way
-share the next one: the answer to an earlier request may be older than they can use.
+End offsets, of which a take-over needs two a lane and a failover one: queries that come while a
+request for the topic is under way share the next one, since its answer may be older than they need.
 """
 
 from __future__ import annotations
@@ -61,8 +58,8 @@ class SharedScanner:
     ) -> Transcript:
         """The answer that readers have of a request before the first Fence of `attempt`.
 
-        `start` is at or before its first Chunk, `stop` behind a Fence of that attempt.
-        Raises PositionLost when records between them are no longer kept.
+        `start`: at or before its first Chunk; `stop`: behind a Fence of that attempt. Raises
+        PositionLost when records between them are no longer kept.
         """
         transcript = Transcript(request_id, until_attempt=attempt)
 

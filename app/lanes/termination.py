@@ -1,13 +1,12 @@
-"""Termination of a request: visible to readers, once, and with no run left behind; and the waits
-of a lane's jobs that a Cancel may end.
+"""Termination of a request: visible to readers, once, and with no run left behind; and the waits of
+a lane's jobs that a Cancel may end.
 
 The order of the appends is the contract: End where readers see it, CancelRun to the workers, Ended
-last of all, which discharges every obligation. Whether a request is to end is decided elsewhere.
+last of all, which discharges every obligation.
 
-A router that was stopped while its lane went to another one may append an End that it decided on
-before (such as `queue_full`), in the middle of an answer that the new owner has had begun. Readers
-see that End and no more: one end, if not the best one. To rule that out an End would have to be
-appended by a transaction that the group's generation guards.
+A router that has lost its lane while it was stopped may append an End that it decided on before, in
+the middle of an answer of the new owner: readers see that one End and no more. Only a transaction
+guarded by the group's generation would rule that out.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class RequestCancelled(Exception):
 class CancellableWaits:
     """The requests of one lane whose job waits for a record that may never come.
 
-    Cancelling the job's task ends such a wait, also for a Cancel. `has_cancel`: whether a Cancel of
-    a request has arrived already.
+    Cancelling the job's task ends such a wait. `has_cancel`: whether a Cancel has arrived.
     """
 
     def __init__(self, has_cancel: Callable[[str], bool]) -> None:
@@ -49,7 +47,7 @@ class CancellableWaits:
         """Around every wait for workers and look-up: nothing is half done, and a Cancel ends it.
 
         `is_cancellable`: False for a wait that a Cancel has caused. Raises RequestCancelled if a
-        Cancel is here already; then no wait begins.
+        Cancel is here already.
         """
         if is_cancellable and self._has_cancel(request_id):
             raise RequestCancelled(request_id)
@@ -88,10 +86,8 @@ class RequestTermination:
     ) -> None:
         """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
 
-        `release`: called before Ended, to free the resources of the request.
-
-        Ended discharges everything; written first, a router that died after it would leave readers
-        waiting for ever.
+        Ended first, then a death of the router, would leave readers waiting for ever. `release`:
+        called before Ended, to free the resources of the request.
         """
         runs = self.active_runs(request_id)
         end = End(

@@ -15,8 +15,8 @@ MAX_MODELS = 10_000
 class ModelAvailability:
     """The models of one router's fleet.
 
-    `absence_ms`: for how long requests wait while their model has no worker. `needs_prefill`: no
-    request is served without a prefill worker.
+    `absence_ms`: how long requests wait for a model without workers. `needs_prefill`: no request is
+    served without a prefill worker.
     """
 
     def __init__(self, fleet: Fleet, absence_ms: float, *, needs_prefill: bool = False) -> None:
@@ -58,8 +58,7 @@ class ModelAvailability:
     def is_timed_out(self, model: str, now_ms: int) -> bool:
         """Whether a model has had no worker for so long that requests no longer wait for one.
 
-        That counts from the first request that found none: its card stays, and an operator or an
-        autoscaler that starts workers on demand needs some time.
+        From the first request that found none: an autoscaler on demand needs some time.
         """
         if self.has_worker(model):
             return False

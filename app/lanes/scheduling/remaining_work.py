@@ -1,7 +1,6 @@
-"""The work of a request that waits in a router: all of it, or the rest after a failure.
-
-A request waits as the work that is left of it: `RemainingWork` is ready to be dispatched, a
-`DeferredRequest` waits in the log until there is room (`app/routing/queueing/deferred_prompts.py`).
+"""The work of a request that waits in a router: `RemainingWork` is ready to be dispatched, all of
+it or the rest after a failure; a `DeferredRequest` waits in the log until there is room
+(`app/routing/queueing/deferred_prompts.py`).
 """
 
 from __future__ import annotations

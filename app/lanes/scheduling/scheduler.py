@@ -1,10 +1,8 @@
 """The scheduler of a router: the tasks of requests that wait in its queue, or in the log.
 
-Which request is planned when, and the place each gets, is decided by `RouterQueue`
+`RouterQueue` decides when a request is planned, and its place
 (`app/routing/queueing/router_queue.py`). Requests that look for a place in one turn of the event
-loop, such as those of one poll, take part in one pass of it.
-
-Never here: decisions, the cost of waiting, and the end of a request.
+loop take part in one pass of it.
 """
 
 from __future__ import annotations
