@@ -5,8 +5,8 @@
     registry ─────────► ModelNames   artifacts ──► ModelLoader: text of tokens, for logprobs
     batch-jobs, results, file-parts ◄──► JobRunner ──► batch: the jobs of the Batch API
 
-This file wires. How each request gets exactly one result is in `app/results/lane_collector.py`;
-which requests get one is decided where they are written (`app/preprocess/result_rules.py`).
+This file wires; the rules are in `app/results/lane_collector.py` and
+`app/preprocess/result_rules.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     registry ──► ServedModels: models with workers
     HTTP ◄──► file-parts: content of files   batch-jobs ──► BatchView: their cards
 
-This file wires the parts of `app/http`. It holds no durable state: a client whose connection
-breaks resumes at any other gateway.
+This file wires the parts of `app/http`. It holds no durable state: a broken client resumes at any
+gateway.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     kv-events ─► Index ┬─► snapshots, with a pointer in the registry
     registry ──► Fleet ┴─► /query, /query_by_hash, /workers, /dump
 
-kvlane's routers maintain their own index from kv-events; they need no indexer to route, but its
-snapshots let them start sooner. Its answers are for other routers and for inspection. This file
-wires; `app/http/indexer_api.py` has the HTTP endpoints, `streams/views/snapshot_writer.py`
-assigns and writes snapshots.
+Routers need no indexer to route, but its snapshots let them start sooner. This file wires:
+`app/http/indexer_api.py` has the endpoints, `streams/views/snapshot_writer.py` the snapshots.
 """
 
 from __future__ import annotations

@@ -6,17 +6,14 @@
     registry ──► ModelNames   artifacts ──► ModelLoader: tokenizers and templates
     capacity ──► PromptCredit, one for each class of work: free capacity of routers
 
-Delivery is at least once, and request ids make duplicates harmless. Backpressure is applied by the
-sources (`app/prompts/prompt_source.py`): without a model, without capacity in routers, or while
-appends fail, prompts are not read. A prompt is never refused for load. Its deadline counts from its
-append, and one that is past it ends with that reason. A cancel passes waiting prompts of other
-requests that were read together with it; it waits behind those that were read before. Nothing is
-retried because of its content.
+Delivery is at least once; request ids make duplicates harmless. Without a model, without capacity
+in routers, or while appends fail, the sources (`app/prompts/prompt_source.py`) do not read. A
+prompt is never refused for load; its deadline counts from its append. A cancel passes waiting
+prompts that were read together with it.
 
-The topic decides the class: a prompt in `batch` is a batch prompt. One in `prompts` that names
-class batch is moved to `batch`, so that no other prompt waits behind it. The dispatcher of batch
-work is no process of its own: only its topic, group, credit and order differ from those of other
-prompts. FastStream drives both (docs/benchmarks.md has its cost).
+The topic decides the class: a prompt in `prompts` that names class batch is moved to `batch`, so
+that no other prompt waits behind it. Batch work differs only in its topic, group, credit and order.
+FastStream drives both (docs/benchmarks.md has its cost).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The router process: follows the logs, owns lanes, and is responsible for the requests in them.
 
-This file wires. The owner of a lane: `app/lanes/owner.py`; the failure detector:
-`app/lanes/failure_detector.py`; the next action for a request: `app/routing/reconcile.py`; the
-choice of a worker: `app/routing/selection/select.py`.
-
     requests ──group──► GroupConsumer ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
     ledger ───────────────► LedgerState ┐
     registry, kv-events ──► Fleet       ┼─► actions due, eligible workers, cached prompts
     kv-events ────────────► KvIndexView ┘
+
+This file wires `app/lanes/owner.py`, `app/lanes/failure_detector.py`, `app/routing/reconcile.py`
+(the next action for a request) and `app/routing/selection/select.py` (its worker).
 """
 
 from __future__ import annotations
@@ -350,8 +349,8 @@ class Router(ObservedProcess):
         """The registry from its start; heartbeats from a few time-outs ago.
 
         Every live worker has sent one since. An earlier loss is in the registry, as a tombstone or
-        a newer card; if the router that wrote it died before the tombstone, the card belongs to a
-        silent worker, which gets no work and is declared lost again by the failure detector.
+        a newer card; if its router died before the tombstone, the silent worker is declared lost
+        again.
         """
         if source.topic == REGISTRY:
             return 0

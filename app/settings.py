@@ -1,11 +1,10 @@
 """The settings of every process: one table, read from `KVLANE_*` environment variables.
 
 Owns the reading, the checks between areas and the texts of errors; names, defaults and units are in
-`app/configuration`, by area. Reads the environment when `Settings()` is called and never again; a
-process passes the value on. Two folders are read where no settings are: KVLANE_CACHE_DIR in
-`streams/brokers/jvm_artifacts.py`, KVLANE_KERNEL_CACHE_DIR in `indexer/kernels.py`. An empty
-variable counts as not set. Secrets come from the environment or from files and are masked wherever
-settings are shown.
+`app/configuration`. The environment is read when `Settings()` is called and never again; read
+elsewhere are KVLANE_CACHE_DIR (`streams/brokers/jvm_artifacts.py`) and KVLANE_KERNEL_CACHE_DIR
+(`indexer/kernels.py`). An empty variable counts as not set. Secrets come from the environment or
+from files and are masked wherever settings are shown.
 """
 
 from __future__ import annotations
@@ -164,8 +163,8 @@ class Settings(  # pydantic takes the fields of the last base first
     def tenant_tag(self) -> TenantTag:
         """The secret that binds the ids of streams to tenants; the same at all gateways.
 
-        Raises SettingsError without a secret for a gateway that other machines reach, or that has
-        API keys: the default one prevents accidental collisions only.
+        Raises SettingsError without one for a gateway that other machines reach, or that has API
+        keys: the default prevents accidental collisions only.
         """
         secret = self.stream_secret.get_secret_value()
         if not secret and self.api_keys_file is not None:
@@ -237,8 +236,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 def settings_for_writing() -> Settings:
     """The settings of a command that writes.
 
-    Raises SettingsError for variables that no setting reads: a misspelt one would leave the default
-    in what is written, which may be for good.
+    Raises SettingsError for variables that no setting reads: a misspelt one would leave a default
+    in what is written, perhaps for good.
     """
     if unknown := unknown_variables(os.environ):
         names = "\n".join(f"{name} is not a setting: correct or unset it" for name in unknown)

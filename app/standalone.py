@@ -1,7 +1,7 @@
 """A whole deployment in one process: workers, router, preprocessor, collector, indexer, gateway.
 
-For trials on one machine, and for tests. The parts share one connection and do not call each
-other; they communicate through the topics, exactly as separate processes do.
+For trials on one machine, and for tests. The parts share one connection and communicate through the
+topics, as separate processes do.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ cleared before the first heartbeat makes the worker routable.
 An engine that does not answer makes the worker unhealthy until it does. A dead engine ends the
 process, after a last heartbeat and the failure of its open runs.
 
-Wires the parts and runs the loops. Runs are in `app/serving/run_queue.py`, cards in
-`app/serving/registration.py` and `worker_model.py`, heartbeats in `heartbeat.py`, cache events in
-`kv_event_publisher.py`, the choice of the engine in `app/engine/engine_factory.py`, its health in
-`app/serving/engine_health.py`.
+Runs are in `app/serving/run_queue.py`, cards in `app/serving/registration.py` and
+`worker_model.py`, heartbeats in `heartbeat.py`, cache events in `kv_event_publisher.py`, the
+engine's choice in `app/engine/engine_factory.py`, its health in `app/serving/engine_health.py`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
      "keys": [{"id": "5f3e7c96a0b1", "salt": "…", "hash": "…", "tenant": "acme", "role": "user"}]}
 
 A key is `kvl_ID_SECRET`: the id finds the entry in one look-up, the secret is 32 random bytes. The
-file holds HMAC-SHA256(salt, secret). A slow hash such as scrypt protects passwords, which can be
-guessed; 256 random bits cannot be, and with a slow hash requests without a key would cost a gateway
-more than those with one. The comparison takes constant time.
+file holds HMAC-SHA256(salt, secret): a slow hash protects passwords that can be guessed, and would
+make requests without a key cost more than others. The comparison takes constant time.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class KeyFileError(OperatorError):
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of a tenant at each gateway, and how its requests are queued and cached.
+    """Limits of a tenant at each gateway (None: no limit), and how its requests are queued and
+    cached.
 
-    None is no limit. `requests`, `tokens`: in flight, tokens of prompts and of the longest answers.
-    `file_bytes`: size of all its files together, `batches`: those that have not ended; both for the
-    deployment.
-    `queue_class`: one of KVLANE_QUEUE_CLASSES; empty: the one with the tenant's name, if any.
-    `share_cache`: its prompts share cached blocks with all requests without a tenant's salt.
+    `requests`, `tokens`: in flight, tokens of prompts and of the longest answers. `file_bytes`: of
+    all its files, `batches`: not ended; both for the deployment. `queue_class`: one of
+    KVLANE_QUEUE_CLASSES; empty: the one with the tenant's name, if any. `share_cache`: its prompts
+    share cached blocks with all requests without a tenant's salt.
     """
 
     requests: KeyLimit | None = None

@@ -1,9 +1,8 @@
 """Limits of one tenant at one gateway: requests and tokens in flight, and per minute.
 
-Pure: the clock is passed in, in seconds. Rates are token buckets that hold one minute's worth.
-Tokens in flight are those of prompts and of the longest answers; per minute count the tokens of
-prompts, when they begin, and of answers, when they end. So the bucket of tokens may be in debt, by
-no more than the tokens in flight.
+Pure: the clock is passed in, in seconds. Rates are token buckets of one minute. Tokens in flight
+are those of prompts and of the longest answers; per minute, prompts count when they begin and
+answers when they end, so the bucket may be in debt by the tokens in flight.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Capture of a period of the log: its records as the lines of `app/traces/capture_format.py`.
 
 Reads the registry for the workers, `requests` for the requests, then `ledger` for decisions and
-outcomes. Lines are yielded as they are read; the state in between is the epochs of workers, the ids
-of open decided requests, and the ids of the requests of the last DEDUP_WINDOW_MS. Joins no consumer
-group and writes nothing to the log.
+outcomes. Lines are yielded as they are read; memory holds epochs, the ids of open decided requests,
+and of the last DEDUP_WINDOW_MS. Reads only.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ async def capture_period(
 ) -> AsyncGenerator[AnyCaptureLine, None]:
     """Yield the lines of a period; `secret` must be random and used for nothing else.
 
-    Callers that stop early must close it (`aclosing`). Raises BrokerUnavailable, PositionLost and
-    NewerRecord.
+    Close it (`aclosing`) to stop early. Raises BrokerUnavailable, PositionLost and NewerRecord.
     """
     reading, counts = _Reading(log, clock, period, secret), Counter[str]()
     async with aclosing(reading.lines(progress)) as lines:

@@ -1,7 +1,7 @@
 """Reasons of a recorded decision: the cost of each candidate by term, and the runner-up.
 
-Pure. Everything is recomputed from the record (`app/routing/selection/select.py`), so the terms are
-those of the decision. They are weighted, in the unit of the costs: their sum is the cost.
+Recomputed from the record (`app/routing/selection/select.py`). The terms are weighted, in the unit
+of the costs: their sum is the cost. Pure.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ScoredCandidate(msgspec.Struct, frozen=True):
 class DecisionReasons(msgspec.Struct, frozen=True):
     """Why `chosen` was chosen. `others`: the other candidates, the cheapest first.
 
-    `lost_by`: cost of the first of these minus that of the chosen one, negative if it was cheaper;
-    `lost_in`: the term with the largest difference, "" if costs have no terms. `difference`: the
-    first difference between the record and the recomputed decision, "" for none. `choice`: why the
-    request was handed over or stayed whole, "" where that was no question of costs.
+    `lost_by`: cost of the first of these minus that of the chosen one; `lost_in`: the term with the
+    largest difference, "" if costs have no terms. `difference`: the first one between the record
+    and the recomputed decision, "" for none. `choice`: why the request was handed over or stayed
+    whole, "" where costs did not decide.
     """
 
     policy: str

@@ -1,11 +1,9 @@
 """Dead letters for operators: listing them, reading their records, and publishing one again.
 
-A retry publishes the unchanged record to its topic under its own key: so it lands in the lane of
-its request, even if the first one did not. A second retry is harmless, since a router recognises a
-repeated id. A retry is refused where it cannot help: a record that is still malformed would only
-become the next dead letter, and a request that was accepted already is not repeated.
-
-Reads the log and appends to `prompts` and `requests`; joins no group, changes no dead letter.
+A retry publishes the unchanged record under its own key, so in the lane of its request. A second
+one is harmless, since a router recognises a repeated id. It is refused for a record that is still
+malformed, and for a request that was accepted. Appends to `prompts` and `requests`; changes no dead
+letter.
 """
 
 from __future__ import annotations

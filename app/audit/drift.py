@@ -4,12 +4,10 @@
     Finished    actual: the same two figures
 
 A view of the ledger over the last `WINDOW_MS`, the same in every router. While the index of a cache
-is right, the error is at most `MAX_ERROR_BLOCKS` blocks for 95 % of its runs (`is_within_limit`);
-the rest comes from blocks that are cached between a decision and its prefill. A larger error means
-that the index is wrong (a lost event, another hash secret, an engine with another hash or
-eviction), or that the load is so high that caches change before requests arrive.
-
-Pure: times are in the records or parameters. `app/router.py` logs the alarm.
+is right, the error is at most `MAX_ERROR_BLOCKS` blocks for 95 % of its runs (`is_within_limit`),
+by blocks that are cached between a decision and its prefill. A larger error means a wrong index (a
+lost event, another hash secret, an engine with another hash or eviction), or a load so high that
+caches change before requests arrive. Pure; `app/router.py` logs the alarm.
 """
 
 from __future__ import annotations

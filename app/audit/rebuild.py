@@ -1,7 +1,6 @@
 """Rebuild of a view from the log: the state of a router at a point in time, for comparison.
 
-The state of a router is a view of the log, so the log alone determines it. Snapshots are not used:
-this is how they are verified. Writes nothing, joins no consumer group.
+From the log alone, without snapshots, which are verified this way. Reads only.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ async def rebuild_view(
 ) -> RebuiltView:
     """Build a view from the start of the log up to a broker time in ms, next offsets, or now.
 
-    Partitions without a given offset are read to their current end. Raises InvalidTime,
+    Partitions without an offset are read to their current end. Raises InvalidTime,
     BrokerUnavailable, PositionLost, NewerRecord.
     """
     sources = [

@@ -1,8 +1,8 @@
 """Recomputation of recorded decisions, from their own records alone, to the last bit. Pure.
 
-Compared are the choice between a whole request and a hand-over, the chosen rank, the cost of every
-candidate, the predicted cached tokens, the added prefill tokens, and the predicted time to first
-token. The queueing time of a request is not compared: it is an observation, not a decision.
+Compares the choice of a hand-over, the chosen rank, the cost of every candidate, the predicted
+cached tokens, the added prefill tokens, and the predicted time to first token. The queueing time is
+no decision.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from kvlane.streams.records import Assigned
 class RecomputeReport:
     """Counts of recomputed decisions of a capture.
 
-    `first`: the first difference, with its decision. `without_inputs`: decisions that
-    cannot be recomputed, see `has_inputs`; `without_session`: decisions by the
-    session of a request that is not in the capture.
+    `first`: the first difference, with its decision. `without_inputs`: decisions that cannot be
+    recomputed, see `has_inputs`; `without_session`: by a session that is not in the capture.
     """
 
     decisions: int = 0

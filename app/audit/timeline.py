@@ -1,9 +1,7 @@
 """Timeline of a request, with the reasons of its routing decisions, from the log alone.
 
-Reads the lane of the request: `ledger` (decisions and runs), `requests` (the request, while it is
-retained) and `responses` (the stream); of an id that no router has read, also `prompts` and
-`batch`. Needs no process but the broker. Decides nothing, stores nothing, and never prints the text
-of a prompt or an answer.
+Reads the lane of the request: `ledger`, `requests` (while retained) and `responses`; of an id that
+no router has read, also `prompts` and `batch`. Never prints the text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -81,8 +79,8 @@ class TimelineStep(NamedTuple):
 class RequestTimeline(NamedTuple):
     """The timeline of a request, by the broker's clock. Empty `steps`: unknown id.
 
-    `ending`: the end of its stream; "" while it is open, or if it is no longer retained.
-    `now_ms`: the time of reading, by this machine's clock.
+    `ending`: of its stream; "" while open or no longer retained. `now_ms`: of reading, by this
+    machine.
     """
 
     request_id: str
@@ -95,12 +93,10 @@ class RequestTimeline(NamedTuple):
 async def explain_request(
     log: Log, clock: Clock, request_id: str, progress: Progress = lambda _done, _total: None
 ) -> RequestTimeline:
-    """Read all records of a request.
+    """Read all records of a request: first those within its maximum lifetime, by the time in its
+    id.
 
-    An id that contains a time is found quickly: first the records within the maximum lifetime of a
-    request are read, and the rest only if it was not finished then, as after a wait in `prompts`.
-
-    Raises BrokerUnavailable, PositionLost, NewerRecord.
+    The rest only if it was not finished then. Raises BrokerUnavailable, PositionLost, NewerRecord.
     """
     lane = lane_of(request_id, await log.partitions(LEDGER))
     key, decoding = request_id.encode(), RecordDecoder(log, clock)

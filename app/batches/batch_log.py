@@ -1,7 +1,7 @@
 """Reads and writes of `batch-jobs` in one process: the view, its follower, and a publisher.
 
-A process reads its own writes: `put` returns when the view has them. A fresh record of another
-process is found by id too, since a look-up in vain reads to the present end of the log first.
+`put` returns when the view has the write. A look-up in vain reads to the present end of the log, so
+a fresh record of another process is found.
 """
 
 from __future__ import annotations

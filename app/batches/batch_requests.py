@@ -4,8 +4,7 @@ A file arrives in pieces: one line is in memory at a time, and other tasks run a
 Blank lines are skipped together: a megabyte may have a million of them.
 
 Pure: bytes in, requests, errors and prompts out. A line has the bounds of a body over HTTP, and is
-read in the same steps, between which other tasks run. Only the form of a line is checked here.
-Whether its body is valid for its model shows when it runs, and is in its line of the error file.
+read in steps. Only its form is checked here; an invalid body shows when it runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Files and batch jobs of a deployment: the view of `batch-jobs`.
 
-The log decides, and compaction must not change its decision. A removed key stays removed, of two
-records of a job the later one of the later owner counts, and a job beyond the limit of its tenant
-does not exist. Where the last record of a key does not count, it is `overwritten`: the owner of the
-partition has to write the one that counts again, within the compaction lag of a day. An entity
-whose last record is older than the retention of the topic is gone, here as in the log.
+Compaction must not change the log's decision: a removed key stays removed, of two records of a job
+the later one of the later owner counts, and a job beyond the limit of its tenant does not exist.
+Where the last record of a key does not count, it is `overwritten`: the partition's owner writes the
+one that counts again within the compaction lag. An entity whose last record is older than the
+retention is gone.
 """
 
 from __future__ import annotations

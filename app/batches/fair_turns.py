@@ -1,7 +1,6 @@
 """Turns at work that a process does in a bounded amount at a time, by tenant in rotation.
 
-A turn is held until it is given back. A holder that sees that others wait gives it back as soon as
-it has done a piece of work, and queues again.
+A holder that sees others wait gives its turn back after a piece of work, and queues again.
 """
 
 from __future__ import annotations

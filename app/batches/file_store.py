@@ -1,14 +1,11 @@
 """Content of files in the log: written and read part by part, never whole in memory.
 
 A file is the sequence of its parts in one partition of `file-parts`, under `<file>/<run>/<number>`.
-A *run* is one writer's share of a file. A new owner of an output file begins its run with a fence,
-a record under `<file>/<run>/fence`: later parts of other runs do not count. An upload has one run
-and no fence.
+A *run* is one writer's share. A new owner of an output file begins its run with a fence, a record
+under `<file>/<run>/fence`: later parts of other runs do not count. An upload has one run.
 
-`PartOrder` is the rule by which readers and new owners select the parts that count. Compaction must
-not change its choice, so no key is written twice: each attempt to append a part has its own, and a
-fence that has to be repeated is appended under a new run. Parts count by their number, not by their
-arrival.
+`PartOrder` selects the parts that count, by their number. Compaction must not change its choice, so
+no key is written twice: each attempt to append a part has its own, and a repeated fence a new run.
 """
 
 from __future__ import annotations
@@ -64,8 +61,7 @@ class FileKeys(Container[bytes | None]):
 class PartOrder:
     """Selects the parts of a file that count, from the records of its partition in log order.
 
-    The last fence names the run; without one the first part does. Of that run each number counts
-    once, also one that arrives behind higher ones.
+    The last fence, or else the first part, names the run; of that run each number counts once.
     """
 
     def __init__(self, file_id: str) -> None:
@@ -183,7 +179,7 @@ class FileStore:
         """The content of a file, piece by piece. Close it (`aclosing`) when leaving it early.
 
         Raises FileDamaged, if need be after the last piece; BrokerUnavailable. Reads once more for
-        each part that lies behind the next one in the log.
+        each part that lies behind the next one.
         """
         digest, size, number, before = hashlib.sha256(), 0, 0, -1
         while size <= card.size and number > before:

@@ -1,10 +1,10 @@
 """Output and error file of one batch job: one line for each request, across restarts.
 
-The parts of the two files in the log are the whole state of a job's progress. Each part bears in
-its headers the requests whose lines it has; the last part of a flush also bears the offsets of
-`results` before which every result is in the files. A new owner begins a run with a fence
-(`app/batches/file_store.py`), reads the parts that count, and continues from those offsets; results
-of written lines are skipped. In memory are a byte for each request and the lines of the next part.
+The parts of the two files are the whole progress of a job. The headers of a part have the requests
+of its lines, and of a flush's last part the offsets of `results` before which every result is in
+the files. A new owner begins a run with a fence (`app/batches/file_store.py`), reads the parts that
+count, and continues from those offsets. In memory: a byte a request, and the lines of the next
+part.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ class _OutputFile:
 class JobOutput:
     """The two files of a job, for the owner that began `run`.
 
-    One task restores, flushes and verifies. Others may `add` meanwhile, for requests that get no
-    result: the positions of a flush hold for lines of results only.
+    One task restores, flushes and verifies. Others may `add` requests that get no result.
     """
 
     def __init__(self, store: FileStore, job: BatchJob, partition: int, run: str) -> None:

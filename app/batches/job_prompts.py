@@ -1,8 +1,7 @@
 """Prompts of one batch job: their publication within a window, and their withdrawal.
 
-Ids of prompts follow from job and line, so a prompt that is published twice is a duplicate, which
-routers ignore. Its append time is the time at which the job began, by which routers recognise it
-however late it comes. At most `WINDOW` prompts are under way.
+Ids of prompts follow from job and line, so routers ignore duplicates. Their append time is the time
+at which the job began, by which routers recognise late ones. At most `WINDOW` are under way.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
     input file ──► prompts ──► batch        results ──► JobOutput ──► output and error file
 
-All progress is in the log: the state of the job (`batch-jobs`) and its files (`file-parts`). A new
-run fences its predecessor, restores the written lines, reads the results since, and publishes the
-other prompts (`app/batches/job_prompts.py`).
+All progress is in the log (`batch-jobs`, `file-parts`). A new run fences its predecessor, restores
+the written lines, reads the results since, and publishes the other prompts
+(`app/batches/job_prompts.py`).
 
-A process works on a bounded number of jobs at a time (`app/batches/fair_turns.py`). A run that only
-waits for results, or has worked for some seconds, gives its turn back; between two turns it has no
-reader and no part of a file in memory. Jobs that are cancelled or past their window take turns
-apart from the others.
+A process has a bounded number of turns (`app/batches/fair_turns.py`). A run that waits for results,
+or has worked for some seconds, gives its turn back, and has no reader and no part of a file in
+memory until the next. Cancelled and late jobs take turns apart from the others.
 
-Memory does not depend on the size of the batch, but for some bytes a line: the prompts under way
-are bounded, and lines are written when a megabyte of them has come, or after a second.
+Memory: some bytes a line; prompts under way are bounded, and lines are written when a megabyte of
+them has come, or after a second.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class JobRun:
     async def run(self) -> None:
         """Bring the job to its end.
 
-        Raises OutputSuperseded when another owner has begun; StreamError. The next run
-        continues after any of them.
+        Raises OutputSuperseded when another owner has begun; StreamError. The next run continues.
         """
         try:
             self._check_early_end()

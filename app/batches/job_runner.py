@@ -1,10 +1,10 @@
 """Runner of batch jobs: runs the open jobs of the partitions that it owns. A part of the collector.
 
-A consumer group on `batch-jobs` assigns its partitions, and with them the jobs; nothing is read or
-committed through it. The runner has a view of all jobs, and starts the open ones in its partitions:
-level-triggered, so unfinished work of a predecessor is found. Ownership is no lock: a former owner
-that still runs is fenced in the job's files (`app/batches/file_store.py`). The owner of a partition
-also keeps compaction from changing the records that count (`_write_again`).
+A consumer group on `batch-jobs`, through which nothing is read or committed, assigns its
+partitions. The open jobs of owned partitions in the view are started: level-triggered, so
+unfinished work of a predecessor is found. Ownership is no lock: a former owner is fenced in the
+job's files (`app/batches/file_store.py`). The owner also keeps compaction from changing the records
+that count (`_write_again`).
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
 def unassigned_since_ms(steps: Sequence[TimelineStep]) -> int | None:
     """Broker time from which on a request has been waiting for a worker; None if it is not.
 
-    It waits after its first record, after a fence, after the refusal of a worker, and between a
-    prefill and the decode that is assigned after it.
+    After its first record, a fence, the refusal of a worker, and a prefill whose decode is to come.
     """
     since_ms: int | None = None
     latest: dict[str, Any] = {}

@@ -105,11 +105,10 @@ async def write_stream(
     from_token: int = 0,
     timeout_s: float,
 ) -> str:
-    """Write the text of a request as it arrives; "" when it is complete, else the reason.
+    """Write the text of a request (of a dry run its worker and rank) as it arrives.
 
-    A dry run writes the worker and the rank.
-
-    Raises TimeoutError, and the errors of `Client.write_stream`.
+    Returns "" when it is complete, else the reason. Raises TimeoutError, and the errors of
+    `Client.stream`.
     """
     async for piece in client.stream(request_id, from_token=from_token, timeout_s=timeout_s):
         if isinstance(piece, End):

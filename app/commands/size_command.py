@@ -1,9 +1,8 @@
 """The command `kvlane size`: the parts of a deployment for a load, with the arithmetic.
 
-All figures are measured (docs/benchmarks.md, machine A). A router applies the ledger records of
-every request, those of other routers too, and a heartbeat a second from every worker. So there is a
-load above which further routers do not help: the fleet is then divided into deployments, each with
-topics, routers and workers of its own.
+All figures are measured (docs/benchmarks.md, machine A). A router applies the ledger records of all
+requests, and a heartbeat a second from every worker: above some load further routers do not help,
+and the fleet is divided into deployments.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class SizeError(OperatorError, ValueError):
 class FleetLoad(NamedTuple):
     """Requests and tokens a second, workers, and the options of a calculation.
 
-    `step_tokens`: tokens of one answer in one engine step. `use`: the part of a core that may be in
-    use. `broker_bytes_s`: bytes that one broker may write in a second.
+    `step_tokens`: tokens of one answer in one engine step. `use`: usable part of a core.
+    `broker_bytes_s`: that one broker may write.
     """
 
     requests_s: float

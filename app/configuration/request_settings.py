@@ -55,8 +55,8 @@ class RequestSettings(BaseModel):
     def batch_run_limit_s(self) -> float:
         """Time from the append of a batch request's record until it has to end, once begun.
 
-        Retention bounds it: the record and the shown part of the answer must be in the log when
-        the request changes hands, and a router that starts reads the ledger back so far.
+        Bounded by retention: record and shown part must be in the log when the request changes
+        hands, and a router that starts reads the ledger back so far.
         """
         return min(2 * self.max_lifetime_s, _LONGEST_LIFETIME_S)
 

@@ -59,7 +59,7 @@ async def demo_environment(
 ) -> AsyncIterator[DemoEnvironment]:
     """Set up an environment on a running broker; removes everything but the broker at the end.
 
-    `changes` to the settings apply to the processes too. `builds`: for InProcessDeployment only.
+    `changes`: to the settings, also of the processes. `builds`: for InProcessDeployment only.
     Raises BrokerUnavailable, TopicMismatch.
     """
     changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}

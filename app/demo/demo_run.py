@@ -1,7 +1,6 @@
 """The run of `kvlane demo`: a broker and every process of a deployment on this machine.
 
-Chooses the broker and the settings, and ends everything. The scenario is in `scenario.py`, its
-environment in `demo_environment.py`.
+The scenario is in `scenario.py`, its environment in `demo_environment.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Expected and received answers: the text, its arrival times, and whether it is correct.
 
-`AnswerOracle` computes the expected answer before the request is sent and without any worker: the
-text of the simulated engine is a function of the prompt alone.
+`AnswerOracle` computes the text, a function of the prompt alone, before the request is sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Comparison of two routing policies on one production trace: cache hits, latency, decisions.
 
-Replays the requests of the trace at their times, directly through Kafka. All figures are from the
-engines and the client; none is a prediction of the policy.
+Replays the requests at their times, through Kafka. All figures are from the engines and the client.
 """
 
 from __future__ import annotations

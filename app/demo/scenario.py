@@ -1,8 +1,7 @@
 """The demo scenario: chats and prompts, cache reuse under two policies, and a worker failure.
 
-Uses the public interfaces: chats through OpenAI's own package over HTTP, prompts directly through
-Kafka. Every text is compared with the expected one, so a token that is lost, duplicated or out of
-order is detected.
+Chats go through OpenAI's own package, prompts through Kafka. Every text is compared with the
+expected one, so a token that is lost, duplicated or out of order is detected.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A tiny Llama model for any CPU or GPU: two layers of random weights.
 
 `python -m kvlane.app.demo.tiny_model FOLDER` writes one. Its text makes no sense, but depends on
-every token before, and vLLM loads it like any other model. Its tokenizer is trained on the
-sentences of the demo. Needs `safetensors`, a dependency of vLLM.
+every token before. Its tokenizer is trained on the sentences of the demo. Needs `safetensors`, a
+dependency of vLLM.
 
-With `--large` the model has the layers of Llama 3.2 1B and no weights, to measure on a GPU: vLLM's
-argument `"load_format": "dummy"` makes random ones.
+`--large`: the layers of Llama 3.2 1B without weights, to measure on a GPU: vLLM's argument
+`"load_format": "dummy"` makes random ones.
 """
 
 from __future__ import annotations

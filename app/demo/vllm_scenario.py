@@ -1,9 +1,8 @@
 """The demo scenario with vLLM: two workers on a CPU or GPU, and a tiny generated model.
 
-The model's weights are random, so its answers are not known in advance. But they do not depend on
-the worker or its cache: each request of the trace is sent under both policies, and a long one with
-and without a worker failure; the answers must be equal, token by token. The cache hits that the
-router expected are compared with those of vLLM.
+The answers of random weights are not known in advance, but do not depend on worker or cache: each
+request of the trace is sent under both policies, and a long one with and without a worker failure;
+the answers must be equal, token by token. Expected cache hits are compared with those of vLLM.
 
 With a prefill and a decode worker, the trace is sent to the decode worker alone first, then, with
 empty caches, handed over from one to the other.

@@ -1,7 +1,7 @@
 """Errors in the form of the OpenAI API: a status, and a body that names the field.
 
-The one place that maps codes of the log and errors of `streams` to HTTP. Of the client's data, a
-message repeats only the name of a model, shortened: the rest may be private, and long.
+The one map of codes of the log and errors of `streams` to HTTP. Of the client's data, a message
+repeats only the model's name, shortened: the rest may be private, and long.
 """
 
 from __future__ import annotations

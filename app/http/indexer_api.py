@@ -1,8 +1,7 @@
 """HTTP API of an indexer: cached blocks of a prompt by worker, and contents of each cache.
 
-For external routers and for operators. Responses reflect the current state; nothing is stored here.
-Hashes and keys are u64: numbers in requests, where signed ones mean the same bits, and decimal
-strings in responses, for readers without 64-bit integers.
+For external routers and operators. Hashes and keys are u64: numbers in requests, where signed ones
+mean the same bits, and decimal strings in responses, for readers without 64-bit integers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A small deployment on this machine: one of each process and some workers.
 
-`ProcessDeployment` runs each as `kvlane run NAME`, the way a deployment does;
-`InProcessDeployment` runs them in this process, on the log in memory. Both can kill a single one.
-Starts, restarts and stops the processes; sends them no request and reads no topic.
+`ProcessDeployment` runs each as `kvlane run NAME`; `InProcessDeployment` runs them in this process,
+on the log in memory. Both can kill a single one. They send no request and read no topic.
 """
 
 from __future__ import annotations
@@ -117,10 +116,10 @@ class ProcessDeployment:
         logs: Path | None = None,
         status_urls: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
-        """`environment`: variables of all processes.
+        """`environment`: variables of all processes; `own`: of single ones, by name.
 
-        `own`: variables of single processes, by name. `logs`: the folder of the output files, by
-        default that of the guard. `status_urls`: addresses of `/readyz`, by process name.
+        `logs`: the folder of the output files, by default the guard's. `status_urls`: addresses of
+        `/readyz`, by process name.
         """
         self._parts = parts
         self._environment = environment

@@ -1,7 +1,6 @@
 """Child processes of a deployment on this machine: start, signals, output, CPU time, memory.
 
-Each process carries the mark of a guard and ends with it, however this process ends
-(`streams/brokers/watchdog.py`). Independent of the purpose of the processes.
+Each carries the mark of a guard and ends with it (`streams/brokers/watchdog.py`).
 """
 
 from __future__ import annotations

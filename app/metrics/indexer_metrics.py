@@ -1,7 +1,7 @@
 """Prometheus metrics of an indexer: views, index, snapshots and queries.
 
-All series exist, at zero, before the first record; series by worker exist while the worker does.
-Only queries are counted here, the rest is read from its owners for each scrape.
+All series exist, at zero, from the start; those by worker while the worker does. Only queries are
+counted here, the rest is read for each scrape.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The metrics of one process: its registry, and one call for each metric.
 
-A metric is either counted as things happen (`counter`, `gauge`, `histogram`), or read from its
-owner at each scrape (`read`, with a function that yields families). Counted ones take no lock and
-check no labels at a call, as those of prometheus_client do: all calls come from the thread of the
-event loop.
+A metric is counted as things happen (`counter`, `gauge`, `histogram`), or read from its owner at
+each scrape (`read`). Counted ones take no lock and check no labels at a call, unlike those of
+prometheus_client: all calls come from the thread of the event loop.
 """
 
 from __future__ import annotations

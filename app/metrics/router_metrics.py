@@ -1,19 +1,16 @@
 """Prometheus metrics of a router: its decisions, queue and views, its requests, and drift.
 
-Every series exists, at zero, before the first request; series by worker come and go with workers.
-
-Requests are measured in the lanes that the router owns, over HTTP and over Kafka alike, by append
-times of the ledger:
+Every series exists, at zero, from the start; series by worker come and go with workers. Requests
+are measured in the lanes that the router owns, by append times of the ledger:
 
     queue      first Assigned of attempt 0 - received
     TTFT       first PrefillDone, but for those of phase prefill - received
     ITL        mean of the last run, as its worker measured it (Finished)
     outcome    code of the last run (Finished), or of the router's end (Ended)
 
-A run of phase prefill gives no token to readers and ends no request: its Finished is left out.
-Received is the append time on `prompts`, or the gateway's clock for a request over HTTP. A request
-that a dead router had accepted has an outcome only. An outcome that is in the ledger twice, because
-a run ended while its router ended the request, is counted twice.
+Received is the append time on `prompts`, or the gateway's clock for a request over HTTP. A run of
+phase prefill is left out. A request that a dead router had accepted has an outcome only. An outcome
+that is in the ledger twice, of a run and of its router, is counted twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Metrics of a worker: its runs, its engine and its heartbeats.
 
-Latencies of whole requests are the router's (`router_metrics.py`); those here begin when the
-worker accepts a run.
+Latencies begin when the worker accepts a run; those of whole requests are in `router_metrics.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Limits on JSON bodies and on the requests made from them, and errors of malformed ones.
 
-A parser takes time and memory for each object, list, string and number, however short, so they are
-counted before parsing, by passes over the bytes. The counts are upper bounds at first, with
-brackets and commas in strings; only if those exceed a limit are the strings left out.
+A parser takes time and memory for each object, list, string and number, so they are counted before
+parsing: first as upper bounds, with brackets and commas in strings; only above a limit without.
 """
 
 from __future__ import annotations

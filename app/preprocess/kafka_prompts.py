@@ -1,9 +1,8 @@
 """Prompts on Kafka: `Prompt` in, `Request`, `Cancel` or `Refused` out.
 
 Every invalid prompt with an id ends in a `Refused` that names the field. A record that is no JSON
-object, or has no id, is `UnreadablePrompt`: it becomes a dead letter, and its key is answered if it
-can be an id. `read_prompt` is pure: bytes in, a valid `PromptRecord` out; `to_request` checks it
-against its model and may wait for the tokenizer.
+object, or has no id, is `UnreadablePrompt`: a dead letter, and its key is answered if it can be an
+id. `read_prompt` is pure; `to_request` checks against the model and may wait for the tokenizer.
 """
 
 from __future__ import annotations

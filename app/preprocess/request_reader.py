@@ -2,8 +2,8 @@
 
     fields, headers ──read_request──► OpenAIRequest or PassthroughRequest ──prepare──► `Request`s
 
-A body is either turned into tokens here (`openai_requests.py`), or forwarded unchanged to the
-server behind the engine (`passthrough.py`). Both are checked for fields that only servers may set
+A body is turned into tokens (`openai_requests.py`), or forwarded unchanged to the server behind the
+engine (`passthrough.py`). Both are checked for fields that only servers may set
 (`unsupported_fields.py`), and for features that the engines of their model would ignore.
 """
 

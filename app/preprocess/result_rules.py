@@ -1,9 +1,9 @@
 """Rules of results: which prompts get a record on `results`, and where a copy of it may go.
 
-A prompt names the topic for a reply in its headers, as FastStream writes them (`reply_to`,
-`correlation_id`) or Spring Kafka's ReplyingKafkaTemplate (`kafka_replyTopic`,
-`kafka_replyPartition`, `kafka_correlationId`). The reply has the header with the correlation id,
-unchanged. Only topics that the operator allows are written to, never those of the deployment. Pure.
+A prompt names the topic for a reply in its headers, as FastStream (`reply_to`, `correlation_id`) or
+Spring Kafka's ReplyingKafkaTemplate (`kafka_replyTopic`, `kafka_replyPartition`,
+`kafka_correlationId`) write them; the reply has the correlation id. Only topics that the operator
+allows are written to, never those of the deployment. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounded thread pool for work that would block the event loop.
 
-Meant for work that releases the interpreter lock (tokenising, hashing, files) or is rare and
-short (templates). Starts no thread before it is needed.
+For work that releases the interpreter lock (tokenising, hashing, files) or is rare and short
+(templates). Starts no thread before it is needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The backlog of a topic of prompts: the prompts that its owner has not published as requests yet.
 
-It is that of the partitions which one preprocessor owns; the sum over all of them is that of the
-deployment. Records are counted when they are asked for, from the end offsets; tokens are known of
-prompts that were read and wait for room in routers. Never here: reading and committing.
+Of the partitions which one preprocessor owns. Records are counted on demand, from the end offsets;
+tokens are known of prompts that were read and wait for room in routers.
 """
 
 from __future__ import annotations

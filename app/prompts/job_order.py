@@ -1,8 +1,7 @@
 """Order of the batch requests that are read together.
 
-Jobs take turns, so that a large one does not hold back the others: the job with the fewest tokens
-so far goes next, for a quantum of requests. Within a job requests are sorted by their prompts, so
-that those with a common prefix follow each other and meet it in a cache.
+The job with the fewest tokens so far goes next, for a quantum of requests. Within a job requests
+are sorted by their prompts, so that common prefixes follow each other and meet in a cache.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Credit-based flow control: the number of requests that fit into the routers' queues.
 
 Routers report their free capacity to `capacity`, each with the offsets up to which it has read its
-lanes (`app/lanes/capacity_reports.py`). Requests published to these lanes beyond those offsets use
-up capacity, and so do requests whose append is pending; the rest is credit. So a late report cannot
-be spent twice. Several preprocessors share each router's capacity in proportion to the partitions
-of `prompts` that they own, without messages between them. HTTP requests may use the same capacity,
-and lanes may move, so a few too many are published now and then; routers queue those.
+lanes (`app/lanes/capacity_reports.py`). Requests beyond those offsets, and pending appends, use it
+up; the rest is credit. So a late report cannot be spent twice. Preprocessors share a router's
+capacity in proportion to the partitions of `prompts` that they own. HTTP requests use it too, and
+lanes may move, so a few too many are published now and then; routers queue those.
 
-A report is valid for REPORT_TTL_S. A lane that no router reports has no owner at the moment, or an
-owner of a version without reports: requests to it are limited in rate. So no prompt waits for ever,
-also without any router.
+A report is valid for REPORT_TTL_S. Requests to a lane that no router reports are limited in rate,
+so no prompt waits for ever.
 
-The lag of the routers' group on `requests` would need no reports. But the committed
-offset stays where it is while one request is queued, even when thousands after it are done.
+The lag of the routers' group on `requests` is no measure: its committed offset stays while one
+request is queued, even when thousands after it are done.
 """
 
 from __future__ import annotations
@@ -96,8 +94,8 @@ class _UnreadLane:
 class PromptCredit:
     """The credit of one preprocessor for one class; a `MaterializedView` over `capacity`.
 
-    `prompts_share`: its share of the partitions of `prompts`. `credit_changed`: notified when
-    credit may grow.
+    `prompts_share`: of the partitions of `prompts`. `credit_changed`: notified when credit may
+    grow.
     """
 
     name = "capacity"

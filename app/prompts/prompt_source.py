@@ -3,15 +3,12 @@
     handle ──► convert ──► admit, as credit allows ──► requests ──► commit
 
 `handle` is called by a subscriber of FastStream (`streams/reading/log_broker.py`). A prompt is done
-when everything that follows from it is acknowledged, and the low-water mark of its partition is
-committed soon after: others of its batch may wait for hours. While a batch waits for credit, the
-member keeps polling with all its partitions paused; otherwise the group would assign them to
-another process, which would wait as well. Lag is the backlog.
+when everything that follows from it is acknowledged; the low-water mark of its partition is
+committed soon after. While a batch waits for credit, the member keeps polling with all partitions
+paused; otherwise the group would assign them elsewhere, to wait as well. Lag is the backlog.
 
-A preprocessor has one source for each class of work (`app/preprocessor.py`), so neither waits
-behind the other: they share models, tokenizers and the connection, and no state.
-
-Never here: the conversion of a prompt, and how much credit there is.
+The sources of the classes of work (`app/preprocessor.py`) share models, tokenizers and the
+connection, and no state, so neither waits behind the other.
 """
 
 from __future__ import annotations
@@ -109,7 +106,7 @@ class _AdmittedRecord(NamedTuple):
 class PromptSource:
     """One topic of prompts; its own `RebalanceListener`.
 
-    `convert`: of the records of a poll. `on_published`: called for each acknowledged record.
+    `convert`: of the records of a poll. `on_published`: for each acknowledged record.
     `max_lifetime_s`: longest time limit of its requests. `order`: of the requests that are read
     together, over all lanes; without one each lane keeps the order of the log, and none waits for
     the appends of others.
@@ -215,8 +212,7 @@ class PromptSource:
     async def publish_requests(self, records: Sequence[Record]) -> None:
         """Publish the records of these prompts; returns when all of them are acknowledged.
 
-        A Cancel follows its Request. Prompts of partitions that were revoked meanwhile are left to
-        their next owner.
+        A Cancel follows its Request. Prompts of revoked partitions are left to their next owner.
         """
         claims = dict(self._claims)  # the assignments under which the records were polled
         answers: list[_PreparedRecord] = []
@@ -282,8 +278,8 @@ class PromptSource:
     ) -> tuple[dict[int, list[_AdmittedRecord]], list[_PreparedRecord]]:
         """Records that may be published now, by lane, and those that must wait.
 
-        Requests of a lane keep their order. A Cancel waits behind its own request only: the run
-        that it ends may be the one that all others wait for.
+        Requests of a lane keep their order. A Cancel waits behind its own request only: the others
+        may wait for its run.
         """
         ready: dict[int, list[_AdmittedRecord]] = {}
         waiting: list[_PreparedRecord] = []

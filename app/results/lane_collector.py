@@ -5,18 +5,15 @@ Exactly once, for readers that read committed:
 - Results are written in transactions, by the writer of the lane (`app/results/result_writer.py`). A
   collector that takes over a lane opens that writer first: no other process writes results of the
   lane from then on, and all earlier transactions have ended.
-- Then it reads the results that are in the log, from before the first request that may have none.
-  Requests with a result get no other one. So it does after each opening, since two collectors may
-  take the writer from each other while both believe to own the lane.
+- After each opening it reads the results that are in the log, from before the first request that
+  may have none. Requests with a result get no other one.
 - The committed position of the group is the lowest request without a result, or whose reply is not
-  sent (`app/results/reply_sender.py`). It moves after the transaction of the result. Results
-  between that and a crash are found above the position by the next collector, which sends their
-  replies if they are missing.
+  sent (`app/results/reply_sender.py`). It moves after the transaction; the next collector finds
+  results above the position, and sends their replies if they are missing.
 
 Partial replies are in memory only; a new owner reads them again. Positions that are found by time
-have a margin for the clocks of brokers. Consumer offsets are no part of the transactions: the
-writer is the fence already, and since replies end in another order than requests begin, a position
-cannot replace the look for results.
+have a margin for the clocks of brokers. Consumer offsets are no part of the transactions: replies
+end in another order than requests begin, so a position cannot replace the look for results.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The reader of `responses` for all lanes of a collector.
 
-Records of a lane are applied only when its `requests` were read to where they ended after the
-records had been polled. A request is appended before its reply, so a reply of an unknown request is
-one without a result, and is skipped undecoded. Records of a lane whose requests come late wait
-here, at most one poll; no more of that lane is read meanwhile, and no other lane waits.
+Records of a lane are applied when its `requests` were read to their end after the poll. A request
+is appended before its reply, so a reply of an unknown request has no result, and is skipped
+undecoded. Records of a lane whose requests come late wait here, at most one poll; no other lane
+waits.
 """
 
 from __future__ import annotations

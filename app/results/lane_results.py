@@ -1,8 +1,7 @@
 """The results of one lane: which requests of it get one, and how far each of them is.
 
-Pure state of one claim: records of `requests` and `responses` in, finished results out. Each
-request gets one result, even if it is published or delivered twice, by this collector or another;
-`finished` holds the ids of results that are in the log.
+Pure state of one claim: records of `requests` and `responses` in, finished results out; one for
+each request, however often it is published or delivered. `finished`: ids of results in the log.
 """
 
 from __future__ import annotations
@@ -77,10 +76,9 @@ class LaneResults:
         return done
 
     def take_unreplied(self, request_id: str, appended_ms: int) -> WrittenResult | None:
-        """The result of a request whose reply may be missing; once for each.
+        """The result of another collector, of a request whose reply may be missing; once for each.
 
-        That of another collector, since this one sends the replies to its own; and not that of a
-        request which this one repeats.
+        Not of a request which this one repeats.
         """
         written = self._finished.get(request_id)
         if written is None or written.place is None or written.at_ms < appended_ms - CLOCK_SKEW_MS:
@@ -91,8 +89,8 @@ class LaneResults:
     def add_request(self, fact: LogRecord) -> int | None:
         """Take a record of `requests`; returns the offset of the record that is done with it.
 
-        That is its own if it needs no result, and that of the record in whose place it is. None for
-        a request that waits for its result, or for the reply to one that is in the log.
+        Its own if it needs no result, else that of the record in whose place it is. None for a
+        request that waits for its result, or for the reply to one that is in the log.
         """
         record = fact.record
         if not isinstance(record, Request | Refused) or record.result is None:

@@ -1,8 +1,7 @@
 """The result of one request, from the records of its reply.
 
 Applies the stream reconstruction rule (`streams/responses/transcript.py`), and makes the body with
-the code of the HTTP endpoints: a result has the response of an HTTP client without a stream. Pure:
-records in, a `Result` out, the same one for the same records.
+the code of the HTTP endpoints. Pure: the same `Result` for the same records.
 """
 
 from __future__ import annotations

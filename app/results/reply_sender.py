@@ -1,13 +1,12 @@
 """The sender of replies: copies of results, in topics of clients.
 
-A reply is sent after its result is in the log, by an ordinary append. Each partition of a client's
-topic has a queue and a task of its own, all queues together are bounded, and a reply whose
-partition has failed `MAX_FAILURES` times is left out, counted and logged. Until its reply is sent
-or left out, a request holds the group's position, so that the next owner of the lane sends it.
+A reply is sent after its result is in the log, by an ordinary append. Each partition has a queue
+and a task, all queues together are bounded, and a reply whose partition has failed `MAX_FAILURES`
+times is left out, counted and logged. Until then its request holds the group's position, so that
+the next owner of the lane sends it.
 
-A reply is there once: where an earlier attempt may have succeeded, the partition is searched for
-it, when that attempt is over. It is there twice if the broker appends it later than its producer
-waits, or if the partition may not be read.
+After an attempt that may have succeeded, the partition is searched for the reply. It is there twice
+if the broker appends it later than its producer waits, or if the partition may not be read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The writer of a lane's results: transactions of results, and their outcomes.
 
-Owns the transactional writer of the lane, whose opening fences all earlier writers of the lane.
-After each opening it looks into the log for results of its requests; a request whose result is
-there gets no other one. Transactions contain records of the deployment only: one whose partition
-has lost its brokers holds the writer, and all that come after it.
+Opening the transactional writer fences all earlier ones of the lane; then the log is searched for
+results of its requests, which get no other one. Transactions contain records of the deployment
+only: one whose partition has lost its brokers holds the writer, and all that come after it.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class ResultWriter:
     async def find_results(self, since_ms: int) -> None:
         """Note the results of the lane that are in the log; their requests get no other one.
 
-        `since_ms`: append time of the first request that may have none. The margin is twice that of
+        `since_ms`: append time of the first request that may have none; the margin is twice that of
         replies, which must not end the repetition of a request whose result is not found here.
         """
         self._results.add_finished(

@@ -1,9 +1,8 @@
 """Requests without a reply: those that repeat another one, and those whose reply was deleted.
 
-A router ignores a request whose id it has seen, so its record stays without a reply, and gets no
-result. Usually the collector remembers the result; where it does not (the first one asked for none,
-or is older than the records read at a take-over), the ledger shows which record of the request was
-run. It also shows the end of a request whose reply is no longer in the log.
+A router ignores a request whose id it has seen: no reply, no result. Usually the collector
+remembers the result; else the ledger shows which record of the request was run, and the end of a
+request whose reply is no longer in the log.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ NO_LIMIT_MS = sys.maxsize
 class LedgerFindings(NamedTuple):
     """Unanswered requests, by their records in the ledger. Those that go on are in neither.
 
-    `repetitions`: of another request. `ended`: they are over, and so are those that they may
-    repeat.
+    `repetitions`: of another request. `ended`: over, with those that they may repeat.
     """
 
     repetitions: list[PendingResult]
@@ -48,8 +46,7 @@ async def search_ledger(
 ) -> LedgerFindings:
     """The findings about requests of a lane.
 
-    They hold for those that are unanswered still when `responses` has been read to where it ends
-    after this call.
+    For those that are still unanswered when `responses` has been read to its end after this call.
     """
     source = Partition(LEDGER, lane)
     first_ms = min(pending.appended_ms for pending in unanswered)

@@ -1,8 +1,7 @@
 """A broker health probe: checks every second whether Kafka answers this process.
 
-Readiness depends on it, requests are rejected at once while it fails, and it logs the beginning and
-the end of an outage. It asks for the end of one partition after the other, with a few calls
-pending at a time: one hanging broker or one leader election is no outage.
+Without answers the process is not ready and rejects requests. It asks for the end of one partition
+after the other, a few at a time: one hanging broker or one leader election is no outage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names of modules in a checkout: `app.router` is `kvlane.app.router`, and is loaded once.
 
-`faststream run app.router:app` imports from the folder `app/` of the checkout. A second copy of a
-module would have other classes, metrics and caches.
+`faststream run app.router:app` imports from the folder `app/`; a second copy of a module would have
+other classes, metrics and caches.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ MAX_LINE_KINDS = 1000
 
 class RepeatFilter(logging.Filter):
     """Rate limit of repeated warnings and errors: REPEAT_BURST of a kind, then one every
-    REPEAT_INTERVAL_S.
+    REPEAT_INTERVAL_S, with the number of lines left out.
 
-    That one has the number of lines left out. A kind is a logger and a message before its
-    arguments; after REPEAT_INTERVAL_S without a line it starts anew. In an outage every process
-    would log the same lines every second and hide everything else.
+    A kind is a logger and a message before its arguments; it starts anew after REPEAT_INTERVAL_S
+    without a line.
     """
 
     def __init__(self) -> None:

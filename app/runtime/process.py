@@ -1,9 +1,8 @@
 """The lifecycle of a process: start, supervised background tasks, stop and failure.
 
 Every background task of a process is spawned here. An error in one ends the process (crash-only: an
-orchestrator restarts it, and the log has all its state); no task fails unnoticed. `run_process` is
-the lifecycle itself; `faststream_app` builds the FastStream application that `faststream run`
-starts.
+orchestrator restarts it, and the log has all its state). `run_process` is the lifecycle itself;
+`faststream_app` the application that `faststream run` starts.
 """
 
 from __future__ import annotations
@@ -133,9 +132,8 @@ async def run_process(
 ) -> None:
     """Run a process: start it, wait until `stop_requested` is set or a task fails, stop it.
 
-    An error in any task ends it at once, also during the start or the stop; setting
-    `stop_requested` interrupts a start. `stop` is called only after a complete start. No task is
-    left when this returns. Raises the error.
+    An error in any task ends it at once; `stop_requested` interrupts a start; `stop` is called only
+    after a complete start. No task is left when this returns. Raises the error.
     """
     failing = asyncio.ensure_future(ctx.wait_for_failure())
     halt = (failing, asyncio.ensure_future(stop_requested.wait()))
@@ -185,10 +183,10 @@ def faststream_app(
 ) -> FastStream:
     """The FastStream application of one process, configured from the environment.
 
-    SIGTERM and SIGINT stop the process gracefully, or interrupt its start; an error is logged
-    and ends it with code 1. A process that `subscribes` is built at once, and the application is
-    that of its broker. Another one reads and writes through its own connection to Kafka; FastStream
-    cannot run without a broker, so the application has one that declares the topics of answers.
+    SIGTERM and SIGINT stop the process gracefully, or interrupt its start; an error is logged and
+    ends it with code 1. A process that `subscribes` is built at once, and the application is that
+    of its broker. Another one has its own connection to Kafka; FastStream cannot run without a
+    broker, so the application has one that declares the topics of answers.
     """
     from faststream import FastStream
 

@@ -7,10 +7,9 @@
                 │                            that of its prefill
                 └─ engine.generate           its `traceparent` goes to the engine, for vLLM's spans
 
-A request carries the `traceparent` of the first span. One without it makes no spans, so that it
-costs a comparison in each process. The ids of the spans of an attempt follow from the id of the
-request and the attempt: a router or worker can name them as parent or link, whichever process has
-made them, and no record holds them.
+A request without a `traceparent` makes no spans. The ids of the spans of an attempt follow from the
+id of the request and the attempt: routers and workers can name them as parent or link, and no
+record holds them.
 """
 
 from __future__ import annotations
@@ -154,9 +153,9 @@ def start_span(
 ) -> Span:
     """A span of an attempt of a request that has a `traceparent`.
 
-    `below`: ROUTE or RUN of the same attempt, else the first span is its parent. `own_id`: ROUTE
-    or RUN, for a span that others refer to. A RUN is linked to that of the attempt before, a
-    DECODE_RUN to that of its prefill, if this has ended before.
+    `below`: ROUTE or RUN of the same attempt, else the first span is its parent. `own_id`: ROUTE or
+    RUN, for a span that others refer to. A RUN is linked to that of the attempt before, a
+    DECODE_RUN to that of its ended prefill.
     """
     if tracer is None:
         return NO_SPAN

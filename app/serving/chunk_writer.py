@@ -1,11 +1,11 @@
 """The writer of Chunks: runs fill streams, and the worker's writer appends them in batches.
 
-The writer appends once per engine step, one batch to each lane, and has one batch per lane in
-flight. Tokens that arrive meanwhile become one Chunk of the next batch, so a slow broker makes
-larger Chunks, not longer queues. A slow lane holds up no other one.
+One batch per engine step and lane, one per lane in flight. Tokens that arrive meanwhile become one
+Chunk of the next batch, so a slow broker makes larger Chunks, not longer queues. A slow lane holds
+up no other one.
 
 Fail-stop: a batch without an acknowledgement may or may not be in the log, so a later Chunk could
-leave a gap. Every run in that batch is broken, and no Chunk of a broken run is ever sent.
+leave a gap. Every run in that batch is broken, and no Chunk of it is ever sent.
 """
 
 from __future__ import annotations
@@ -248,8 +248,7 @@ class ChunkWriter:
     """The writer of all Chunks of one worker: in each lane one batch at a time, streams in the
     order of `wake`.
 
-    Without `with_tokens` Chunks carry text only: their tokens are not the engine's own, so another
-    worker must not continue from them.
+    Without `with_tokens` Chunks carry text only: no other worker must continue from their tokens.
     """
 
     def __init__(

@@ -5,9 +5,9 @@
     requests run, no step in `stall_s` ──► unhealthy; the runs are aborted
     no probe answered in `dead_s` ───────► EngineDead: the process ends and is restarted
 
-The reason is in the heartbeats and keeps new runs away; the first answered probe clears it. The
-consequences for runs, heartbeats and the process are in `app/worker.py`. An engine that blocks the
-event loop is not detected here: its heartbeats stop, which routers notice.
+The reason is in the heartbeats and keeps new runs away until a probe is answered; `app/worker.py`
+has the consequences. An engine that blocks the event loop stops its heartbeats, which routers
+notice.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class HealthTimeouts(NamedTuple):
 class EngineHealthMonitor:
     """Monitors one engine while `run` is running.
 
-    `quiet_s` returns the seconds since the last output to any waiting request; None while none
-    waits. `changed` is called when the reason changes, with whether open runs must be aborted.
+    `quiet_s`: seconds since the last output to any waiting request, or None. `changed`: called with
+    the reason, and whether open runs must be aborted.
     """
 
     def __init__(

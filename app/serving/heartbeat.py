@@ -1,7 +1,7 @@
 """Heartbeats of a worker: its state, its open runs and its engine, written to kv-events.
 
-A heartbeat that is not acknowledged is not repeated: the next one is newer. Owns the time of the
-last acknowledgement. When heartbeats are sent is decided in `app/worker.py`.
+One that is not acknowledged is not repeated: the next is newer. Owns the time of the last
+acknowledgement; `app/worker.py` has the times of sending.
 """
 
 from __future__ import annotations

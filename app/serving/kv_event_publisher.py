@@ -2,13 +2,13 @@
 
     engine ──listener──► EventNormalizer ──batch due──► Blocks, one record each, in order
 
-The normalizer (`indexer/cache_events/event_normalizer.py`) forms the batches and decides when one
-is due. It is the only queue, and its bound holds during an outage. A record is repeated until it is
-acknowledged, and the next one is sent only then; the index skips duplicates.
+The normalizer (`indexer/cache_events/event_normalizer.py`) is the only queue, with a bound that
+holds during an outage, and decides when a batch is due. A record is repeated until it is
+acknowledged, and the next one is sent only then.
 
 Each epoch begins with `cleared`, before the first heartbeat makes the worker routable, and the
-contents of the cache. The whole contents are published again every quarter of the topic's
-retention, in pieces, so that the retained records are always complete.
+contents of the cache. These are published again every quarter of the topic's retention, in pieces,
+so that the retained records are always complete.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ IDLE_WAIT_S = 3600.0
 class KvEventPublisher:
     """Publishes the cache events of one rank of a worker, over all its epochs.
 
-    `block_size`: of the model; 0 for an engine without cache events, for which each epoch has
-    nothing but its `cleared`.
+    `block_size`: of the model; 0 for an engine without cache events: an epoch is its `cleared`
+    alone.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Registration of a worker: its card in the registry, and the reaction to records about it.
 
-Owns the epochs of one process. An *epoch* is the offset of its first card, so epochs are unique and
-increase. A newer card of a worker ends its older epochs for every reader, so a process that reads a
-newer card of another process with its id stops at once.
+An *epoch* is the offset of a process's first card, so epochs are unique and increase. A newer card
+of a worker ends its older epochs for every reader, so a process that reads one of another process
+with its id stops at once.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def with_adapters(
 ) -> EngineConfig:
     """The engine's configuration, with the adapters of the settings if the engine names none.
 
-    `loaded`: those that the engine reports (`Engine.adapters`). A server that reports none has
-    none, also where the settings name some.
+    `loaded`: as the engine reports them (`Engine.adapters`), which count also when there are none.
     """
     is_named = config.lora_names is not None or loaded is not None
     if is_named or not (settings.adapters or settings.max_loras):

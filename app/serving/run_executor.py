@@ -9,8 +9,7 @@ on the bootstrap path, when the engine has its blocks ready in the room of the r
 
     engine.generate ─► transfer ─► PrefillDone acknowledged ─► RunEnd("handed_off")
 
-Owns the run's tokens, text and times. Admission, and the Finished that reports the outcome, are in
-`app/serving/run_queue.py`.
+Admission, and the Finished with the outcome, are in `app/serving/run_queue.py`.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ class Run:
 
 def resumed_request(request: Request, emitted: bytes) -> Request:
     """The request for the rest of an answer whose tokens `emitted` (u32 ids) have been sent
-    already: a longer prompt and lower limits. `app/lanes/continuation.py` has all options.
+    already: a longer prompt and lower limits (`app/lanes/continuation.py`).
 
     The tokens so far count as thinking: after its end the budget has no effect. A seed is mixed
     with the tokens; unchanged, it would repeat the same random draws.
@@ -377,9 +376,9 @@ class RunExecutor:
     async def _publish_handoff(self, run: Run, transfer: bytes, ended_at: float) -> RunEnd:
         """Publish PrefillDone with the transfer, up to the deadline and the end of its lease.
 
-        The lease is counted from the start of the prefill. The engine begins it at the end, but a
-        stalled worker reads the end late, and a decode after the lease could fetch the blocks of
-        another prompt. The append may take longer than that: routers read the end of the lease.
+        The lease counts from the start of the prefill: a stalled worker reads its end late, and a
+        decode after the lease could fetch the blocks of another prompt. The append may take longer:
+        routers read the end of the lease.
         """
         lease_s, clock, until = self._lease_s, self._ctx.clock, run.deadline_at
         if run.is_bootstrapped:
@@ -457,8 +456,8 @@ class RunExecutor:
     async def _stream(self, run: Run, stream: ChunkStream, text: AnswerText) -> EngineOutput:
         """Send the engine's outputs as they come; returns the final one, already sent.
 
-        The answer may end before the engine's stream: at a stop string, which only the text
-        contains. Closing the stream stops the engine.
+        A stop string, which only the text contains, may end the answer before the engine's stream,
+        whose closing stops the engine.
         """
         request = self._request(run)
         if text.ended is not None:

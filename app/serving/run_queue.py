@@ -2,7 +2,7 @@
 
 Owns an Assignment from its acceptance to the acknowledgement of its Finished. A run key is executed
 at most once. A run is listed in the heartbeats until its Finished is in the ledger: a run that is
-in neither was never accepted. `app/worker.py` decides when an epoch ends.
+in neither was never accepted.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class RunQueue:
         already.
 
         No client interrupts a transfer of blocks, which the engines at its ends might hold for
-        ever: a decode goes on up to its first token, and a prefill whose decode waits for it up to
-        its end.
+        ever: a decode goes on to its first token, a prefill whose decode waits to its end.
         """
         run = self._open.get(RunKey(order.id, order.attempt, order.phase))
         if run is None or run.context.is_stopped:
@@ -171,9 +170,9 @@ class RunQueue:
     def idle_output_s(self) -> float | None:
         """Seconds since the last output of the engine to any run; None if no run waits for it.
 
-        One that meets another engine in a room waits for that one, and has a time limit of its own.
-        So has one whose form may be compiled, which can hold up the others: meanwhile probes alone
-        show whether the engine answers.
+        Left out: a run that meets another engine in a room, which has a time limit of its own, and
+        one whose form may be compiled, which can hold up the others: probes alone show whether the
+        engine answers.
         """
         runs = [run for run in self._open.values() if run.waiting_since is not None]
         if any(run.is_compiling for run in runs):
@@ -255,8 +254,7 @@ class RunQueue:
     def _handoff_expired(self, run: Run) -> RunEnd | None:
         """Refuse a decode whose blocks may be gone: the engine could read those of another prompt.
 
-        Checked last, after the wait in the queue; between here and the engine nothing waits. Not
-        retryable, since the worker has room: only another prefill helps.
+        Checked last, after the wait in the queue. Not retryable: only another prefill helps.
         """
         if not self._is_overdue(run):
             return None

@@ -1,12 +1,9 @@
 """The model that a worker serves: its files and card are in the log before the worker registers.
 
-The files precede the card: the files of a model with a worker are always available.
-
 A model has one card, and the last one written counts. A worker with another tokenizer or a shorter
-context would change the model for all others, so it is refused before it writes a card. Workers
-with a different card may be about to leave; the check waits for them. It can come too late: two
-workers may start at the same moment, or one may return after it was declared lost. Then the last
-card counts: a worker that reads a different one ends (`check_compatible`).
+context would change the model for all others, so it is refused before it writes a card, unless the
+workers with the different card leave in time. Two workers may start at the same moment, or one may
+return after it was declared lost: a worker that reads a different card ends (`check_compatible`).
 """
 
 from __future__ import annotations
@@ -113,8 +110,7 @@ async def wait_until_compatible(
 ) -> None:
     """Return when no other live worker serves this model with a different card.
 
-    `timeout_s`: limit of the wait for such workers to leave. Raises ModelMismatch after that, and
-    BrokerUnavailable.
+    `timeout_s`: of the wait for such workers to leave. Raises ModelMismatch, BrokerUnavailable.
     """
     fleet = Fleet()
     follower = Follower(kafka_log, fleet, [REGISTRY], ctx.clock)

@@ -1,7 +1,7 @@
 """Batch work beside the interactive requests of a simulated run: an endless supply of requests.
 
-They are ordered in windows by the shipped code (`app/prompts/job_order.py`), and wait in the queue
-of a router, as many as it takes by default. Here are the open requests, and the counts of tokens.
+Ordered in windows by the shipped code (`app/prompts/job_order.py`); as many wait in a router's
+queue as it takes by default.
 """
 
 from __future__ import annotations

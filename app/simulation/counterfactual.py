@@ -1,13 +1,12 @@
 """Counterfactual simulation of a captured period: with its recorded decisions, or another policy.
 
 Requests arrive as recorded, at a fleet like that of the capture, with empty caches. The *regret* of
-the recorded decisions is the additional latency compared to another policy, both simulated, so that
-errors of the engine model are in both. It applies to the whole period and to no single request,
-since each decision changes the state for later ones.
+the recorded decisions is their additional latency over another policy, both simulated, so that
+errors of the engine model are in both. It holds for the whole period, not for single requests.
 
-Only finished requests of the period for its most requested model count, without those that a
-prefill worker handed over. Pinned workers, routing constraints, preferences and session affinity
-are not simulated; blocks filled by answers are not shared.
+Only finished requests for the most requested model count, without those that a prefill worker
+handed over. Pinned workers, routing constraints, preferences and session affinity are not
+simulated; blocks filled by answers are not shared.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Runs of a trace with batch work, and their figures.
 
 Blocks have 64 tokens, not the 512 of the trace's chunks: a preempted run computes the part of its
-last block again, which at 512 would be more than its answer so far.
-
-Idle capacity is the time in which a worker has no request of the trace, in the run without batch
-work, times the tokens per second of a worker that has batch work only, without any bounds.
+last block again. Idle capacity is the time in which a worker has no request of the trace, in the
+run without batch work, times the tokens per second of a worker that has batch work only.
 """
 
 from __future__ import annotations

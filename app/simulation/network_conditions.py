@@ -14,12 +14,11 @@ from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 class NetworkConditions(NamedTuple):
     """Delays and routers. Default: one router, and only engines take time.
 
-    `dispatch_delay_ms`: delay from a decision until its worker has the request. `event_delay_ms`:
-    delay from an event on a worker (tokens, ends, cache changes) until routers read it.
-    `ledger_lag_ms`: delay from a ledger record until routers read it; each router counts its own
-    decisions at once. `shares_ledger`: whether routers read the decisions of each other.
-    `staggers_routers`: whether routers take turns at each worker, by the lag.
-    `publishes_curves`: whether worker cards contain the performance curves of the engines.
+    `dispatch_delay_ms`: from a decision until its worker has the request. `event_delay_ms`: from an
+    event on a worker (tokens, ends, cache changes) until routers read it. `ledger_lag_ms`: from a
+    ledger record until routers read it; each counts its own decisions at once. `shares_ledger`:
+    whether routers read each other's decisions. `staggers_routers`: whether they take turns at each
+    worker, by the lag. `publishes_curves`: whether worker cards contain performance curves.
     `transfer`: of KV caches between workers; None: it takes no time.
     """
 

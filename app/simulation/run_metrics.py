@@ -12,13 +12,12 @@ from kvlane.app.simulation.simulated_worker import SimulatedWorker
 
 
 class RunMetrics(NamedTuple):
-    """Metrics over all requests of a run. Times in ms; percentiles are interpolated,
-    but for `itl_p99`.
+    """Metrics over all requests of a run. Times in ms; percentiles are interpolated, but for
+    `itl_p99`.
 
-    `reuse`: cache hit rate, as a share of all prompt tokens. `ttft`: time to first token since
-    arrival, queueing included. `itl`: inter-token latency, over all tokens but the first ones;
-    `itl_p99`: of all steps of the workers,
-    None if unknown. `e2e`: time from arrival to last token.
+    `reuse`: cache hit rate, as a share of all prompt tokens. `ttft`: since arrival, queueing
+    included. `itl`: over all tokens but the first ones; `itl_p99`: of all steps of the workers,
+    None if unknown. `e2e`: from arrival to last token.
     """
 
     requests: int

@@ -1,7 +1,7 @@
 """Shared views of the simulated routers: those of a real router, fed with the same records.
 
-All routers read the same records with the same delay, so they share their views. Heartbeats come
-every `HEARTBEAT_MS`, as from real workers, so generated tokens are known as of the last one.
+All routers read them with the same delay, so they share the views. Heartbeats come every
+`HEARTBEAT_MS`, so generated tokens are known as of the last one.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from kvlane.app.simulation.trace_requests import TraceRequest
 class SimulatedRequest:
     """A simulated request; times in ms since the start, NEVER until they are known.
 
-    `router`: number of its router. `cached_tokens`: cached prompt tokens at its first admission.
-    `held`: its prefill worker and sequence there, until the blocks are transferred.
+    `router`: its number. `cached_tokens`: at its first admission. `held`: its prefill worker and
+    sequence there, until the blocks are transferred.
     """
 
     request: TraceRequest

@@ -1,8 +1,6 @@
 """Simulated worker: the engine model with its current step and the time of its end, in ms.
 
-Steps are those of `app/engine/simulated/step.py`, as in the simulated engine of a deployment.
-Decode-only steps are batched (`app/engine/simulated/fast_forward.py`) up to the next event or
-arrival.
+Decode-only steps are batched (`app/engine/simulated/fast_forward.py`) up to the next event.
 """
 
 from __future__ import annotations

@@ -37,13 +37,12 @@ class UnknownPolicy(Exception):
 
 
 class SimulationRun(NamedTuple):
-    """Parameters of one run. `policy` as for `parse_policy`, `cache_blocks`: cache size of each
-    worker.
+    """Parameters of one run. `policy` as for `parse_policy`, `cache_blocks`: of each worker.
 
-    `curves`: of all engines. `warmup_requests`: number of leading requests that are not in the
-    figures. `prefill_workers`: so many of the workers compute prompts, the others only decode; 0:
-    each does both. `handover_rules`: when prompts are handed over; None: never, or with such
-    workers always. `decode_weight`: of policy predictive, None for the default.
+    `curves`: of all engines. `warmup_requests`: leading requests that are not in the figures.
+    `prefill_workers`: so many compute prompts, the others only decode; 0: each does both.
+    `handover_rules`: when prompts are handed over; None: never, or with such workers always.
+    `decode_weight`: of policy predictive, None for the default.
     """
 
     policy: str

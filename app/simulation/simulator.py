@@ -4,13 +4,12 @@
                    ▲                                        │              │
                    └──────────── planned again ◄────────────┴──────────────┘
 
-Where prompts are handed over, a prefill worker computes one and holds its blocks, until a decode
-worker, which is chosen then, has received them, has room for them and begins with decode.
+Where prompts are handed over, a prefill worker holds the blocks until a decode worker, which is
+chosen then, has received them.
 
-The queues of the routers and their decisions are those of a real router
-(`app/routing/queueing/router_queue.py`), and steps come from `app/engine/simulated/step.py`, so the
-figures are those of the shipped code. No Kafka, no event loop, no clock: only engines and
-the delays of `NetworkConditions` take time.
+Queues and decisions are those of a real router (`app/routing/queueing/router_queue.py`), steps
+those of `app/engine/simulated/step.py`. No Kafka, no event loop, no clock: only engines and the
+delays of `NetworkConditions` take time.
 
 Order at one time: steps end first, worker by worker; then routers read records and plan, router by
 router; all requests that a worker gets at that time are in the next step that it starts.
@@ -434,12 +433,11 @@ def new_simulator(
 ) -> Simulator:
     """A run of a trace on equal workers with empty caches. `batch`: the work beside it.
 
-    `prefill_workers`: the first workers, which compute prompts alone, while the others only decode;
-    0: each does both. `handover_rules`: when prompts are handed over; None: never, or with such
-    workers always.
+    `prefill_workers`: the first workers compute prompts alone, the others only decode; 0: each does
+    both. `handover_rules`: when prompts are handed over; None: never, or with such workers always.
 
-    The result is a function of the arguments. `run` raises InvalidTrace for a request that fits
-    into no cache, and SimulationFailed.
+    A function of the arguments. `run` raises InvalidTrace for a request that fits into no cache,
+    and SimulationFailed.
     """
     fleet = [
         SimulatedWorker(name, number, shape) for number, name in enumerate(worker_names(workers))

@@ -43,8 +43,8 @@ class RequestArrival(NamedTuple):
 class ArrivalRate(NamedTuple):
     """Arrival process. `speed`: factor on the recorded arrival rate.
 
-    `jitter_s`: maximum random delay of each arrival, in seconds of the trace. Recorded arrivals may
-    be rounded to clock ticks (3 s in Mooncake's traces), and then come in bursts.
+    `jitter_s`: maximum random delay of each arrival: recorded ones may be rounded to clock ticks (3
+    s in Mooncake's traces), and then come in bursts.
     """
 
     speed: float = 1.0

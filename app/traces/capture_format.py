@@ -10,18 +10,16 @@ Times are the broker's, in ms since 1970. In this order, each kind in the order 
     Prefilled  a run produced its first token    Ran      a run ended: the engine's figures
     Ended      a router ended the request        Counted  the number of lines; the last line
 
-The runs and ends of a decision are included also when they came after the period, as far as the log
-has them. `CapturedRequest` of a decision may be missing: requests are kept for an hour, decisions
-for a day.
+Runs and ends after the period are included, as far as the log has them. `CapturedRequest` of a
+decision may be missing: requests are kept for an hour, decisions for a day.
 
-A file does not contain prompts, answers, tokens, error texts, tenants, cache salts, keys or other
-secrets. Block names are keyed hashes under a secret that is drawn for each file and then discarded:
-equal names in one file are equal prefixes; prompts cannot be tested against them. A file does
-contain ids of requests and sessions, and names of models, adapters, workers and taints. So it may
-be shared with all readers of log files.
+A file contains no prompts, answers, tokens, error texts, tenants, cache salts or keys. Block names
+are keyed hashes under a secret that is drawn for each file and discarded: prompts cannot be tested
+against them. It does contain ids of requests and sessions, and names of models, adapters, workers
+and taints, as log files do.
 
-New fields are optional and come at the end; readers of the same format skip lines of unknown kinds.
-Pure except for file access; `app/audit/capture_lines.py` creates captures.
+New fields are optional and come at the end; readers skip lines of unknown kinds. Pure except for
+file access; `app/audit/capture_lines.py` creates captures.
 """
 
 from __future__ import annotations
@@ -112,7 +110,7 @@ class CapturedDecision(CaptureLine, frozen=True, tag="Decided"):
     """A decision, from `offset` of `lane` of the ledger.
 
     JSON has no infinity: `endless` lists the infinite params by name, and the candidates with
-    infinite costs by position; they are 0 in the file. `read_capture` restores them.
+    infinite costs by position; they are 0 in the file.
     """
 
     at_ms: int

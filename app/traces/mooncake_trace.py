@@ -1,7 +1,7 @@
 """Request traces in the Mooncake format: arrival times, lengths and shared prefixes.
 
-A line of JSON is a request; it has no text, only an id for each chunk of CHUNK_TOKENS tokens of its
-prompt. Equal ids mean equal chunks after equal chunks. This module only reads and checks a trace.
+A line of JSON is a request, with an id for each chunk of CHUNK_TOKENS tokens of its prompt. Equal
+ids mean equal chunks after equal chunks.
 """
 
 from __future__ import annotations

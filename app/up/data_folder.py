@@ -6,7 +6,7 @@
     DIR/logs/NAME.log    the output of each process; NAME.log.1: of the deployment before
     DIR/kvlane-*         temporary files of the present deployment
 
-Both locks end with their processes, so none is ever stale. Starts no process.
+Both locks end with their processes, so none is ever stale.
 """
 
 from __future__ import annotations

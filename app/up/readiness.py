@@ -1,7 +1,5 @@
-"""Readiness of a deployment on this machine.
-
-Checks `/readyz` of the processes, `/v1/models` of the gateway, and the workers in its topics
-(`app/local/worker_observer.py`). Starts and stops nothing.
+"""Readiness of a deployment on this machine: `/readyz` of the processes, `/v1/models` of the
+gateway, and the workers in its topics (`app/local/worker_observer.py`).
 """
 
 from __future__ import annotations

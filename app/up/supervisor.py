@@ -1,8 +1,7 @@
-"""Supervision of a local deployment: restarts its processes and its broker.
+"""Supervision of a local deployment: restarts its processes and its broker, each with a line.
 
-Reports every exit and every restart in one line. Pauses between restarts double up to
-MAX_RESTART_PAUSE_S; a process that ran for STABLE_RUN_S starts again with the shortest. Never gives
-up, and stops nothing.
+Pauses between restarts double up to MAX_RESTART_PAUSE_S; a process that ran for STABLE_RUN_S starts
+again with the shortest.
 """
 
 from __future__ import annotations

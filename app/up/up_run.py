@@ -1,7 +1,6 @@
 """The run of `kvlane up`: a broker and one of each process on this machine, until Ctrl-C.
 
-Wires the data folder, the broker, the processes and their supervisors. Prints one line for each
-event, and the addresses when all is ready.
+Prints one line for each event, and the addresses when all is ready.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Endpoints of OpenAI's Batch API: create, retrieve, list, cancel.
+"""Endpoints of OpenAI's Batch API: create, retrieve, list, cancel (work:
+`app/batches/job_runner.py`).
 
-They read and write records of jobs (work: `app/batches/job_runner.py`). A job belongs to the tenant
-whose key created it; for others it does not exist.
+A job belongs to the tenant whose key created it; for others it does not exist.
 """
 
 from __future__ import annotations

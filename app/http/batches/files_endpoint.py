@@ -1,7 +1,7 @@
 """Endpoints of OpenAI's Files API: upload, list, retrieve, download, delete.
 
 A file belongs to the tenant whose key uploaded it; for others it does not exist. Content passes
-through in pieces, and never is whole in memory.
+through in pieces.
 """
 
 from __future__ import annotations

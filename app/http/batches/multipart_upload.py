@@ -1,7 +1,6 @@
 """Multipart bodies, read part by part as they arrive: fields, and one file as a stream.
 
-aiohttp parses; at most 64 KiB of a body are in memory, fields are short, and a body that stalls is
-refused.
+At most 64 KiB of a body are in memory, fields are short, and a body that stalls is refused.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ class MultipartBody:
 async def multipart_body(request: Request, most_bytes: int) -> AsyncGenerator[MultipartBody, None]:
     """The body of a request whose file may have `most_bytes`.
 
-    Raises ApiError: 415 for another content type or a compressed body, 413 for an announced size
-    above the limit, 400 for a body that is no multipart, 408 if nothing arrives; ClientDisconnect.
+    Raises ApiError: 415 for another content type or a compressed body, 413 above the limit, 400 for
+    no multipart, 408 if nothing arrives; ClientDisconnect.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":

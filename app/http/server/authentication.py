@@ -2,9 +2,8 @@
 
     Authorization: Bearer kvl_… ──► ApiKeyStore ──► Caller (tenant, role, lease) ──► endpoint
 
-A request is refused from its head alone. The key ends here: the value passed on has no
-Authorization header, so no log line and no record can hold a key. Limits hold for each gateway
-process.
+A request is refused from its head alone. The passed-on value has no Authorization header, so no log
+line and no record can hold a key. Limits hold for each gateway process.
 """
 
 from __future__ import annotations

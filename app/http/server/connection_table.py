@@ -1,9 +1,8 @@
 """The table of open connections of one HTTP server.
 
-Bound: `most` connections, and SPARE beyond. A new connection beyond `most` takes the place of the
-one that has waited longest without a request; connections with a request are never closed. If all
-have one, the new connection gets a spare place, on which only probes are answered. So a client that
-opens connections and sends nothing loses these alone.
+Bound: `most` connections, and SPARE beyond. A new one beyond `most` takes the place of the one that
+has waited longest without a request, so a client that opens connections and sends nothing loses
+these alone. If all have a request, it gets a spare place, on which only probes are answered.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """One HTTP request and its response: uvicorn's, with the end of the connection by RFC 9112.
 
-Owns the framing of the response. A connection that is closed while bytes of the request are unread
-is reset, and its client loses the response; so an exchange only says that its connection ends
-(`closes`), and `http_protocol.py` ends it.
+Owns the framing of the response. A connection that is closed with unread bytes is reset, and its
+client loses the response; so an exchange only says that its connection ends (`closes`), and
+`http_protocol.py` ends it.
 
-A `BodyWriter` writes a part of the body by a call, without the middleware and the coroutines of
-ASGI; the bytes are the same. `http_protocol.py` offers it in the scope of each request; other
-servers do not. Head and end of a response are always sent by ASGI.
+A `BodyWriter`, which `http_protocol.py` offers in the scope of each request, writes a part of the
+body by a call, without middleware and coroutines; the bytes are the same. Head and end of a
+response are sent by ASGI.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@
   for a while, as many clients read only after they have sent everything.
 - A request for an upgrade is served without it (RFC 9110, 7.8).
 
-A client that closes its sending side after its request (`shutdown(SHUT_WR)`, `nc -N`) may wait for
-the answer, or may have closed its connection: TCP announces both by the same FIN. Only a write
-shows which, since a closed connection answers it with a reset. So an interim response, which every
-client of HTTP/1.1 has to skip, is written when the answer has not begun; later the answer's own
-bytes do. A reset is a disconnect.
+The FIN of a client that closes its sending side (`shutdown(SHUT_WR)`, `nc -N`) is that of a client
+that is gone. Only a write shows which: a closed connection answers it with a reset, which is a
+disconnect. So an interim response, which every client of HTTP/1.1 has to skip, is written when the
+answer has not begun.
 """
 
 from __future__ import annotations
@@ -331,8 +330,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _end(self, now: float) -> None:
         """End the connection after its last response.
 
-        The kernel resets a connection that is closed before everything was read; its client would
-        lose the response.
+        Closed before everything was read, the kernel would reset it, and its client lose the
+        response.
         """
         assert self._running is not None
         self._deadline = now + CLOSE_TIMEOUT_S

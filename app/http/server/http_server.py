@@ -1,7 +1,7 @@
 """The HTTP server: uvicorn, as a task of this process.
 
-Signals are left to FastStream. The socket is bound before anything else, so that a port in use is
-an error of the start; a server that ends by itself ends the process.
+Signals are left to FastStream. The socket is bound first, so a port in use is an error of the
+start; a server that ends by itself ends the process.
 """
 
 from __future__ import annotations

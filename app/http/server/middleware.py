@@ -36,8 +36,8 @@ _PREFIXES = {"/v1/streams": "streams", "/v1/files": "files", "/v1/batches": "bat
 class RequestIdMiddleware:
     """ASGI middleware: sets `x-request-id` and counts responses by endpoint and status.
 
-    The id is the client's own if it is printable; else the id of the answer's stream, which
-    `kvlane explain` accepts; else a new one. OpenAI clients show it as `request_id`.
+    The id: the client's own if printable; else that of the answer's stream, for `kvlane explain`;
+    else a new one.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
@@ -96,8 +96,8 @@ class BodyLimiter:
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The body; it counts until the context is left.
 
-        Raises ApiError: 415 when it is not sent as JSON or is compressed, 413 with both sizes, 408
-        when it does not come, 529 when there are too many; ClientDisconnect when its client leaves.
+        Raises ApiError: 415 if it is no JSON or compressed, 413 with both sizes, 408 when it does
+        not come, 529 for too many; ClientDisconnect.
         """
         check_content_type(request)
         check_content_encoding(request)

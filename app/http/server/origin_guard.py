@@ -1,8 +1,8 @@
 """Protection against cross-site requests: browsers reach any address, loopback too.
 
-Two checks, by headers that a page cannot set. `Origin` names the page's own server: this one or one
-of `KVLANE_HTTP_ALLOWED_ORIGINS`. `Host` names the server that the browser looked up: on loopback an
-address or a local name, else a page could point a name of its own there (DNS rebinding) and read
+Two checks, by headers that a page cannot set. `Origin`, the page's server, must be this one or one
+of `KVLANE_HTTP_ALLOWED_ORIGINS`. `Host`, the server that the browser looked up, must be on loopback
+an address or a local name, else a page could point a name of its own there (DNS rebinding) and read
 the answers. Programs send no `Origin`, and the `Host` of their base URL.
 """
 

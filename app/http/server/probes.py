@@ -1,7 +1,6 @@
 """Health and metrics endpoints: /livez, /readyz, /metrics.
 
-`Probes` adds them to an HTTP application; `StatusServer` is the application of processes without
-another one (router, worker, preprocessor, collector), on the port `KVLANE_STATUS_PORT`.
+`Probes` adds them to an HTTP application; `StatusServer` has them alone, on `KVLANE_STATUS_PORT`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Model artifacts in the log: tokenizers and templates, in parts, by checksum.
 
-A worker publishes the files of its model before it announces the model; gateways and preprocessors
-read them. A file's parts lie in one partition of `artifacts`, under `<sha256>/<part>`, written
-once: content under a checksum never changes. Where a part is damaged, the last record under its key
-counts, and writing again heals it. A folder caches files by checksum, verified at each read.
+A worker publishes the files of its model before it announces the model. A file's parts lie in one
+partition of `artifacts`, under `<sha256>/<part>`, written once. Where a part is damaged, the last
+record under its key counts, so writing again heals it. A folder caches files by checksum, verified
+at each read.
 """
 
 from __future__ import annotations

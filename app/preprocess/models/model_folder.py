@@ -1,14 +1,12 @@
 """A model's folder in the Hugging Face layout: its files for the preparation of prompts.
 
-    tokenizer.json           the tokenizer; without it there is no text
-    tokenizer_config.json    special tokens by name, perhaps the chat template
-    chat_template.json       the chat template of models of several media; goes before the one above
-    chat_template.jinja      the chat template; goes before both
-    additional_chat_templates/NAME.jinja   other templates by name
-    generation_config.json   end tokens and sampling, as defaults of requests
-    config.json              length of the context, and ends that the former does not name
-
-Reads files, makes cards; puts nothing into the log.
+tokenizer.json           the tokenizer; without it there is no text
+tokenizer_config.json    special tokens by name, perhaps the chat template
+chat_template.json       the chat template of models of several media; goes before the one above
+chat_template.jinja      the chat template; goes before both
+additional_chat_templates/NAME.jinja   other templates by name
+generation_config.json   end tokens and sampling, as defaults of requests
+config.json              length of the context, and ends that the former does not name
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models that prompts may name, from the registry: those with files, and those with workers.
 
-A model stays known when its workers leave, and routers queue prompts for it. Models with files have
-a card of their own in the registry; for others the cards of their workers are remembered.
+A model stays known when its workers leave, and routers queue prompts for it: by its own card, or
+those of its workers, which are remembered.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Cost of compiling the required form of an answer: an estimate from its text alone. Pure.
 
-An engine compiles a form into an automaton, in a time that grows with its states and not with the
-characters of the form: `(a|b){0,900}` has 12 characters and thousands of states. So a character
-costs 1, an alternative, a group or a class more, and a repeated part as often as it may occur. The
-estimate ends where a form costs too much.
+The time of an engine grows with the states of a form, not its characters: `(a|b){0,900}` has
+thousands. So a character costs 1, an alternative, a group or a class more, and a repeated part as
+often as it may occur. The estimate ends where a form costs too much.
 
 It refuses large forms early and bounds no time: small ones can take minutes. A worker with vLLM has
 trials for them (app/engine/vllm/form_trials.py).

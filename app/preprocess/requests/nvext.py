@@ -1,7 +1,7 @@
 """Extensions of the OpenAI API: the object `nvext` of a body, and routing headers.
 
-Owns their names and types, and their conversion to the hints, targets and overrides of a Request. A
-header takes precedence over the field of the same meaning.
+Owns their conversion to the hints, targets and overrides of a Request. A header takes precedence
+over the field.
 """
 
 from __future__ import annotations

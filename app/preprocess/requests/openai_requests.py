@@ -3,9 +3,9 @@
     fields, headers ──read──► Asked ──prompts──► texts and tokens ──requests──► Request …
 
 `read_openai` checks a body independently of the model; `OpenAIRequest.prompts` renders the chat;
-`OpenAIRequest.requests` combines tokens, options and the model's card. Tokenising is done in
-`app/preprocess/models/model.py`. There is one request for each prompt, without an id; the publisher
-assigns an id to each of the `n` answers (`nth_request`).
+`app/preprocess/models/model.py` tokenises; `OpenAIRequest.requests` combines tokens, options and
+the model's card: one request for each prompt, without an id, for each of the `n` answers
+(`nth_request`).
 """
 
 from __future__ import annotations

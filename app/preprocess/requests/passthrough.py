@@ -2,14 +2,13 @@
 
     fields, headers ──read_passthrough──► PassthroughRequest ──► `Request`s, each with a body
 
-Only the fields that routing and the response need are read; the server checks all others. Removed
-are `nvext`, which is for routers; `n` and all but one of several prompts, since each answer is a
-request of its own; `stream`, since engines always stream; `request_id`, which several requests
-would share; and `priority`, which `nvext` has.
+Only the fields that routing and the response need are read. Removed are `nvext`, which is for
+routers; `n` and all but one of several prompts, since each answer is a request of its own;
+`stream`, since engines always stream; `request_id`, which several requests would share; and
+`priority`, which `nvext` has.
 
-The number of the prompt's tokens is estimated from the size of the body, one for each
-BYTES_PER_TOKEN, and MEDIA_ITEM_TOKENS for each long run of base64, such as an image. The request
-carries the estimate, so that all processes use the same number.
+The tokens of the prompt are estimated from the size of the body, one for each BYTES_PER_TOKEN, and
+MEDIA_ITEM_TOKENS for each long run of base64; the request carries the estimate.
 """
 
 from __future__ import annotations

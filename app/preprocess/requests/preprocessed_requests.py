@@ -1,10 +1,9 @@
 """Preprocessed requests in the JSON form of NVIDIA Dynamo: the body of a prompt of kind `tokens`.
 
-The form groups the options of a request (`stop_conditions`, `sampling_options`, `output_options`,
-`routing`). `flatten` moves them to the fields of `TokensBody` and its `nvext`, so that bounds,
-names and types are checked in one place. Null is the same as absent. Options that no engine here
-honours are refused (`unsupported_fields.py`). `mdc_sum` is ignored: it is the checksum of another
-deployment's model card. Pure.
+`flatten` moves its groups of options (`stop_conditions`, `sampling_options`, `output_options`,
+`routing`) to the fields of `TokensBody` and its `nvext`, so that bounds, names and types are
+checked in one place. Null is absent. Options that no engine here honours are refused
+(`unsupported_fields.py`). `mdc_sum`, of another deployment's model card, is ignored. Pure.
 """
 
 from __future__ import annotations

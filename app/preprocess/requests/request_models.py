@@ -2,8 +2,7 @@
 that are read of forwarded bodies.
 
 Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown fields are ignored
-(known ones that are not honoured: `unsupported_fields.py`), wrong types are refused with the name
-of the field. `openai_requests.py` converts them to requests.
+(known ones that are not honoured: `unsupported_fields.py`), wrong types are refused by name.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Refused fields: those that change answers and are not honoured, and those reserved for servers.
 
-One table for chats, completions and tokenised prompts. A body in which such a field asks for
-something is refused, so that no client gets another answer than it asked for; null and the values
-that ask for nothing pass. Fields that change no answer (`user`, `metadata`, `store` and other
-labels) are ignored, and so are names of neither API. Forwarded bodies are checked by their server.
+A body in which such a field asks for something is refused, so that no client gets another answer
+than it asked for; null and values that ask for nothing pass. Fields that change no answer (`user`,
+`metadata`, `store` and other labels) are ignored, and so are names of neither API. Forwarded bodies
+are checked by their server.
 
-A client that names the engine which a KV cache is fetched from could read the prompts of others, or
-make an engine connect to an address of its choice. So reserved fields are refused in every body, at
-its top and in each object whose content reaches the engine, at any depth. Pure.
+A client that names the engine which a KV cache is fetched from could read the prompts of others. So
+reserved fields are refused in every body, at its top and in each object whose content reaches the
+engine, at any depth. Pure.
 """
 
 from __future__ import annotations

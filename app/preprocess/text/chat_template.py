@@ -4,10 +4,9 @@ Jinja in its sandbox, with the conventions of Hugging Face: `messages`, `tools`,
 `add_generation_prompt`, the special tokens by name, `raise_exception`, `strftime_now` (in UTC, by
 the injected clock), `tojson` that leaves HTML alone, `{% break %}` and `{% generation %}`.
 
-A rendering that takes too long or too much memory is aborted (`template_sandbox.py`). Rendering
-errors are reported to the client, since its messages determine the path through the template.
-Messages are normalised first, as vLLM does it (`_worded`): templates differ in the shapes that they
-take, and clients in those that they send.
+A rendering that takes too long or too much memory is aborted (`template_sandbox.py`). Errors are
+reported to the client, whose messages determine the path. Messages are normalised first, as in vLLM
+(`_worded`): templates and clients differ in their shapes.
 """
 
 from __future__ import annotations

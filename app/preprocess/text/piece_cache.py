@@ -1,9 +1,8 @@
 """Cache of the tokens of long pieces of text: one for all models and tenants of a process.
 
-Owns the bound on its memory, and the separation of tenants. A piece is found again only by requests
-of the same tenant with the same cache salt: the time that a prompt takes says nothing about the
-prompts of others. Each tenant has a share; when the cache is full, the largest share loses its
-least recently used piece. So a tenant that uses less than its part loses nothing to others.
+A piece is found again only by requests of the same tenant with the same cache salt: the time that a
+prompt takes says nothing about the prompts of others. When the cache is full, the tenant with the
+largest share loses its least recently used piece.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Jinja sandbox of chat templates: bounds on the rounds, the time and the memory of a rendering.
 
-Jinja's sandbox keeps a template away from Python; it bounds no sizes. Here each operation that
-makes a value is checked before it runs and counted after it: filters, methods, operators, slices,
-the texts of blocks and macros, and the conversion of objects to text. The size of a result is
-estimated from its operands: by default the product of all their sizes, with numbers as factors,
-which no operation exceeds. The tables below name the operations with a smaller result. Loops and
-macros count their rounds. Templates are compiled under the same bounds, since Jinja computes
-constant expressions then.
+Jinja's sandbox bounds no sizes. Here each operation that makes a value (filters, methods,
+operators, slices, texts of blocks and macros, conversions to text) is checked before it runs and
+counted after it. The size of a result is estimated from its operands: by default the product of
+their sizes, with numbers as factors; the tables below name the operations with a smaller result.
+Loops and macros count their rounds. Templates are compiled under the same bounds, since Jinja
+computes constants then.
 """
 
 from __future__ import annotations

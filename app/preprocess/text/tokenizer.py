@@ -1,10 +1,9 @@
 """Tokenizer of one model: the `tokenizers` library, run off the event loop.
 
-Owns the loaded tokenizer and the cutting of texts into pieces. Added tokens (`<|user|>` and their
-kind) are borders that no other token crosses: the text between two of them is tokenised by itself,
-and long pieces are looked up the next time (`piece_cache.py`). Where a tokenizer does not work that
-way, texts are tokenised whole. Only a text with far more characters than the limit has tokens is
-counted in slices before.
+Owns the cutting of texts into pieces. Added tokens (`<|user|>` and their kind) are borders that no
+other token crosses: the text between two is tokenised by itself, and long pieces are looked up the
+next time (`piece_cache.py`). Where a tokenizer does not work that way, texts are tokenised whole. A
+text with far more characters than the limit has tokens is counted in slices before.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ class Tokenizer:
     ) -> Sequence[int]:
         """The tokens of a text. Special tokens in it count as such.
 
-        `add_special_tokens`: with those that the model has around any text, as for completions;
-        chat templates write them out. `scope`: of the cache. A text that clearly has more than
-        `most` tokens is not read to its end. Raises UnicodeEncodeError for lone surrogates, which
-        are no text, TooManyTokens and PreprocessorOverloaded.
+        `add_special_tokens`: with those around any text, as for completions; chat templates write
+        them out. `scope`: of the cache. A text that clearly has more than `most` tokens is not read
+        to its end. Raises UnicodeEncodeError for lone surrogates, TooManyTokens and
+        PreprocessorOverloaded.
         """
         text.encode()  # the library would raise a TypeError
         if add_special_tokens or self._borders is None:
@@ -151,9 +150,8 @@ class Tokenizer:
     def _check_length(self, text: str, most: int) -> None:
         """Raise TooManyTokens for a text with many more tokens than `most`.
 
-        Texts of a usual length are not looked at. Of longer ones a sample is tokenised, from places
-        that a client cannot foresee (Python's hash of a text has a secret of the process); those
-        that seem too long are counted in slices until they are.
+        Of an unusually long text a sample is tokenised, from places that a client cannot foresee
+        (Python's hash has a secret); one that seems too long is counted in slices until it is.
         """
         if len(text) <= max(USUAL_CHARS * most, SLICE_CHARS):
             return
@@ -264,8 +262,7 @@ def _pieces(text: str, borders: AddedTokens) -> list[str]:
 def _borders(spec: dict[str, Any]) -> AddedTokens | None:
     """Finds added tokens in a text, if the text between two of them is tokenised by itself.
 
-    It is not where an added token swallows spaces around it, or where the beginning of the whole
-    text is treated in a way of its own.
+    Not where an added token swallows spaces, or where the beginning of a text is special.
     """
     added = [t for t in spec.get("added_tokens") or [] if not t["normalized"]]
     if any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in added):
