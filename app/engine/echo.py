@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from importlib.metadata import version
 from typing import NamedTuple
 
 from kvlane.app.engine.interface import (
@@ -86,6 +87,10 @@ class EchoEngine(Engine):
         )  # fmt: skip
         self._context_length = context_length
         self.running_count = 0
+
+    def versions(self) -> Mapping[str, str]:
+        """As `Engine.versions`: it has the version of kvlane."""
+        return {"echo": version("kvlane")}
 
     async def start(self, worker_id: str) -> EngineConfig:
         log.info("echo engine of %s: %g s per token", worker_id, self._step_s)

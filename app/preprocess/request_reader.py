@@ -19,6 +19,7 @@ from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, TooLarge
 from kvlane.app.preprocess.requests import openai_requests, passthrough
+from kvlane.app.preprocess.requests.answer_parsing import enforced_calls
 from kvlane.app.preprocess.requests.guided_decoding import guided_field
 from kvlane.app.preprocess.requests.nvext import NvExt
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
@@ -94,18 +95,20 @@ def _check_rendered(kind: str, ext: NvExt, values: int) -> None:
         raise TooLarge("", f"it has {values} values; a chat may have {MAX_RENDERED_VALUES}")
 
 
-def lacking_features(cards: Iterable[WorkerCard]) -> frozenset[str]:
-    """The features that one or more of these workers lack."""
-    names = set[str]()
+def lacking_features(cards: Iterable[WorkerCard]) -> Mapping[str, str]:
+    """The features that one or more of these workers lack, and the name of one such engine."""
+    engines: dict[str, str] = {}
     for card in cards:
-        names.update(card.config.unsupported)
+        names = (name for name in card.versions if name != "kvlane")
+        engine = next(names, f"of worker {card.id}")
+        engines |= dict.fromkeys(card.config.unsupported, engine)
         if card.parser_version != PARSER_VERSION:
-            names.add(ANSWER_PARSING_FEATURE)
-    return frozenset(names)
+            engines[ANSWER_PARSING_FEATURE] = engine
+    return engines
 
 
-def unsupported_features(fleet: Fleet, model: str) -> frozenset[str]:
-    """The features that one or more of a model's workers lack; a request may go to any of them."""
+def unsupported_features(fleet: Fleet, model: str) -> Mapping[str, str]:
+    """As `lacking_features`, of a model's workers; a request may go to any of them."""
     members = (member.card for _, member in fleet.live_members())
     return lacking_features(card for card in members if card.model == model)
 
@@ -120,17 +123,23 @@ def with_supported_parsing(
 
 
 def check_supported(
-    request: OpenAIRequest | PassthroughRequest, unsupported: Collection[str]
+    request: OpenAIRequest | PassthroughRequest, unsupported: Mapping[str, str]
 ) -> None:
-    """Raises InvalidPrompt that names the first field that asks for such a feature."""
+    """Raises InvalidPrompt that names the first field that asks for such a feature.
+
+    `unsupported`: as `lacking_features` gives them.
+    """
     if isinstance(request, PassthroughRequest):
         return
-    if request.tool_choice not in ("none", "auto"):
+    calls, engine = enforced_calls(request), unsupported.get(GUIDED_DECODING_FEATURE)
+    if calls and engine:
         raise InvalidPrompt(
-            "tool_choice", "this model answers in text, a call cannot be enforced: use auto or none"
+            calls, f"the engine {engine} cannot enforce calls: use auto or none, without strict"
         )
-    if GUIDED_DECODING_FEATURE in unsupported and (field := guided_field(request.body)):
-        raise InvalidPrompt(field, "the engine of this model cannot enforce the form of an answer")
+    if calls and ANSWER_PARSING_FEATURE in unsupported:
+        raise InvalidPrompt(calls, "needs workers of this version: use auto until all are replaced")
+    if engine and (field := guided_field(request.body)):
+        raise InvalidPrompt(field, f"the engine {engine} cannot enforce the form of an answer")
     if LOGPROBS_FEATURE in unsupported:
         given = {
             "logprobs": request.body.top_logprobs_count(),

@@ -28,8 +28,8 @@ ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]
 
 PARSER_VERSION = 1
 """Of the rules of this module: another version may divide an answer otherwise."""
-_THINK, _END_OF_THINK = "<think>", "</think>"
-_CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
+THINK, END_OF_THINK = "<think>", "</think>"
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 _OTHER_FORMS = ("<function=", "<arg_key>", "<parameter=")
 """Forms of calls within the same tags that are no JSON."""
 
@@ -151,14 +151,14 @@ class HermesParser(ContentParser):
         text, self._held = self._held + text, ""
         if self._awaits_end_tag:
             stripped = text.lstrip()
-            if stripped.startswith(_END_OF_CALL):
+            if stripped.startswith(END_OF_CALL):
                 self._awaits_end_tag = False
-                return stripped.removeprefix(_END_OF_CALL)
-            if _END_OF_CALL.startswith(stripped):
+                return stripped.removeprefix(END_OF_CALL)
+            if END_OF_CALL.startswith(stripped):
                 self._held = text
                 return ""
             self._awaits_end_tag = False
-        before, rest, is_found = split_at_tag(text, _CALL)
+        before, rest, is_found = split_at_tag(text, CALL)
         if self.calls and before.isspace():
             before, rest = ("", rest) if is_found else ("", before + rest)
         elif self.calls and not is_found:  # white space may precede another call
@@ -171,7 +171,7 @@ class HermesParser(ContentParser):
         if not is_found:
             self._held = rest
             return ""
-        self._call, self._raw, self._is_announced = JsonCall(), _CALL, False
+        self._call, self._raw, self._is_announced = JsonCall(), CALL, False
         return rest
 
     def _push_call(self, text: str) -> str:
@@ -218,8 +218,8 @@ class HermesParser(ContentParser):
         self._call = None
         if call.name is None:
             rest, self._raw = self._raw + text[place:], ""
-            self._emit(AnswerPart(rest[: len(_CALL)]))  # its tag begins no call again
-            return rest[len(_CALL) :]
+            self._emit(AnswerPart(rest[: len(CALL)]))  # its tag begins no call again
+            return rest[len(CALL) :]
         self._emit_call(call)
         self.calls += 1
         return text[place:]
@@ -269,17 +269,17 @@ class ReasoningParser:
         text = self._held + text
         stripped = text.lstrip()
         self._held = ""
-        if stripped.startswith(_THINK):
+        if stripped.startswith(THINK):
             self._state = "reasoning"
-            return stripped.removeprefix(_THINK)
-        if _THINK.startswith(stripped):
+            return stripped.removeprefix(THINK)
+        if THINK.startswith(stripped):
             self._held = text
             return ""
         self._state = "content"
         return text
 
     def _push_reasoning(self, text: str) -> str:
-        before, rest, is_found = split_at_tag(self._held + text, _END_OF_THINK)
+        before, rest, is_found = split_at_tag(self._held + text, END_OF_THINK)
         self._emit_reasoning(before)
         if is_found:
             self._state, self._held = "content", ""
@@ -318,18 +318,18 @@ def split_at_tag(text: str, tag: str) -> TagSplit:
 
 def tool_parser_of(template: str) -> str:
     """The parser of the calls that a chat template asks for; "" if its form is not known."""
-    is_hermes = _CALL in template and _END_OF_CALL in template
+    is_hermes = CALL in template and END_OF_CALL in template
     return "hermes" if is_hermes and not any(form in template for form in _OTHER_FORMS) else ""
 
 
 def reasoning_parser_of(template: str) -> str:
     """The parser of the reasoning in a chat template; "" if it has none."""
-    return "qwen3" if _END_OF_THINK in template else ""
+    return "qwen3" if END_OF_THINK in template else ""
 
 
 def begins_in_reasoning(parser: str, prompt: str) -> bool:
     """Whether an answer to a prompt begins within its reasoning."""
-    return parser == "deepseek_r1" or (parser != "" and prompt.rstrip().endswith(_THINK))
+    return parser == "deepseek_r1" or (parser != "" and prompt.rstrip().endswith(THINK))
 
 
 def _calls_parser(parsing: AnswerParsing, request_id: str, emit: Emit) -> ContentParser:

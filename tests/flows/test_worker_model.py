@@ -74,7 +74,7 @@ async def test_model_is_in_the_log_before_its_worker(world: MemoryWorld) -> None
     assert isinstance(last, WorkerCard)
     assert (model.name, model.context_length, model.block_size) == ("demo", 512, 16)
     assert last.model == "demo"
-    assert last.versions == {"kvlane": version("kvlane")}
+    assert last.versions == dict.fromkeys(("kvlane", "simulated"), version("kvlane"))
     assert last.config == EngineConfig(
         model="demo", context_length=512, kv_cache_block_size=16, total_kv_blocks=128,
         max_num_seqs=256, max_num_batched_tokens=8192, curve=last.config.curve,

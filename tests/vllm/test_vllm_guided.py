@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -12,16 +13,28 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from msgspec.structs import replace
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from tokenizers import Tokenizer
 
 from kvlane.app.demo.tiny_model import VOCABULARY_SIZE
-from kvlane.app.engine.interface import EngineError, GenerateContext
+from kvlane.app.engine.interface import EngineError, GenerateContext, InvalidRequest
 from kvlane.app.engine.vllm import guided_resume
+from kvlane.app.http.openai.passthrough_fields import merge_deltas
 from kvlane.app.serving.run_executor import resumed_request
+from kvlane.app.text.answer_forms import calls_form
+from kvlane.app.text.answer_parsers import AnswerParser
 from kvlane.streams.codecs import pack_tokens
-from kvlane.streams.records import Chunk
-from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
+from kvlane.streams.records import Chunk, PassthroughDelta
+from kvlane.streams.request import (
+    AnswerParsing,
+    GuidedDecoding,
+    Request,
+    SamplingOptions,
+    StopConditions,
+)
 from tests.vllm.engines import COMPACT, RealEngine, answer, core_of, make_request, started
 from tests.vllm.fleet import Fleet
 
@@ -50,12 +63,35 @@ def is_valid(text: str) -> bool:
     )
 
 
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "one", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "two", "parameters": SCHEMA}},
+]
+CALLS = calls_form(TOOLS, "required", is_single=True)
+assert CALLS is not None
+
+
+def is_a_call(text: str) -> bool:
+    parser = AnswerParser(AnswerParsing(tools="hermes"), "a")
+    parts = [*parser.push(text), *parser.end()]
+    deltas = [PassthroughDelta(delta=dict(part.delta)) for part in parts if part.delta]
+    (call,) = merge_deltas(*deltas).delta["tool_calls"]
+    function = call["function"]
+    return (
+        not any(part.content for part in parts)
+        and function["name"] in ("one", "two")
+        and is_valid(function["arguments"])
+    )
+
+
 FORMS: dict[str, tuple[GuidedDecoding, Callable[[str], Any]]] = {
     "json": (GuidedDecoding(json=json.dumps(SCHEMA).encode()), is_valid),
     "regex": (GuidedDecoding(regex=PATTERN), re.compile(PATTERN).fullmatch),
     "choice": (GuidedDecoding(choice=CHOICES), CHOICES.__contains__),
     "grammar": (GuidedDecoding(grammar='root ::= "a" ("bc" | "cb"){3} "d"'), lambda t: len(t) == 8),
+    "calls": (CALLS, is_a_call),
 }
+THINKING = AnswerParsing(tools="hermes", reasoning="qwen3", in_reasoning=True)
 
 
 def guided(form: GuidedDecoding, prompt: list[int], seed: int, max_tokens: int) -> Request:
@@ -114,6 +150,34 @@ async def test_form_holds_over_an_interruption_at_any_token(
             assert is_right(text), (cut, text)
 
 
+async def test_form_begins_after_the_reasoning_also_of_the_tokens_so_far(
+    engine: RealEngine, model: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    thought = tokenizer.encode("I call one.</think>", add_special_tokens=False).ids
+    request = replace(guided(CALLS, [20, 21, 22], 3, 300), parsing=THINKING)
+    for cut in (len(thought), len(thought) + 1, len(thought) + 20):
+        taken = thought + (await continued(engine, request, thought))[: cut - len(thought)]
+        rest = await continued(engine, request, taken)
+        text = tokenizer.decode([token for token in taken + rest if token != 2])
+        assert text.startswith("I call one.</think>")
+        assert is_a_call(text.partition("</think>")[2])
+
+
+async def test_schema_that_cannot_be_compiled_is_refused(engine: RealEngine) -> None:
+    form = GuidedDecoding(json=b'{"type": "object", "properties": {"a": {"type": "nothing"}}}')
+    with pytest.raises(InvalidRequest):
+        await answer(engine, guided(form, [20, 21], 1, 50))
+    bad = calls_form(
+        [{"function": {"name": "f", "parameters": {"type": "nothing"}}}],
+        "required", is_single=True,
+    )  # fmt: skip
+    assert bad is not None
+    with pytest.raises(InvalidRequest):
+        await answer(engine, guided(bad, [20, 21], 1, 50))
+    assert await answer(engine, guided(CALLS, [20, 21], 1, 50))
+
+
 async def test_tokens_that_do_not_fit_the_form_end_their_request_alone(engine: RealEngine) -> None:
     form, _ = FORMS["regex"]
     request = guided(form, [20, 21, 22], 1, 50)
@@ -129,7 +193,17 @@ async def test_guided_answers_continue_when_their_engine_is_killed(
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rng = random.Random(5)
     try:
-        async with Fleet(model, {"victim": victim}, "doomed", tmp_path) as fleet:
+        async with (
+            Fleet(model, {"victim": victim}, "doomed", tmp_path, tool_parser="hermes") as fleet,
+            openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client,
+        ):
+            asked = asyncio.create_task(
+                client.chat.completions.create(
+                    model="doomed", messages=[{"role": "user", "content": "Hello"}], seed=1,
+                    max_tokens=400, tools=TOOLS, tool_choice="required", temperature=0.8,
+                    parallel_tool_calls=False,
+                )
+            )  # fmt: skip
             ids = [
                 await fleet.make_request(
                     [rng.randrange(16, VOCABULARY_SIZE) for _ in range(30)], 300,
@@ -146,9 +220,14 @@ async def test_guided_answers_continue_when_their_engine_is_killed(
                         await fleet.join("heir", engine)
                         os.kill(core_of(victim), signal.SIGKILL)
                     tokens += piece.token_ids
+            (choice,) = (await asked).choices
             moved = [i for i in ids if fleet.decisions.workers_of(i) == ["victim", "heir"]]
         for tokens in answers.values():
             assert is_valid(tokenizer.decode([token for token in tokens if token != 2]))
         assert moved
+        (call,) = choice.message.tool_calls or ()
+        assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+        assert is_valid(call.function.arguments)
+        assert choice.finish_reason == "tool_calls"
     finally:
         await victim.cleanup()

@@ -13,6 +13,7 @@ import msgspec
 
 from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
 from kvlane.app.engine.media_urls import refuse_media
+from kvlane.app.text.answer_forms import after_reasoning
 from kvlane.streams.codecs import unpack_tokens
 from kvlane.streams.record_base import JsonText
 from kvlane.streams.request import GuidedDecoding, Request
@@ -144,7 +145,7 @@ def _of_vllm(request: Request, dialect: ServerDialect) -> dict[str, Any]:
         body["allowed_token_ids"] = list(sampling.allowed_token_ids)
     if request.stop.max_thinking_tokens is not None:
         body["thinking_token_budget"] = request.stop.max_thinking_tokens
-    if (guided := sampling.guided_decoding) is not None:
+    if (guided := after_reasoning(sampling.guided_decoding, request.parsing)) is not None:
         body["structured_outputs"] = _structure(guided)
     if request.prompt_embeds is not None:
         body["prompt_embeds"] = request.prompt_embeds

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from importlib.metadata import version
 
 from kvlane.app.engine.interface import (
     TEXT_ONLY_UNSUPPORTED,
@@ -130,6 +131,10 @@ class SimulatedEngine(Engine):
             kv_total_blocks=self._shape.cache_blocks,
             steps=self.step_count,
         )
+
+    def versions(self) -> Mapping[str, str]:
+        """As `Engine.versions`: it has the version of kvlane."""
+        return {"simulated": version("kvlane")}
 
     async def start(self, worker_id: str) -> EngineConfig:
         log.info("simulated engine of %s: %s", worker_id, self._shape)

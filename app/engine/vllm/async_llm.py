@@ -48,6 +48,7 @@ from kvlane.app.engine.vllm.parent_death import PARENT_PID_VARIABLE
 from kvlane.app.engine.vllm.plugin import ENDPOINT_PREFIX
 from kvlane.app.engine.vllm.stats import VllmStats
 from kvlane.app.engine.vllm.versions import check_plugin, installed_version
+from kvlane.app.text.answer_forms import after_reasoning
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import token_count
 from kvlane.streams.records import EngineConfig, EngineStats, FinishReason, LogProb
@@ -360,7 +361,7 @@ class VllmEngine(Engine):
 
     async def _begin(self, request: Request, context: GenerateContext) -> AsyncGenerator[Any, None]:
         """Pass a request to vLLM. Raises InvalidRequest, and errors of vLLM."""
-        guided = request.sampling.guided_decoding
+        guided = after_reasoning(request.sampling.guided_decoding, request.parsing)
         if guided is not None and self._trials is not None:
             await self._trials.check(guided, request.tenant)
         whole = with_whole_thinking_budget(request, context)

@@ -15,6 +15,7 @@ import msgspec
 from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
 from kvlane.app.engine.media_urls import check_url
 from kvlane.app.engine.vllm.guided_resume import TAKEN_FIELD
+from kvlane.app.text.answer_forms import after_reasoning
 from kvlane.streams.codecs import unpack_tokens
 from kvlane.streams.record_base import JsonText
 from kvlane.streams.records import Phase
@@ -62,7 +63,7 @@ def sampling_params(request: Request, phase: Phase = "aggregated", taken_tokens:
         stop_token_ids=[*stop.stop_token_ids, *hidden],
         ignore_eos=stop.ignore_eos,
         logprobs=request.output.logprobs,
-        structured_outputs=_guided(sampling.guided_decoding),
+        structured_outputs=_guided(after_reasoning(sampling.guided_decoding, request.parsing)),
         thinking_token_budget=stop.max_thinking_tokens,
         extra_args=extra or None,
         detokenize=False,  # text and stop strings are handled outside the engine

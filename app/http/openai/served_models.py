@@ -7,7 +7,7 @@ routers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -39,14 +39,14 @@ class ServedModel(NamedTuple):
     """A model with a live worker. `created`: seconds since 1970 of its oldest worker's card.
 
     `card` is the model's own, if it has one; the context is the shortest of its workers;
-    `unsupported` are the features that one or more of them lack.
+    `unsupported`: the features that one or more of them lack, with an engine's name.
     """
 
     name: str
     created: int
     context_length: int | None
     card: ModelCard | None
-    unsupported: frozenset[str]
+    unsupported: Mapping[str, str]
 
 
 class ServedModels:

@@ -1,18 +1,23 @@
-"""The parsing that a chat asks for, by its tools and by the parsers of its model. Pure."""
+"""The parsing that a chat asks for, and the form of its calls, by its tools and by the parsers of
+its model. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec.json
 from msgspec.structs import replace
 
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
+from kvlane.app.preprocess.requests.grammar_cost import cost_of_json
+from kvlane.app.preprocess.requests.guided_decoding import check_cost, guided_decoding_of
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.request_models import ChatBody
+from kvlane.app.text.answer_forms import calls_form
 from kvlane.app.text.answer_parsers import begins_in_reasoning, reasoning_parser_of, tool_parser_of
 from kvlane.streams.records import ModelCard
-from kvlane.streams.request import AnswerParsing, Request
+from kvlane.streams.request import AnswerParsing, GuidedDecoding, Request
 
 
 class ModelParsers(NamedTuple):
@@ -42,10 +47,47 @@ def with_parsing(
 
     `prompts`: their texts, where they are known.
     """
+    form = _calls_form(asked, parsers)
+    if form is not None:
+        requests = [
+            replace(each, sampling=replace(each.sampling, guided_decoding=form))
+            for each in requests
+        ]
     return tuple(
         replace(request, parsing=parsing_of(asked, parsers, prompt))
         for request, prompt in zip(requests, prompts, strict=True)
     )
+
+
+def enforced_calls(request: OpenAIRequest) -> str:
+    """The field by which a chat prescribes calls, or their arguments; "" for none."""
+    body = request.body
+    if not isinstance(body, ChatBody) or request.tool_choice == "none":
+        return ""
+    if request.tool_choice != "auto":
+        return "tool_choice"
+    strict = (n for n, tool in enumerate(body.tools or ()) if tool.function.strict)
+    return next((f"tools.{n}.function.strict" for n in strict), "")
+
+
+def _calls_form(request: OpenAIRequest, parsers: ModelParsers) -> GuidedDecoding | None:
+    """The form of an answer by its enforced calls, if there are any. Raises InvalidPrompt."""
+    field = enforced_calls(request)
+    if not field:
+        return None
+    assert isinstance(request.body, ChatBody)
+    if parsers.tools != "hermes":
+        raise InvalidPrompt(
+            field, "the form of this model's calls is not known: use auto, without strict"
+        )
+    form = calls_form(
+        request.tools or (), request.tool_choice,
+        is_single=request.body.parallel_tool_calls is False,
+        content=guided_decoding_of(request.body),
+    )  # fmt: skip
+    assert form is not None
+    check_cost(field, cost_of_json(msgspec.json.decode(form.structural_tag or b"null")))
+    return form
 
 
 def parsing_of(

@@ -43,14 +43,19 @@ def guided_decoding_of(body: GenerationBody) -> GuidedDecoding | None:
         raise InvalidPrompt(field, f"its brackets are nested deeper than {MAX_GRAMMAR_DEPTH}")
     outputs = body.structured_outputs
     spaces = (outputs.whitespace_pattern if outputs else None) or body.guided_whitespace_pattern
-    if (cost := _cost(kind, value) + cost_of_pattern(spaces or "")) > MAX_COST:
+    check_cost(field, _cost(kind, value) + cost_of_pattern(spaces or ""))
+    form: dict[str, Any] = {kind: tuple(value) if kind == "choice" else encoded}
+    return GuidedDecoding(**form, backend=body.guided_decoding_backend, whitespace_pattern=spaces)
+
+
+def check_cost(field: str, cost: int) -> None:
+    """Raises InvalidPrompt for a form that costs too much (`grammar_cost.py`)."""
+    if cost > MAX_COST:
         raise InvalidPrompt(
             field,
             f"is too complex to enforce: it has {cost} states or more by estimate, of which "
             f"{MAX_COST} are allowed; use fewer alternatives, and smaller numbers of repetitions",
         )
-    form: dict[str, Any] = {kind: tuple(value) if kind == "choice" else encoded}
-    return GuidedDecoding(**form, backend=body.guided_decoding_backend, whitespace_pattern=spaces)
 
 
 def _cost(kind: str, value: Any) -> int:

@@ -331,6 +331,7 @@ class Function(BaseModel):
     name: Name
     description: str | None = None
     parameters: Object | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -36,10 +37,11 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 NAMED = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
-ALL = ("guided_decoding", "logprobs")
+STRICT = [{"type": "function", "function": {"name": "f", "strict": True}}]
+ALL = dict.fromkeys(("guided_decoding", "logprobs"), "echo")
 
 
-def refused(unsupported: tuple[str, ...] = ALL, kind: Any = "chat", **fields: Any) -> str:
+def refused(unsupported: Mapping[str, str] = ALL, kind: Any = "chat", **fields: Any) -> str:
     """The field that is refused; "" for none."""
     base = CHAT if kind == "chat" else {"model": "m", "prompt": "hi"}
     try:
@@ -50,9 +52,22 @@ def refused(unsupported: tuple[str, ...] = ALL, kind: Any = "chat", **fields: An
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_call_is_never_enforced_on_a_model_that_answers_in_text(choice: Any) -> None:
+def test_call_is_enforced_by_engines_with_guided_decoding_alone(choice: Any) -> None:
     assert refused(tools=TOOLS, tool_choice=choice) == "tool_choice"
-    assert refused((), tools=TOOLS, tool_choice=choice) == "tool_choice"
+    assert refused({}, tools=TOOLS, tool_choice=choice) == ""
+    assert refused({"answer_parsing": "vllm"}, tools=TOOLS, tool_choice=choice) == "tool_choice"
+
+
+def test_strict_arguments_are_enforced_by_engines_with_guided_decoding_alone() -> None:
+    assert refused(tools=STRICT) == "tools.0.function.strict"
+    assert refused({}, tools=STRICT) == ""
+    assert refused(tools=STRICT, tool_choice="none") == ""
+
+
+def test_refusal_names_the_engine() -> None:
+    request = read_request("chat", CHAT | {"tools": STRICT}, as_is=False)
+    with pytest.raises(InvalidPrompt, match="engine echo"):
+        check_supported(request, ALL)
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
@@ -72,7 +87,7 @@ def test_tools_that_need_not_be_called_are_rendered(choice: Any) -> None:
 )
 def test_form_of_an_answer(field: str, fields: dict[str, Any]) -> None:
     assert refused(**fields) == field
-    assert refused(("logprobs",), **fields) == ""
+    assert refused({"logprobs": "echo"}, **fields) == ""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +101,7 @@ def test_form_of_an_answer(field: str, fields: dict[str, Any]) -> None:
 )
 def test_log_probabilities(kind: str, fields: dict[str, Any]) -> None:
     assert refused(kind=kind, **fields) == next(iter(fields))
-    assert refused(("guided_decoding",), kind, **fields) == ""
+    assert refused({"guided_decoding": "echo"}, kind, **fields) == ""
 
 
 def test_request_without_such_options_is_accepted() -> None:
@@ -122,10 +137,10 @@ def test_one_worker_of_the_model_that_lacks_a_feature_is_enough() -> None:
         for epoch, (name, config) in enumerate([("a", EngineConfig(model="m")), ("b", config)])
     ]
     fleet.apply(Partition(REGISTRY, 0), [LogRecord(n, 0, card) for n, card in enumerate(cards)], 2)
-    assert unsupported_features(fleet, "m") == {"logprobs"}
-    assert unsupported_features(fleet, "n") == frozenset()
+    assert unsupported_features(fleet, "m") == {"logprobs": "of worker b"}
+    assert unsupported_features(fleet, "n") == {}
     fleet.apply(Partition(REGISTRY, 0), [LogRecord(2, 0, Tombstone(key="worker/b", epoch=1))], 3)
-    assert unsupported_features(fleet, "m") == frozenset()
+    assert unsupported_features(fleet, "m") == {}
 
 
 def test_answer_stays_text_while_a_worker_cannot_parse_it() -> None:
