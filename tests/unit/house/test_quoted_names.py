@@ -56,8 +56,9 @@ EXAMPLES = {
 """Modules with an example in a docstring, and the names that their readers supply."""
 
 
-def tokens(file: Path) -> Iterator[tokenize.TokenInfo]:
-    yield from tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+@cache
+def tokens(file: Path) -> tuple[tokenize.TokenInfo, ...]:
+    return tuple(tokenize.generate_tokens(io.StringIO(file.read_text()).readline))
 
 
 def is_prose(token: tokenize.TokenInfo) -> bool:
@@ -124,23 +125,26 @@ def test_every_foreign_name_is_in_use() -> None:
 
 
 @cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(file.read_text())))
 
 
-def docstrings(file: Path) -> Iterator[ast.Constant]:
+@cache
+def docstrings(file: Path) -> tuple[ast.Constant, ...]:
     """The strings that stand alone: docstrings, and those below a constant or a field."""
-    for node in ast.walk(tree(file)):
+    found = []
+    for node in nodes(file):
         match node:
             case ast.Expr(value=ast.Constant(value=str()) as text):
-                yield text
+                found.append(text)
+    return tuple(found)
 
 
 @cache
 def names_of(file: Path) -> frozenset[str]:
     """The names in the code of a module, and the words in its strings."""
     prose = {id(node) for node in docstrings(file)}
-    code = (node for node in ast.walk(tree(file)) if id(node) not in prose)
+    code = (node for node in nodes(file) if id(node) not in prose)
     return frozenset(name for node in code for name in _names(node))
 
 
@@ -153,7 +157,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def imported_files(file: Path) -> Iterator[Path]:
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom) and node.module:
             for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
                 path = ROOT.joinpath(*name.split(".")).with_suffix(".py")

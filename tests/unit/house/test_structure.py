@@ -32,21 +32,29 @@ def trees() -> dict[Path, ast.Module]:
     return {file: ast.parse(file.read_text()) for file in FILES}
 
 
+@cache
 def module_of(file: Path) -> str:
     name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     return name if name.startswith("workbench") else f"kvlane.{name}"
 
 
-def imported(file: Path) -> Iterator[str]:
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(map(module_of, FILES))
+
+
+@cache
+def imported(file: Path) -> frozenset[str]:
     """Every module that a file imports, at its top or late; those for type checking count too."""
-    known = {module_of(f) for f in FILES}
+    found: set[str] = set()
     for node in ast.walk(trees()[file]):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                yield name if name in known else node.module
+                found.add(name if name in modules() else node.module)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
+    return frozenset(found)
 
 
 def types_of(tree: ast.Module) -> Iterator[str]:
@@ -66,11 +74,8 @@ def shared(names: dict[str, list[str]], reasons: dict[str, str]) -> dict[str, li
 
 
 def test_imports_have_no_cycle() -> None:
-    known = {module_of(file) for file in FILES}
     graph = {
-        module_of(file): {name for name in imported(file) if name in known}
-        for file in FILES
-        if file.name != "__init__.py"
+        module_of(file): imported(file) & modules() for file in FILES if file.name != "__init__.py"
     }
     try:
         order = list(TopologicalSorter(graph).static_order())
