@@ -20,9 +20,9 @@ from kvlane.app.http.batches.files_endpoint import FilesEndpoint
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
-from kvlane.app.http.openai.openapi import openapi_of
 from kvlane.app.http.openai.served_models import ServedModel
 from kvlane.app.http.openai.stream_resume import StreamResume
+from kvlane.app.http.openapi import openapi_of
 from kvlane.app.http.server.authentication import Authentication
 from kvlane.app.http.server.middleware import RequestIdMiddleware
 from kvlane.app.http.server.origin_guard import OriginGuard
