@@ -1,4 +1,5 @@
-"""Errors in the form of the OpenAI API: a status, and a body that names the field.
+"""Errors in the form of the OpenAI API, or of Anthropic's on its paths: a status, and a body that
+names the field.
 
 The one map of codes of the log and errors of `streams` to HTTP. Of the client's data, a message
 repeats only the model's name, shortened: the rest may be private, and long.
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvlane.app.preprocess.prompt_errors import (
     BadModel,
@@ -45,6 +47,17 @@ _TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
     OVERLOADED: "overloaded_error",
 }
+_MESSAGE_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+"""Types of errors of Anthropic's API that have their own status."""
+MESSAGES_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -79,12 +92,41 @@ class ApiError(Exception):
         """The body of the response, as JSON; it is an event's data as well."""
         return msgspec.json.encode({"error": self.fields()})
 
+    def message_body(self) -> bytes:
+        """The same in the form of Anthropic's API."""
+        is_own = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        general = "api_error" if is_own else "invalid_request_error"
+        error = {"type": _MESSAGE_TYPES.get(self.status, general), "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error})
+
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """The HTTP response. Retry-After is rounded up to whole seconds."""
         sent_headers = dict(headers or {})
         if self.retry_after_s is not None:
             sent_headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        return Response(self.body(), self.status, sent_headers, media_type="application/json")
+        return _ErrorResponse(self, sent_headers)
+
+
+class _ErrorResponse(Response):
+    """An error in the form of the endpoint that was called."""
+
+    def __init__(self, error: ApiError, headers: Mapping[str, str]) -> None:
+        super().__init__(error.body(), error.status, headers, media_type="application/json")
+        self._error = error
+        self._sent_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_messages_path(scope.get("path", "")):
+            await super().__call__(scope, receive, send)
+            return
+        body, status = self._error.message_body(), self._error.status
+        other = Response(body, status, self._sent_headers, media_type="application/json")
+        await other(scope, receive, send)
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether it is an endpoint of Anthropic's API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def _general_type(status: int) -> str:

@@ -1,4 +1,4 @@
-"""HTTP routes and health of a gateway. Every error is sent in OpenAI's form."""
+"""HTTP routes and health of a gateway. Every error is sent in the form of its endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from kvlane.app.http.api_errors import ApiError, error_of_prompt, error_of_stream
+from kvlane.app.http.anthropic.messages_endpoint import MessagesEndpoint
+from kvlane.app.http.api_errors import MESSAGES_PATH, ApiError, error_of_prompt, error_of_stream
 from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
 from kvlane.app.http.openai.active_streams import ActiveStreams
@@ -22,7 +23,7 @@ from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ServedModel
 from kvlane.app.http.openai.stream_resume import StreamResume
-from kvlane.app.http.openapi import openapi_of
+from kvlane.app.http.openapi import ITEM_FORMS, openapi_of
 from kvlane.app.http.server.authentication import Authentication
 from kvlane.app.http.server.middleware import RequestIdMiddleware
 from kvlane.app.http.server.origin_guard import OriginGuard
@@ -68,14 +69,18 @@ class GatewayHealth:
 
 _NOT_OFFERED = (
     "assistants", "audio", "containers", "conversations", "edits", "engines", "evals",
-    "fine_tuning", "images", "messages", "moderations", "realtime", "responses", "threads",
-    "uploads", "vector_stores", "videos",
+    "fine_tuning", "images", "moderations", "realtime", "responses", "threads", "uploads",
+     "vector_stores", "videos",
 )  # fmt: skip
 """The first segments behind /v1 of the other endpoints that client libraries of OpenAI call."""
-_OFFERED = ("chat/completions", "completions", "embeddings", "models", "files", "batches")
+_OFFERED = (
+    "chat/completions", "completions", "embeddings", "messages", "messages/count_tokens", "models",
+    "files", "batches",
+)  # fmt: skip
 _BELOW = {
     "files": "/v1/files, /v1/files/FILE_ID and /v1/files/FILE_ID/content",
     "batches": "/v1/batches, /v1/batches/BATCH_ID and /v1/batches/BATCH_ID/cancel",
+    "messages": "/v1/messages and /v1/messages/count_tokens",
 }
 """The URLs of the endpoints that have several."""
 
@@ -86,12 +91,12 @@ def unknown_url(path: str) -> ApiError:
     short = "/".join(segment for segment in segments if segment != "v1")
     name = short.partition("/")[0] if "v1" in segments else ""
     message = "there is no such URL; GET /openapi.json lists those that there are"
-    if offered := next((each for each in _OFFERED if f"/{short}".endswith(f"/{each}")), ""):
+    if name in _BELOW and "/" in short:
+        message = f"there is no such URL; there are {_BELOW[name]}"
+    elif offered := next((each for each in _OFFERED if f"/{short}".endswith(f"/{each}")), ""):
         message = f"there is no such URL; use /v1/{offered}"
     elif name in _NOT_OFFERED:
         message = f"/v1/{name} is not offered; use /v1/chat/completions"
-    elif name in _BELOW:
-        message = f"there is no such URL; there are {_BELOW[name]}"
     return ApiError(HTTPStatus.NOT_FOUND, message, code="unknown_url")
 
 
@@ -102,12 +107,20 @@ _BATCH = "/v1/batches/{batch_id}"
 
 def build_app(parts: GatewayDeps) -> FastAPI:
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
-    generation, attachment, plain = Completions(parts), StreamResume(parts), ModelsEndpoint(parts)
+    generation, plain = Completions(parts), ModelsEndpoint(parts)
+    messages, attachment = MessagesEndpoint(generation), StreamResume(parts, ITEM_FORMS)
     files, batches, probes = FilesEndpoint(parts), BatchesEndpoint(parts), parts.probes
     for method, path, handler, meaning in (
         ("POST", "/v1/chat/completions", generation.create_chat_completion, "Answer a chat"),
         ("POST", "/v1/completions", generation.create_completion, "Complete a text"),
         ("POST", "/v1/embeddings", generation.create_embeddings, "Embed texts"),
+        ("POST", MESSAGES_PATH, messages.create, "Answer a chat, as Anthropic's API does"),
+        (
+            "POST",
+            f"{MESSAGES_PATH}/count_tokens",
+            messages.count_tokens,
+            "The number of tokens of a chat",
+        ),
         ("GET", _STREAM, attachment.resume, "Go on with a stream: from, form, stream"),
         ("DELETE", _STREAM, attachment.cancel, "End a stream"),
         ("GET", "/v1/models", plain.models, "The models that are served"),
@@ -144,7 +157,7 @@ def build_app(parts: GatewayDeps) -> FastAPI:
 
 
 def answer_errors(api: FastAPI) -> None:
-    """Send every error of an application in OpenAI's form."""
+    """Send every error of an application in the form of its endpoint."""
     api.add_exception_handler(ApiError, _api_error)
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(ClientDisconnect, _left)

@@ -15,8 +15,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from kvlane.app.http.anthropic.message_events import MessageEncoder
+from kvlane.app.http.anthropic.message_requests import CountBody, MessagesBody
+from kvlane.app.http.api_errors import is_messages_path
 from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.http.openai.response_writer import EncoderFactory
 from kvlane.app.preprocess.requests.request_models import (
     MAX_INPUTS,
     MAX_STOP_CHARS,
@@ -33,10 +37,15 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
 }
+ITEM_FORMS: dict[str, EncoderFactory] = {"message": MessageEncoder}
+"""Encoders by the form in which a stream may be resumed, beside those of OpenAI's events."""
 _ABOUT = (
-    "OpenAI's API for models behind kvlane. Unknown fields of bodies are ignored. Bodies for "
-    "models of an attached server go there as they came, and may have more than is described here."
+    "OpenAI's API, and Anthropic's of messages, for models behind kvlane. Unknown fields of bodies "
+    "are ignored. Bodies for models of an attached server go there as they came, and may have more "
+    "than is described here."
 )
 
 # --- bodies ---------------------------------------------------------------------------------------
@@ -64,6 +73,10 @@ def _nullable(*schemas: JsonObject) -> JsonObject:
     return {"anyOf": [*schemas, _NULL]}
 
 
+def _text_or_list(part: JsonObject) -> JsonObject:
+    return _nullable({"type": "string"}, {"type": "array", "items": part})
+
+
 _STOP: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _FORM = _nullable({"type": "object"}, {"type": "string"})
 _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
@@ -85,11 +98,16 @@ _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
     "CompletionBody": {"prompt": _texts({"type": "string"})},
     "EmbeddingBody": {"input": _texts({"type": "string", "minLength": 1})},
     "Message": {
-        "content": _nullable(
-            {"type": "string"},
-            {"type": "array", "items": {"$ref": _REF.format(model="TextPart")}},
-        )
+        "content": _text_or_list({"$ref": _REF.format(model="TextPart")})
     },
+    "MessageTurn": {
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
+        },
+    },
+    "ToolResultBlock": {"content": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
+    "MessagesBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
+    "CountBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "NvExt": {
         "backend_instance_id": _nullable(_WORKER),
         "prefill_worker_id": _nullable(_WORKER),
@@ -124,6 +142,18 @@ _ERROR: JsonObject = {
         }
     },
 }
+_MESSAGE_ERROR: JsonObject = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 _USAGE: JsonObject = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
@@ -149,6 +179,23 @@ _COMPLETION = _listing("text_completion", **_HEAD)
 _EMBEDDINGS = _listing(
     "list", data={"type": "array", "items": {"type": "object"}}, model=_STRING, usage={}
 )
+_MESSAGE: JsonObject = {
+    "type": "object",
+    "required": ["id", "type", "role", "model", "content", "stop_reason", "usage"],
+    "properties": {
+        "id": _STRING,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": _STRING,
+        "content": {"type": "array", "items": {"type": "object", "required": ["type"]}},
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]},
+        "stop_sequence": {"type": ["string", "null"]},
+        "usage": {"type": "object", "required": ["input_tokens", "output_tokens"]},
+    },
+}
+_COUNTED: JsonObject = {
+    "type": "object", "required": ["input_tokens"], "properties": {"input_tokens": _COUNT},
+}  # fmt: skip
 _MODELS = _listing("list", data={"type": "array", "items": _MODEL})
 _EVENTS: JsonObject = {
     "text/event-stream": {
@@ -206,7 +253,9 @@ _ATTACHING = [
     _ID,
     _parameter("Last-Event-ID", "header", "Position of the last event received", _POSITION),
     _parameter("from", "query", "The same, where headers cannot be set", _POSITION),
-    _parameter("form", "query", "Form of the answer", {"enum": list(get_args(EndpointKind))}),
+    _parameter(
+        "form", "query", "Form of the answer", {"enum": [*get_args(EndpointKind), *ITEM_FORMS]}
+    ),
     _parameter("stream", "query", "false: the whole answer at its end", _SWITCH),
     _parameter("include_usage", "query", "Whether token counts come at the end", _SWITCH),
 ]
@@ -326,7 +375,12 @@ _BATCH_OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
 
 _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
     **_BATCH_OPERATIONS,
-    **_BATCH_OPERATIONS,
+    ("/v1/messages", "post"): {
+        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_MESSAGE) | _EVENTS)},
+    },
+    ("/v1/messages/count_tokens", "post"): {
+        "parameters": [], "responses": {"200": ("The number of tokens", _json(_COUNTED))},
+    },
     ("/v1/chat/completions", "post"): {
         "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_CHAT) | _EVENTS)},
     },
@@ -341,7 +395,7 @@ _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
         "responses": {
             "200": (
                 "The rest of the stream, behind the position",
-                _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS]}) | _EVENTS,
+                _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS, _MESSAGE]}) | _EVENTS,
             )
         },
     },
@@ -384,13 +438,18 @@ def _describe(api: FastAPI) -> JsonObject:
         [(body, "validation") for body in _BODIES.values()], ref_template=_REF
     )
     schema["components"] = {
-        "schemas": _widened(definitions["$defs"]) | {"Error": _ERROR},
-        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        "schemas": _widened(definitions["$defs"])
+        | {"Error": _ERROR, "MessageError": _MESSAGE_ERROR},
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer"},
+            "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        },
     }
-    schema["security"] = [{"key": []}, {}]
+    schema["security"] = [{"key": []}, {"api_key": []}, {}]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            _complete(operation, _OPERATIONS[path, method], has_body=method == "post")
+            error = "MessageError" if is_messages_path(path) else "Error"
+            _complete(operation, _OPERATIONS[path, method], error, has_body=method == "post")
     for path, content in (("/v1/files", _UPLOAD), ("/v1/batches", _NEW_BATCH)):
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, body in _BODIES.items():
@@ -412,11 +471,11 @@ def _widened(definitions: JsonObject) -> JsonObject:
     return definitions
 
 
-def _complete(operation: JsonObject, known: JsonObject, *, has_body: bool) -> None:
+def _complete(operation: JsonObject, known: JsonObject, error: str, *, has_body: bool) -> None:
     """Add the parameters and the answers of an operation."""
     if "parameters" in known:
         operation["parameters"] = known["parameters"]
-    content = _json({"$ref": _REF.format(model="Error")})
+    content = _json({"$ref": _REF.format(model=error)})
     failures = _FAILURES if has_body else {code: _FAILURES[code] for code in _REFUSALS}
     responses = {code: (about, content) for code, about in failures.items()} | known["responses"]
     responses["default"] = ("An error", content)

@@ -65,7 +65,8 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
         {}, {"authorization": ""}, {"authorization": "Bearer"}, {"authorization": good},
         {"authorization": f"Basic {good}"}, auth_headers(good + "x"), auth_headers(revoked),
         auth_headers(expired),
-        {"x-api-key": good}, {"authorization": f"Bearer kvl_{'0' * 12}_{'A' * 43}"},
+        {"x-api-key": "kvl_no"}, {"x-api-key": good, "authorization": "Bearer"},
+        {"authorization": f"Bearer kvl_{'0' * 12}_{'A' * 43}"},
     )  # fmt: skip
     harness = await GatewayHarness.with_card(world, **keys.settings)
     for headers in wrong:
@@ -80,8 +81,10 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
             assert answer.headers["www-authenticate"] == "Bearer"
     for path in ("/livez", "/readyz"):
         assert (await harness.send("GET", path).wait_done()).status == 200
-    for scheme in ("Bearer", "bearer"):
-        headers = {"authorization": f"{scheme} {good}"}
+    for headers in (
+        {"authorization": f"Bearer {good}"}, {"authorization": f"bearer {good}"},
+        {"x-api-key": good},
+    ):  # fmt: skip
         assert (await harness.send("GET", "/v1/models", headers=headers).wait_done()).status == 200
 
 

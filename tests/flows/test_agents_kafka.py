@@ -9,6 +9,7 @@ import sys
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 
@@ -52,6 +53,30 @@ async def streamed(client: openai.AsyncOpenAI, called: asyncio.Event) -> dict[st
             texts["arguments"] += call.function.arguments or ""
             called.set()
     return texts
+
+
+async def streamed_message(
+    client: anthropic.AsyncAnthropic, called: asyncio.Event
+) -> dict[str, str]:
+    """The same of a message of Anthropic's API."""
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    kinds, arguments = list[str](), ""
+    async with client.messages.stream(
+        model="demo", max_tokens=500, messages=[{"role": "user", "content": QUESTION}], tools=tools
+    ) as stream:  # type: ignore[arg-type]
+        async for event in stream:
+            if event.type == "content_block_start":
+                kinds.append(event.content_block.type)
+            elif event.type == "input_json":
+                arguments += event.partial_json
+                called.set()
+        message = await stream.get_final_message()
+    assert kinds == ["thinking", "text", "tool_use"]
+    thinking, text, call = message.content
+    return {
+        "content": text.text, "reasoning": thinking.thinking, "id": call.id, "name": call.name,
+        "arguments": arguments, "reason": message.stop_reason.replace("use", "calls"),
+    }  # fmt: skip
 
 
 async def ledger_of(log: KafkaLog) -> list[AnyRecord]:
@@ -105,12 +130,19 @@ async def test_killed_worker_repeats_and_loses_no_part_of_a_call(
                 parts.push_async_callback(started[-1].stop)
             client = openai.AsyncOpenAI(base_url=f"{started[1].url}/v1", api_key="-", max_retries=0)
             parts.push_async_callback(client.close)
+            claude = anthropic.AsyncAnthropic(base_url=started[1].url, api_key="-", max_retries=0)
+            parts.push_async_callback(claude.close)
             clock = SystemClock()
             async with asyncio.timeout(WAIT_S):
                 while not (await client.models.list()).data:
                     await clock.sleep(0.1)
             called = [asyncio.Event() for _ in range(STREAMS)]
-            answers = [asyncio.create_task(streamed(client, event)) for event in called]
+            answers = [
+                asyncio.create_task(
+                    streamed(client, event) if place % 2 else streamed_message(claude, event)
+                )
+                for place, event in enumerate(called)
+            ]
             async with asyncio.timeout(WAIT_S):
                 await asyncio.gather(*(event.wait() for event in called))
             victim = next(r.worker for r in await ledger_of(log) if isinstance(r, Started))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -13,12 +13,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvlane.app.http.api_errors import ApiError, invalid_request
-from kvlane.app.http.openai.event_encoder import ResponseOptions
+from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.merged_replies import publish_and_read
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter
 from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
@@ -42,6 +42,25 @@ DETACH_HEADER = "x-kvlane-detach"
 """Header: with the value true, a request continues after its client disconnects."""
 
 
+class ReadBody(NamedTuple):
+    """The fields of a body in OpenAI's form, and the encoder for the form of its answer."""
+
+    fields: dict[str, Any]
+    encoder: EncoderFactory = EventEncoder
+
+
+BodyReader = Callable[[dict[str, Any]], ReadBody]
+
+
+class PreparedBody(NamedTuple):
+    """A checked body and its requests, without ids."""
+
+    parsed: OpenAIRequest | PassthroughRequest
+    prompts: PreparedPrompts
+    model: Model
+    encoder: EncoderFactory
+
+
 class Completions:
     """Handlers of the generation endpoints."""
 
@@ -50,36 +69,42 @@ class Completions:
         self._bodies = BodyLimiter(parts.settings.http_max_body_bytes)
 
     async def create_chat_completion(self, request: HttpRequest) -> Response:
-        return await self._answer("chat", request)
+        return await self.answer("chat", request)
 
     async def create_completion(self, request: HttpRequest) -> Response:
-        return await self._answer("completion", request)
+        return await self.answer("completion", request)
 
     async def create_embeddings(self, request: HttpRequest) -> Response:
         """Embed texts."""
-        return await self._answer("embedding", request)
+        return await self.answer("embedding", request)
 
-    async def _answer(self, kind: EndpointKind, request: HttpRequest) -> Response:
-        """Raises ApiError and PreprocessError."""
+    async def answer(
+        self, kind: EndpointKind, request: HttpRequest, read: BodyReader = ReadBody
+    ) -> Response:
+        """Answer a request. `kind`: that of its body once it is read.
+
+        Raises ApiError and PreprocessError.
+        """
         received = spans.valid_traceparent(request.headers.get(spans.TRACEPARENT))
         span = spans.start_first_span("gateway.request", received, SpanKind.SERVER)
         try:
-            return await self._response(kind, request, span, spans.traceparent_of(span, received))
+            traceparent = spans.traceparent_of(span, received)
+            return await self._response(kind, request, read, span, traceparent)
         except BaseException as e:
             status = e.status if isinstance(e, ApiError) else 0
             spans.set_error(span, type(e).__name__, is_server_error=status >= 500)
             span.end()
             raise
 
-    async def _response(
-        self, kind: EndpointKind, request: HttpRequest, span: Span, traceparent: str
-    ) -> Response:
-        parts = self._parts
-        began_at = parts.ctx.clock.now()
-        caller = caller_of(request)
+    async def prepare(
+        self, kind: EndpointKind, request: HttpRequest, read: BodyReader
+    ) -> PreparedBody:
+        """The body of a request, checked and tokenised. Raises ApiError and PreprocessError."""
+        parts, caller = self._parts, caller_of(request)
         caller.count_request()
         async with self._bodies.read(request) as body:
             fields, values = await run_cooperatively(parse_body(body))
+            fields, encoder = read(fields)
             as_is = parts.served_models.kind(fields.get("model")) != "tokens"
             parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
             model = await parts.catalog.model(kind, parsed.model)
@@ -88,9 +113,20 @@ class Completions:
             if values:  # a large body, which was parsed in steps
                 await asyncio.sleep(0)
             prepared = await prepare(parsed, model, caller.cache_tenant)
-            prepared = prepared._replace(
-                requests=with_supported_parsing(prepared.requests, unsupported)
-            )
+            requests = with_supported_parsing(prepared.requests, unsupported)
+        return PreparedBody(parsed, prepared._replace(requests=requests), model, encoder)
+
+    async def _response(
+        self,
+        kind: EndpointKind,
+        request: HttpRequest,
+        read: BodyReader,
+        span: Span,
+        traceparent: str,
+    ) -> Response:
+        parts, caller = self._parts, caller_of(request)
+        began_at = parts.ctx.clock.now()
+        parsed, prepared, model, encoder = await self.prepare(kind, request, read)
         answers = len(prepared.requests) * parsed.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid_request(
@@ -123,6 +159,7 @@ class Completions:
             parts.settings.deadline_s + DEADLINE_MARGIN_S,
             began_at,
             span,
+            encoder=encoder,
         )
 
     def _choices(

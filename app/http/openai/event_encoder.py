@@ -8,15 +8,15 @@ response and the reader of the log both use it, one at a time
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvlane.app.http.api_errors import error_of_piece, invalid_request
+from kvlane.app.http.api_errors import ApiError, error_of_piece, invalid_request
 from kvlane.app.http.openai import openai_responses
 from kvlane.app.http.openai.merged_replies import ReplyPiece
 from kvlane.app.http.openai.openai_responses import Choice, ChunkEncoder, ResponseHeader
-from kvlane.app.http.openai.passthrough_fields import split_chunk
+from kvlane.app.http.openai.passthrough_fields import JsonObject, split_chunk
 from kvlane.app.metrics.gateway_metrics import TokenTimes
 from kvlane.streams.records import Chunk
 
@@ -59,8 +59,39 @@ class ResponseOptions(NamedTuple):
     interval: int = 1
 
 
+class AnswerEncoder(Protocol):
+    """The events and the whole of one response, in the form of its endpoint."""
+
+    keep_alive: bytes
+    """Sent in pauses."""
+
+    def add(self, index: int, piece: ReplyPiece) -> None:
+        """Add a piece to its choice. Raises ApiError for a failed piece."""
+
+    def encode(self, index: int, piece: ReplyPiece) -> bytes:
+        """The events for a piece, possibly none. Raises ApiError for a failed piece, which is the
+        last."""
+
+    def encode_held(self) -> bytes:
+        """The events for text that waits for an interval to be complete, possibly none."""
+
+    def encode_ending(self) -> bytes:
+        """The events after the last piece."""
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """The events after a failure."""
+
+    def whole(self) -> JsonObject:
+        """The complete response as one object; all pieces were added."""
+
+    def resume_queries(self) -> list[str]:
+        """For each answer, the query that resumes it after the events so far."""
+
+
 class EventEncoder:
-    """The answers of one response, and the events for their pieces."""
+    """The answers of one response in OpenAI's form: an `AnswerEncoder`."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self, options: ResponseOptions, choices: Sequence[Choice], paces: Sequence[TokenTimes]
@@ -89,8 +120,7 @@ class EventEncoder:
         self._paces[index].on_tokens(choice.timed_tokens)
 
     def encode(self, index: int, piece: ReplyPiece) -> bytes:
-        """The events for a piece, possibly none. Raises ApiError for a failed piece, which is the
-        last."""
+        """As `AnswerEncoder.encode`."""
         choice = self.choices[index]
         if not (
             choice.has_started
@@ -110,7 +140,7 @@ class EventEncoder:
         return self._encode_text(index, text) if text else b""
 
     def encode_held(self) -> bytes:
-        """The events for text that waits for an interval to be complete, possibly none."""
+        """As `AnswerEncoder.encode_held`."""
         events = b""
         for index, held in enumerate(self._held):
             if text := held.take():
@@ -118,7 +148,7 @@ class EventEncoder:
         return events
 
     def encode_ending(self) -> bytes:
-        """The events after the last piece."""
+        """As `AnswerEncoder.encode_ending`."""
         options = self._options
         if not options.include_usage:
             return DONE
@@ -126,6 +156,20 @@ class EventEncoder:
         if total is None:
             return DONE
         return encode_event(msgspec.json.encode(total)) + DONE
+
+    def encode_failure(self, failure: ApiError) -> bytes:
+        """As `AnswerEncoder.encode_failure`."""
+        return encode_error(failure.body()) + DONE
+
+    def whole(self) -> JsonObject:
+        """As `AnswerEncoder.whole`."""
+        return openai_responses.full_response(self.header, self.choices, self._options.n)
+
+    def resume_queries(self) -> list[str]:
+        """As `AnswerEncoder.resume_queries`."""
+        kind = self.header.kind
+        form = "" if kind == "chat" else f"&form={kind}"
+        return [f"from={choice.position}{form}" for choice in self.choices]
 
     def _set_header(self, header: ResponseHeader) -> None:
         """Set the fields of later objects: a resuming client does not name the model."""

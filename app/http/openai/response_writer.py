@@ -1,8 +1,8 @@
 """HTTP responses of completions: server-sent events while tokens arrive, or one JSON object.
 
 The first piece decides the status. A failure before it has its own status, a later one is an error
-event in OpenAI's form: a stream never ends without an event. Comments are sent during pauses, so
-that proxies do not close the connection.
+event in the form of its endpoint: a stream never ends without an event. Comments are sent during
+pauses, so that proxies do not close the connection.
 
     reader of the log ──piece──► sink: event ──► socket            while the task waits, and
                          └─────► task: events ──► ASGI ──► socket  if the sink leaves the piece
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
@@ -31,14 +31,11 @@ from kvlane.app.http.api_errors import (
     error_of_stream,
     gateway_stopping,
 )
-from kvlane.app.http.openai import openai_responses
 from kvlane.app.http.openai.event_encoder import (
-    DONE,
-    KEEP_ALIVE,
     MEDIA_TYPE,
+    AnswerEncoder,
     EventEncoder,
     ResponseOptions,
-    encode_error,
 )
 from kvlane.app.http.openai.merged_replies import MergedReplies, ReplyPiece, is_last
 from kvlane.app.http.openai.openai_responses import Choice
@@ -66,6 +63,8 @@ _EVENTS = [
     (b"x-accel-buffering", b"no"),  # proxies of nginx's kind would collect events
 ]
 
+EncoderFactory = Callable[[ResponseOptions, Sequence[Choice], Sequence[TokenTimes]], AnswerEncoder]
+
 
 class CompletionResponse(Response):
     """Streams completions to one client; releases `joining` when the client disconnects."""
@@ -80,10 +79,12 @@ class CompletionResponse(Response):
         within_s: float,
         began_at: float,
         span: Span = NO_SPAN,
+        *,
+        encoder: EncoderFactory = EventEncoder,
     ) -> None:
         """`within_s`: time limit of the response; `began_at`: arrival of the request.
 
-        `span`: ends with the response.
+        `span`: ends with the response. `encoder`: that of the form of the endpoint.
         """
         super().__init__()
         self._span = span
@@ -95,7 +96,7 @@ class CompletionResponse(Response):
         self._within_s = within_s
         self._until = clock.now() + within_s
         self._paces = [TokenTimes(clock, began_at) for _ in choices]
-        self._events = EventEncoder(options, choices, self._paces)
+        self._events = encoder(options, choices, self._paces)
         self._writer: BodyWriter | None = None
         self._outcome = "left"
         """The outcome of an answer without a finish reason."""
@@ -142,8 +143,7 @@ class CompletionResponse(Response):
                 index, pieces = await self._take(replies, self._left_s)
                 for piece in pieces:
                     self._events.add(index, piece)
-        whole = openai_responses.full_response(self._events.header, self._choices, self._options.n)
-        body = msgspec.json.encode(whole)
+        body = msgspec.json.encode(self._events.whole())
         await self._start(send, [*_JSON, (b"content-length", b"%d" % len(body))])
         await self._send(send, body, more=False)
 
@@ -169,10 +169,9 @@ class CompletionResponse(Response):
         if failure is None:
             events = self._events.encode_held() + self._events.encode_ending()
         elif begun:
-            error = encode_error(failure.body())
             self._outcome = failure.code
             set_error(self._span, failure.code, is_server_error=failure.status >= 500)
-            events = self._events.encode_held() + error + DONE
+            events = self._events.encode_held() + self._events.encode_failure(failure)
         else:
             raise failure
         if not begun:
@@ -192,7 +191,9 @@ class CompletionResponse(Response):
 
     def _fill_silence(self, since: float) -> bytes:
         """Bytes to send when a wait timed out; nothing if the sink has sent events."""
-        return b"" if self._sent_at > since else self._events.encode_held() or KEEP_ALIVE
+        return (
+            b"" if self._sent_at > since else self._events.encode_held() or self._events.keep_alive
+        )
 
     def _push(self, piece: ReplyPiece) -> bool:
         """Write the event of a piece to the socket, as the sink of a stream with one choice.
@@ -230,8 +231,10 @@ class CompletionResponse(Response):
         elif isinstance(error, LogClosed) and self._options.stream:
             replies.detached = True  # the client can resume at another gateway
             ways = (
-                f"GET /v1/streams/{stream_id}?from={choice.position}"
-                for stream_id, choice in zip(self._options.ids, self._choices, strict=True)
+                f"GET /v1/streams/{stream_id}?{query}"
+                for stream_id, query in zip(
+                    self._options.ids, self._events.resume_queries(), strict=True
+                )
             )
             return gateway_stopping(
                 f"this gateway is stopping; another one continues the stream: {', '.join(ways)}"

@@ -7,8 +7,9 @@ response, since the log of an answer does not hold the kind of its request.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import get_args
+from typing import NamedTuple, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -16,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvlane.app.http.api_errors import invalid_request
-from kvlane.app.http.openai.event_encoder import ResponseOptions
+from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.merged_replies import resume_reply
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
-from kvlane.app.http.openai.response_writer import CompletionResponse
+from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import caller_of
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.records import MAX_ID_CHARS
@@ -29,15 +30,28 @@ from kvlane.streams.responses.reply_reader import may_begin
 UNDATED_START_S = 5.0
 """Time within which a request must start whose id has no timestamp."""
 
-_FORMS: dict[str, EndpointKind] = {kind: kind for kind in get_args(EndpointKind)}
+
+class ResumedForm(NamedTuple):
+    """The form of a resumed answer. `counts_tokens`: its positions are those of the log."""
+
+    kind: EndpointKind
+    encoder: EncoderFactory = EventEncoder
+    counts_tokens: bool = True
+
+
 _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
 class StreamResume:
     """Handlers of `/v1/streams/{id}`."""
 
-    def __init__(self, parts: GatewayDeps) -> None:
+    def __init__(self, parts: GatewayDeps, item_forms: Mapping[str, EncoderFactory]) -> None:
+        """`item_forms`: encoders of the forms whose positions are not those of the log."""
         self._parts = parts
+        self._forms = {kind: ResumedForm(kind) for kind in get_args(EndpointKind)} | {
+            name: ResumedForm("chat", encoder, counts_tokens=False)
+            for name, encoder in item_forms.items()
+        }
 
     async def resume(self, request: Request) -> Response:
         """Send a stream from a position on. Raises ApiError.
@@ -59,8 +73,9 @@ class StreamResume:
         created_ms = parts.ctx.clock.wall_ms() if issued is None else issued
         choice = Choice(keep=not (stream := _switch(request, "stream", default=True)))
         choice.has_started = begun = from_token > 0
+        form = self._form(request)
         options = ResponseOptions(
-            header=ResponseHeader(_form(request), request_id, "", created_ms // 1000),
+            header=ResponseHeader(form.kind, request_id, "", created_ms // 1000),
             ids=[quote(request_id, safe="")],  # it may hold any character, a line break too
             stream=stream,
             include_usage=_switch(request, "include_usage", default=False),
@@ -71,12 +86,19 @@ class StreamResume:
             parts.streams,
             request_id,
             begun=begun,
-            after=from_token if stream else 0,
+            after=from_token if stream and form.counts_tokens else 0,
             may_begin_s=may_begin_s,
         )
         clock = parts.ctx.clock
         return CompletionResponse(
-            options, [choice], joining, clock, parts.metrics, lifetime_s, clock.now()
+            options,
+            [choice],
+            joining,
+            clock,
+            parts.metrics,
+            lifetime_s,
+            clock.now(),
+            encoder=form.encoder,
         )
 
     async def cancel(self, request: Request) -> Response:
@@ -87,6 +109,12 @@ class StreamResume:
         return Response(
             msgspec.json.encode(answer), HTTPStatus.ACCEPTED, media_type="application/json"
         )
+
+    def _form(self, request: Request) -> ResumedForm:
+        form = self._forms.get(request.query_params.get("form", "chat"))
+        if form is None:
+            raise invalid_request("one of: " + ", ".join(self._forms), "form")
+        return form
 
     def _id_of(self, request: Request) -> str:
         request_id: str = request.path_params["request_id"]
@@ -103,13 +131,6 @@ def _position(request: Request) -> int:
     if not (given.isascii() and given.isdecimal() and len(given) < 16):
         raise invalid_request("a position is the id of an event, a number", name)
     return int(given)
-
-
-def _form(request: Request) -> EndpointKind:
-    form = _FORMS.get(request.query_params.get("form", "chat"))
-    if form is None:
-        raise invalid_request("one of: " + ", ".join(_FORMS), "form")
-    return form
 
 
 def _switch(request: Request, name: str, *, default: bool) -> bool:

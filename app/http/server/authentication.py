@@ -1,9 +1,10 @@
 """Authentication of HTTP requests by API keys, and the rights and limits of their tenants.
 
     Authorization: Bearer kvl_… ──► ApiKeyStore ──► Caller (tenant, role, lease) ──► endpoint
+    x-api-key: kvl_…      ─────────────┘
 
-A request is refused from its head alone. The passed-on value has no Authorization header, so no log
-line and no record can hold a key. Limits hold for each gateway process.
+A request is refused from its head alone. The passed-on value has neither header, so no log line and
+no record can hold a key. Limits hold for each gateway process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 KEY_FILE_POLL_S = 1.0
 """Poll period of the key file, and the delay of a revocation."""
 AUTHORIZATION = b"authorization"
+API_KEY = b"x-api-key"
+"""The header of Anthropic's clients; Authorization counts more."""
 _SCHEME = "bearer"
 _PROBES = frozenset({"/livez", "/readyz"})
 _METRICS = "/metrics"
@@ -272,7 +275,7 @@ class Authentication:
             headers = {"www-authenticate": "Bearer"} if e.status == HTTPStatus.UNAUTHORIZED else {}
             await e.response(headers)(scope, receive, send)
             return
-        bare = [header for header in scope["headers"] if header[0] != AUTHORIZATION]
+        bare = [each for each in scope["headers"] if each[0] not in (AUTHORIZATION, API_KEY)]
         passed = {**scope, "headers": bare, _CALLER: caller}
 
         async def send_on(message: Message) -> None:
@@ -288,7 +291,11 @@ class Authentication:
 
 def _token(scope: Scope) -> str:
     """The key in the head of a request; empty without one, or with several."""
-    given = [value for name, value in scope["headers"] if name == AUTHORIZATION]
+    headers = scope["headers"]
+    given = [value for name, value in headers if name == AUTHORIZATION]
+    if not given:
+        keys = [value for name, value in headers if name == API_KEY]
+        return keys[0].decode("latin-1").strip() if len(keys) == 1 else ""
     if len(given) != 1:
         return ""
     scheme, _, token = given[0].decode("latin-1").partition(" ")

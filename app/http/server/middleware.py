@@ -12,10 +12,12 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlane.app.http.api_errors import ApiError, error_of_stream, overloaded
+from kvlane.app.http.api_errors import ApiError, error_of_stream, is_messages_path, overloaded
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 
 REQUEST_ID = b"x-request-id"
+SHORT_REQUEST_ID = b"request-id"
+"""Its name in Anthropic's API."""
 STREAM_ID = b"x-kvlane-id"
 _REPEATABLE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 """Client ids that are echoed: at most 128 printable ASCII characters."""
@@ -29,6 +31,7 @@ _PATHS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
     "/v1/embeddings": "embedding",
+    "/v1/messages": "message",
 }
 _PREFIXES = {"/v1/streams": "streams", "/v1/files": "files", "/v1/batches": "batches"}
 
@@ -56,7 +59,10 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 begun = True
                 headers = message.get("headers", ())
-                message["headers"] = [*headers, (REQUEST_ID, _request_id(given, headers))]
+                request_id = _request_id(given, headers)
+                message["headers"] = [*headers, (REQUEST_ID, request_id)]
+                if is_messages_path(scope["path"]):
+                    message["headers"].append((SHORT_REQUEST_ID, request_id))
                 self._count(scope["path"], message["status"])
             await send(message)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from kvlane.app.http.anthropic.message_requests import chat_of
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.requests.openai_requests import read_openai
 from tests.harness.gateway_harness import GatewayHarness
@@ -50,6 +52,7 @@ def body_of(path: str) -> Draft202012Validator:
 CHAT = body_of("/v1/chat/completions")
 COMPLETION = body_of("/v1/completions")
 EMBEDDING = body_of("/v1/embeddings")
+MESSAGE = body_of("/v1/messages")
 
 
 def schemas(node: Any) -> Iterator[dict[str, Any]]:
@@ -87,7 +90,8 @@ def test_every_operation_declares_its_parameters_and_its_answers(
         assert "x-request-id" in response["headers"]
         if code[0] == "4":
             reference = response["content"][JSON]["schema"]["$ref"]
-            assert reference == "#/components/schemas/Error"
+            error = "MessageError" if path.startswith("/v1/messages") else "Error"
+            assert reference == f"#/components/schemas/{error}"
 
 
 def test_operations_have_names_of_their_own() -> None:
@@ -142,6 +146,8 @@ async def test_another_method_is_answered_with_those_that_are_documented(
         (COMPLETION, {"model": "m", "prompt": [[]]}),
         (COMPLETION, {"model": "m", "prompt": "a", "stop": 5}),
         (COMPLETION, {"model": "m", "prompt": "a", "guided_json": 5}),
+        (MESSAGE, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}),
+        (MESSAGE, {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": 7}]}),
         (EMBEDDING, {"model": "m", "input": []}),
         (EMBEDDING, {"model": "m", "input": [""]}),
     ],
@@ -170,6 +176,18 @@ def test_wrong_bodies_are_wrong_by_the_document(bodies: Draft202012Validator, wr
         (COMPLETION, {"model": "m", "prompt": "a"}),
         (COMPLETION, {"model": "m", "prompt": [1, 2]}),
         (COMPLETION, {"model": "m", "prompt": ["a", [1]], "stop": ["a", "b"]}),
+        (
+            MESSAGE,
+            {
+                "model": "m",
+                "max_tokens": 9,
+                "system": "brief",
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                    {"role": "user", "content": "again"},
+                ],
+            },
+        ),
         (EMBEDDING, {"model": "m", "input": [[1], "a"]}),
     ],
 )
@@ -185,17 +203,27 @@ values = st.recursive(
 )
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("read", "bodies", "name", "base"),
+    [
+        (partial(read_openai, "chat"), CHAT, "ChatBody", {"messages": HELLO}),
+        (partial(read_openai, "completion"), COMPLETION, "CompletionBody", {"prompt": "a"}),
+        (chat_of, MESSAGE, "MessagesBody", {"messages": HELLO, "max_tokens": 9}),
+    ],
+    ids=["chat", "completion", "message"],
+)
 @given(data=st.data())
-def test_accepted_requests_are_valid_by_the_document(kind: Any, data: st.DataObject) -> None:
+def test_accepted_requests_are_valid_by_the_document(
+    read: Any, bodies: Any, name: str, base: Any, data: st.DataObject
+) -> None:
     """A field of any value: what the document refuses, the reader refuses as well."""
-    bodies, name = (CHAT, "ChatBody") if kind == "chat" else (COMPLETION, "CompletionBody")
     fields = sorted(DOCUMENT["components"]["schemas"][name]["properties"])
-    base: dict[str, Any] = {"model": "m"}
-    base |= {"messages": [{"role": "user", "content": "hi"}]} if kind == "chat" else {"prompt": "a"}
-    body = base | {data.draw(st.sampled_from(fields)): data.draw(values)}
+    body = {"model": "m"} | base | {data.draw(st.sampled_from(fields)): data.draw(values)}
     try:
-        read_openai(kind, body)
+        read(body)
     except InvalidPrompt:
         return
     assert body["model"] == "" or list(bodies.iter_errors(body)) == []

@@ -1,0 +1,1 @@
+"""HTTP endpoints in the form of Anthropic's Messages API."""

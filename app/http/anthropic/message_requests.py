@@ -1,0 +1,328 @@
+"""Bodies of Anthropic's Messages API, as chat requests. Pure.
+
+    body ──chat_of──► the fields of a chat ──► read_request, as for every other body
+
+Owns the names and types of the API. Fields that would change the answer and are not honoured are
+refused by name. Marks of the cache are accepted and mean nothing: all prefixes are cached. Bounds
+and limits are those of chats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
+from kvlane.app.preprocess.requests.nvext import SHORT_LIST, STRICT_MODEL, Name, NvExt, Object, Text
+from kvlane.app.preprocess.requests.request_models import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    MAX_STOPS,
+    Limit,
+    StopText,
+)
+from kvlane.app.preprocess.requests.unsupported_fields import (
+    Unsupported,
+    refuse_reserved,
+    refuse_unsupported,
+)
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+"""Values of the header `anthropic-version`; the stream of earlier versions is another."""
+
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "container": Unsupported(),
+    "context_management": Unsupported(({}, {"edits": []}), "the client shortens its history"),
+    "inference_geo": Unsupported(),
+    "mcp_servers": Unsupported(([],), "the client calls tools"),
+    "service_tier": Unsupported(("auto", "standard_only"), "use nvext.queue_class"),
+    "speed": Unsupported(("standard",)),
+}
+"""Fields that are refused; see `unsupported_fields.py`."""
+
+
+class _Part(BaseModel):
+    model_config = STRICT_MODEL
+
+
+class TextBlock(_Part):
+    """A text of a message, of the system prompt or of a tool's result."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(_Part):
+    """The reasoning of an earlier answer; its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(_Part):
+    """Reasoning that only its maker can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(_Part):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any] = {}
+
+
+def _blocks(value: Any) -> Any:
+    """A text as a list of one block."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("blocks", "must be a text or a list of blocks")
+    return value
+
+
+TextBlocks = Annotated[
+    list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True), BeforeValidator(_blocks)
+]
+
+
+class ToolResultBlock(_Part):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextBlocks | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Discriminator(
+        "type",
+        custom_error_type="block",
+        custom_error_message="must be a block of the type text, thinking, tool_use or tool_result",
+    ),
+]
+MessageBlocks = Annotated[
+    list[Block], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True), BeforeValidator(_blocks)
+]
+
+
+_BLOCKS: Mapping[str, tuple[type[_Part], ...]] = {
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+}
+"""The blocks of each role."""
+
+
+class MessageTurn(_Part):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: MessageBlocks
+
+
+class MessageTool(_Part):
+    """A function of the client; tools that Anthropic runs have another type, and are refused."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: Object
+
+
+class MessageToolChoice(_Part):
+    """Whether and which tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Part):
+    """Whether the model reasons first. A budget is not enforced: `max_tokens` counts all."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(_Part):
+    """The required form of an answer."""
+
+    type: Literal["json_schema"]
+    form: Object = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    """The form of an answer. `effort` is a hint, for templates that read it."""
+
+    format: OutputFormat | None = None
+
+
+class CountBody(_Part):
+    """The fields that make the prompt."""
+
+    model: Text = ""
+    messages: Annotated[
+        list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    system: TextBlocks | None = None
+    tools: Annotated[list[MessageTool], SHORT_LIST] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    nvext: NvExt | None = None
+
+
+class MessagesBody(CountBody):
+    """The request for a message."""
+
+    max_tokens: Limit
+    stop_sequences: (
+        Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+
+
+_SAME = (
+    "model", "max_tokens", "stream", "temperature", "top_p", "cache_salt", "chat_template_kwargs",
+    "nvext",
+)  # fmt: skip
+"""Fields with the same name and meaning in chats."""
+
+
+def check_version(headers: Mapping[str, str]) -> None:
+    """Raises InvalidPrompt for a version of the API that is not this one."""
+    if headers.get("anthropic-version", VERSIONS[0]) not in VERSIONS:
+        raise InvalidPrompt("anthropic-version", f"must be {' or '.join(VERSIONS)}")
+
+
+def chat_of(fields: Mapping[str, Any]) -> JsonObject:
+    """The fields of the chat for a body. Raises InvalidPrompt that names the field."""
+    return _chat_of(fields, MessagesBody)
+
+
+def counted_chat_of(fields: Mapping[str, Any]) -> JsonObject:
+    """The same of a body whose tokens are counted."""
+    return _chat_of(fields, CountBody)
+
+
+def _chat_of(fields: Mapping[str, Any], kind: type[CountBody]) -> JsonObject:
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as e:
+        raise invalid_prompt(e) from None
+    refuse_reserved(fields)
+    refuse_unsupported(fields, UNSUPPORTED)
+    chat = {name: fields[name] for name in _SAME if fields.get(name) is not None}
+    chat["messages"] = list(_messages(body))
+    if body.tools:
+        chat["tools"] = list(map(_tool, body.tools))
+    chat |= _tool_choice(body)
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        thinks = {"enable_thinking": body.thinking.type == "enabled"}
+        chat["chat_template_kwargs"] = thinks | dict(chat.get("chat_template_kwargs") or {})
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "output", "schema": body.output_config.format.form}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesBody):
+        if body.stop_sequences:
+            chat["stop"] = body.stop_sequences
+        if body.top_k:
+            chat["top_k"] = body.top_k
+    return chat
+
+
+def _messages(body: CountBody) -> Iterator[JsonObject]:
+    """The messages of the chat; successive turns of one role are one turn."""
+    if body.messages[-1].role == "assistant":
+        raise InvalidPrompt("messages", "the last one is the assistant's: no answer is continued")
+    if body.system:
+        yield {"role": "system", "content": _text(body.system)}
+    number = 0
+    for role, turns in groupby(body.messages, key=lambda turn: turn.role):
+        blocks = []
+        for turn in turns:
+            for place, block in enumerate(turn.content):
+                if not isinstance(block, _BLOCKS[role]):
+                    raise InvalidPrompt(
+                        f"messages.{number}.content.{place}.type",
+                        f"is no block of a message of the role {role}",
+                    )
+                blocks.append(block)
+            number += 1
+        yield from [_answer(blocks)] if role == "assistant" else _asked(role, blocks)
+
+
+def _asked(role: str, blocks: Sequence[Block]) -> Iterator[JsonObject]:
+    """A turn before an answer: results of tools are messages of their own in a chat."""
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                yield {"role": role, "content": _text(texts)}
+                texts = []
+            content = _text(block.content or ())
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    if texts or not blocks:
+        yield {"role": role, "content": _text(texts)}
+
+
+def _answer(blocks: Sequence[Block]) -> JsonObject:
+    """An earlier answer."""
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    message: JsonObject = {"role": "assistant", "content": _text(texts) if texts else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _call(block: ToolUseBlock) -> JsonObject:
+    arguments = msgspec.json.encode(block.input).decode()
+    return {
+        "id": block.id,
+        "type": "function",
+        "function": {"name": block.name, "arguments": arguments},
+    }
+
+
+def _text(blocks: Sequence[TextBlock]) -> str | list[JsonObject]:
+    """The content of a message: a text, or its parts if there are several."""
+    if len(blocks) > 1:
+        return [{"type": "text", "text": block.text} for block in blocks]
+    return blocks[0].text if blocks else ""
+
+
+def _tool(tool: MessageTool) -> JsonObject:
+    function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(body: CountBody) -> JsonObject:
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    if choice.type == "tool":
+        if choice.name not in {tool.name for tool in body.tools or ()}:
+            raise InvalidPrompt("tool_choice.name", "is none of the tools")
+        wanted: Any = {"type": "function", "function": {"name": choice.name}}
+    else:
+        wanted = "required" if choice.type == "any" else choice.type
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return {"tool_choice": wanted} | parallel

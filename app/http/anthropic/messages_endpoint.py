@@ -1,0 +1,40 @@
+"""Endpoints of Anthropic's Messages API: chats whose bodies and answers have another form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvlane.app.http.anthropic.message_events import MessageEncoder
+from kvlane.app.http.anthropic.message_requests import chat_of, check_version, counted_chat_of
+from kvlane.app.http.openai.completions import Completions, ReadBody
+
+
+class MessagesEndpoint:
+    """Handlers of `/v1/messages`."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    async def create(self, request: Request) -> Response:
+        """Answer a chat. Raises ApiError and PreprocessError."""
+        check_version(request.headers)
+        return await self._completions.answer("chat", request, _read)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The number of tokens of a prompt. Raises ApiError and PreprocessError."""
+        check_version(request.headers)
+        body = await self._completions.prepare("chat", request, _read_counted)
+        counted = {"input_tokens": body.prompts.requests[0].prompt_tokens}
+        return Response(msgspec.json.encode(counted), media_type="application/json")
+
+
+def _read(fields: dict[str, Any]) -> ReadBody:
+    return ReadBody(chat_of(fields), MessageEncoder)
+
+
+def _read_counted(fields: dict[str, Any]) -> ReadBody:
+    return ReadBody(counted_chat_of(fields))
