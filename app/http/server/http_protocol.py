@@ -63,7 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table = table
         self._is_spare = False
         """Only probes are answered, since the table is full."""
-        self._is_in_body = False
+        self._is_in_head = self._is_in_body = False
         self._pending = 0
         """Bytes since the head began, or since the last byte of the body."""
         self._held = 0
@@ -148,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._dropped > MAX_DISCARDED_BYTES:
                 self.abort()
             return
-        if not self._is_in_body and not self._pending:
+        if not (self._is_in_head or self._is_in_body):
             if not (data := data.lstrip(b"\r\n")):
                 return  # empty lines before a head, which some clients send after a body: 2.2
             if not self._is_busy:
@@ -185,6 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A head begins."""
+        self._is_in_head = True
         if not self.pipeline:
             self._held = 0
         self._head_bytes = self._table.head_bytes
@@ -204,6 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is over: the application is called, once it is its turn."""
+        self._is_in_head = False
         version, method = self.parser.get_http_version(), self.parser.get_method().decode()
         self.scope["http_version"] = version
         if method == "CONNECT":
@@ -324,7 +326,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.pipeline:
             self._answer(*self.pipeline.pop())  # type: ignore[arg-type]
         else:
-            self._deadline = now + (HEAD_TIMEOUT_S if self._pending else self.timeout_keep_alive)
+            self._deadline = now + (HEAD_TIMEOUT_S if self._is_in_head else self.timeout_keep_alive)
             self._table.wait(self)
 
     def _end(self, now: float) -> None:
