@@ -1,9 +1,10 @@
 """Tests of random HTTP conversations on raw sockets: generated from the grammar of RFC 9112,
 with faults.
 
-Some hundred with a fixed seed; with KVLANE_TEST_LONG=1 10 000, of which the figures are printed
-(`pytest -s`). Each request has an id, which its response repeats, so a response in the wrong place
-is seen; bodies contain requests with an id of their own, which no response may have.
+Some hundred with fixed seeds; with KVLANE_TEST_LONG=1 10 000, of which the figures are printed
+(`pytest -s`), with the seeds from KVLANE_TEST_SEED on. Each request has an id, which its response
+repeats, so a response in the wrong place is seen; bodies contain requests with an id of their own,
+which no response may have.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.harness.key_files import KeyFileHarness
 from tests.harness.raw_http import Conversation, converse
 
 IS_LONG = bool(os.environ.get("KVLANE_TEST_LONG"))
+FIRST = int(os.environ.get("KVLANE_TEST_SEED", "0"))
 COUNT = 10_000 if IS_LONG else 250
 AT_A_TIME = 32
 MEMORY_MB = 50
@@ -282,11 +284,11 @@ async def test_random_conversations_stay_in_step_and_within_bounds(tmp_path: Pat
     key = keys.add("acme")
     figures, times_ms = Figures(Counter(), []), list[float]()
     with http_process(tmp_path / "log", **keys.settings) as process:
-        await run(process, key, range(WARM_UP), figures)
+        await run(process, key, range(FIRST, FIRST + WARM_UP), figures)
         before_mb = process.memory_mb
         process.forget_peak_memory()
         with probing(process.gateway, key, times_ms):
-            await run(process, key, range(WARM_UP, COUNT), figures)
+            await run(process, key, range(FIRST + WARM_UP, FIRST + COUNT), figures)
         grown_mb = process.peak_memory_mb - before_mb
         lines = process.errors.read_text()
     p50, p99, most = (percentile(times_ms, share) for share in (0.5, 0.99, 1.0))

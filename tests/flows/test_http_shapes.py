@@ -338,6 +338,32 @@ async def test_answer_before_the_end_of_the_body_closes(
     assert (got.statuses, got.is_closed) == ([status], True)
 
 
+LAST = {
+    "GET": b"GET /v1/models HTTP/1.1\r\n%bconnection: close\r\n\r\n",
+    "GET by 1.0": b"GET /v1/models HTTP/1.0\r\n%b\r\n",
+    "POST": b"POST /v1/none HTTP/1.1\r\nconnection: close\r\n%bcontent-length: 2\r\n\r\n{}",
+    "401": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close, upgrade\r\n\r\n",
+    "400": b"GET /v1/models HTTP/1.1\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("request_bytes", LAST.values(), ids=LAST)
+async def test_input_behind_the_last_request_resets_no_connection(
+    gateway: Gateway, request_bytes: bytes
+) -> None:
+    """A reset would destroy the answer, if it is still under way."""
+    incoming, out = await asyncio.open_connection("127.0.0.1", gateway.process.gateway)
+    out.write(request_bytes.replace(b"%b", HOST + gateway.key))
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        out.write(gateway.post())
+        await out.drain()
+    async with asyncio.timeout(3):
+        got = await incoming.read()
+    assert got.count(b"HTTP/1.1 ") == 1
+    out.close()
+
+
 # --- HTTP/1.0 -------------------------------------------------------------------------------------
 
 
@@ -405,22 +431,26 @@ async def test_another_method_names_all_methods_once(
 # --- descriptors ----------------------------------------------------------------------------------
 
 
-async def test_idle_connections_lock_nobody_out(tmp_path: Path) -> None:
-    """With as many files as the connections of one client: the oldest idle ones are closed."""
-    with http_process(tmp_path / "log", soft_file_limit=256, hard_file_limit=1024) as process:
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.0\r\n\r\n"], ids=["idle", "answered"])
+async def test_connections_that_clients_leave_open_lock_nobody_out(
+    tmp_path: Path, sent: bytes
+) -> None:
+    """With as many files as the connections of one client: the oldest ones are closed."""
+    with http_process(tmp_path / "log", soft_file_limit=256, hard_file_limit=512) as process:
         sockets = []
-        for _ in range(1100):
+        for _ in range(600):
             sockets.append(await asyncio.open_connection("127.0.0.1", process.gateway))
+            sockets[-1][1].write(sent)
             if len(sockets) % 100 == 0:
-                sent = b"GET /livez HTTP/1.1\r\n" + HOST + b"\r\n"
-                assert (await converse(process.gateway, sent, wait_s=2)).statuses == [200]
+                request = b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n"
+                assert (await converse(process.gateway, request, wait_s=2)).statuses == [200]
         page = (await converse(process.gateway, b"GET /metrics HTTP/1.0\r\n\r\n")).responses[0].body
         open_files, lines = process.open_files, process.errors.read_text().splitlines()
         for _, writer in sockets:
             writer.transport.abort()
-    assert open_files < 900
+    assert open_files < 450
     (closed,) = re.findall(rb"\nkvlane_http_over_limit_connections_total (\S+)", page)
-    assert 400 < float(closed) < 700
+    assert 300 < float(closed) < 500
     assert len([line for line in lines if "HTTP connections of this port are in use" in line]) == 1
-    assert len([line for line in lines if "the limit of open files is 1024" in line]) == 1
+    assert len([line for line in lines if "the limit of open files is 512" in line]) == 1
     assert len([line for line in lines if "KVLANE_HTTP_MAX_STREAMS=2000 is lowered" in line]) == 1

@@ -6,8 +6,10 @@
   while its client reads nothing. The time of a body is bounded by its endpoint.
 - Number: `app/http/server/connection_table.py` bounds connections.
 - Order: an error of the client is answered behind the requests before it, and nothing is read
-  behind it. A response before the end of its request ends the connection. Input is then dropped
-  for a while, as many clients read only after they have sent everything.
+  behind it. A response before the end of its request ends the connection.
+- End: after the last response only the sending side is closed, and input is dropped until the
+  client closes too (RFC 9112, 9.6). The kernel resets a connection that is closed with unread
+  input, and its client would lose the response: also input that is still under way counts.
 - A request for an upgrade is served without it (RFC 9110, 7.8).
 
 The FIN of a client that closes its sending side (`shutdown(SHUT_WR)`, `nc -N`) is that of a client
@@ -330,21 +332,19 @@ class BoundedProtocol(HttpToolsProtocol):
             self._table.wait(self)
 
     def _end(self, now: float) -> None:
-        """End the connection after its last response.
-
-        Closed before everything was read, the kernel would reset it, and its client lose the
-        response.
-        """
+        """End the connection after its last response."""
         assert self._running is not None
-        self._deadline = now + CLOSE_TIMEOUT_S
         has_unread = self._drops or self._running.more_body or self.pipeline
-        if not has_unread or self._reset_check is not None:  # or the client has closed its side
-            self.transport.close()
-            return
+        self._deadline = now + CLOSE_TIMEOUT_S
         self._drops = True
         self.pipeline.clear()
-        if self.transport.can_write_eof():
+        self._table.wait(self)
+        if self._reset_check is not None:  # the client has closed its side
+            self.transport.close()
+        elif self.transport.can_write_eof():
             self.transport.write_eof()
+        elif not has_unread:  # TLS has no half-closed connections
+            self.transport.close()
 
     def _may_half_close(self, exchange: Exchange) -> bool:
         """Not under TLS, which has no half-closed connections, nor by HTTP/1.0, which has no
