@@ -77,9 +77,8 @@ class Gateway:
         self._served = served = ServedModels(fleet, needs_prefill=settings.enforce_disaggregation)
         registry_clock = BrokerClock(ctx.clock)
         self._registry = Follower(
-            log, fleet, [REGISTRY], ctx.clock,
-            broker_clock=registry_clock, on_applied=self._applied,
-        )  # fmt: skip
+            log, fleet, [REGISTRY], ctx.clock, broker_clock=registry_clock, on_applied=self._applied
+        )
         # As many prompts may be queued as streams may be open: their bodies are bounded already.
         self._threads = ThreadPool(waiting=settings.http_max_streams)
         pool = pool or self._threads

@@ -109,10 +109,12 @@ def parse_columns(columns: EventColumns) -> EventRows:
             f"column lengths {lengths} do not match {rows} rows, or the keys are no whole u64"
         )
     arrays = (
-        np.frombuffer(columns.kinds, np.uint8), np.frombuffer(columns.tiers, np.uint8),
-        np.frombuffer(columns.positions, U32), np.frombuffer(columns.counts, U32),
+        np.frombuffer(columns.kinds, np.uint8),
+        np.frombuffer(columns.tiers, np.uint8),
+        np.frombuffer(columns.positions, U32),
+        np.frombuffer(columns.counts, U32),
         np.frombuffer(columns.keys, U64),
-    )  # fmt: skip
+    )
     fault = _first_fault(*arrays)
     if fault != VALID:
         raise MalformedColumns(f"{rows} rows with {len(arrays[-1])} keys: {FAULT_MESSAGES[fault]}")

@@ -75,10 +75,12 @@ def _file(folder: Path, module: str) -> Path:
 def dependency_hash() -> str:
     """Hash of everything the machine code depends on: sixteen hex digits."""
     parts = [
-        sys.implementation.cache_tag or "", platform.machine(), numba.__version__,
+        sys.implementation.cache_tag or "",
+        platform.machine(),
+        numba.__version__,
         *target_processor(),
         *(path.read_text() for path in kernel_sources()),
-    ]  # fmt: skip
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -123,8 +125,10 @@ def choose_cache_folder(candidates: list[Path]) -> Path | None:
             return copy and Path(shutil.copytree(folder, copy, dirs_exist_ok=True))
     log.warning(
         "cannot cache compiled kernels in %s, so they are compiled at every start: set %s to a "
-        "writable folder", ", ".join(map(str, candidates)), CACHE_VARIABLE,
-    )  # fmt: skip
+        "writable folder",
+        ", ".join(map(str, candidates)),
+        CACHE_VARIABLE,
+    )
     return _temporary_folder()
 
 
@@ -213,9 +217,9 @@ def _compiled(function: F, signatures: list[Any] | None, **options: bool) -> F:
 
     No wrapper for calls from C, and one version for all integers, not one for every constant.
     """
-    dispatcher = numba.njit(
-        signatures, error_model="numpy", no_cfunc_wrapper=True, **options
-    )(function)  # fmt: skip
+    dispatcher = numba.njit(signatures, error_model="numpy", no_cfunc_wrapper=True, **options)(
+        function
+    )
     compile_for = dispatcher.compile
 
     def compile_once(types_of_arguments: Any) -> Any:

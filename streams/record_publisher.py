@@ -183,9 +183,10 @@ class RecordPublisher:
                         None,
                         first,
                     )
-                    for first, (topic, partition, key, record)
-                    in zip(appending, records, strict=True)
-                ]  # fmt: skip
+                    for first, (topic, partition, key, record) in zip(
+                        appending, records, strict=True
+                    )
+                ]
         finally:
             for first in appending:
                 first.cancel()  # unless it has ended

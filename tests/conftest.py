@@ -12,7 +12,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with tests that wait come first: the tests that run beside them use the time, and the
     short files at the end leave no process without work."""
     waiting = {
-        item.path for item in items
+        item.path
+        for item in items
         if item.get_closest_marker("slow") or item.get_closest_marker("kafka")
-    }  # fmt: skip
+    }
     items.sort(key=lambda item: item.path not in waiting)

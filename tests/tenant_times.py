@@ -96,9 +96,10 @@ def guess_over_http(attacker: str, victim: str, pairs: int) -> float:
 
             def ask(tenant: str, text: str) -> float:
                 body = {
-                    "model": "demo", "max_tokens": 1,
+                    "model": "demo",
+                    "max_tokens": 1,
                     "messages": [{"role": "user", "content": text}],
-                }  # fmt: skip
+                }
                 headers = auth_headers(tokens[tenant], **{"content-type": "application/json"})
                 encoded = json.dumps(body)
                 began_at = time.perf_counter()

@@ -99,8 +99,9 @@ class TenantQuota:
         """Other limits, from now on."""
         self.limits = limits
         rates: dict[LimitKind, int | None] = {
-            "requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute,
-        }  # fmt: skip
+            "requests": limits.requests_per_minute,
+            "tokens": limits.tokens_per_minute,
+        }
         for kind, rate in rates.items():
             if rate is None:
                 self._rates.pop(kind, None)

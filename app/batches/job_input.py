@@ -63,10 +63,12 @@ class JobInput:
                     message = "custom_id: another line has the same one"
                     errors.append(
                         BatchError(
-                            code="duplicate_custom_id", message=message, line=request.line,
+                            code="duplicate_custom_id",
+                            message=message,
+                            line=request.line,
                             param="custom_id",
                         )
-                    )  # fmt: skip
+                    )
                 if len(errors) >= MAX_ERRORS or lines > self._max_lines:
                     break
         if not lines:

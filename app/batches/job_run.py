@@ -410,9 +410,11 @@ class JobRun:
 
     def _count(self, work: _Work) -> None:
         self._job = replace(
-            self._job, completed=work.output.completed, failed=work.output.failed,
+            self._job,
+            completed=work.output.completed,
+            failed=work.output.failed,
             published=work.prompts.published,
-        )  # fmt: skip
+        )
 
     async def _put_progress(self, work: _Work) -> None:
         """Write the counts, if they have changed: at most once in FLUSH_S."""

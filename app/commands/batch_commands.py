@@ -47,20 +47,19 @@ def submit(
     file: Annotated[
         Path,
         typer.Argument(
-            exists=True, dir_okay=False,
+            exists=True,
+            dir_okay=False,
             help="JSONL: one request a line, as in "
             '{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":{...}}.',
         ),
     ],
     *,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for its end, with a bar.")] = False,
-    endpoint: Annotated[
-        str, typer.Option(help="URL of all its lines.")
-    ] = "/v1/chat/completions",
+    endpoint: Annotated[str, typer.Option(help="URL of all its lines.")] = "/v1/chat/completions",
     window: Annotated[str, typer.Option(help="Time for all of it: 24h, 90m, 7d.")] = "24h",
     url: _Url = "",
     api_key: _ApiKey = "",
-) -> None:  # fmt: skip
+) -> None:
     """Upload a file and run its lines as a batch. The id goes to standard output.
 
     With --wait the exit code is 1 unless the batch is completed.

@@ -51,9 +51,8 @@ def list_letters(
     """
     found, count = asyncio.run(_list(topic, reason, limit))
     table = screen.plain_table(
-        "id", "time (UTC)", "from", "key", "type", "bytes", "tries", "reason",
-        right="bytes tries",
-    )  # fmt: skip
+        "id", "time (UTC)", "from", "key", "type", "bytes", "tries", "reason", right="bytes tries"
+    )
     for letter in found:
         origin = f"{letter.origin_topic}/{letter.origin_partition}:{letter.origin_offset}"
         table.add_row(

@@ -23,14 +23,16 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait at most.", m
 
 
 def publish(
-    text: Annotated[
-        str | None, typer.Argument(help="The prompt; default: standard input.")
-    ] = None,
+    text: Annotated[str | None, typer.Argument(help="The prompt; default: standard input.")] = None,
     *,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", exists=True, dir_okay=False, allow_dash=True,
+            "--file",
+            "-f",
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
             help="JSONL instead: one prompt a line, as in "
             '{"id":"job-1","kind":"chat","body":{"messages":[...]}}; - is standard input.',
         ),
@@ -42,14 +44,13 @@ def publish(
         int | None, typer.Option(help="Longest answer, in tokens.", min=1, max=2**31 - 1)
     ] = None,
     request_id: Annotated[
-        str | None,
-        typer.Option("--id", help="Request id and idempotency key; default: a new one."),
+        str | None, typer.Option("--id", help="Request id and idempotency key; default: a new one.")
     ] = None,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds the request may take.", min=0.001, max=600)
     ] = None,
     timeout: TimeoutOption = 660.0,
-) -> None:  # fmt: skip
+) -> None:
     """Publish prompts and print their request ids.
 
     The ids go to standard output, one a line, when Kafka has acknowledged the prompts. Publishing

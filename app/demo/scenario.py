@@ -143,9 +143,11 @@ class DemoScenario(DemoSession):
         what = "A decode worker" if self._is_disaggregated else "A worker"
         self.show_title(f"{what} is killed in mid stream")
         with Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
             console=self._console,
-        ) as progress:  # fmt: skip
+        ) as progress:
             line = progress.add_task("long answer", total=None)
             killed = ""
             turns = [{"role": "user", "content": LONG_PROMPT}]

@@ -82,9 +82,11 @@ class EchoEngine(Engine):
         self._script = {tuple(turn.encode()): answer for turn, answer in (script or {}).items()}
         self._step_s = step_s
         self._config = EngineConfig(
-            model=model, context_length=context_length, max_num_seqs=max_num_seqs,
+            model=model,
+            context_length=context_length,
+            max_num_seqs=max_num_seqs,
             unsupported=TEXT_ONLY_UNSUPPORTED,
-        )  # fmt: skip
+        )
         self._context_length = context_length
         self.running_count = 0
 

@@ -123,8 +123,9 @@ class UnreadableEvents:
                 log.warning(
                     "cache events of %s cannot be read, %d messages so far: its cache is partly "
                     "unknown to routers. It may be newer than this version supports",
-                    self._source, self._messages,
-                )  # fmt: skip
+                    self._source,
+                    self._messages,
+                )
         return events
 
 

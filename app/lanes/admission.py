@@ -47,9 +47,11 @@ REJECTION_REASONS: Mapping[EndCode, str] = {
 
 
 RETRY_AFTER_BY_CODE: Mapping[EndCode, float] = {
-    "queue_full": RETRY_AFTER_S, "all_busy": RETRY_AFTER_S, "pinned_busy": RETRY_AFTER_S,
+    "queue_full": RETRY_AFTER_S,
+    "all_busy": RETRY_AFTER_S,
+    "pinned_busy": RETRY_AFTER_S,
     "no_workers": 10.0,
-}  # fmt: skip
+}
 """Retry-After by rejection that may be over soon; an engine takes longer to start than to free
 capacity."""
 

@@ -66,8 +66,9 @@ class LaneBackpressure:
             self._is_stuck = True
             log.warning(
                 "lane %d is paused: %d of its records wait for appends to its topics",
-                lane, appending_jobs,
-            )  # fmt: skip
+                lane,
+                appending_jobs,
+            )
 
     def _is_clogged(self, appending_jobs: int, share: float) -> bool:
         """Whether this share of a bound is reached."""

@@ -70,9 +70,8 @@ class WorkerObserver:
         """The workers that accept requests, with epochs of at least `since`."""
         members = self._fleet.members.items()
         return [
-            name for name, member in members
-            if member.epoch >= since and self._fleet.is_ready(name)
-        ]  # fmt: skip
+            name for name, member in members if member.epoch >= since and self._fleet.is_ready(name)
+        ]
 
     async def wait_ready(self, workers: int, timeout_s: float, since: int) -> bool:
         """Wait until this many are found by `find_ready`. False after `timeout_s`."""

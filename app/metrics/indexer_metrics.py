@@ -57,22 +57,27 @@ def _index_families(index: KvIndexView) -> Iterator[Metric]:
     total = sum(size.total_blocks for _, size in caches)
     yield GaugeMetricFamily("kvlane_indexer_blocks", "Blocks in all caches and tiers", total)
     yield gauges(
-        "kvlane_indexer_worker_blocks", "Blocks in a cache, all tiers", "worker rank",
+        "kvlane_indexer_worker_blocks",
+        "Blocks in a cache, all tiers",
+        "worker rank",
         ((labels, size.total_blocks) for labels, size in caches),
-    )  # fmt: skip
+    )
     yield gauges(
-        "kvlane_indexer_worker_complete", "1 if the index has every block of a cache",
-        "worker rank", ((labels, size.complete) for labels, size in caches),
-    )  # fmt: skip
+        "kvlane_indexer_worker_complete",
+        "1 if the index has every block of a cache",
+        "worker rank",
+        ((labels, size.complete) for labels, size in caches),
+    )
     yield counters(
-        "kvlane_indexer_events", "Cache events by outcome: stale ones are of an earlier epoch",
+        "kvlane_indexer_events",
+        "Cache events by outcome: stale ones are of an earlier epoch",
         "outcome",
         (
             (["applied"], counts.applied_events),
             (["stale"], counts.stale_events),
             (["duplicate"], counts.duplicate_events),
         ),
-    )  # fmt: skip
+    )
     skipped = index.skipped
     yield counters(
         "kvlane_indexer_skipped_records",
@@ -91,18 +96,21 @@ def _snapshot_families(duty: SnapshotWriter) -> Iterator[Metric]:
     """Snapshots written by this replica, and the age of the newest ones."""
     ages = {partition: duty.age_s(partition) for partition in sorted(duty.owned)}
     yield gauges(
-        "kvlane_indexer_snapshot_age_seconds", "Age of the newest snapshot of a partition",
+        "kvlane_indexer_snapshot_age_seconds",
+        "Age of the newest snapshot of a partition",
         "topic partition",
         (([KV_EVENTS, str(p)], seconds) for p, seconds in ages.items() if seconds is not None),
-    )  # fmt: skip
+    )
     yield GaugeMetricFamily(
-        "kvlane_indexer_snapshot_partitions", "Partitions whose snapshots this replica writes",
+        "kvlane_indexer_snapshot_partitions",
+        "Partitions whose snapshots this replica writes",
         len(ages),
-    )  # fmt: skip
+    )
     yield GaugeMetricFamily(
-        "kvlane_indexer_snapshot_duration_seconds", "Duration of the last snapshot",
+        "kvlane_indexer_snapshot_duration_seconds",
+        "Duration of the last snapshot",
         duty.last_duration_s,
-    )  # fmt: skip
+    )
     yield CounterMetricFamily("kvlane_indexer_snapshots", "Snapshots written", duty.written)
     yield CounterMetricFamily(
         "kvlane_indexer_snapshot_bytes", "Bytes of snapshots, before compression", duty.bytes

@@ -136,27 +136,31 @@ class DriftCollector(Collector):
         ]
         yield gauges(
             "kvlane_router_drift_runs",
-            "Runs of the last ten minutes on which the other drift metrics rest", _LABELS,
+            "Runs of the last ten minutes on which the other drift metrics rest",
+            _LABELS,
             ((labels, now.runs) for labels, now in drifts),
-        )  # fmt: skip
+        )
         yield gauges(
             "kvlane_router_drift_p95_cached_blocks",
             "Difference between the expected cached blocks of a prompt and those that the engine "
-            "found, 95th percentile", _LABELS,
+            "found, 95th percentile",
+            _LABELS,
             ((labels, now.blocks) for labels, now in drifts if now.blocks is not None),
-        )  # fmt: skip
+        )
         yield gauges(
             "kvlane_router_drift_p95_time_to_first_token_seconds",
             "Difference between the expected time to first token and the measured one, "
-            "95th percentile", _LABELS,
+            "95th percentile",
+            _LABELS,
             ((labels, now.ttft_ms / 1000) for labels, now in drifts if now.ttft_ms is not None),
-        )  # fmt: skip
+        )
         yield gauges(
             "kvlane_router_drift_alert",
             "1 if kvlane_router_drift_p95_cached_blocks is above 1 block: the index "
-            "differs from this cache", _LABELS,
+            "differs from this cache",
+            _LABELS,
             ((labels, not now.is_within_limit) for labels, now in drifts if now.blocks is not None),
-        )  # fmt: skip
+        )
 
 
 class QueueGauges(Protocol):
@@ -309,9 +313,10 @@ def _queue_families(
         yield GaugeMetricFamily(f"kvlane_router_{name}", meaning, value)
     yield gauges(
         "kvlane_router_worker_slowdown_ratio",
-        "Measured latency of a worker relative to its profile", "worker",
+        "Measured latency of a worker relative to its profile",
+        "worker",
         (([worker], ratio) for worker, ratio in sorted(scheduler.slowdown_by_worker.items())),
-    )  # fmt: skip
+    )
     loads = sorted(scheduler.worker_loads.items())
     for name, meaning, field in (
         ("active_requests", "Active requests of a worker, from the ledger", "runs"),

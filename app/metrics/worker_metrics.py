@@ -86,16 +86,18 @@ def _state_families(worker: MeasuredWorker) -> Iterator[Metric]:
     running, waiting = worker.open_runs
     engine = worker.engine_stats() or EngineStats()
     for name, meaning, value in (
-        ("heartbeat_age_seconds", "Time since the last acknowledged heartbeat",
-         worker.heartbeat_age_s),
+        (
+            "heartbeat_age_seconds",
+            "Time since the last acknowledged heartbeat",
+            worker.heartbeat_age_s,
+        ),
         ("requests_running", "Runs in the engine, or closing", running),
         ("requests_waiting", "Runs that wait in the worker for the engine", waiting),
-        ("engine_requests_running",
-        "Requests that the engine runs, as it reports", engine.running),
+        ("engine_requests_running", "Requests that the engine runs, as it reports", engine.running),
         ("engine_requests_waiting", "Requests that wait inside the engine", engine.waiting),
         ("kv_cache_used_blocks", "Blocks of the KV cache in use", engine.kv_used_blocks),
         ("kv_cache_blocks", "Blocks of the KV cache", engine.kv_total_blocks),
-    ):  # fmt: skip
+    ):
         yield GaugeMetricFamily(f"kvlane_worker_{name}", meaning, value)
     yield CounterMetricFamily("kvlane_worker_engine_steps", "Steps of the engine", engine.steps)
     ranks = [asdict(each) for each in worker.cache_event_counters()]

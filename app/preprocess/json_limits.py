@@ -116,7 +116,7 @@ def check_size(size: int, what: str = "requests") -> None:
             "",
             f"its answers are {what} of {size} bytes together, of which {MAX_REQUESTS_BYTES} are "
             "taken: ask for fewer at a time",
-        )  # fmt: skip
+        )
 
 
 def _values(text: bytes) -> Steps[int]:

@@ -406,8 +406,10 @@ class PromptSource:
             log.info(
                 "records of %s wait in the log: %d that were read cannot be published now, routers "
                 "have room for %.0f more",
-                self.topic, self._unpublished, self._credit.available_requests(),
-            )  # fmt: skip
+                self.topic,
+                self._unpublished,
+                self._credit.available_requests(),
+            )
 
     def _resume(self) -> None:
         self._is_paused, self._resumed_at = False, self._ctx.clock.now()

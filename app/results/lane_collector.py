@@ -125,8 +125,10 @@ class LaneCollector:
         log.error(
             "responses[%d]: records were deleted before they were read: wanted %s, the log starts "
             "at %d; requests whose reply is incomplete get a result with the error lost",
-            self.lane, self.position, start,
-        )  # fmt: skip
+            self.lane,
+            self.position,
+            start,
+        )
         self._results.truncate()
         self.position = start
 

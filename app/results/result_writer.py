@@ -136,10 +136,11 @@ class ResultWriter:
         starts = {n: await kafka.offset_at(RESULTS, n, max(0, since_ms)) for n in numbers}
         found: dict[str, WrittenResult] = {}
         pieces = read_range(
-            kafka, clock,
+            kafka,
+            clock,
             {Partition(RESULTS, n): start for n, start in starts.items()},
             {Partition(RESULTS, n): end for n, end in ends.items()},
-        )  # fmt: skip
+        )
         async with aclosing(pieces):
             async for piece in pieces:
                 for record in piece.records:

@@ -197,9 +197,11 @@ def resumed_request(request: Request, emitted: bytes) -> Request:
     left = None if stop.max_tokens is None else max(stop.max_tokens - count, 0)
     budget = stop.max_thinking_tokens
     stop = replace(
-        stop, max_tokens=left, min_tokens=max(stop.min_tokens - count, 0),
+        stop,
+        max_tokens=left,
+        min_tokens=max(stop.min_tokens - count, 0),
         max_thinking_tokens=None if budget is None else max(budget - count, 0),
-    )  # fmt: skip
+    )
     if sampling.seed is not None:
         mixed = blake2b(b"%d" % sampling.seed + emitted, digest_size=4).digest()
         sampling = replace(sampling, seed=int.from_bytes(mixed, "little"))

@@ -284,13 +284,15 @@ def _traced(
     names = request.block_hashes
     return TraceRequest(
         PromptHashes.from_hashes(
-            Request(id=request.id, hints=hints, stop=stop), request.prompt_tokens, names,
+            Request(id=request.id, hints=hints, stop=stop),
+            request.prompt_tokens,
+            names,
             request.block_size,
         ),
         each.output_tokens,
         names.tolist(),
         tuple(prompt_keys(names, SIMULATION_SECRET).tolist()),
-    )  # fmt: skip
+    )
 
 
 def _shape(config: EngineConfig, block_size: int) -> EngineLimits:

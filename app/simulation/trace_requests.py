@@ -81,12 +81,14 @@ def _traced(number: int, row: TraceRow, block_size: int, *, in_session: bool) ->
     return TraceRequest(
         PromptHashes.from_hashes(
             Request(id=f"{number:06}", model=MODEL, hints=hints),
-            row.input_length, local, block_size,
+            row.input_length,
+            local,
+            block_size,
         ),
         max(row.output_length, 1),
         chunks,
         tuple(prompt_keys(local, SIMULATION_SECRET).tolist()),
-    )  # fmt: skip
+    )
 
 
 def _session(row: TraceRow) -> str:

@@ -223,8 +223,10 @@ class KafkaMember:
             return
         log.warning(
             "%s: no heartbeat to %s was answered for %.1f s",
-            self._topic, self._group, self._session_s,
-        )  # fmt: skip
+            self._topic,
+            self._group,
+            self._session_s,
+        )
         if self._reading:
             self._consumer.pause(*map(self._full, self._reading))
         self._is_cut_off = True

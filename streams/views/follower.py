@@ -336,8 +336,10 @@ class Follower:
             self.caught_up = True
             log.info(
                 "%s caught up: %d records read, %d partitions from snapshots",
-                self._view.name, self.applied, self.restored,
-            )  # fmt: skip
+                self._view.name,
+                self.applied,
+                self.restored,
+            )
             self._barriers.advance(None, 1)
         self._barriers.advance(source, position)
 

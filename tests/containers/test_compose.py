@@ -82,9 +82,11 @@ async def users() -> AsyncIterator[DeploymentClients]:
 def chat(name: str) -> dict[str, object]:
     content = f"Describe {name}."
     return {
-        "model": "demo", "messages": [{"role": "user", "content": content}],
-        "max_tokens": 300, "ignore_eos": True,
-    }  # fmt: skip
+        "model": "demo",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 300,
+        "ignore_eos": True,
+    }
 
 
 async def ask_at_both(

@@ -108,9 +108,11 @@ class ShapedServer:
     async def outputs(self) -> list[EngineOutput]:
         body = msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}]})
         request = Request(
-            id="r", token_ids=pack_tokens([50, 51]), stop=StopConditions(max_tokens=9),
+            id="r",
+            token_ids=pack_tokens([50, 51]),
+            stop=StopConditions(max_tokens=9),
             body=OpenAiBody(kind="chat", json=body) if self.kind == "chat" else None,
-        )  # fmt: skip
+        )
         async with asyncio.timeout(WITHIN_S):
             return await collect(self.engine.generate(request, GenerateContext("r")))
 

@@ -39,9 +39,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 async def settings(kafka: Broker, topic_prefix: str) -> AsyncIterator[Settings]:
     """A deployment with a router and a worker in this process."""
     settings = Settings(
-        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
+        bootstrap_servers=kafka.bootstrap_servers,
+        topic_prefix=topic_prefix,
+        lanes=LANES,
         http_port=free_ports(1)[0],
-    )  # fmt: skip
+    )
     async with provisioned(settings) as log:
         ctx = ProcessContext("parts", rng=random.Random(1))
         router = Router(log, settings, ctx)
@@ -127,8 +129,9 @@ async def _bytes_of(settings: Settings) -> bytes:
     """Keys, values and headers of all records of the deployment."""
     async with AIOKafkaConsumer(
         *(f"{settings.topic_prefix}{name}" for name in TOPICS_BY_NAME),
-        bootstrap_servers=settings.bootstrap_servers, auto_offset_reset="earliest",
-    ) as consumer:  # fmt: skip
+        bootstrap_servers=settings.bootstrap_servers,
+        auto_offset_reset="earliest",
+    ) as consumer:
         ends = await consumer.end_offsets(consumer.assignment())
         parts: list[bytes] = []
         while any([await consumer.position(p) < end for p, end in ends.items()]):

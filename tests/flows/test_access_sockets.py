@@ -156,9 +156,7 @@ async def test_no_key_is_in_a_log_line_or_on_a_topic(
     wrong = good[:-4] + "abcd"
     async with deployed(keys, log_level="DEBUG") as deployment:
         await complete(deployment.client(good))
-        for token, error in (
-            (wrong, openai.AuthenticationError), (small, openai.RateLimitError),
-        ):  # fmt: skip
+        for token, error in ((wrong, openai.AuthenticationError), (small, openai.RateLimitError)):
             with pytest.raises(error):
                 await complete(deployment.client(token))
         async with httpx.AsyncClient(base_url=deployment.gateway.url, timeout=WAIT_S) as http:
@@ -281,9 +279,11 @@ def test_files_that_are_no_certificate_and_key_are_refused(tmp_path: Path) -> No
     (tmp_path / "other").mkdir()
     locked = certificate(tmp_path / "other", "-passout", "pass:x")
     for cert, key in (
-        (good.certificate, locked.key), (locked.certificate, locked.key), (good.key, good.key),
+        (good.certificate, locked.key),
+        (locked.certificate, locked.key),
+        (good.key, good.key),
         (good.certificate, good.certificate),
-    ):  # fmt: skip
+    ):
         with pytest.raises(SettingsError, match=r"KVLANE_HTTP_TLS_CERT=.* cannot be used"):
             TlsFiles.of(Settings(http_tls_cert=cert, http_tls_key=key))
     with pytest.raises(SettingsError, match="belong together"):

@@ -70,9 +70,11 @@ async def streamed(deployment: MemoryDeployment, text: str, **more: Any) -> dict
                 known["arguments"] += (call.function and call.function.arguments) or ""
             reason = choice.finish_reason or reason
     return {
-        "content": content, "reasoning": reasoning, "reason": reason,
+        "content": content,
+        "reasoning": reasoning,
+        "reason": reason,
         "calls": [calls[index] for index in sorted(calls)],
-    }  # fmt: skip
+    }
 
 
 async def test_calls_and_reasoning_reach_the_client_apart_from_the_content() -> None:

@@ -83,9 +83,8 @@ def request(max_tokens: int = 20, **stop: Any) -> Request:
     ],
 )
 async def test_best_api_of_a_server_is_detected_and_logged_in_words(
-    behind: SimulatedEngine, kind: str, prompts: str, answers: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    behind: SimulatedEngine, kind: str, prompts: str, answers: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     async with ModelServer(behind, kind) as server:
         engine = beside(server)

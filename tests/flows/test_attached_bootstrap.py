@@ -64,9 +64,7 @@ async def pair() -> AsyncIterator[Pair]:
 def make_request(max_tokens: int, room: int | None = 2**63 - 1, **more: Any) -> Request:
     stop = StopConditions(max_tokens=max_tokens, ignore_eos=True)
     info = None if room is None else BootstrapInfo(*ADDRESS, room)
-    return Request(
-        id="a", token_ids=pack_tokens(PROMPT), stop=stop, bootstrap_info=info, **more
-    )  # fmt: skip
+    return Request(id="a", token_ids=pack_tokens(PROMPT), stop=stop, bootstrap_info=info, **more)
 
 
 async def test_prefill_worker_advertises_the_endpoint_of_its_server(pair: Pair) -> None:

@@ -250,9 +250,11 @@ def request(max_tokens: int = 4, name: str = "r") -> Request:
     """One that can be read in both ways."""
     body = msgspec.json.encode({"prompt": "once", "max_tokens": max_tokens})
     return Request(
-        id=name, token_ids=pack_tokens(PROMPT), stop=StopConditions(max_tokens=max_tokens),
+        id=name,
+        token_ids=pack_tokens(PROMPT),
+        stop=StopConditions(max_tokens=max_tokens),
         body=OpenAiBody(kind="completion", json=body),
-    )  # fmt: skip
+    )
 
 
 async def make_request(
@@ -289,8 +291,9 @@ async def test_event_without_an_end_is_a_fault_of_the_server_for_both_apis(
         await make_request(engine)
     in_tokens = request.node.callspec.params["engine"] == "tokens"
     assert (failed.value.retryable, isinstance(failed.value, InvalidRequest)) == (
-        in_tokens, not in_tokens,
-    )  # fmt: skip
+        in_tokens,
+        not in_tokens,
+    )
 
 
 @pytest.mark.parametrize("path", BESIDE)
@@ -342,8 +345,9 @@ async def test_fields_after_the_end_are_placed_after_the_text(server: ModelServe
     )
     (output,) = await make_request(engine)
     assert [(aside.at, bool(aside.choice), bool(aside.event)) for aside in output.data] == [
-        (0, True, False), (2, False, True),
-    ]  # fmt: skip
+        (0, True, False),
+        (2, False, True),
+    ]
     await engine.cleanup()
 
 

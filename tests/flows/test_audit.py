@@ -57,8 +57,10 @@ from tests.harness.memory_commands import connect_commands
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 VIEWS: tuple[tuple[ViewName, str], ...] = (
-    ("load", "_ledger"), ("fleet", "_fleet"), ("index", "_index"),
-)  # fmt: skip
+    ("load", "_ledger"),
+    ("fleet", "_fleet"),
+    ("index", "_index"),
+)
 
 
 async def with_a_death(world: MemoryWorld) -> GatewayHarness:

@@ -131,5 +131,6 @@ async def test_cancel_in_batch_follows_its_prompt(world: MemoryWorld) -> None:
     await world.wait_until(lambda: len(sent(world, Cancel)) == 1)
     records = [decode(record) for record in world.all_records(REQUESTS)]
     assert [type(r) for r in records if isinstance(r, Request | Cancel) and r.id == "a"] == [
-        Request, Cancel,
-    ]  # fmt: skip
+        Request,
+        Cancel,
+    ]

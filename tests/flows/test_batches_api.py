@@ -51,8 +51,10 @@ async def check_files(
     failed = await harness.lines(batch["error_file_id"], token)
     assert sorted(x["custom_id"] for x in done + failed) == sorted(names(count))
     assert batch["request_counts"] == {
-        "total": count, "completed": len(done), "failed": len(failed)
-    }  # fmt: skip
+        "total": count,
+        "completed": len(done),
+        "failed": len(failed),
+    }
 
 
 # --- a batch --------------------------------------------------------------------------------------
@@ -149,21 +151,23 @@ async def test_prompts_under_way_are_bounded(world: MemoryWorld) -> None:
 async def test_invalid_input_fails_with_the_numbers_of_its_lines(world: MemoryWorld) -> None:
     harness = await BatchHarness.open(world, "r1")
     good = jsonl(chat_line("a"))
-    content = b"".join([
-        good,
-        b"\n",
-        b"{no json}\n",
-        b'"text"\n',
-        jsonl(chat_line("b", url="/v1/embeddings")),
-        jsonl(chat_line("c", method="GET")),
-        good,
-        jsonl({"custom_id": "d", "url": CHATS}),
-        jsonl(chat_line("e", body={"messages": []})),
-        jsonl(chat_line("f", body={"model": "demo", "stream": True})),
-        jsonl(chat_line("g", body={"model": "demo", "nvext": {}})),
-        b'{"custom_id": "\xff"}\n',
-        jsonl(chat_line("")),
-    ])  # fmt: skip
+    content = b"".join(
+        [
+            good,
+            b"\n",
+            b"{no json}\n",
+            b'"text"\n',
+            jsonl(chat_line("b", url="/v1/embeddings")),
+            jsonl(chat_line("c", method="GET")),
+            good,
+            jsonl({"custom_id": "d", "url": CHATS}),
+            jsonl(chat_line("e", body={"messages": []})),
+            jsonl(chat_line("f", body={"model": "demo", "stream": True})),
+            jsonl(chat_line("g", body={"model": "demo", "nvext": {}})),
+            b'{"custom_id": "\xff"}\n',
+            jsonl(chat_line("")),
+        ]
+    )
     batch = await harness.ended(await harness.submit(content))
     assert batch["status"] == "failed"
     assert batch["output_file_id"] is batch["error_file_id"] is None
@@ -658,8 +662,9 @@ async def test_limit_of_batches_holds_for_creations_at_the_same_time(
     body = {"input_file_id": await harness.upload(input_of(3), token), "endpoint": CHATS}
     many = [
         door.send("POST", "/v1/batches", body, auth_headers(token))
-        for _ in range(6) for door in doors
-    ]  # fmt: skip
+        for _ in range(6)
+        for door in doors
+    ]
     for each in many:
         await each.wait_done()
     accepted = [each.json["id"] for each in many if each.status == 200]

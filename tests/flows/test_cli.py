@@ -329,8 +329,10 @@ def test_simulate_shows_a_row_for_each_policy_and_seed(tmp_path: Path) -> None:
     *_, heading, first, second, third, _, _ = result.stdout.splitlines()
     assert heading.split()[:5] == ["policy", "seed", "reuse", "TTFT", "ms"]
     assert [row.split()[:2] for row in (first, second, third)] == [
-        ["dynamo:16", "0"], ["dynamo:16", "1"], ["round_robin", "0"],
-    ]  # fmt: skip
+        ["dynamo:16", "0"],
+        ["dynamo:16", "1"],
+        ["round_robin", "0"],
+    ]
     assert max(len(row.rstrip()) for row in (heading, first, second, third)) <= 80
     rows = json.loads(file.read_text())["rows"]
     assert [(r["policy"], r["seed"]) for r in rows] == [

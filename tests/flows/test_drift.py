@@ -92,8 +92,10 @@ def test_alerts_use_existing_metrics() -> None:
         ctx = ProcessContext("indexer", world.clock, random.Random(1))
         indexer = Indexer(await world.connect("indexer"), memory_settings(), ctx, InlinePool())
         for registry in (
-            router._context.metrics.registry, indexer._metrics.registry, GatewayMetrics().registry,
-        ):  # fmt: skip
+            router._context.metrics.registry,
+            indexer._metrics.registry,
+            GatewayMetrics().registry,
+        ):
             for family in registry.collect():
                 names.update({family.name, *(sample.name for sample in family.samples)})
                 if family.type == "counter":

@@ -229,9 +229,11 @@ async def test_records_of_a_resumed_zombie_are_skipped(world: MemoryWorld) -> No
 async def test_resumed_seed_is_a_function_of_the_generated_tokens(world: MemoryWorld) -> None:
     """Drawn again as it is, it would repeat the draws of the beginning."""
     request = Request(
-        id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=7),
+        id="a",
+        token_ids=pack_tokens(PROMPT),
+        sampling=SamplingOptions(seed=7),
         stop=StopConditions(max_tokens=20, min_tokens=9),
-    )  # fmt: skip
+    )
     rest = resumed_request(request, pack_tokens([1, 2, 3]))
     assert rest.sampling.seed not in (None, 7)
     assert rest == resumed_request(request, pack_tokens([1, 2, 3]))

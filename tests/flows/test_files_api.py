@@ -283,8 +283,9 @@ async def test_size_of_files_holds_for_uploads_at_the_same_time(
     kept = [each.json["id"] for each in many if each.status == 200]
     assert len(kept) == 2
     assert {each.error["code"] for each in many if each.status != 200} <= {
-        "file_quota_exceeded", "too_large"
-    }  # fmt: skip
+        "file_quota_exceeded",
+        "too_large",
+    }
     assert {key.split(b"/")[0].decode() for key in kept_parts(world)} == set(kept)
     later = await GatewayHarness.open(world, "later", **keys.settings)
     assert {each["id"] for each in (await get(later, "", token)).json["data"]} == set(kept)

@@ -500,9 +500,7 @@ async def test_head_of_a_stream_ends_with_its_headers(
     first = await anext(stream)
     async with httpx.AsyncClient(base_url=deployment.gateway.url, timeout=2) as http:
         head = await http.head(f"/v1/streams/{first.id}")
-        assert (head.status_code, head.headers["content-type"]) == (
-            200, "text/event-stream",
-        )  # fmt: skip
+        assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream")
         assert (await http.get("/livez")).status_code == 200
     await stream.close()
 

@@ -280,7 +280,7 @@ async def test_strict_priority_goes_first_and_priority_raises_the_age(world: Mem
         "engine": {"priority": 200},
         "strict": {"strict_priority": 1},
         "most": {"strict_priority": 2, "latency_sensitivity": -50.0},
-    }  # fmt: skip
+    }
     answers = {}
     for name, hints in sent.items():
         answers[name] = cluster.complete_with(agent_hints=hints)
@@ -312,8 +312,9 @@ async def test_request_sets_the_credit_of_its_overlap(world: MemoryWorld) -> Non
     known = await cluster.wait_decision()
     assert known.worker == "w1"
     assert {c.worker: c.cost for c in known.candidates} == {
-        "w1": TOKENS / BLOCK - 6, "w2": TOKENS / BLOCK
-    }  # fmt: skip
+        "w1": TOKENS / BLOCK - 6,
+        "w2": TOKENS / BLOCK,
+    }
     none = await cluster.wait_decision(router_config_override={"overlap_score_credit": 0})
     assert none.params["overlap_score_credit"] == 0
     assert {c.cost for c in none.candidates} == {TOKENS / BLOCK}
@@ -324,8 +325,9 @@ async def test_request_sets_the_scale_of_its_prefill(world: MemoryWorld) -> None
     cluster = await two_caches(world, policy="dynamo")
     decision = await cluster.wait_decision(router_config_override={"prefill_load_scale": 4})
     assert {c.worker: c.cost for c in decision.candidates} == {
-        "w1": 4 * (TOKENS / BLOCK - 6), "w2": 4 * TOKENS / BLOCK
-    }  # fmt: skip
+        "w1": 4 * (TOKENS / BLOCK - 6),
+        "w2": 4 * TOKENS / BLOCK,
+    }
 
 
 @scenario_test
@@ -468,16 +470,18 @@ CARRIED: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] 
     ({"agent_hints": {"priority": 3}}, {}, lambda r: r.hints.priority, 3),
     ({"agent_hints": {"priority": -3}}, {}, lambda r: r.hints.priority, -3),
     ({"agent_hints": {"osl": 70}}, {}, lambda r: r.hints.expected_output_tokens, 70),
-    ({"router": {"ttft_target": 100, "itl_target": 20}}, {},
-     lambda r: (r.router.ttft_target, r.router.itl_target), (100, 20)),
-    ({"agent_context": {"agent": ["a"]}}, {}, lambda r: got(r.agent_context),
-     {"agent": ["a"]}),
+    (
+        {"router": {"ttft_target": 100, "itl_target": 20}},
+        {},
+        lambda r: (r.router.ttft_target, r.router.itl_target),
+        (100, 20),
+    ),
+    ({"agent_context": {"agent": ["a"]}}, {}, lambda r: got(r.agent_context), {"agent": ["a"]}),
     ({"request_timestamp_ms": 17.5}, {}, lambda r: r.request_timestamp_ms, 17.5),
     ({"extra_args": {"a": {"b": 1}}}, {}, lambda r: got(r.extra_args), {"a": {"b": 1}}),
-    ({}, {"mm_processor_kwargs": {"fps": 2}}, lambda r: got(r.mm_processor_kwargs),
-     {"fps": 2}),
+    ({}, {"mm_processor_kwargs": {"fps": 2}}, lambda r: got(r.mm_processor_kwargs), {"fps": 2}),
     ({"annotations": ["a", "b:c"]}, {}, lambda r: r.annotations, ("a", "b:c")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("ext", "body", "of", "value"), CARRIED)

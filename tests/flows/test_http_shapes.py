@@ -235,7 +235,7 @@ BAD_HEADS = {
     "another method": b"NONSENSE /v1/models HTTP/1.1\r\n" + HOST,
     "port beyond all": b"GET http://localhost:99999/livez HTTP/1.1\r\n" + HOST,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("head", BAD_HEADS.values(), ids=BAD_HEADS)
@@ -398,9 +398,11 @@ async def test_old_clients_need_no_host(gateway: Gateway) -> None:
 async def test_compressed_body_is_refused_by_name(gateway: Gateway, path: str, coding: str) -> None:
     kind = b"content-type: multipart/form-data; boundary=x\r\n"
     head = f"content-encoding: {coding}\r\n".encode()
-    sent = gateway.post(path, head) if path != "/v1/files" else gateway.head(
-        f"POST {path}", kind, head, b"content-length: 0\r\n"
-    )  # fmt: skip
+    sent = (
+        gateway.post(path, head)
+        if path != "/v1/files"
+        else gateway.head(f"POST {path}", kind, head, b"content-length: 0\r\n")
+    )
     (refused,) = (await ask(gateway, sent)).responses
     assert refused.status == 415
     assert "content-encoding" in refused.error["message"]

@@ -62,8 +62,9 @@ async def test_workers_with_a_prefix_are_listed_by_cached_tokens(world: MemoryWo
     got = await sent(await opened(world), token_ids=TOKENS, model="demo")
     assert (got["block_size"], got["blocks"]) == (SIZE, 10)
     assert [(h["worker"], h["blocks"], h["device"], h["host"]) for h in got["holders"]] == [
-        ("w2", 10, 10, 0), ("w1", 3, 3, 0),
-    ]  # fmt: skip
+        ("w2", 10, 10, 0),
+        ("w1", 3, 3, 0),
+    ]
 
 
 @scenario_test

@@ -384,7 +384,7 @@ async def test_log_probabilities_are_the_servers(
         chat_event({"content": "a"}, logprobs=likely("a")),
         chat_event({"content": "b"}, logprobs=likely("b")),
         chat_event({}, finish_reason="stop"),
-    ]  # fmt: skip
+    ]
     answer = await cluster.openai.chat.completions.create(model="m", logprobs=True, **HELLO)
     assert [at.token for at in answer.choices[0].logprobs.content] == ["a", "b"]
     assert server.bodies[0]["logprobs"] is True

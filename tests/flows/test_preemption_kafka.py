@@ -75,16 +75,14 @@ async def test_batch_run_is_preempted_and_both_get_their_tokens(
             running.append((own, ctx, part))
         prompt = [97, 98, 99, 258]
         body = {"token_ids": prompt, "max_tokens": BATCH_TOKENS}
-        batch = Prompt(
-            id=client.new_request_id(), kind="tokens", body=body, service_class="batch"
-        )  # fmt: skip
+        batch = Prompt(id=client.new_request_id(), kind="tokens", body=body, service_class="batch")
         await client.publish(batch)
         async with asyncio.timeout(WAIT_S):
             while not await has_replies(log):
                 await client_clock.sleep(0.1)
         urgent = Prompt(
             id=client.new_request_id(), kind="tokens", body=body | {"max_tokens": TOKENS}
-        )  # fmt: skip
+        )
         await client.publish(urgent)
         later = asyncio.ensure_future(client.result(batch.id, WAIT_S))
         first = await client.result(urgent.id, WAIT_S)

@@ -93,9 +93,11 @@ class Cache:
 
     def beat(self) -> None:
         beat = Heartbeat(
-            worker=self.hand.name, epoch=self.hand.epoch, slot_offset=0,
+            worker=self.hand.name,
+            epoch=self.hand.epoch,
+            slot_offset=0,
             last_event_ids=(self.at - 1,),
-        )  # fmt: skip
+        )
         self.world.append(KV_EVENTS, self.partition, beat, key=self.hand.name)
 
     @property

@@ -86,10 +86,12 @@ async def test_each_request_has_one_result_and_one_reply_whatever_is_killed(
     counted: dict[str, Counter[str]] = {}
     async with topic_for_replies(kafka.bootstrap_servers, f"replies-{topic_prefix}") as replies:
         consumer = AIOKafkaConsumer(
-            topic_prefix + RESULTS, replies,
-            bootstrap_servers=kafka.bootstrap_servers, isolation_level="read_committed",
+            topic_prefix + RESULTS,
+            replies,
+            bootstrap_servers=kafka.bootstrap_servers,
+            isolation_level="read_committed",
             auto_offset_reset="earliest",
-        )  # fmt: skip
+        )
         await consumer.start()
         try:
             talking = asyncio.create_task(converse(log, replies))
@@ -130,9 +132,11 @@ async def test_refusal_deleted_before_it_was_read_is_lost(
     await admin.delete_records({replies: RecordsToDelete(before_offset=1)})
     await admin.close()
     consumer = AIOKafkaConsumer(
-        topic_prefix + RESULTS, bootstrap_servers=kafka.bootstrap_servers,
-        isolation_level="read_committed", auto_offset_reset="earliest",
-    )  # fmt: skip
+        topic_prefix + RESULTS,
+        bootstrap_servers=kafka.bootstrap_servers,
+        isolation_level="read_committed",
+        auto_offset_reset="earliest",
+    )
     await consumer.start()
     try:
         with app_process("collector", tmp_path / "collector.log", os.environ):

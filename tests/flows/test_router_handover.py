@@ -73,9 +73,11 @@ async def test_prompt_is_computed_by_a_prefill_worker_and_decoded_by_another(
     assert second.request.prefill_result is not None
     assert second.request.prefill_result.disaggregated_params == PARAMS
     assert second.request.router_config_override == RouterConfigOverride(
-        router_temperature=0.25, overlap_score_credit=0.0, assume_kv_reuse=False,
+        router_temperature=0.25,
+        overlap_score_credit=0.0,
+        assume_kv_reuse=False,
         track_prefill_tokens=False,
-    )  # fmt: skip
+    )
     assert second.handoff_until_ms > 0
     assert decisions(world) == [(0, "prefill", "p"), (0, "decode", "d")]
     decode.start(second)
@@ -492,9 +494,8 @@ async def test_required_domain_without_prefill_worker_ends_the_request_where_it_
 ) -> None:
     prefill, decode = workers(world)
     await start_router(
-        world, transfer_domain="zone", transfer_domain_required=True,
-        enforce_disaggregation=True,
-    )  # fmt: skip
+        world, transfer_domain="zone", transfer_domain_required=True, enforce_disaggregation=True
+    )
     append_record(world, REQUESTS, replace(LONG, deadline_s=5))
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code in ("no_workers", "deadline")

@@ -78,9 +78,11 @@ class Process:
         with self.output.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "faststream", "run", app, "--app-dir", str(folder)],
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.getcwd(), **environment},
-            )  # fmt: skip
+            )
 
     async def sends(self, text: str) -> None:
         async with asyncio.timeout(60):

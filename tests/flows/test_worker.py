@@ -338,9 +338,11 @@ async def test_resumed_run_requests_only_the_rest_from_the_engine(world: MemoryW
     engine = ScriptedEngine(world, EngineOutput.stop())
     harness = await WorkerHarness.started(world, engine)
     request = Request(
-        id="a", token_ids=pack_tokens(PROMPT), sampling=SamplingOptions(seed=5),
+        id="a",
+        token_ids=pack_tokens(PROMPT),
+        sampling=SamplingOptions(seed=5),
         stop=StopConditions(max_tokens=20, min_tokens=4),
-    )  # fmt: skip
+    )
     harness.assign(request=request, attempt=1, taken=pack_tokens([1, 2, 3]), taken_chars=3)
     await harness.wait_finished()
     (sent,) = engine.requests

@@ -66,7 +66,7 @@ def cancel(harness: WorkerHarness, phase: Any, reason: str = "") -> None:
         CancelRun(
             worker=harness.name, epoch=harness.epoch, id="a", attempt=0, phase=phase, reason=reason
         )
-    )  # fmt: skip
+    )
 
 
 def decode_request(transfer: bytes, max_tokens: int = 20) -> Request:
@@ -335,8 +335,9 @@ def test_run_waits_for_its_transfer_for_a_limited_time(phase: str) -> None:
         harness.assign(phase=phase, request=bootstrapped(), handoff_until_ms=until_ms)
         finished = await harness.wait_finished()
         assert (finished.code, finished.message) == (
-            "broken", "the blocks were not transferred in time"
-        )  # fmt: skip
+            "broken",
+            "the blocks were not transferred in time",
+        )
         assert 0 <= world.broker.now_ms() - until_ms < 2500
         assert engine.is_closed
         assert not world.all_records(RESPONSES)
@@ -486,7 +487,7 @@ async def test_decode_leaves_the_room_when_it_is_cancelled_for_a_failed_prefill(
         CancelRun(
             worker="decode", epoch=decoding.epoch, id="a", attempt=0, phase="decode", reason="lost"
         )
-    )  # fmt: skip
+    )
     assert (await decoding.wait_finished()).code == "cancelled"
     assert not transfers._rooms
 

@@ -157,9 +157,11 @@ async def test_run_with_a_token_stalls_no_engine_by_itself(world: MemoryWorld) -
 
 def guided(request_id: str = "a") -> Request:
     return Request(
-        id=request_id, token_ids=pack_tokens([1]), stop=StopConditions(max_tokens=9),
+        id=request_id,
+        token_ids=pack_tokens([1]),
+        stop=StopConditions(max_tokens=9),
         sampling=SamplingOptions(guided_decoding=GuidedDecoding(regex="a")),
-    )  # fmt: skip
+    )
 
 
 @scenario_test

@@ -33,8 +33,9 @@ async def test_role_is_on_the_card_and_routers_apply_it(world: MemoryWorld) -> N
         )
         decisions = read_records(world, LEDGER, Assigned, request_id)
         assert [(d.phase, d.worker) for d in decisions] == [
-            ("prefill", "w-prefill"), ("decode", "w-decode"),
-        ]  # fmt: skip
+            ("prefill", "w-prefill"),
+            ("decode", "w-decode"),
+        ]
         assert all(len(d.candidates) == 1 for d in decisions)
 
 

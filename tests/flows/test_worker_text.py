@@ -55,10 +55,12 @@ async def test_stop_string_ends_the_answer_before_it_and_aborts_the_engine(
 async def test_text_and_counts_of_a_body_are_the_engines(world: MemoryWorld) -> None:
     sent = OpenAiBody(kind="chat", json=b"{}", prompt_tokens=40)
     script = (
-        EngineOutput(text="", data=(PassthroughDelta(delta={"reasoning_content": "hm"}),)), 1.0,
-        EngineOutput(text="Good "), 1.0, EngineOutput(text="day", finish_reason="tool_calls",
-                                                      usage=token_usage(33, 9)),
-    )  # fmt: skip
+        EngineOutput(text="", data=(PassthroughDelta(delta={"reasoning_content": "hm"}),)),
+        1.0,
+        EngineOutput(text="Good "),
+        1.0,
+        EngineOutput(text="day", finish_reason="tool_calls", usage=token_usage(33, 9)),
+    )
     harness, engine = await answer(world, *script, body=sent)
     assert engine.requests[0].body == sent
     seen, last = visible(harness.chunks()), harness.chunks()[-1]

@@ -52,8 +52,10 @@ class FetchNode:
         if self.error or self.throttle_ms:
             answer = Answer(self.error, answer.session_id, {})
         topics = [(tp.topic, [self._fields(tp, answer, dict(wanted))]) for tp in answer.partitions]
-        topics += [(tp.topic, [(tp.partition, e, -1, -1, -1, None, -1, b"")])
-                   for tp, e in self.errors.items()]  # fmt: skip
+        topics += [
+            (tp.topic, [(tp.partition, e, -1, -1, -1, None, -1, b"")])
+            for tp, e in self.errors.items()
+        ]
         if struct.API_VERSION < 11:
             topics = [(topic, [(*p[:6], p[7]) for p in ps]) for topic, ps in topics]
         theirs = known.RESPONSE_TYPE(self.throttle_ms, answer.error, answer.session_id, topics)

@@ -28,8 +28,10 @@ def probing(port: int, key: str, times_ms: list[float]) -> Iterator[None]:
     """Probe a gateway; `times_ms` has the times at the end. An answer but 200 is an error."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.harness.http_prober", str(port), key],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         yield
     finally:

@@ -75,8 +75,10 @@ def http_process(
     with errors.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.http_process", limits, *over],
-            stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

@@ -151,9 +151,11 @@ class ModelServer(HttpServer):
         self.running = 0
         self._block_size = block_size
         self.handlers |= {
-            "/health": self.health, "/v1/models": self.models, "/tokenize": self.tokenize,
+            "/health": self.health,
+            "/v1/models": self.models,
+            "/tokenize": self.tokenize,
             "/v1/completions": self.complete,
-        }  # fmt: skip
+        }
         if kind == "vllm":
             self.handlers |= {"/metrics": self.metrics, "/version": self.version}
 
@@ -255,10 +257,11 @@ class ModelServer(HttpServer):
 
     def _request(self, body: dict[str, Any], prompt: Sequence[int]) -> Request:
         stop = StopConditions(
-            max_tokens=body["max_tokens"], min_tokens=body.get("min_tokens", 0),
+            max_tokens=body["max_tokens"],
+            min_tokens=body.get("min_tokens", 0),
             stop_token_ids=tuple(body.get("stop_token_ids", ())),
             ignore_eos=body.get("ignore_eos", False),
-        )  # fmt: skip
+        )
         transfer, handed = body.get("kv_transfer_params"), None
         if transfer and not transfer.get("do_remote_decode"):
             handed = PrefillResult(disaggregated_params=msgspec.json.encode(transfer))
@@ -276,9 +279,10 @@ class ModelServer(HttpServer):
             if self.kind == "vllm":
                 names = [f"token_id:{token}" for token in token_ids]
                 choice["logprobs"] = {
-                    "tokens": names, "token_logprobs": [-0.5] * len(names),
+                    "tokens": names,
+                    "token_logprobs": [-0.5] * len(names),
                     "top_logprobs": [{name: -0.5, "token_id:7": -2.0} for name in names],
-                }  # fmt: skip
+                }
             elif self.kind == "llamacpp":
                 at = [{"id": token, "token": "-", "logprob": -0.5} for token in token_ids]
                 choice["logprobs"] = {"content": at}

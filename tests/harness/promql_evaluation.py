@@ -14,8 +14,10 @@ Series = Mapping[tuple[str, Labels], Sequence[tuple[float, float]]]
 """By name and labels, the samples: times in seconds and values, in order."""
 STALE_S = 300.0
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">": operator.gt, "<": operator.lt, "==": operator.eq,
-}  # fmt: skip
+    ">": operator.gt,
+    "<": operator.lt,
+    "==": operator.eq,
+}
 _AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {"sum": sum, "max": max}
 
 

@@ -63,8 +63,10 @@ def code_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the code of the other version, and its kernels compiled."""
     archive = subprocess.run(
         ["git", "archive", BEFORE, "app", "streams", "indexer", "kvlane"],
-        cwd=ROOT, capture_output=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
     if archive.returncode != 0:
         pytest.skip(f"no commit {BEFORE} in this clone: {archive.stderr.decode().strip()}")
     folder = tmp_path_factory.mktemp("before")
@@ -75,8 +77,10 @@ def code_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kernels = {"KVLANE_KERNEL_CACHE_DIR": str(kernel_folder(folder))}
     subprocess.run(
         [sys.executable, "-m", f"{root}indexer.precompile"],
-        cwd=folder, env=os.environ | kernels, check=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=os.environ | kernels,
+        check=True,
+    )
     return folder
 
 

@@ -168,9 +168,11 @@ class Fleet:
             DeploymentPart(f"{o}-1", o) for o in others
         ]
         builds = {
-            "worker": self._worker, "router": Router, "preprocessor": Preprocessor,
+            "worker": self._worker,
+            "router": Router,
+            "preprocessor": Preprocessor,
             "gateway": Gateway,
-        }  # fmt: skip
+        }
         return InProcessDeployment(parts, builds, self.settings, self.broker, random.Random(1))
 
     def _worker(self, log: Log, settings: Settings, ctx: ProcessContext) -> Worker:

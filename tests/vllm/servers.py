@@ -68,9 +68,11 @@ def command(
 ) -> list[str]:
     http, events, replay = ports
     got = {
-        "enable_kv_cache_events": True, "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}",
-    }  # fmt: skip
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+    }
     line = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(http),

@@ -85,9 +85,11 @@ async def test_refusal_by_vllm_is_a_client_error(fleet: Fleet) -> None:
     async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
             await client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=4,
+                model="tiny",
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=4,
                 extra_body={"prompt_logprobs": 3},
-            )  # fmt: skip
+            )
 
 
 async def test_answer_continues_unchanged_when_its_engine_is_killed(

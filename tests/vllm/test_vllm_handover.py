@@ -104,10 +104,12 @@ async def test_server_continues_from_the_prompt_of_another(
         for name in ROLES:
             server = await stack.enter_async_context(
                 running(
-                    model, tmp_path / name, more=("--kv-transfer-config", connector),
+                    model,
+                    tmp_path / name,
+                    more=("--kv-transfer-config", connector),
                     VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
                 )
-            )  # fmt: skip
+            )
             servers.append(server)
         engines = []
         for server in servers:  # which start side by side

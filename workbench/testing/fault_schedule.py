@@ -78,9 +78,10 @@ class SimulationFaults:
             faults += [(1.0, self._kill_indexer), (0.5, self._pause_indexer)]
         if world.parameters.collectors:
             faults += [
-                (2.0, self._kill_collector), (1.0, self._pause_collector),
+                (2.0, self._kill_collector),
+                (1.0, self._pause_collector),
                 (1.0, self._evict_collector),
-            ]  # fmt: skip
+            ]
         if world.parameters.peak_s is not None:
             faults += [
                 (3.0, self._kill_preprocessor),

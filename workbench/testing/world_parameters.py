@@ -278,9 +278,11 @@ class WorldParameters(NamedTuple):
         prefill_workers = rng.randint(1, self.workers - 1)
         sequences = rng.choice((1, self.sequences))  # with one, hand-overs wait for a place
         return self._replace(
-            prefill_workers=prefill_workers, has_caches=True, sequences=sequences,
+            prefill_workers=prefill_workers,
+            has_caches=True,
+            sequences=sequences,
             has_bootstrap=rng.random() < BOOTSTRAP_SHARE,
-        )  # fmt: skip
+        )
 
     def with_batch(self, rng: random.Random, share: float) -> WorldParameters:
         """The same; in a share of the worlds with preprocessors, batch prompts and collectors."""

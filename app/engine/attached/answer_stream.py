@@ -177,9 +177,7 @@ def parse_usage(fields: object) -> Usage | None:
     )
 
 
-_COUNTS = frozenset({
-    "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details",
-})  # fmt: skip
+_COUNTS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"})
 
 
 def _number(value: Any) -> int | None:

@@ -151,9 +151,11 @@ class ServerDiscovery:
                 await self._server.get("/v1/models", REQUEST_TIMEOUT_S), type=_Models
             )
         except (EngineError, msgspec.MsgspecError, UnicodeDecodeError) as e:
-            hint = "set KVLANE_ATTACH_API_KEY" if getattr(e, "status", 0) in (401, 403) else (
-                "give the URL of an OpenAI-compatible server, as http://host:port"
-            )  # fmt: skip
+            hint = (
+                "set KVLANE_ATTACH_API_KEY"
+                if getattr(e, "status", 0) in (401, 403)
+                else ("give the URL of an OpenAI-compatible server, as http://host:port")
+            )
             raise EngineError(f"KVLANE_ATTACH_URL={url}: no list of models ({e}); {hint}") from e
         if not listed.data:
             raise EngineError(f"KVLANE_ATTACH_URL={url}: the server serves no model")
@@ -244,8 +246,9 @@ class ServerDiscovery:
         if dialect.answer_tokens == "text":
             log.warning(
                 "%s returns text without token ids: answers are tokenised again, and an "
-                "interrupted one is not resumed by another worker", self._server.url,
-            )  # fmt: skip
+                "interrupted one is not resumed by another worker",
+                self._server.url,
+            )
 
 
 def _adapters(models: Sequence[_Model], of: str) -> frozenset[str]:

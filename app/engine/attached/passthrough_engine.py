@@ -34,8 +34,10 @@ log = logging.getLogger(__name__)
 BodyKind = Literal["chat", "completion", "embedding"]
 
 API_PATHS: Mapping[BodyKind, str] = {
-    "chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings",
-}  # fmt: skip
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "embedding": "/v1/embeddings",
+}
 _PROBES: Mapping[BodyKind, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "completion": {"prompt": "a", "max_tokens": 1},

@@ -144,9 +144,11 @@ class EventStream:
         server = self._server
         async with self._timeout(asyncio.get_running_loop().time() + server.read_timeout_s):
             self._response = await server.session.post(
-                server.url + self._path, data=_encoded(self._body), headers=self._headers,
+                server.url + self._path,
+                data=_encoded(self._body),
+                headers=self._headers,
                 allow_redirects=False,
-            )  # fmt: skip
+            )
             try:
                 await server.check_status(self._response)
             except BaseException:

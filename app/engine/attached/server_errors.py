@@ -215,7 +215,7 @@ _WORDS = (
     (422, r"unprocessable"),
     (400, r"badrequest|invalid|context|unsupported|notsupported|validation|contentfilter"),
     (400, r"contentpolicy|safety|toolong|exceed|missing|outofrange|precondition"),
-)  # fmt: skip
+)
 
 
 def _status_of_word(word: str) -> int | None:

@@ -144,8 +144,9 @@ class ZmqEventFollower:
         if len(found) < len(missing):
             log.warning(
                 "%d batches of cache events from %s are lost: its cache is partly unknown",
-                len(missing) - len(found), self._endpoint,
-            )  # fmt: skip
+                len(missing) - len(found),
+                self._endpoint,
+            )
         self._publish(recovered_events(missing, found.values()))
 
     async def _check_for_missed(self) -> None:

@@ -172,6 +172,8 @@ def _template(folder: Path, named: dict[str, Any]) -> str | None:
     of_tools = templates.get("tool_use")
     if plain is None or of_tools is None or of_tools == plain:
         return plain
-    return "{% if tools %}\n" + "{% else %}\n".join(
-        source.removesuffix("\n") for source in (of_tools, plain)
-    ) + "{% endif %}"  # fmt: skip
+    return (
+        "{% if tools %}\n"
+        + "{% else %}\n".join(source.removesuffix("\n") for source in (of_tools, plain))
+        + "{% endif %}"
+    )

@@ -84,7 +84,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "sampling_options.detokenize": Unsupported((True,)),
     "output_options.formatted_prompt": _OFF,
     "migration_link": Unsupported(),
-}  # fmt: skip
+}
 OF_CHATS: Mapping[str, Unsupported] = {
     "add_special_tokens": _OFF,  # a chat template writes them
     "echo": _OFF,

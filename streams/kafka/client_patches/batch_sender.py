@@ -53,9 +53,11 @@ class BatchRequest:
         if lowest <= self.API_VERSION <= highest:
             return self
         return ProduceRequest(
-            required_acks=_ALL_REPLICAS, timeout=self._timeout_ms,
-            topics=list(self._by_topic.items()), transactional_id=None,
-        ).prepare(versions)  # fmt: skip
+            required_acks=_ALL_REPLICAS,
+            timeout=self._timeout_ms,
+            topics=list(self._by_topic.items()),
+            transactional_id=None,
+        ).prepare(versions)
 
     # --- the struct, for the connection ---
 

@@ -37,9 +37,7 @@ class FetchOptions(NamedTuple):
     rack: str
 
 
-PartitionResponse = tuple[
-    int, int, int, int, int, list[tuple[int, int]] | None, int, bytes
-]  # fmt: skip
+PartitionResponse = tuple[int, int, int, int, int, list[tuple[int, int]] | None, int, bytes]
 """Partition, error code, high watermark, last stable offset, log start offset, aborted transactions
 (producer id, first offset; None: null), preferred read replica (-1: none), record batches. A tuple
 in the order of aiokafka's class, since its fetcher reads it."""

@@ -252,9 +252,10 @@ def test_role_that_an_engine_cannot_take_is_refused_from_the_settings_alone(
 def test_roles_with_engines_that_hand_prompts_over_are_accepted() -> None:
     transfers = {"kv_transfer_config": {"kv_connector": "NixlConnector"}}
     for values in (
-        ATTACHED | {"attach_transfer_lease_s": 20}, {"engine": "vllm", "engine_args": transfers},
+        ATTACHED | {"attach_transfer_lease_s": 20},
+        {"engine": "vllm", "engine_args": transfers},
         {"engine": "simulated"},
-    ):  # fmt: skip
+    ):
         assert Settings(worker_role="decode", **values).worker_role == "decode"
 
 

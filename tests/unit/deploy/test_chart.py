@@ -390,8 +390,10 @@ def test_version_is_the_same_everywhere() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert re.findall(r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)[0] == version
     pages = [
-        ROOT / "deploy/compose/compose.yaml", *chart.rglob("*.yaml"), *(ROOT / "docs").glob("*.md"),
-    ]  # fmt: skip
+        ROOT / "deploy/compose/compose.yaml",
+        *chart.rglob("*.yaml"),
+        *(ROOT / "docs").glob("*.md"),
+    ]
     images = {
         found
         for page in pages

@@ -27,8 +27,10 @@ def test_commit_with_a_subject_of_another_form_is_refused(
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
         return subprocess.run(
             ["git", *identity, "-c", f"core.hooksPath={HOOKS}", "-C", str(tmp_path), *arguments],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     assert git("init", "-q").returncode == 0
     made = git("commit", "-q", "--allow-empty", "-m", f"{subject}\n\nThe reason.")

@@ -17,9 +17,11 @@ from kvlane.streams.topics import TOPICS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").iterdir()),
-]  # fmt: skip
+]
 PAGES = [page for page in PAGES if page.is_file()]
 SOURCE = "\n".join(file.read_text() for file in sorted((ROOT / "app").rglob("*.py")))
 TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))

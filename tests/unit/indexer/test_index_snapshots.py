@@ -25,9 +25,11 @@ def written(
 ) -> bytes:
     """A snapshot of blocks in the device tier, whether or not there is such an index."""
     part = snapshot_format.TierPart(
-        np.array(keys, np.uint64), np.zeros(len(keys), np.uint32), np.array(numbers, np.uint32),
+        np.array(keys, np.uint64),
+        np.zeros(len(keys), np.uint32),
+        np.array(numbers, np.uint32),
         np.array(rows, np.uint64),
-    )  # fmt: skip
+    )
     return snapshot_format.encode_snapshot(
         "", {"w": CELL} if workers is None else workers, [part] + [NONE] * 3
     )

@@ -378,11 +378,13 @@ def fitting_rows(count: int) -> st.SearchStrategy[r.CandidateRows]:
     def rows(is_timed: bool) -> st.SearchStrategy[r.CandidateRows]:
         size = count * (TIMED_ROW if is_timed else ROW).size
         return st.builds(
-            r.CandidateRows, places=each(tuple[str, int, int]),
+            r.CandidateRows,
+            places=each(tuple[str, int, int]),
             rows=st.binary(min_size=size, max_size=size),
-            curves=st.just(()) | each(tuple[float, ...]), taint_weights=st.just(()) | each(float),
+            curves=st.just(()) | each(tuple[float, ...]),
+            taint_weights=st.just(()) | each(float),
             is_timed=st.just(is_timed),
-        )  # fmt: skip
+        )
 
     return st.booleans().flatmap(rows)
 

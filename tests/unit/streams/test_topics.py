@@ -238,9 +238,7 @@ def test_collector_may_write_in_transactions_and_to_topics_of_replies() -> None:
 
 def test_readers_of_transactional_topics_read_committed_records() -> None:
     written = {t.name for t in TOPICS if set(t.writers) & set(topics.TRANSACTIONAL_IDS)}
-    by_other_producers = {
-        topics.BATCH, topics.BATCH_JOBS, topics.FILE_PARTS, topics.DEAD_LETTERS,
-    }  # fmt: skip
+    by_other_producers = {topics.BATCH, topics.BATCH_JOBS, topics.FILE_PARTS, topics.DEAD_LETTERS}
     by_clients = {t.name for t in TOPICS if t.writers[0] == "client"}
     assert by_clients == topics.OF_CLIENTS
     assert written - by_other_producers | by_clients == topics.READ_COMMITTED

@@ -291,14 +291,16 @@ def _row(phase: str, found: OverloadResult) -> dict[str, Any]:
         "asked/s": len(own) / seconds,
         "served/s": len(served) / seconds,
         "first text ms": {
-            "p50": 1000 * percentile(served, 0.5), "p99": 1000 * percentile(served, 0.99)
+            "p50": 1000 * percentile(served, 0.5),
+            "p99": 1000 * percentile(served, 0.99),
         },
         "refused/s": len(refused) / seconds,
         "refusal ms": {
-            "p50": 1000 * percentile(refused, 0.5), "p99": 1000 * percentile(refused, 0.99)
+            "p50": 1000 * percentile(refused, 0.5),
+            "p99": 1000 * percentile(refused, 0.99),
         },
         "MB at its end": ", ".join(f"{kind} {mb:.0f}" for kind, mb in kinds.items()),
-    }  # fmt: skip
+    }
 
 
 def memory_growth(samples: Iterable[MemorySample]) -> list[tuple[int, str]]:

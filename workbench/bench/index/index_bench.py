@@ -94,14 +94,16 @@ class IndexScale(NamedTuple):
 
 QUICK = IndexScale(
     grid=(
-        IndexSetup(64, 64, MILLION), IndexSetup(1024, 64, MILLION), IndexSetup(8192, 64, MILLION),
+        IndexSetup(64, 64, MILLION),
+        IndexSetup(1024, 64, MILLION),
+        IndexSetup(8192, 64, MILLION),
         IndexSetup(64, 512, MILLION),
         IndexSetup(64, 64, 10 * MILLION),
     ),
     repetitions=Repetitions({64: 1000, 1024: 500, 8192: 100}, rounds=5),
     trace_fleets=(TraceFleet(64, 512, 6000),),
     structures=TREE_STRUCTURES,
-)  # fmt: skip
+)
 FULL = IndexScale(
     grid=tuple(
         IndexSetup(blocks, workers, pairs)
@@ -185,18 +187,22 @@ class IndexBench:
 
     def _course(self, where: IndexSetup) -> Iterator[IndexFigure]:
         course = IndexMeasurements(
-            make_sequences(where, self._chained), lambda: self._sides(where),
+            make_sequences(where, self._chained),
+            lambda: self._sides(where),
             self._form.repetitions,
-            self._per_us, self._answers,
-        )  # fmt: skip
+            self._per_us,
+            self._answers,
+        )
         yield from course.figures()
 
     def _held_against_the_reference(self) -> Iterator[IndexFigure]:
         course = IndexMeasurements(
             make_sequences(REFERENCE_SETUP),
             lambda: {OUR_INDEX: KernelIndex(REFERENCE_SETUP.workers), "reference": DictIndex()},
-            Repetitions({REFERENCE_SETUP.blocks: 100}, rounds=1), self._per_us, self._answers,
-        )  # fmt: skip
+            Repetitions({REFERENCE_SETUP.blocks: 100}, rounds=1),
+            self._per_us,
+            self._answers,
+        )
         for _ in course.figures():
             pass
         yield from ()

@@ -202,10 +202,12 @@ class KernelIndex:
         words = -(-workers // WORD_BITS)
         columns = WORD_BITS * words
         self._state = IndexArrays(
-            empty_table(), empty_sets(words), np.full(words, ~np.uint64(0)),
+            empty_table(),
+            empty_sets(words),
+            np.full(words, ~np.uint64(0)),
             KeyConstants(*(np.uint64(part) for part in SECRET[:4])),
             new_scratch(MAX_PROMPT_BLOCKS, columns),
-        )  # fmt: skip
+        )
         self._tags = np.random.default_rng(1).integers(1, 1 << 63, columns, np.uint64)
         self._accounts = np.zeros((columns, ACCOUNT_WORDS), np.uint64)
 

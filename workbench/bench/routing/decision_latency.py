@@ -170,9 +170,11 @@ def loaded_fleet(workers: int) -> LoadedFleet:
     index.blocks = timed = TimedIndex(SECRET)
     registry, events = Partition("registry", 0), Partition("kv-events", 0)
     config = EngineConfig(
-        model=MODEL, kv_cache_block_size=BLOCK_SIZE, total_kv_blocks=1 << 16,
+        model=MODEL,
+        kv_cache_block_size=BLOCK_SIZE,
+        total_kv_blocks=1 << 16,
         max_num_batched_tokens=8192,
-    )  # fmt: skip
+    )
     common = [rng.randrange(1 << 17) for _ in range(PROMPT_TOKENS)]
     keys = prompt_keys(
         PromptHashes(Request(id="-", token_ids=pack_tokens(common))).local_hashes(BLOCK_SIZE),

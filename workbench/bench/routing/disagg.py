@@ -119,9 +119,7 @@ async def bench_disagg(
 
     for fleet in fleets:
         whole = fleet.run_of(OWN_POLICY, is_split=False)
-        runs = (
-            fleet.run_of("round_robin"), fleet.run_of(OWN_POLICY), whole, *free_runs(whole)
-        )  # fmt: skip
+        runs = (fleet.run_of("round_robin"), fleet.run_of(OWN_POLICY), whole, *free_runs(whole))
         done = [] if trace is None else [run_timed(trace, run, arrived) for run in runs]
         rows += [result_row(*each) for each in done]
         figures = [each.figures for each in done]
@@ -168,11 +166,15 @@ def thresholds(
     away = nan if round_robin is None else max_deviation(round_robin, fleet.round_robin)
     yield at_most(
         f"{fleet.name}: round robin, largest deviation from the published figures",
-        away * 100, "%", PUBLISHED_TOLERANCE * 100,
-    )  # fmt: skip
+        away * 100,
+        "%",
+        PUBLISHED_TOLERANCE * 100,
+    )
     for name, label in (
-        ("ttft_mean", "mean TTFT"), ("e2e_mean", "mean E2E"), ("itl_p99", "p99 ITL"),
-    ):  # fmt: skip
+        ("ttft_mean", "mean TTFT"),
+        ("e2e_mean", "mean E2E"),
+        ("itl_p99", "p99 ITL"),
+    ):
         ms = nan if own is None else round(getattr(own, name), 1)  # as it is published
         most = getattr(fleet.kv_router, name)
         yield at_most(f"{fleet.name}: {label} to that of the KV router", ms / most, "x", 1.0)

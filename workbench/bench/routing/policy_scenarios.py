@@ -259,9 +259,9 @@ class ThresholdChecks:
         yield self.at_most(of, "e2e_mean", setup.recorded_e2e, "mean E2E")
         yield self.at_most(of, "ttft_p99", 1.03, "p99 TTFT")
         reuse = self.ratio_to_best(of, "reuse")
-        yield Threshold(f"{of.name}: {OWN_POLICY}, reuse to dynamo's best setting", reuse, "x",
-            "> 1",
-                  reuse > 1)  # fmt: skip
+        yield Threshold(
+            f"{of.name}: {OWN_POLICY}, reuse to dynamo's best setting", reuse, "x", "> 1", reuse > 1
+        )
 
     def spread(self, scenario: PolicyScenario, e2e_limit: float) -> Iterator[Threshold]:
         """Thresholds with single arrivals."""
@@ -270,9 +270,11 @@ class ThresholdChecks:
 
     def late(self, setup: FleetSetup, conditions: NetworkConditions) -> Iterator[Threshold]:
         """The same thresholds with delays."""
-        late = f"hop {conditions.dispatch_delay_ms:g} ms" if conditions.dispatch_delay_ms else (
-            f"notices {conditions.event_delay_ms:g} ms"
-        )  # fmt: skip
+        late = (
+            f"hop {conditions.dispatch_delay_ms:g} ms"
+            if conditions.dispatch_delay_ms
+            else (f"notices {conditions.event_delay_ms:g} ms")
+        )
         spread = self.spread(trace_scenario(setup, ARRIVAL_JITTER_S, conditions), setup.spread_e2e)
         for each in (*self.recorded(setup, conditions), *spread):
             yield Threshold(

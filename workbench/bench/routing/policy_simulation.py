@@ -165,8 +165,10 @@ def _row(done: ScenarioResult) -> dict[str, object]:
 
 def _is_published(rows: Sequence[TraceRow]) -> bool:
     return (len(rows), sum(r.input_length for r in rows), sum(r.output_length for r in rows)) == (
-        REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS,
-    )  # fmt: skip
+        REQUESTS,
+        PROMPT_TOKENS,
+        OUTPUT_TOKENS,
+    )
 
 
 def _speeds(trace: PreparedTrace | None) -> Iterator[Threshold]:

@@ -55,9 +55,11 @@ class ResultCache:
         if self._file is None:
             return
         line: dict[str, Any] = {
-            "play": repr(done.scenario_run), "code": source_digest(),
-            "figures": list(done.figures), "wall_s": done.wall_s,
-        }  # fmt: skip
+            "play": repr(done.scenario_run),
+            "code": source_digest(),
+            "figures": list(done.figures),
+            "wall_s": done.wall_s,
+        }
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 

@@ -196,7 +196,5 @@ async def _tokens(
 
 def _row(name: str, own: list[ServingFigures]) -> dict[str, Any]:
     shown = [str(spread(values)) for values in zip(*own, strict=True)]
-    columns = (
-        "requests/s", "p50 ms", "CPU us/req", "CPU us/token", "token p50 ms", "token p99 ms"
-    )  # fmt: skip
+    columns = ("requests/s", "p50 ms", "CPU us/req", "CPU us/token", "token p50 ms", "token p99 ms")
     return {"side": name, **dict(zip(columns, shown, strict=True)), "rounds": len(own)}

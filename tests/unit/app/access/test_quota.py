@@ -141,11 +141,13 @@ def test_remaining_quota_has_the_header_names_of_openai() -> None:
     assert lease.add_request(0.0) is None
     assert lease.add_answers(1, 100, 100, 0.0) is None
     assert dict(of.headers(0.0)) == {
-        "x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
         "x-ratelimit-reset-requests": "1.000s",
-        "x-ratelimit-limit-tokens": "600", "x-ratelimit-remaining-tokens": "500",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "500",
         "x-ratelimit-reset-tokens": "10.000s",
-    }  # fmt: skip
+    }
 
 
 def test_clock_set_back_refills_nothing_twice() -> None:

@@ -29,12 +29,11 @@ def got(
 @given(
     st.sampled_from(["predictive", "dynamo"]),
     st.lists(
-        st.tuples(
-            st.integers(0, 9000), st.integers(0, 900), st.integers(0, 10), st.floats(-2, 2)
-        ),
-        min_size=1, max_size=6,
+        st.tuples(st.integers(0, 9000), st.integers(0, 900), st.integers(0, 10), st.floats(-2, 2)),
+        min_size=1,
+        max_size=6,
     ),
-)  # fmt: skip
+)
 def test_terms_of_a_cost_add_up_to_it(
     policy: str, workers: list[tuple[int, int, int, float]]
 ) -> None:

@@ -149,11 +149,13 @@ def test_memory_is_bounded() -> None:
 
 CASES = st.lists(
     st.tuples(
-        st.sampled_from(["w1", "w2"]), st.integers(0, 40), st.integers(0, 40),
+        st.sampled_from(["w1", "w2"]),
+        st.integers(0, 40),
+        st.integers(0, 40),
         st.integers(0, 2 * WINDOW_MS),
     ),
     max_size=120,
-)  # fmt: skip
+)
 
 
 @given(CASES, st.integers(0, 2 * WINDOW_MS), st.randoms(use_true_random=False))

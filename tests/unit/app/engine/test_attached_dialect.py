@@ -93,10 +93,12 @@ def test_biases_and_single_token_bad_words_are_one_field() -> None:
 
 def test_vllm_options_are_passed_on_to_vllm() -> None:
     sent = body(
-        cache_salt="s", hints=Hints(lora_name="ada"), extra_args=b'{"a": 1}',
+        cache_salt="s",
+        hints=Hints(lora_name="ada"),
+        extra_args=b'{"a": 1}',
         sampling=SamplingOptions(allowed_token_ids=(1, 2)),
         stop=StopConditions(max_thinking_tokens=3),
-    )  # fmt: skip
+    )
     names = ("model", "cache_salt", "vllm_xargs", "allowed_token_ids", "thinking_token_budget")
     assert [sent[name] for name in names] == ["ada", "s", {"a": 1}, [1, 2], 3]
 
@@ -272,8 +274,10 @@ PLAIN = "the server answered 500"
         (b'{"detail":"a"}', "a"),
         (b'{"detail":[{"msg":"a"}]}', "[{'msg': 'a'}]"),
         (b"upstream connect error", "upstream connect error"),
-        (b"<html><title>502</title><body><h1>Bad Gateway</h1>nginx</body></html>",
-         "502 Bad Gateway nginx"),
+        (
+            b"<html><title>502</title><body><h1>Bad Gateway</h1>nginx</body></html>",
+            "502 Bad Gateway nginx",
+        ),
         (b"<html>", ""),
         (b"", ""),
         (b"[" * 10_000, "[" * 500),
@@ -281,7 +285,7 @@ PLAIN = "the server answered 500"
         (b'{"error":null}', ""),
         (b"5", ""),
     ],
-)  # fmt: skip
+)
 def test_error_has_the_message_of_the_server(text: bytes, message: str) -> None:
     assert str(error_of_body(500, text)) == (f"{PLAIN}: {message}" if message else PLAIN)
 

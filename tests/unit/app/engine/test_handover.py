@@ -105,10 +105,11 @@ def pair_test(**more: Any) -> Callable[[Scenario], Callable[[], None]]:
 @given(
     prompts=st.lists(
         st.tuples(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.integers(1, 12)),
-        min_size=1, max_size=6,
+        min_size=1,
+        max_size=6,
     ),
     speedup=st.sampled_from([1.0, 7.0, inf]),
-)  # fmt: skip
+)
 def test_two_engines_answer_like_one(prompts: list[tuple[list[int], int]], speedup: float) -> None:
     async def scenario(pair: Pair) -> None:
         async def answer(body: list[int], max_tokens: int) -> list[int]:

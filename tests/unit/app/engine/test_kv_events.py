@@ -200,13 +200,17 @@ def test_events_are_maps_or_arrays() -> None:
     row += [None, None, None, None, "and", "more"]
     expected = BlocksStored([7], 5, [1, 2], 2, "CPU", "ada")
     assert events_in(row, ["BlockRemoved", [7], "CPU"], ["AllBlocksCleared"]) == (
-        expected, BlocksRemoved([7], "CPU"), AllCleared(),
-    )  # fmt: skip
+        expected,
+        BlocksRemoved([7], "CPU"),
+        AllCleared(),
+    )
     as_map = STORED | {"parent_block_hash": 5, "medium": "CPU", "lora_name": "ada"}
     removed = {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU"}
     assert events_in(as_map, removed, {"type": "AllBlocksCleared"}) == (
-        expected, BlocksRemoved([7], "CPU"), AllCleared(),
-    )  # fmt: skip
+        expected,
+        BlocksRemoved([7], "CPU"),
+        AllCleared(),
+    )
 
 
 def test_map_without_a_parent_begins_a_sequence() -> None:
@@ -217,8 +221,9 @@ def test_map_without_a_parent_begins_a_sequence() -> None:
 
 def test_rows_of_the_oldest_engines_are_short() -> None:
     assert events_in(["BlockStored", [7], None, [1, 2], 2], ["BlockRemoved", [7]]) == (
-        BlocksStored([7], None, [1, 2], 2), BlocksRemoved([7]),
-    )  # fmt: skip
+        BlocksStored([7], None, [1, 2], 2),
+        BlocksRemoved([7]),
+    )
 
 
 def test_removals_in_a_row_are_one_event() -> None:
@@ -226,8 +231,10 @@ def test_removals_in_a_row_are_one_event() -> None:
     assert events_in(*row) == (BlocksRemoved([1, 2, 3]),)
     other = {"type": "BlockRemoved", "block_hashes": [4], "group_idx": 1}
     assert events_in(row[0], other, row[1]) == (
-        BlocksRemoved([1]), BlocksRemoved([4], group=1), BlocksRemoved([2, 3]),
-    )  # fmt: skip
+        BlocksRemoved([1]),
+        BlocksRemoved([4], group=1),
+        BlocksRemoved([2, 3]),
+    )
 
 
 def test_events_may_have_many_fields() -> None:
@@ -464,15 +471,19 @@ def batch(n: int) -> EngineEventBatch:
 def test_replay_fills_a_gap() -> None:
     replay = [batch(n) for n in (2, 1, 3, 4)] + [EngineEventBatch(END_OF_REPLAY)]
     assert recovered_events(range(1, 4), replay) == (
-        BlocksRemoved([1]), BlocksRemoved([2]), BlocksRemoved([3]),
-    )  # fmt: skip
+        BlocksRemoved([1]),
+        BlocksRemoved([2]),
+        BlocksRemoved([3]),
+    )
     assert recovered_events(range(4, 4), []) == ()
 
 
 def test_incomplete_replay_is_reported() -> None:
     assert recovered_events(range(1, 4), [batch(2), batch(3)]) == (
-        EventsLost(), BlocksRemoved([2]), BlocksRemoved([3]),
-    )  # fmt: skip
+        EventsLost(),
+        BlocksRemoved([2]),
+        BlocksRemoved([3]),
+    )
     assert recovered_events(range(10**12), []) == (EventsLost(),)
 
 

@@ -102,8 +102,9 @@ def test_probes_transfer_nothing() -> None:
 
 def test_prefill_requests_a_transfer() -> None:
     assert extra_args(Request(id="a", extra_args=b'{"x": 1}'), "prefill") == {
-        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}, "x": 1,
-    }  # fmt: skip
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        "x": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -148,9 +149,11 @@ async def test_media_are_fetched_within_the_bounds_of_the_model(
     prompt = await vllm_prompt(request, config)
     assert prompt["multi_modal_data"] == {"image": [(image.url, bounds)]}
     for hosts, path, url in (
-        (["a.example"], "", "https://b.example/1.png"), (None, "", "http://169.254.169.254/"),
-        ([], "", "file:///etc/passwd"), (None, "/media", "http://b.example/1.png"),
-    ):  # fmt: skip
+        (["a.example"], "", "https://b.example/1.png"),
+        (None, "", "http://169.254.169.254/"),
+        ([], "", "file:///etc/passwd"),
+        (None, "/media", "http://b.example/1.png"),
+    ):
         other = MultimodalData(kind="url", url=url)
         request = replace(request, multi_modal_data={"image_url": (other,)})
         config.allowed_media_domains, config.allowed_local_media_path = hosts, path

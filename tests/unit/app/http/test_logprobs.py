@@ -181,8 +181,9 @@ def test_token_that_is_no_text_is_named_by_its_bytes() -> None:
     assert content is not None
     assert [(t["token"], t["bytes"]) for t in content["content"]] == [("\\xc3", [0xC3])]
     assert [t["bytes"] for t in content["content"][0]["top_logprobs"]] == [
-        [0x20, 0xF0, 0x9F], [0xA9],
-    ]  # fmt: skip
+        [0x20, 0xF0, 0x9F],
+        [0xA9],
+    ]
 
 
 def test_chosen_token_is_among_the_top_ones_even_if_it_is_unlikely() -> None:

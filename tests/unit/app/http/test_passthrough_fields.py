@@ -154,7 +154,7 @@ def test_text_and_other_fields_are_sent_in_order() -> None:
         PassthroughDelta(at=3, delta={"reasoning_content": "hm"}),
         PassthroughDelta(at=5, choice={"logprobs": {"a": 1}}),
         PassthroughDelta(at=5, event={"system_fingerprint": "fp"}),
-    )  # fmt: skip
+    )
     events = got(CHAT, piece("one"), piece("two", *asides, before=3, reason="stop"))
     choices = [event["choices"][0] for event in events]
     assert [c["delta"].get("content") for c in choices] == ["one", None, "tw", None, "o"]
@@ -192,8 +192,9 @@ def test_whole_chat_has_all_fields() -> None:
     message = answer.choices[0].message
     assert message.content is None
     assert [(c.id, c.function.arguments) for c in message.tool_calls or ()] == [
-        ("a", "{}"), ("b", ""),
-    ]  # fmt: skip
+        ("a", "{}"),
+        ("b", ""),
+    ]
     assert not any("index" in c.model_dump() for c in message.tool_calls or ())
     assert answer.system_fingerprint == "fp"
 
@@ -214,11 +215,14 @@ def test_whole_completion_has_its_log_probabilities() -> None:
 
 
 def test_additional_usage_counts_are_summed() -> None:
-    details = {"completion_tokens_details": {"reasoning_tokens": 3},
-               "prompt_tokens_details": {"audio_tokens": 1}}  # fmt: skip
+    details = {
+        "completion_tokens_details": {"reasoning_tokens": 3},
+        "prompt_tokens_details": {"audio_tokens": 1},
+    }
     counts = Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=2, details=details)
-    choice = ended(Chunk(id="", attempt=0, run="", seq=0, index=0, finish_reason="stop",
-                         usage=counts))  # fmt: skip
+    choice = ended(
+        Chunk(id="", attempt=0, run="", seq=0, index=0, finish_reason="stop", usage=counts)
+    )
     one = usage([choice])
     assert one["prompt_tokens_details"] == {"cached_tokens": 2, "audio_tokens": 1}
     assert one["completion_tokens_details"] == {"reasoning_tokens": 3}

@@ -23,8 +23,10 @@ from kvlane.streams.request import (
 
 TAKEN = pack_tokens(range(61))
 PARTS: dict[str, Any] = {
-    "stop": StopConditions, "sampling": SamplingOptions, "output": OutputOptions,
-}  # fmt: skip
+    "stop": StopConditions,
+    "sampling": SamplingOptions,
+    "output": OutputOptions,
+}
 NO_OPTIONS = frozenset({
     "id", "model", "token_ids", "tenant", "deadline_s", "received_ms", "hints", "mdc_sum",
     "annotations", "cache_salt", "mm_routing_info", "router_config_override", "prefill_result",
@@ -49,9 +51,11 @@ VALUES: dict[str, Any] = {
 def with_option(name: str, **sampling: Any) -> Request:
     value = VALUES.get(name, 1.5)
     request = Request(
-        id="a", token_ids=pack_tokens([1]), sampling=SamplingOptions(**sampling),
+        id="a",
+        token_ids=pack_tokens([1]),
+        sampling=SamplingOptions(**sampling),
         stop=StopConditions(max_tokens=700),
-    )  # fmt: skip
+    )
     part, _, field = name.rpartition(".")
     if not part:
         return replace(request, **{field: value})

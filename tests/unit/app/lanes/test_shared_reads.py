@@ -64,9 +64,7 @@ async def test_concurrent_queries_share_a_pass(world: MemoryWorld) -> None:
     shown = asyncio.gather(*(scanner.visible_before(0, r.id, 1, 0, 51) for r in requests))
     assert await fetched == requests
     assert [s.tokens for s in await shown] == [[n] for n in range(50)]
-    assert assigns[0].keys() == {
-        Partition(REQUESTS, 0), Partition(RESPONSES, 0)
-    }  # fmt: skip
+    assert assigns[0].keys() == {Partition(REQUESTS, 0), Partition(RESPONSES, 0)}
     assert len(assigns) <= 3
 
 

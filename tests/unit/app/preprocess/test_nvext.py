@@ -133,10 +133,12 @@ def test_interval_of_a_stream_is_one_token_unless_it_is_given() -> None:
         ({"session_control": {"session_id": "s", "action": "hide"}}, "session_control.action"),
         ({"router": {"itl_target": 0}}, "router.itl_target"),
         ({"use_raw_prompt": 1}, "use_raw_prompt"),
-        ({"router_config_override": {"router_temperature": -1}},
-         "router_config_override.router_temperature"),
+        (
+            {"router_config_override": {"router_temperature": -1}},
+            "router_config_override.router_temperature",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidPrompt) as raised:
         ext(**fields)

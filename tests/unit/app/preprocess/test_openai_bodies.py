@@ -80,7 +80,7 @@ def test_neutral_values_of_such_fields_and_labels_pass(kind: TokenizedKind) -> N
         ({"echo": True}, "echo"),
         ({"add_special_tokens": True}, "add_special_tokens"),
     ],
-)  # fmt: skip
+)
 def test_option_of_a_chat_that_is_not_honoured_is_refused(
     fields: dict[str, Any], field: str | None
 ) -> None:

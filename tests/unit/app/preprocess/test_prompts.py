@@ -339,9 +339,10 @@ def test_faststream_names_the_topic_of_the_reply_in_a_header() -> None:
 
 def test_spring_names_topic_and_partition_of_the_reply_in_headers() -> None:
     asked = asked_with(
-        ("kafka_replyTopic", b"out.x"), ("kafka_replyPartition", b"\0\0\0\3"),
+        ("kafka_replyTopic", b"out.x"),
+        ("kafka_replyPartition", b"\0\0\0\3"),
         ("kafka_correlationId", bytes(range(16))),
-    )  # fmt: skip
+    )
     assert isinstance(asked, Request)
     assert asked.result is not None
     assert asked.result.reply == ReplyAddress(

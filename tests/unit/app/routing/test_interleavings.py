@@ -35,14 +35,17 @@ REQUESTS = {"a": 0, "b": 0, "c": 1, "d": 2}
 RUN_CODES = ["stop", "length", "cancelled", "error", "broken", "worker_full", "expired"]
 
 RUNS = {
-    "attempt": st.integers(0, 3), "phase": st.sampled_from(["aggregated", "prefill", "decode"]),
-    "worker": st.sampled_from(["w1", "w2"]), "epoch": st.integers(0, 2),
-}  # fmt: skip
+    "attempt": st.integers(0, 3),
+    "phase": st.sampled_from(["aggregated", "prefill", "decode"]),
+    "worker": st.sampled_from(["w1", "w2"]),
+    "epoch": st.integers(0, 2),
+}
 PLACES = {
     "origin": st.just(RequestOffset(topic="requests", partition=0, offset=0)),
-    "responses_from": st.integers(0, 9), "deadline_ms": st.integers(0, 5000),
+    "responses_from": st.integers(0, 9),
+    "deadline_ms": st.integers(0, 5000),
     "prompt_tokens": st.integers(0, 99),
-}  # fmt: skip
+}
 IDS = st.sampled_from(sorted(REQUESTS))
 NEWS = st.one_of(
     st.builds(

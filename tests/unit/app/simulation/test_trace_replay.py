@@ -333,7 +333,7 @@ def under(
     coming = schedule_arrivals(rows, trace_requests(rows), RECORDED, 0)
     return new_simulator(
         coming, workers, SIMPLE, RoutingConfig(policy), 0, conditions=conditions
-    ).run()  # fmt: skip
+    ).run()
 
 
 def test_hop_comes_before_the_prefill_and_is_no_part_of_measured_times() -> None:

@@ -410,9 +410,11 @@ async def test_later_gap_in_offsets_does_not_block(world: MemoryWorld) -> None:
 async def test_gap_at_the_end_is_passed_while_another_partition_is_busy(world: MemoryWorld) -> None:
     await leave_a_gap_at_the_end(world)
     copy = await a_copy(
-        world, REGISTRY, LANE_0,
+        world,
+        REGISTRY,
+        LANE_0,
         on_applied=lambda source, facts: world.append(LEDGER, 0, *many(1)) and None,
-    )  # fmt: skip
+    )
     world.append(LEDGER, 0, *many(1))
     await asyncio.wait_for(copy.follower.wait_for(CARDS, 3), 5)
     await copy.stop()

@@ -492,11 +492,12 @@ async def test_withdrawn_pointer_has_no_snapshot(world: MemoryWorld) -> None:
 async def test_other_registry_records_are_ignored(world: MemoryWorld) -> None:
     world.append(REGISTRY, 0, ModelCard(name="m"), key="model/m")
     world.append_raw(
-        REGISTRY, 0,
+        REGISTRY,
+        0,
         Entry(b"k", b"\xc1", (("t", b"WorkerCard"),)),
         Entry(b"k", b"\x80", (("t", b"Telepathy"),)),
         Entry(None, b"\xff"),
-    )  # fmt: skip
+    )
     await (await snapshots(world)).save(Blob(b"x", 1), LANE_0)
     assert await (await snapshots(world)).load(Blob(), LANE_0)
 

@@ -75,7 +75,7 @@ def test_backlog_with_one_result_for_each_prompt_passes() -> None:
             "throughput, no faults, of the engines' capacity",
         ),
     ],
-)  # fmt: skip
+)
 def test_each_fault_misses_its_threshold(found: BacklogResult, threshold: str) -> None:
     assert missed(found) == [threshold]
 

@@ -34,9 +34,7 @@ def assigned(name: str, worker: str, tokens: int) -> Assigned:
 
 
 def finished(name: str, worker: str) -> Finished:
-    return Finished(
-        id=name, attempt=0, phase="aggregated", worker=worker, epoch=1, code="stop"
-    )  # fmt: skip
+    return Finished(id=name, attempt=0, phase="aggregated", worker=worker, epoch=1, code="stop")
 
 
 def stored(worker: str, *keys: int) -> Blocks:

@@ -48,16 +48,18 @@ def found(ttft_ms: float, reuse: float = 0.3) -> RouterResult:
 
 def test_bars_are_met_at_their_exact_limits() -> None:
     ran = {
-        RouterDeployment(1): found(100.0, 0.31), RouterDeployment(MAX_ROUTERS): found(105.0, 0.301),
+        RouterDeployment(1): found(100.0, 0.31),
+        RouterDeployment(MAX_ROUTERS): found(105.0, 0.301),
         RouterDeployment(MAX_ROUTERS, 0.0): found(300.0),
         RouterDeployment(MAX_ROUTERS, 0.0, False): found(300.0),
-    }  # fmt: skip
+    }
     assert all(each.passed for each in router_thresholds(ran))
     worse = {
-        RouterDeployment(1): found(100.0, 0.31), RouterDeployment(MAX_ROUTERS): found(106.0, 0.29),
+        RouterDeployment(1): found(100.0, 0.31),
+        RouterDeployment(MAX_ROUTERS): found(106.0, 0.29),
         RouterDeployment(MAX_ROUTERS, 0.0): found(301.0),
         RouterDeployment(MAX_ROUTERS, 0.0, False): found(300.0),
-    }  # fmt: skip
+    }
     assert not any(each.passed for each in router_thresholds(worse))
 
 

@@ -65,9 +65,8 @@ def planned(place: WorkerRank, prefill_ms: float) -> Reservation:
 
 def going(to: Reservation) -> Placement:
     return Placement(
-        to.worker_rank, 1, 0, 1, 16, "predictive", {}, 0,
-        CandidateRows(), forecast=Forecast(to),
-    )  # fmt: skip
+        to.worker_rank, 1, 0, 1, 16, "predictive", {}, 0, CandidateRows(), forecast=Forecast(to)
+    )
 
 
 def wanted(key: str, number: int = 0) -> PendingRequest[str]:
@@ -111,10 +110,12 @@ def test_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
 ) -> None:
     held = ReservedRequests[str](order)
     coming = {
-        "first": (60.0, Hints()), "long": (90.0, Hints()),
-        "jumped": (70.0, Hints(priority_jump=0.8)), "short": (20.0, Hints()),
+        "first": (60.0, Hints()),
+        "long": (90.0, Hints()),
+        "jumped": (70.0, Hints(priority_jump=0.8)),
+        "short": (20.0, Hints()),
         "strict": (500.0, Hints(strict_priority=2)),
-    }  # fmt: skip
+    }
     for number, (key, (prefill_ms, hints)) in enumerate(coming.items()):
         prompt = PromptHashes(Request(id=key, hints=hints))
         held.reserve(PendingRequest(key, number, prompt, 0, 100 * number), planned(W1, prefill_ms))

@@ -117,7 +117,5 @@ def test_table_follows_the_ranks_of_reservations() -> None:
         if arrival >= len(PLACES):
             columns.clear(arrival - len(PLACES))
         places = columns.others(None).worker_ranks
-        assert table.rows_of_reserved(places).tolist() == [
-            *table.rows_of(places).tolist(), NO_ROW
-        ]  # fmt: skip
+        assert table.rows_of_reserved(places).tolist() == [*table.rows_of(places).tolist(), NO_ROW]
     assert len(places) < len(elsewhere), "the places were replaced meanwhile"

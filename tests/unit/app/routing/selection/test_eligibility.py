@@ -93,11 +93,13 @@ def test_prefill_workers_take_no_whole_requests(routing: RoutingHarness) -> None
         ({"backend_instance_id": worker_number("w2"), "dp_rank": 1}, {("w2", 1)}),
         ({"dp_rank": 1}, {("w2", 1)}),
         ({"decode_worker_id": "w3"}, {("w1", 0), ("w2", 0), ("w2", 1), ("w3", 0)}),
-        ({"routing_constraints": RoutingConstraints(required_taints=("a",))},
-         {("w1", 0), ("w3", 0)}),
+        (
+            {"routing_constraints": RoutingConstraints(required_taints=("a",))},
+            {("w1", 0), ("w3", 0)},
+        ),
         ({"routing_constraints": RoutingConstraints(required_taints=("a", "b"))}, {("w3", 0)}),
     ],
-)  # fmt: skip
+)
 def test_no_eligible_rank_is_missed_and_no_other_is_included(
     routing: RoutingHarness, hints: dict[str, Any], places: set[tuple[str, int]]
 ) -> None:
@@ -173,8 +175,10 @@ def test_full_workers_take_nothing(routing: RoutingHarness) -> None:
 
 def test_direct_policy_uses_the_pinned_worker(routing: RoutingHarness) -> None:
     routing.workers("w1", "w2")
-    for hints in (Hints(decode_worker_id="w2", backend_instance_id="w1"),
-                  Hints(backend_instance_id="w2")):  # fmt: skip
+    for hints in (
+        Hints(decode_worker_id="w2", backend_instance_id="w1"),
+        Hints(backend_instance_id="w2"),
+    ):
         request = Request(id="a", model="m", hints=hints)
         assert routing.chosen("direct", request=request).worker_rank.worker == "w2"
     refused = routing.plan("direct")

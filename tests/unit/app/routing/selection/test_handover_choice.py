@@ -36,9 +36,11 @@ from workbench.bench.routing import cost_reference
 
 PREDICTIVE = RoutingConfig()
 ENGINE = {
-    "curve": PerfCurves().coefficients(), "total_kv_blocks": 4096, "max_num_batched_tokens": 8192,
+    "curve": PerfCurves().coefficients(),
+    "total_kv_blocks": 4096,
+    "max_num_batched_tokens": 8192,
     "transfer_bytes_per_token": 100_000,
-}  # fmt: skip
+}
 LONG = Request(id="a", model="m", token_ids=pack_tokens(list(range(8000))))
 
 
@@ -175,11 +177,10 @@ def test_pinned_prefill_worker_without_transfers_is_refused(routing: RoutingHarn
 
 
 LOADS = st.lists(
-    st.tuples(
-        st.integers(0, 40), st.integers(0, 30_000), st.integers(0, 9000), st.floats(0, 3000)
-    ),
-    min_size=2, max_size=5,
-)  # fmt: skip
+    st.tuples(st.integers(0, 40), st.integers(0, 30_000), st.integers(0, 9000), st.floats(0, 3000)),
+    min_size=2,
+    max_size=5,
+)
 
 
 @given(LOADS, st.floats(1, 5), st.sampled_from([None, 0.0, 0.01]))
@@ -195,8 +196,10 @@ def test_choice_is_recomputed_from_its_record_and_by_plain_formulas(
         if prefill:
             routing.add_load(f"w{n}", prefill, prefill=prefill, since_ms=NOW_MS - 5)
     known = {
-        "prefill_shares": shares, "expected_followups": followups, "transfer_token_ms": token_ms,
-    }  # fmt: skip
+        "prefill_shares": shares,
+        "expected_followups": followups,
+        "transfer_token_ms": token_ms,
+    }
     first = begun(routing, **known)
     choice = first.choice
     assert choice is not None

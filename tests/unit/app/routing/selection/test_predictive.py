@@ -415,8 +415,8 @@ def test_kernel_and_the_plain_formulas_agree_to_the_bit(
 
 
 @given(
-    st.lists(SPOTS, min_size=1, max_size=20), st.sampled_from([0, 5, 60]), st.booleans(), st.data(),
-)  # fmt: skip
+    st.lists(SPOTS, min_size=1, max_size=20), st.sampled_from([0, 5, 60]), st.booleans(), st.data()
+)
 def test_record_has_the_best_options_and_the_chosen_one_with_all_their_inputs(
     rows: list[dict[str, Any]], reserved: int, is_timed: bool, data: st.DataObject
 ) -> None:
@@ -439,9 +439,10 @@ def test_record_has_the_best_options_and_the_chosen_one_with_all_their_inputs(
 
 
 COLUMNS = {
-    "open_runs": kernels.RUNS, "open_tokens": kernels.OPEN_TOKENS,
+    "open_runs": kernels.RUNS,
+    "open_tokens": kernels.OPEN_TOKENS,
     "prefill_tokens": kernels.PREFILL_TOKENS,
-}  # fmt: skip
+}
 TIMED_COLUMNS = {
     "prompt_tokens": kernels.TOKENS, "prefill_runs": kernels.PREFILL_RUNS,
     "busy_ms": kernels.BUSY_MS, "slowness": kernels.SLOWDOWN,

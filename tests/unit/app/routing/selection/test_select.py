@@ -65,8 +65,9 @@ def test_hit_rate_counts_a_block_that_is_not_full_as_one(
 # Sessions
 
 
-@pytest.mark.parametrize("policy", ["dynamo", "least_loaded", "round_robin", "random",
-                                    "power_of_two", "predictive"])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy", ["dynamo", "least_loaded", "round_robin", "random", "power_of_two", "predictive"]
+)
 def test_session_stays_where_it_is_bound(routing: RoutingHarness, policy: str) -> None:
     for n in range(6):
         routing.worker(f"w{n}")

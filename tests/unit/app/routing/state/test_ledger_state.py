@@ -144,9 +144,11 @@ def test_failed_worker_is_recorded() -> None:
 
 def test_full_worker_beside_a_broken_run_has_not_failed() -> None:
     load = applied(
-        assigned(), finished("broken"), finished("worker_full", worker="w2"),
+        assigned(),
+        finished("broken"),
+        finished("worker_full", worker="w2"),
         Fencing(id="a", attempt=1, reason="broken"),
-    )  # fmt: skip
+    )
     timeline = load.request(3, "a")
     assert timeline is not None
     assert (timeline.failures, timeline.failed_workers) == (1, {"w1"})

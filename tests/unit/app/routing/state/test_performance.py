@@ -89,9 +89,10 @@ def measured(
     """So many runs of a worker, which w1 and w2 were candidates for."""
     for n in range(times):
         begun = replace(
-            assigned(f"{worker} {n}"), worker=worker,
+            assigned(f"{worker} {n}"),
+            worker=worker,
             listed=tuple(Candidate(each, epoch=3) for each in ("w1", "w2")),
-        )  # fmt: skip
+        )
         done = prefilled(ratio * PerfCurves().prefill_ms(1000), f"{worker} {n}", worker=worker)
         write(paces, begun, done)
     return paces
@@ -162,9 +163,10 @@ def test_mean_prefill_is_that_of_recent_interactive_runs() -> None:
     def mean_of(*prompts: tuple[int, str]) -> float:
         paces = PerformanceModel()
         for tokens, service_class in prompts:
-            write(paces, replace(
-                assigned(slowness=2.0), prefill_tokens=tokens, service_class=service_class
-            ))  # fmt: skip
+            write(
+                paces,
+                replace(assigned(slowness=2.0), prefill_tokens=tokens, service_class=service_class),
+            )
         return paces.mean_prefill_ms
 
     short_ms, long_ms = (2 * PerfCurves().prefill_ms(tokens) for tokens in (1000, 8000))

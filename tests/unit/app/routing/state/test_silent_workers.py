@@ -23,8 +23,9 @@ class Reader:
 
     def card(self, worker: str, epoch: int, now_s: float) -> None:
         config = EngineConfig(model="m")
-        self._read(REGISTRY, WorkerCard(id=worker, slot=0, model="m", config=config, epoch=epoch),
-                   now_s)  # fmt: skip
+        self._read(
+            REGISTRY, WorkerCard(id=worker, slot=0, model="m", config=config, epoch=epoch), now_s
+        )
 
     def heartbeat(
         self, worker: str, epoch: int, now_s: float, at_ms: int = 0, broker_ms: int | None = None
