@@ -104,13 +104,12 @@ def asyncapi() -> None:
     document, with default values, to `deploy/asyncapi.yaml`.
     """
     from kvlane.app.preprocessor import Preprocessor
-    from kvlane.app.runtime.process import ProcessContext
+    from kvlane.app.runtime.process import ProcessContext, open_log
     from kvlane.app.settings import Settings
     from kvlane.streams.asyncapi import document
-    from kvlane.streams.kafka.kafka_log import KafkaLog
 
     settings = Settings()
-    log = KafkaLog(settings.kafka_connection("asyncapi"), settings.topic_prefix)
+    log = open_log(settings, "asyncapi")
     process = Preprocessor(log, settings, ProcessContext("asyncapi"))  # never started
     typer.echo(document(process.broker), nl=False)
 

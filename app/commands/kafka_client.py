@@ -11,6 +11,7 @@ import msgspec
 from pydantic import ValidationError
 
 from kvlane.app.operator_error import OperatorError
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock
@@ -30,7 +31,7 @@ class InvalidPromptFile(OperatorError):
 async def connect_kafka(settings: Settings, name: str) -> AsyncIterator[KafkaLog]:
     """A connection for one command. Raises BrokerUnavailable, and SettingsError without servers."""
     settings.require_bootstrap_servers()
-    log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+    log = open_log(settings, name)
     try:
         await log.start()
         yield log

@@ -21,7 +21,7 @@ from kvlane.app.local.deployment import (
     ProcessDeployment,
     ProcessFactory,
 )
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
@@ -87,7 +87,7 @@ async def demo_environment(
                 own={n: {variable_name("status_port"): str(port)} for n, port in ports.items()},
                 status_urls={n: f"http://{settings.http_host}:{p}" for n, p in ports.items()},
             )
-            log = KafkaLog(settings.kafka_connection("stage"), prefix=settings.topic_prefix)
+            log = open_log(settings, "stage")
         try:
             await log.start()
             if isinstance(log, KafkaLog):

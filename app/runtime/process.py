@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from faststream import FastStream
 
     from kvlane.app.settings import Settings
+    from kvlane.streams.kafka.kafka_log import KafkaLog
     from kvlane.streams.reading.log_broker import LogBroker
 
 log = logging.getLogger(__name__)
@@ -167,6 +168,13 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
+def open_log(settings: Settings, name: str) -> KafkaLog:
+    """A connection to the topics of the settings' deployment, not started. `name`: in its logs."""
+    from kvlane.streams.kafka.kafka_log import KafkaLog
+
+    return KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+
+
 class Subscribing(Protocol):
     """A process that reads and writes through a FastStream broker."""
 
@@ -191,16 +199,14 @@ def faststream_app(
     from faststream import FastStream
 
     from kvlane.streams.asyncapi import answers_broker, specification
-    from kvlane.streams.kafka.kafka_log import KafkaLog
     from kvlane.streams.kafka.provision import check_partitions, watch_topics
 
     settings = _settings_of_environment(name)
-    connection = settings.kafka_connection(name)
     ctx = ProcessContext(name)
-    kafka = KafkaLog(connection, prefix=settings.topic_prefix)
+    kafka = open_log(settings, name)
     built = build(kafka, settings, ctx) if subscribes else None
     broker = (
-        answers_broker(kafka, settings.topic_prefix, connection.servers)
+        answers_broker(kafka, settings.topic_prefix, kafka.connection.servers)
         if built is None
         else cast("Subscribing", built).broker
     )

@@ -22,7 +22,7 @@ from kvlane.app.local.deployment import (
     deployment_parts,
 )
 from kvlane.app.local.worker_observer import WorkerObserver
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name
 from kvlane.app.up.data_folder import CannotStart, DataFolder, rotate_logs
 from kvlane.app.up.readiness import ReadinessCheck
@@ -32,7 +32,6 @@ from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, KeptData
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka import provision
-from kvlane.streams.kafka.kafka_log import KafkaLog
 
 PORT_FIELDS = {"gateway": "http_port", "indexer": "indexer_port"}
 """Port settings by kind of process; all others listen on a status port."""
@@ -211,7 +210,7 @@ class _Deployment:
 
     async def _run(self, cleanup: AsyncExitStack) -> None:
         s = self._settings
-        log = KafkaLog(s.kafka_connection("up"), prefix=s.topic_prefix)
+        log = open_log(s, "up")
         workers = WorkerObserver(log, self._ctx, s.heartbeat_interval_s)
         try:
             await log.start()

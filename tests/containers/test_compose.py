@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.provision import count_lagging_partitions
 from tests.harness.http_and_kafka_clients import CLOCK, DeploymentClients, SseListener
 
@@ -65,7 +65,7 @@ def compose(*command: str) -> str:
 @pytest.fixture
 async def users() -> AsyncIterator[DeploymentClients]:
     settings = Settings(bootstrap_servers=SERVERS)
-    log = KafkaLog(settings.kafka_connection("users"), prefix=settings.topic_prefix)
+    log = open_log(settings, "users")
     await log.start()
     users = DeploymentClients(log, settings, GATEWAYS)
     await users.judge.load()

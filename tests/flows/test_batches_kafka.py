@@ -20,13 +20,12 @@ from kvlane.app.cli import app
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.clock import SystemClock
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.ports import Log
 from tests.harness.batch_harness import chat_line, jsonl
 from tests.harness.kafka_processes import app_process, provisioned, wait_answered
@@ -58,7 +57,7 @@ async def fleet(settings: Settings) -> AsyncIterator[None]:
     """A router, a worker and a preprocessor in this process, each on its own connection."""
     running: list[tuple[Log, ProcessContext, Router | Worker | Preprocessor]] = []
     for name in ("worker", "router", "preprocessor"):
-        log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+        log = open_log(settings, name)
         ctx = ProcessContext(name)
         await log.start()
         part: Router | Worker | Preprocessor

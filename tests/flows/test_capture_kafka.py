@@ -13,7 +13,7 @@ import pytest
 
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
@@ -39,7 +39,7 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
     started = []
     for name in ("w0", "w1", "w2", "r0", "r1"):
         ctx = ProcessContext(name)
-        log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+        log = open_log(settings, name)
         await log.start()
         part: Router | Worker
         if name.startswith("r"):

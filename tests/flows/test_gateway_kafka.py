@@ -17,13 +17,12 @@ import pytest
 
 from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.text.byte_level import render_chat
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from tests.harness.decoded import decode_bytes
 from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
@@ -52,7 +51,7 @@ async def staff(settings: Settings) -> AsyncIterator[None]:
     """A router and a worker in this process, each on its own connection."""
     logs, contexts, parts = [], [], []
     for name in ("worker", "router"):
-        log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+        log = open_log(settings, name)
         ctx = ProcessContext(name)
         await log.start()
         if name == "router":

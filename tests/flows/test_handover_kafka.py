@@ -23,7 +23,7 @@ from kvlane.app.engine.simulated.transfers import KvTransfers
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker_factory import Broker
@@ -69,7 +69,7 @@ class Deployment:
 
     async def start(self, name: str) -> None:
         settings, ctx = self._settings, ProcessContext(name)
-        log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+        log = open_log(settings, name)
         await log.start()
         part: Worker | Router | Preprocessor
         if name in self._roles:

@@ -21,7 +21,7 @@ from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.prompts.prompt_source import PromptSource
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.clock import SystemClock
@@ -121,7 +121,7 @@ async def started(name: str) -> AsyncIterator[Preprocessor]:
     """A preprocessor with short time-outs, and a connection of its own."""
     settings = Settings(session_timeout_ms=SESSION_MS)
     ctx = ProcessContext(name)
-    log = KafkaLog(settings.kafka_connection(name), prefix=settings.topic_prefix)
+    log = open_log(settings, name)
     await log.start()
     process = Preprocessor(log, settings, ctx, InlinePool())
     await process.start()

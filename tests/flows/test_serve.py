@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.ports import Partition
 from kvlane.streams.reading.range_reader import read_range
 from kvlane.streams.records import Heartbeat
@@ -201,7 +201,7 @@ async def heartbeats(deployment: dict[str, str]) -> list[Heartbeat]:
         bootstrap_servers=deployment["KVLANE_BOOTSTRAP_SERVERS"],
         topic_prefix=deployment["KVLANE_TOPIC_PREFIX"],
     )
-    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
+    log = open_log(settings, "test")
     await log.start()
     numbers = range(await log.partitions(KV_EVENTS))
     ends = await log.end_offsets(KV_EVENTS, numbers)

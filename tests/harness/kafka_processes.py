@@ -14,6 +14,7 @@ import httpx
 from typer.testing import CliRunner
 
 from kvlane.app.cli import app
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka import provision
@@ -26,7 +27,7 @@ WAIT_S = 40.0
 @asynccontextmanager
 async def provisioned(settings: Settings, replication: int = 1) -> AsyncIterator[KafkaLog]:
     """A log with all topics of these settings, which are deleted at the end."""
-    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
+    log = open_log(settings, "test")
     await log.start()
     try:
         await provision.create_topics(

@@ -18,13 +18,12 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.standalone import StandaloneProcess
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client
 from kvlane.streams.kafka import provision
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.ports import Partition
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.reading.range_reader import read_range
@@ -70,7 +69,7 @@ def settings(kafka: Broker, topic_prefix: str, tmp_path: Path) -> Settings:
 async def serving(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
     """A running deployment, after `kvlane topics create`: a client, and the gateway's address."""
     ctx = ProcessContext("standalone", rng=random.Random(1))
-    log = KafkaLog(settings.kafka_connection("standalone"), prefix=settings.topic_prefix)
+    log = open_log(settings, "standalone")
     await log.start()
     await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     everything = StandaloneProcess(log, settings, ctx, workers=2)
@@ -123,7 +122,7 @@ async def reset_commits(settings: Settings) -> None:
 async def count_response_records(settings: Settings, request_id: str) -> int:
     """The number of records of a request on `responses`."""
     ctx = ProcessContext("test", rng=random.Random(2))
-    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
+    log = open_log(settings, "test")
     await log.start()
     lanes = range(LANES)
     starts = {Partition(RESPONSES, lane): 0 for lane in lanes}

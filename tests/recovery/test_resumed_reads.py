@@ -19,12 +19,12 @@ import httpx
 import msgspec
 import pytest
 
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.ids import new_request_id
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Chunk
 from kvlane.streams.responses.reply_stream import MAX_PENDING_PIECES
@@ -104,7 +104,7 @@ async def test_reads_that_resume_anywhere_in_a_long_answer_get_exactly_the_rest(
     kafka: Broker, url: str
 ) -> None:
     settings, clock, rng = Settings(), SystemClock(), random.Random(11)
-    log = KafkaLog(settings.kafka_connection("writer"), prefix=settings.topic_prefix)
+    log = open_log(settings, "writer")
     await log.start()
     ids = [new_request_id(clock, rng) for _ in range(ANSWERS)]
     async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:

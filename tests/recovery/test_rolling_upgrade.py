@@ -26,11 +26,11 @@ import pytest
 from kvlane.app.demo.expected_answers import AnswerOracle
 from kvlane.app.local.processes import free_port
 from kvlane.app.percentiles import percentile
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client
 from kvlane.streams.kafka import provision
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from tests.deployments import Deployment, Part, kernel_folder
 from tests.harness.http_and_kafka_clients import CLOCK
 from tests.harness.topic_cleanup import delete_topics
@@ -132,7 +132,7 @@ async def ground(
     deployment: tuple[Deployment, Settings, dict[str, str]], code_before: Path
 ) -> AsyncIterator[Ground]:
     parts, settings, urls = deployment
-    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
+    log = open_log(settings, "test")
     await log.start()
     await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     parts.start(*ORDER, code=code_before)

@@ -18,6 +18,7 @@ import pytest
 from kvlane.app.demo.expected_answers import DemoAnswer
 from kvlane.app.local.processes import free_port
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.codecs import decode
@@ -60,7 +61,7 @@ class Ground(NamedTuple):
 
 
 async def set_up(settings: Settings) -> None:
-    log = KafkaLog(settings.kafka_connection("test"), prefix=settings.topic_prefix)
+    log = open_log(settings, "test")
     await log.start()
     await provision.create_topics(log, lanes=LANES, replication=1, min_insync=1)
     await log.close()

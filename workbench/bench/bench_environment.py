@@ -21,6 +21,7 @@ import msgspec
 
 from kvlane.app.local.processes import ManagedProcess, free_port, launch, process_command
 from kvlane.app.operator_error import OperatorError
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings, variable_name
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, JvmBroker, obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
@@ -201,7 +202,7 @@ async def bench_environment(
                 "topic_prefix": f"{settings.topic_prefix}bench-{uuid.uuid4().hex[:8]}.",
             }
         )
-        log = KafkaLog(settings.kafka_connection("bench"), prefix=settings.topic_prefix)
+        log = open_log(settings, "bench")
         await log.start()
         on = BenchEnvironment(settings, guard, log, clock, broker)
         try:

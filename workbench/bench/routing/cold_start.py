@@ -21,9 +21,9 @@ import numpy as np
 
 from kvlane.app.commands.simulation.report import Report, at_most, none_of
 from kvlane.app.local.processes import ManagedProcess, free_port, process_command
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.provision import create_topics
 from kvlane.streams.records import Blocks
 from kvlane.streams.topics import KV_EVENTS, partition_of
@@ -219,7 +219,7 @@ async def bench_cold_start(
 
 async def _make_topics(on: BenchEnvironment, prefix: str) -> None:
     settings = on.settings.model_copy(update={"topic_prefix": prefix})
-    log = KafkaLog(settings.kafka_connection("bench"), prefix=prefix)
+    log = open_log(settings, "bench")
     await log.start()
     try:
         await create_topics(log, **settings.topic_options())

@@ -36,6 +36,7 @@ from kvlane.app.commands.simulation.report import (
     none_of,
 )
 from kvlane.app.local.processes import ManagedProcess, process_command
+from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.provision import create_topics
@@ -119,9 +120,7 @@ async def bench_router_latency(
         echo_settings = on.settings.model_copy(
             update={"topic_prefix": f"{on.settings.topic_prefix}echo."}
         )
-        echo_log = KafkaLog(
-            echo_settings.kafka_connection("bench"), prefix=echo_settings.topic_prefix
-        )
+        echo_log = open_log(echo_settings, "bench")
         producers = [BareProducer(each, "load") for each in (echo_settings, on.settings)]
         await echo_log.start()
         tasks: list[asyncio.Task[Any]] = []

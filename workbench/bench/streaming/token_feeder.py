@@ -16,11 +16,10 @@ import time
 
 import uvloop
 
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk
 from kvlane.app.settings import Settings
 from kvlane.streams.codecs import decode
-from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Usage
@@ -94,7 +93,7 @@ async def run_feeder(
     settings: Settings, tokens: int, step: int, steps_per_s: float, total: int
 ) -> None:
     """Until it is ended."""
-    log = KafkaLog(settings.kafka_connection("feeder"), prefix=settings.topic_prefix)
+    log = open_log(settings, "feeder")
     await log.start()
     ctx = ProcessContext("feeder")
     writer = ChunkWriter(RecordPublisher(log, ctx.clock), ctx, await log.partitions(RESPONSES))
