@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
 DRAIN_NOTICE_HEARTBEATS = 2
 """Heartbeats during which a draining worker still accepts runs, until routers have noticed."""
 SHUTDOWN_STEP_S = 5.0
@@ -388,7 +387,7 @@ class Worker(ObservedProcess):
     async def _follow(
         self, source: Partition, position: int, take: Callable[[Record], Awaitable[None]]
     ) -> None:
-        async with aclosing(tail(self._log, {source: position}, POLL_S)) as batches:
+        async with aclosing(tail(self._log, {source: position})) as batches:
             async for records in batches:
                 for record in records:
                     await take(record)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # routing, which is pure, reads Partition and Record from her
     from asyncio import Future
 
 
+POLL_S = 1.0
+"""Longest wait of a poll without records, of a reader that does nothing else meanwhile."""
+
+
 class Partition(NamedTuple):
     """A topic (short name) and the number of one of its partitions."""
 

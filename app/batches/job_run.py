@@ -103,7 +103,7 @@ class JobEnd:
 log = logging.getLogger(__name__)
 
 RESULTS_PER_POLL = 100
-POLL_S = 0.5
+RESULTS_POLL_S = 0.5
 TURN_S = 5.0
 """Time after which a run gives its turn to others, though it has more to do."""
 FLUSH_S = 1.0
@@ -192,7 +192,7 @@ class JobRun:
         place = turns.enter(tenant)
         try:
             while not place.done():
-                await asyncio.wait({place}, timeout=POLL_S)
+                await asyncio.wait({place}, timeout=RESULTS_POLL_S)
                 self._check_early_end()
                 if not place.done() and turns is not self._turns():
                     turns.leave(tenant, place)
@@ -324,7 +324,7 @@ class JobRun:
         output = work.output
         left = output.left
         try:
-            batches = await reader.poll(POLL_S, RESULTS_PER_POLL)
+            batches = await reader.poll(RESULTS_POLL_S, RESULTS_PER_POLL)
         except PositionLost as e:
             log.warning("%s: results were deleted before they were read: %s", self._job.id, e)
             output.positions[e.partition] = e.start

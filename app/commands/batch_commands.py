@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
     from openai.types import Batch
 
-POLL_S = 1.0
+STATUS_POLL_S = 1.0
 
 app = typer.Typer(no_args_is_help=True, help="Submit, list, show and cancel batches of requests.")
 
@@ -144,7 +144,7 @@ def _wait(client: OpenAI, batch: Batch) -> Batch:
     with progress_bar(console) as bar:
         task = bar.add_task(batch.status, total=None)
         while batch.status not in ENDED:
-            time.sleep(POLL_S)
+            time.sleep(STATUS_POLL_S)
             batch = client.batches.retrieve(batch.id)
             if (counts := batch.request_counts) is not None and counts.total:
                 done = counts.completed + counts.failed

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvlane.app.local.http_probe import http_get
+from kvlane.app.local.http_probe import READY_POLL_S, http_get
 from kvlane.app.local.processes import ManagedProcess, launch, process_command
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
@@ -27,7 +27,6 @@ from kvlane.streams.records import Role
 
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""
-READY_POLL_S = 0.05
 NO_VARIABLES: Mapping[str, str] = {}
 NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "collector", "gateway")

@@ -10,6 +10,8 @@ import urllib.request
 from typing import Any, NamedTuple
 
 HTTP_TIMEOUT_S = 2.0
+READY_POLL_S = 0.1
+"""Time between two looks whether the processes of a deployment are ready."""
 
 
 class HttpAnswer(NamedTuple):

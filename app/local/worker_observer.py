@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
+from kvlane.app.local.http_probe import READY_POLL_S
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.clock import BrokerClock
@@ -16,7 +17,6 @@ from kvlane.streams.topics import KV_EVENTS, REGISTRY
 from kvlane.streams.views.follower import Follower
 
 CATCH_UP_S = 30.0
-READY_POLL_S = 0.1
 HEARTBEAT_WINDOW_MS = 60_000
 """Age of the oldest heartbeats that are read; also the largest clock difference to brokers."""
 LIVENESS_HEARTBEATS = 2.5

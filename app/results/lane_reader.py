@@ -21,7 +21,7 @@ from kvlane.streams.topics import REQUESTS, RESPONSES
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
+IDLE_POLL_S = 0.5
 RECORDS_PER_POLL = 2000
 GATHER_S = 0.05
 """Records come together from so long: a result may be so much later, for a fraction of the polls,
@@ -61,7 +61,7 @@ class LaneReader:
                     await self._context.ctx.clock.sleep(REQUESTS_POLL_S)
                     continue
                 try:
-                    timeout_s = ASIDE_POLL_S if self._aside else POLL_S
+                    timeout_s = ASIDE_POLL_S if self._aside else IDLE_POLL_S
                     batches = await reader.poll(timeout_s, RECORDS_PER_POLL)
                 except PositionLost as e:
                     if (lane := self._lanes.get(e.partition)) is not None and lane.serving:

@@ -21,6 +21,7 @@ from kvlane.app.local.deployment import (
     count_workers,
     deployment_parts,
 )
+from kvlane.app.local.http_probe import READY_POLL_S
 from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name
@@ -39,7 +40,6 @@ STATUS_PORT_FIELD = "status_port"
 """A given status port is the router's; the other processes get free ports."""
 PORT_RELEASE_S = 3.0
 """Time for a port to become free: the processes of a killed deployment end within it."""
-READY_POLL_S = 0.25
 LATE_REPORT_S = 30.0
 """A start that takes longer reports the missing processes, at this interval."""
 LOG_ROTATION_S = 10.0

@@ -35,13 +35,11 @@ from kvlane.streams.errors import (
     RecordError,
     UnknownType,
 )
-from kvlane.streams.ports import Log, Member, RebalanceListener, Record
+from kvlane.streams.ports import POLL_S, Log, Member, RebalanceListener, Record
 from kvlane.streams.reading.dead_letter_format import MAX_REASON_BYTES, DeadLetterWriter
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import MAX_ID_CHARS, LogRecord, Refused
 from kvlane.streams.topics import TOPICS
-
-POLL_S = 1.0
 
 
 class GroupMembership:

@@ -28,9 +28,8 @@ from faststream.kafka.response import KafkaPublishCommand
 from faststream.message import encode_message
 
 from kvlane.streams.errors import LogClosed
-from kvlane.streams.ports import Appended, Batches, Entry, Log, Member
+from kvlane.streams.ports import POLL_S, Appended, Batches, Entry, Log, Member
 
-POLL_S = 1.0
 LINKS = frozenset({"traceparent", "correlation_id"})
 """Headers that middlewares get, for links between spans. Clients may write anything into others."""
 

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from kvlane.streams.clock import Clock
 from kvlane.streams.errors import BrokerUnavailable, PositionLost
-from kvlane.streams.ports import Log, Partition, Record
+from kvlane.streams.ports import POLL_S, Log, Partition, Record
 from kvlane.streams.retry import retry_while_unavailable
 
-POLL_S = 1.0
 NO_DATA_TIMEOUT_S = 30.0
 """After this long without progress the broker is considered unavailable."""
 

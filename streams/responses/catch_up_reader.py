@@ -30,7 +30,7 @@ MAX_PASSES = 4
 MAX_FAR_PASSES = 2
 FAR_OFFSETS = 500_000
 """A start further below the live position is far back. Reading as many takes 1 to 2 s."""
-POLL_S = 0.1
+PASS_POLL_S = 0.1
 """After this long without records a pass checks whether it has reached the live position."""
 RECORDS_PER_POLL = 1000
 STALL_TIMEOUT_S = 5.0
@@ -125,7 +125,7 @@ class CatchUpReader:
                 self._join(queue, lane)
                 before = lane.position
                 try:
-                    batches = await reader.poll(POLL_S, RECORDS_PER_POLL)
+                    batches = await reader.poll(PASS_POLL_S, RECORDS_PER_POLL)
                 except PositionLost as e:
                     await self._lose(queue, lane, e)
                     return

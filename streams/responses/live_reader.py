@@ -14,7 +14,7 @@ from kvlane.streams.ports import Partition, Reader, Record, Unreadable
 from kvlane.streams.responses.reply_stream import NO_OFFSET, Reply
 from kvlane.streams.topics import RESPONSES
 
-POLL_S = 0.5
+LIVE_POLL_S = 0.5
 RECORDS_PER_POLL = 2000
 
 
@@ -117,7 +117,7 @@ class LiveReader:
             await self._wanted.wait()
             self.last_poll_at = self._clock.now()
         try:
-            batches = await self._reader.poll(POLL_S, RECORDS_PER_POLL)
+            batches = await self._reader.poll(LIVE_POLL_S, RECORDS_PER_POLL)
         except PositionLost as e:
             return self._lose(e)
         self.last_poll_at = self._clock.now()

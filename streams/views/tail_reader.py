@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from kvlane.streams.clock import Clock
 from kvlane.streams.errors import LogClosed, PositionLost
-from kvlane.streams.ports import Batches, Log, Partition, Reader, Record
+from kvlane.streams.ports import POLL_S, Batches, Log, Partition, Reader, Record
 from kvlane.streams.reading.decoding import RecordDecoder
 from kvlane.streams.records import LogRecord
 
-POLL_S = 1.0
 RECORDS_PER_POLL = 500
 """Decoded and applied without yielding, at 2-5 us each: the event loop is blocked for 1-3 ms."""
 GATHER_S = 0.02

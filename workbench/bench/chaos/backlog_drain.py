@@ -35,11 +35,11 @@ from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings
 from kvlane.streams.client import Client
 from kvlane.streams.clock import Clock
+from kvlane.streams.ports import POLL_S
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.chaos.backlog_prompts import (
     ENGINE_SPEEDUP,
     MAX_SEQS,
-    POLL_S,
     RETRIED_CODES,
     TOKENS,
     ResultCounter,

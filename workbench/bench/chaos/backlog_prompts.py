@@ -14,7 +14,7 @@ from kvlane.app.engine.simulated.batch import BatchSequence, BatchState, EngineL
 from kvlane.app.engine.simulated.step import add_sequence, run_step
 from kvlane.streams.client import Client
 from kvlane.streams.codecs import decode
-from kvlane.streams.ports import Partition
+from kvlane.streams.ports import POLL_S, Partition
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.records import Result
 from kvlane.streams.topics import RESULTS
@@ -32,7 +32,6 @@ RETRIED_CODES = frozenset(
     {"deadline", "no_workers", "none_eligible", "all_busy", "queue_full", "overloaded"}
 )
 """Codes of errors after which a client sends its request again."""
-POLL_S = 1.0
 
 
 async def publish_prompts(client: Client, results: ResultCounter, count: int) -> None:
