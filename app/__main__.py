@@ -4,7 +4,6 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Load and run the command line."""
     try:
         from kvlane.app.cli import app
 

@@ -55,8 +55,6 @@ reply, they read the ledger of `dedup_window_s` from Kafka: 90 000 records a sec
 
 
 class Collector(ObservedProcess):
-    """One collector; any number of them share the lanes."""
-
     def __init__(
         self, log: Log, settings: Settings, ctx: ProcessContext, pool: WorkPool | None = None
     ) -> None:

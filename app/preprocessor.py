@@ -214,7 +214,6 @@ class Preprocessor(ObservedProcess):
         )  # fmt: skip
 
     async def _convert(self, topic: str, records: Sequence[Record]) -> list[ConvertedPrompt]:
-        """The results of preprocessing records of a topic of prompts."""
         service_class: ServiceClass = "batch" if topic == BATCH else "interactive"
         parsed = [(r, await self._parsed(r)) for r in records if not self._is_deleted(r)]
         return await asyncio.gather(

@@ -250,7 +250,6 @@ class Router(ObservedProcess):
                 self._reconcile_each(context.queue.batch.giving_way_on(place, now_ms))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
-        """Reconcile these requests, in the lanes of this router."""
         for request_id in request_ids:
             owner = self._owners.get(self._lane_of(request_id))
             if owner is not None:

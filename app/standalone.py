@@ -40,7 +40,6 @@ class StandaloneProcess:
         self._started: list[ProcessLifecycle] = []
 
     async def start(self) -> None:
-        """Start the parts in the order of their dependencies."""
         for part in self._parts:
             await part.start()
             self._started.append(part)

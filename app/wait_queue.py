@@ -16,7 +16,6 @@ class WaitQueue:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
     def notify_all(self) -> None:
-        """Notify all tasks that are waiting now."""
         for woken in self._waiting:
             resolve(woken)
 

@@ -151,7 +151,6 @@ class Worker(ObservedProcess):
         )
 
     def engine_stats(self) -> EngineStats | None:
-        """Current statistics of the engine, if it has any."""
         return checked_stats(self._engine.stats())
 
     def cache_event_counters(self) -> list[NormalizerCounters]:

@@ -143,7 +143,6 @@ class EpochTracker(Generic[R]):
         return repeated
 
     def clear_cache(self, rank: R, *, complete: bool) -> None:
-        """Drop the blocks of a rank."""
         rank.drop_blocks()
         rank.is_complete, rank.has_rejected_blocks = complete, False
 
@@ -234,14 +233,12 @@ class IndexBase(Generic[R]):
         self._epochs.advance_to(partition, holder, epoch, last_event_id + 1)
 
     def end_epoch(self, partition: int, worker: str, epoch: int) -> None:
-        """End an epoch of a worker, and drop its blocks."""
         self._epochs.end_epoch(partition, worker, epoch)
 
     def drop_partition(self, partition: int) -> None:
         self._epochs.drop_partition(partition)
 
     def drop_worker(self, partition: int, worker: str) -> None:
-        """Drop a worker, as if it had never published an event."""
         self._epochs.drop_worker(partition, worker)
 
     def cache_sizes(self) -> dict[CacheId, CacheSize]:
@@ -256,7 +253,6 @@ class IndexBase(Generic[R]):
         return rank is not None and rank.is_complete
 
     def block_count(self, holder: CacheId) -> int:
-        """Number of blocks of a cache over all tiers."""
         rank = self._epochs.find_cache(holder)
         return rank.block_count if rank else 0
 

@@ -163,7 +163,6 @@ def is_complete() -> bool:
 
 
 def mark_complete() -> None:
-    """Mark the cache as complete for later processes."""
     if CACHE_FOLDER is not None:
         CACHE_FOLDER.mkdir(parents=True, exist_ok=True)
         (CACHE_FOLDER / COMPLETE_MARKER).touch()

@@ -104,7 +104,6 @@ class BatchJob(InternalRecord, frozen=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its status is final."""
         return self.status in ENDED
 
 

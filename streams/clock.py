@@ -15,8 +15,6 @@ _NEVER = float("-inf")
 
 
 class Clock(Protocol):
-    """A source of time, and of sleeping."""
-
     def now(self) -> float:
         """Seconds of a monotonic clock; only differences are meaningful."""
 

@@ -90,7 +90,6 @@ _headers = {t: ((TYPE_HEADER, t.__name__.encode()),) for t in _types}
 
 
 def encode(record: AnyRecord, key: str) -> Entry:
-    """The log entry of a record under a key."""
     if isinstance(record, records.Tombstone):
         epoch = () if record.epoch is None else ((EPOCH_HEADER, b"%d" % record.epoch),)
         return Entry(key.encode(), None, ((TYPE_HEADER, TOMBSTONE_TYPE), *epoch))

@@ -32,7 +32,6 @@ class RequestIds:
         self._counter = 0
 
     def new(self) -> str:
-        """The next id."""
         now_ms = self._clock.wall_ms()
         self._counter += 1
         if now_ms > self._ms:

@@ -90,8 +90,6 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file."""
-
     tenants: dict[KeyName, Tenant] = {}
     keys: list[ApiKey] = []
 
@@ -124,8 +122,6 @@ class CreatedKey(NamedTuple):
 
 
 class KeyRing:
-    """The keys of a file, by id."""
-
     def __init__(self, file: KeyFile) -> None:
         self._keys = {key.id: key for key in file.keys}
         self.tenants: Mapping[str, Tenant] = file.tenants

@@ -35,8 +35,6 @@ class QuotaRefusal(NamedTuple):
 
 
 class CountedAnswer(Protocol):
-    """An open answer."""
-
     @property
     def counted_tokens(self) -> int:
         """Number of tokens so far."""
@@ -49,12 +47,10 @@ class TokenBucket:
         self._at_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Amount available now."""
         self._fill(now_s)
         return self._level
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until the amount is available, or the bucket is full."""
         if not self.per_minute:
             return MINUTE_S if amount else 0.0
         missing = min(amount, self.per_minute) - self.level(now_s)
@@ -78,8 +74,6 @@ class TokenBucket:
 
 
 class TenantQuota:
-    """Requests and tokens of a tenant in flight, and its two rates."""
-
     def __init__(self, limits: Tenant, now_s: float) -> None:
         self.limits = limits
         self.requests = 0
@@ -92,11 +86,9 @@ class TenantQuota:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight."""
         return not (self.requests or self.tokens or self.attached)
 
     def set_limits(self, limits: Tenant, now_s: float) -> None:
-        """Other limits, from now on."""
         self.limits = limits
         rates: dict[LimitKind, int | None] = {
             "requests": limits.requests_per_minute,
@@ -122,7 +114,6 @@ class TenantQuota:
         return None
 
     def spend(self, kind: LimitKind, amount: int, now_s: float) -> None:
-        """Count towards a rate."""
         if (bucket := self._rates.get(kind)) is not None:
             bucket.take(amount, now_s)
 
@@ -148,7 +139,6 @@ class QuotaLease:
         """Their tokens are counted at the end."""
 
     def add_request(self, now_s: float) -> QuotaRefusal | None:
-        """Count a request before its body is read."""
         return self._more_requests(1, now_s)
 
     def add_answers(
@@ -171,7 +161,6 @@ class QuotaLease:
         return None
 
     def add_reader(self, now_s: float) -> QuotaRefusal | None:
-        """Count a reader of an existing stream."""
         if (refusal := self._refusal(self.quota.attached, 0, 1, now_s)) is not None:
             return refusal
         self.quota.attached += 1

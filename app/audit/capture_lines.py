@@ -73,8 +73,6 @@ async def capture_period(
 
 
 class _Bounds(NamedTuple):
-    """Offset range of a topic, by partition."""
-
     starts: dict[Partition, int]
     ends: dict[Partition, int]
 
@@ -112,7 +110,6 @@ class _Reading:
         """Requests with a decision of the period that are not finished."""
 
     async def lines(self, progress: Progress) -> AsyncGenerator[AnyCaptureLine, None]:
-        """All lines but the last."""
         from_ms, to_ms = self._period
         lanes = await self._log.partitions(LEDGER)
         yield CaptureHeader(format=CAPTURE_FORMAT, from_ms=from_ms, to_ms=to_ms, lanes=lanes)
@@ -200,7 +197,6 @@ class _Reading:
             epochs[-1] = epochs[-1]._replace(until_ms=at_ms)
 
     def _present(self) -> Iterator[_Epoch]:
-        """Epochs that overlap with the period."""
         for epochs in self._epochs.values():
             for each in epochs:
                 ended = each.until_ms is not None and each.until_ms <= self._period.from_ms

@@ -64,8 +64,6 @@ class _Expected(msgspec.Struct, frozen=True, gc=False):
 
 
 class DriftTracker:
-    """Prediction errors by worker."""
-
     def __init__(self) -> None:
         self._expected: OrderedDict[RunKey, _Expected] = OrderedDict()
         self._differences: OrderedDict[str, deque[PredictionError]] = OrderedDict()

@@ -124,7 +124,6 @@ def _view(name: ViewName, settings: Settings) -> MaterializedView:
 
 
 def _combined_hash(states: Iterable[PartitionState]) -> str:
-    """Hash over all partitions and their positions."""
     text = ";".join(f"{s.topic}/{s.partition}@{s.position}={s.state_hash}" for s in states)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

@@ -95,7 +95,6 @@ def find_difference(decision: Assigned, session: str = "") -> str:
 
 
 def _choice_difference(decision: Assigned) -> str:
-    """First difference of the recomputed choice between a whole request and a hand-over."""
     choice, costs = decision.choice, recompute_choice_costs(decision)
     if choice is None or costs is None:
         return ""

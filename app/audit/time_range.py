@@ -84,7 +84,6 @@ def _offset(text: str) -> tuple[Partition, int]:
 
 
 def format_time(timestamp_ms: int) -> str:
-    """Format a time in UTC, to the millisecond."""
     return datetime.fromtimestamp(timestamp_ms / 1000, UTC).isoformat(" ", "milliseconds")[:-6]
 
 

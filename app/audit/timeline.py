@@ -257,7 +257,6 @@ class _Readers:
         """Chunks of the current run."""
 
     def take(self, fact: LogRecord) -> None:
-        """Apply the next record of the request on `responses`."""
         record = fact.record
         if not isinstance(record, Chunk | Fence | End):
             return
@@ -272,7 +271,6 @@ class _Readers:
             self.ending = f"{piece.code} {piece.message}".strip()
 
     def close(self) -> None:
-        """Add the step of the current run."""
         if not self._shown:
             return
         (first, piece), (last, _) = self._shown[0], self._shown[-1]

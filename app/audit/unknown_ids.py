@@ -22,8 +22,6 @@ _HOUR_MS = 3_600_000
 
 
 class FoundRecord(NamedTuple):
-    """A record, and its partition."""
-
     source: Partition
     record: Record
 
@@ -95,7 +93,6 @@ async def _first_record(
 
 
 def explain_unknown(request_id: str, now_ms: int) -> str:
-    """Explain why no record of an id was found."""
     hours = (TOPICS_BY_NAME[LEDGER].retention_ms or 0) / _HOUR_MS
     drawn_ms = issued_ms(request_id)
     if drawn_ms is None:

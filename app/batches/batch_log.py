@@ -53,7 +53,6 @@ class BatchLog:
         return await self._look_up(job_id, partial(self.view.job, job_id, tenant))
 
     async def put_job(self, job: BatchJob) -> None:
-        """Write the present state of a job."""
         await self.put(job.id, batch_key(job.id), job)
 
     async def put_cancel(self, cancel: BatchCancel) -> None:
@@ -67,7 +66,6 @@ class BatchLog:
         await self._wait_for(partition, appended.offset + 1)
 
     async def partition_of(self, entity_id: str) -> int:
-        """The partition of a file or job."""
         return partition_of(entity_id.encode(), await self._log.partitions(BATCH_JOBS))
 
     async def new_id(self, tenant: str, new: Callable[[], str], limit: int | None) -> str:

@@ -175,19 +175,16 @@ def request_id(job_id: str, index: int) -> str:
 
 
 def request_index(job_id: str, name: str) -> int | None:
-    """The index of the request of this id; None if it is not of this batch."""
     index = name.removeprefix(f"{_uuid(job_id)}-")
     is_number = index != name and index.isascii() and index.isdigit() and len(index) < 10
     return int(index) if is_number else None
 
 
 def output_file_id(job_id: str) -> str:
-    """The id of a batch's output file."""
     return f"file-{_uuid(job_id)}-output"
 
 
 def error_file_id(job_id: str) -> str:
-    """The id of a batch's error file."""
     return f"file-{_uuid(job_id)}-errors"
 
 

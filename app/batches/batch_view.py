@@ -31,8 +31,6 @@ def cancel_key(job_id: str) -> str:
 
 
 class BatchView:
-    """A `MaterializedView` (streams/views/view.py) of the topic `batch-jobs`."""
-
     name = "batch jobs"
 
     def __init__(self, wall_ms: Callable[[], int]) -> None:
@@ -70,7 +68,6 @@ class BatchView:
         return (job for job in self._jobs.values() if job.tenant == tenant)
 
     def open_jobs(self) -> list[BatchJob]:
-        """Jobs that have not ended, the oldest first."""
         self._expire()
         jobs = [job for opened in self._open.values() for job in opened.values()]
         return sorted(jobs, key=lambda job: (job.created_s, job.id))
@@ -89,7 +86,6 @@ class BatchView:
     # --- the view --------------------------------------------------------------------------------
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        """Take in records of one partition; `position` is the next offset after them."""
         seen = self._seen.setdefault(source.partition, {})
         for fact in facts:
             record = fact.record
@@ -173,11 +169,9 @@ class BatchView:
             self._cancels.pop(entity_id, None)
 
     def position(self, source: Partition) -> int | None:
-        """The next offset of a partition; None before the first `apply`."""
         return self._positions.get(source)
 
     def forget(self, source: Partition) -> None:
-        """Drop the state and the position of this partition."""
         for key in self._seen.pop(source.partition, {}):
             self._drop(source.partition, key)
         self._positions.pop(source, None)

@@ -22,7 +22,6 @@ class FairTurns:
 
     @property
     def is_wanted(self) -> bool:
-        """True while others wait for a turn."""
         return bool(self._waiting)
 
     def enter(self, tenant: str) -> QueuePlace:

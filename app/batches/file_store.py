@@ -75,7 +75,6 @@ class PartOrder:
 
     @property
     def next_number(self) -> int:
-        """The number above all that counted."""
         return max(self._beyond, default=self._complete_to - 1) + 1
 
     def accept(self, record: Record) -> bool:
@@ -104,8 +103,6 @@ class PartOrder:
 
 
 class FileStore:
-    """Writes and reads the content of files over one log."""
-
     def __init__(self, log: Log, clock: Clock) -> None:
         self._log = log
         self._clock = clock
@@ -115,7 +112,6 @@ class FileStore:
         return partition_of(entity_id.encode(), await self._log.partitions(FILE_PARTS))
 
     async def end_of(self, partition: int) -> int:
-        """Offset after the last record of a partition."""
         return (await self._log.end_offsets(FILE_PARTS, [partition]))[partition]
 
     async def fence(self, partition: int, run: str, file_ids: Sequence[str]) -> int:

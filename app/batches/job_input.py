@@ -16,8 +16,6 @@ MAX_ERRORS = 100
 
 
 class CheckedInput(NamedTuple):
-    """Number of the lines of an input, and their errors."""
-
     lines: int
     errors: tuple[BatchError, ...]
 

@@ -28,8 +28,6 @@ _OK = 200
 
 
 class OutputLine(msgspec.Struct, frozen=True):
-    """A line of one of the two files: the output file if `is_output`."""
-
     index: int
     is_output: bool
     content: bytes
@@ -47,7 +45,6 @@ def result_line(index: int, result: Result) -> OutputLine:
 
 
 def failure_line(job_id: str, index: int, custom_id: str, code: str, message: str) -> OutputLine:
-    """The line of a request that was not run."""
     error = {"code": code, "message": message}
     return _line(index, request_id(job_id, index), custom_id, None, error, is_output=False)
 
@@ -73,8 +70,6 @@ class OutputSuperseded(Exception):
 
 
 class _OutputFile:
-    """One of the two files: parts in the log, and lines that are not there yet."""
-
     def __init__(self, file_id: str) -> None:
         self.file_id = file_id
         self.order = PartOrder(file_id)
@@ -117,20 +112,16 @@ class JobOutput:
 
     @property
     def completed(self) -> int:
-        """Number of lines of the output file."""
         return self._files[0].lines
 
     @property
     def failed(self) -> int:
-        """Number of lines of the error file."""
         return self._files[1].lines
 
     def is_done(self, index: int) -> bool:
-        """Whether the line of a request is written."""
         return bool(self._is_done[index])
 
     def undone(self, most: int) -> Iterator[int]:
-        """The requests without a line, up to one."""
         index = self._is_done.find(0, 1)
         while 0 < index <= most:
             yield index

@@ -91,7 +91,6 @@ class JobPrompts:
 
     @property
     def is_idle(self) -> bool:
-        """No task runs, or it waits for room."""
         return self._task is None or self._is_full
 
     async def pause(self, timeout_s: float) -> None:
@@ -120,7 +119,6 @@ class JobPrompts:
             task.result()
 
     def end(self, index: int) -> None:
-        """Note that a request has its line."""
         self.under_way.discard(index)
         if len(self.under_way) < WINDOW:
             self._has_room.set()
@@ -128,7 +126,6 @@ class JobPrompts:
     # --- publication ---
 
     async def _publish_all(self) -> None:
-        """Publish the prompt of each request without a line, within the window."""
         prompts: list[_Prompt] = []
         size = 0
         published = self.published

@@ -138,8 +138,6 @@ class _Work(NamedTuple):
 
 
 class JobRun:
-    """One attempt to bring a job to its end."""
-
     def __init__(self, context: JobContext, job: BatchJob) -> None:
         self._context = context
         self._job = job

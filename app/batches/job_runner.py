@@ -50,8 +50,6 @@ a take-over. A rolling upgrade of the collectors takes a job over a few times.""
 
 
 class JobRunner:
-    """A `ProcessLifecycle` that is a part of another one."""
-
     def __init__(self, log: Log, settings: Settings, ctx: ProcessContext) -> None:
         self._ctx = ctx
         self._batches = BatchLog(log, ctx.clock, self._applied)
@@ -81,7 +79,6 @@ class JobRunner:
         return self._batches.follower.caught_up
 
     async def start(self) -> None:
-        """Return when all jobs are read."""
         self._ctx.spawn("batch jobs", self._batches.follower.run())
         await self._batches.follower.wait_caught_up()
         self._ctx.spawn("jobs of new partitions", self._read_assigned())
@@ -89,7 +86,6 @@ class JobRunner:
         self._ctx.spawn("jobs", self._run())
 
     async def stop(self) -> None:
-        """Leave all jobs to other runners."""
         self.revoked(frozenset(self._owned))
         await self._membership.close()
 

@@ -21,8 +21,6 @@ OUTCOME_TIMEOUT_S = 1.0
 
 
 class DemoSession:
-    """A deployment under a scenario. Subclasses have the scenario's steps."""
-
     ready_timeout_s: float
 
     def __init__(self, on: DemoEnvironment, console: Console) -> None:
@@ -53,7 +51,6 @@ class DemoSession:
             return await run_scenario(self._deployment, steps(), self._clock)
 
     async def wait_for_workers(self) -> None:
-        """Wait until all workers that were started last accept requests, and routers do."""
         if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, self._since):
             raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
         await self._deployment.wait_ready(self.ready_timeout_s)
@@ -95,7 +92,6 @@ class DemoSession:
         return in_turn
 
     def show_runs(self, *runs: PolicyRun) -> None:
-        """The runs of a trace side by side."""
         self._console.print()
         self.show(policy_comparison.comparison_table(runs))
 

@@ -25,8 +25,6 @@ NO_ARTIFACT = Artifact("", 0)
 
 @dataclass
 class DemoAnswer:
-    """One request and its answer. Times are of the demo's clock, in seconds."""
-
     id: str
     expected: ExpectedAnswer
     prompt_tokens: int
@@ -46,7 +44,6 @@ class DemoAnswer:
         self.add_text(record.text, record.finish_reason, now)
 
     def add_text(self, text: str, finish_reason: str | None, now: float) -> None:
-        """Add text that arrived, or the end."""
         if text:
             self.text_times.append(now)
         self.text += text
@@ -54,7 +51,6 @@ class DemoAnswer:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer is exactly the expected one."""
         return (
             self.text == self.expected.text
             and self.finish_reason == self.expected.finish_reason
@@ -74,8 +70,6 @@ class DemoAnswer:
 
 
 class AnswerOracle:
-    """Computes the answers of the demo's model."""
-
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
@@ -83,7 +77,6 @@ class AnswerOracle:
         self._speaker = text_generator_of(self._files)
 
     async def load(self) -> None:
-        """Load the model's tokenizer and template."""
         card = card_of(
             self._settings.model,
             self._files,
@@ -95,7 +88,6 @@ class AnswerOracle:
 
     @property
     def vocabulary(self) -> Sequence[int]:
-        """Tokens of ordinary text."""
         special = 16  # the first ids are special tokens
         return range(special, self._model.tokenizer.vocabulary_size)
 

@@ -38,7 +38,6 @@ class LedgerDecisions:
         return self._assigned.get(request_id, ())
 
     def workers_of(self, request_id: str) -> list[str]:
-        """The workers of a request, in order."""
         return [decision.worker for decision in self.decisions(request_id)]
 
     def answering_workers(self, request_id: str) -> list[str]:

@@ -40,8 +40,6 @@ KAFKA_PROMPTS = ("Why do trains wait?", "Was the harbour quiet?")
 
 
 class DemoScenario(DemoSession):
-    """One run of the scenario. All requests are in `answers`, to be checked at the end."""
-
     ready_timeout_s = READY_S
 
     def __init__(self, on: DemoEnvironment, console: Console) -> None:
@@ -173,7 +171,6 @@ class DemoScenario(DemoSession):
         )
 
     def _check_answers(self) -> bool:
-        """Compare every text with the expected one."""
         wrong = [a for a in self.answers if not a.is_correct]
         for answer in wrong:
             self._console.print(

@@ -101,7 +101,6 @@ class EchoEngine(Engine):
     async def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the echo of the last turn, one token per step."""
         check_text_only(request)
         sequence = unpack_tokens(request.token_ids)
         room = max(self._context_length - len(sequence), 0)

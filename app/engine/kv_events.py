@@ -212,7 +212,6 @@ _KNOWN = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
 def _is_map(raw: bytes | msgspec.Raw) -> bool:
-    """Whether a value in msgpack is a map."""
     first = memoryview(raw)[:1]
     return len(first) > 0 and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
@@ -288,7 +287,6 @@ def _extra(event: _Stored) -> tuple[str, list[set[int]] | None]:
 
 
 def _object(key: Any) -> int | None:
-    """A u64 for the object of a key."""
     if isinstance(key, list) and len(key) == 2:
         key = key[0]
     if isinstance(key, str):

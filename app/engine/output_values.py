@@ -71,7 +71,6 @@ def json_fault(value: Any) -> str:
 
 
 def _non_finite(value: Any, place: str) -> str:
-    """The place of a number that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"{place.removeprefix('.')} is {value}"
     items: Any = ()
@@ -85,7 +84,6 @@ def _non_finite(value: Any, place: str) -> str:
 
 
 def _checked_ranking(ranking: tuple[LogProb, ...]) -> tuple[LogProb, ...]:
-    """The log probabilities of one token."""
     checked = []
     for likely in ranking:
         number = likely.log_prob

@@ -65,8 +65,6 @@ class RenewalDue(Exception):
 
 
 class Admission:
-    """The admission of the requests of one lane. `waits`: where they wait for workers."""
-
     def __init__(
         self, context: RouterContext, lane: int, waits: CancellableWaits, handovers: HandOvers
     ) -> None:
@@ -205,5 +203,4 @@ def _reference(rest: RemainingWork, lane_request: LaneRequest) -> DeferredReques
 
 
 def rejection(code: EndCode, why: str = "") -> Rejection:
-    """The rejection of a request with its message."""
     return Rejection(code, f"{REJECTION_REASONS[code]}: {why}" if why else REJECTION_REASONS[code])

@@ -26,8 +26,6 @@ REFRESH_INTERVAL_S = 1.0
 
 
 class CapacityReporter:
-    """Reports the capacity of one router with these lanes. `run` must be running."""
-
     def __init__(self, context: RouterContext, owners: Mapping[int, LaneOwner]) -> None:
         self._context = context
         self._owners = owners
@@ -35,7 +33,6 @@ class CapacityReporter:
         self._publisher = RecordPublisher(context.log, context.ctx.clock)
 
     async def run(self) -> None:
-        """Report until cancelled."""
         clock = self._context.ctx.clock
         last, reported_at = None, clock.now()
         while True:

@@ -69,8 +69,6 @@ def is_request_fault(error: Exception) -> bool:
 
 
 class Dispatcher:
-    """The dispatch of the requests of one lane. `waits`: where its requests wait for workers."""
-
     def __init__(
         self,
         context: RouterContext,

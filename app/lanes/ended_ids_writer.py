@@ -22,14 +22,11 @@ APPEND_TIMEOUT_S = 10.0
 
 
 class EndedIdsWriter:
-    """The writer of one router. `owners`: of its lanes, as they are."""
-
     def __init__(self, context: RouterContext, owners: Mapping[int, LaneOwner]) -> None:
         self._context = context
         self._owners = owners
 
     async def run(self) -> None:
-        """Write until cancelled."""
         clock = self._context.ctx.clock
         while True:
             for lane in [lane for lane, owner in self._owners.items() if owner.serving]:

@@ -44,8 +44,6 @@ lost does so at once, unless it crashes in between."""
 
 
 class FailureDetector:
-    """The detector of one router. `run` must be running."""
-
     def __init__(self, context: RouterContext) -> None:
         self._context = context
         self._works_since_s: dict[Partition, float] = {}

@@ -76,7 +76,6 @@ class HandOvers:
 
     @property
     def open_count(self) -> int:
-        """Hand-overs that are neither used nor dropped."""
         return len(self._open)
 
     @property
@@ -133,7 +132,6 @@ class HandOvers:
         return known if is_usable else None
 
     def has_bootstrap(self, request_id: str, attempt: int) -> bool:
-        """Whether the decode of an attempt is due beside its prefill."""
         known = self._open.get(request_id)
         return known is not None and known.rest.attempt == attempt and known.bootstrap is not None
 
@@ -149,14 +147,12 @@ class HandOvers:
             self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Forget the hand-over of a request."""
         known = self._open.pop(request_id, None)
         if known is not None:
             self._bytes -= known.rest.request.prompt_bytes
             self._end_wait(request_id)
 
     def clear(self) -> None:
-        """Forget all of them."""
         for request_id in list(self._open):
             self.drop(request_id)
 

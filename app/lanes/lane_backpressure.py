@@ -71,7 +71,6 @@ class LaneBackpressure:
             )
 
     def _is_clogged(self, appending_jobs: int, share: float) -> bool:
-        """Whether this share of a bound is reached."""
         if appending_jobs >= share * MAX_APPENDING_JOBS:
             return True
         lane = self._claim.partition

@@ -60,8 +60,6 @@ JobFactory = Callable[[], Coroutine[Any, Any, None]]
 
 
 class LaneOwner:
-    """One claim on one lane."""
-
     def __init__(self, context: RouterContext, claim: PartitionClaim) -> None:
         self.claim = claim
         self.serving = False
@@ -127,11 +125,9 @@ class LaneOwner:
             waiting.append(fact)
 
     def _has_cancel(self, request_id: str) -> bool:
-        """Whether a Cancel waits for the job of its request."""
         return any(isinstance(w.record, Cancel) for w in self._records_behind.get(request_id, ()))
 
     def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
-        """A record of this lane's ledger was applied."""
         if not is_replay:
             self._ledger_clock.observe(fact.timestamp_ms)
         if isinstance(fact.record, LedgerRecord):
@@ -231,7 +227,6 @@ class LaneOwner:
         return len(self._batch_arrived)
 
     def reconcile_all(self) -> None:
-        """Reconcile every request that is not over."""
         for request_id in list(self._context.ledger.lane(self._lane).unfinished):
             self.reconcile(request_id)
 

@@ -113,7 +113,6 @@ class SharedScanner:
             )
 
     async def run(self) -> None:
-        """Answer queries until cancelled. Raises the errors of the reader."""
         try:
             while True:
                 self._has_queries.clear()
@@ -182,7 +181,6 @@ class _Scan:
                     self._by_offset[offset].append(question)
 
     def is_over(self) -> bool:
-        """Whether no query is left."""
         self._questions = [q for q in self._questions if not q.answer.done()]
         return not self._questions
 

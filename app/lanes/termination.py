@@ -62,8 +62,6 @@ class CancellableWaits:
 
 
 class RequestTermination:
-    """Ends the requests of one lane."""
-
     def __init__(self, context: RouterContext, lane: int) -> None:
         self._context = context
         self._lane = lane

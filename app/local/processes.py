@@ -34,8 +34,6 @@ def process_command(kind: str) -> tuple[str, ...]:
 
 
 class ManagedProcess:
-    """A running child process and the file with its output."""
-
     def __init__(self, name: str, process: subprocess.Popen[bytes], output_file: Path) -> None:
         self.name = name
         self._process = process

@@ -66,9 +66,7 @@ class CollectorMetrics(MetricSet):
         self._transactions.labels(outcome).inc()
 
     def count_unreadable(self) -> None:
-        """A record that cannot be decoded has ended a reply."""
         self._unreadable.inc()
 
     def count_reply(self, reason: str) -> None:
-        """A reply was left out."""
         self._undelivered.labels(reason).inc()

@@ -42,7 +42,6 @@ class CounterSeries:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add an amount, at least 0."""
         self.value += amount
 
 
@@ -57,7 +56,6 @@ class HistogramSeries:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
@@ -92,7 +90,6 @@ class Counter(_Family[CounterSeries]):
         super().__init__(name, meaning, labels, CounterSeries)
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add an amount, at least 0, to a counter without labels."""
         self._series[()].value += amount
 
     def collect(self) -> Iterable[Metric]:
@@ -112,7 +109,6 @@ class Histogram(_Family[HistogramSeries]):
         super().__init__(name, meaning, labels, partial(HistogramSeries, self._bounds))
 
     def observe(self, value: float) -> None:
-        """Count a value in a histogram without labels."""
         self._series[()].observe(value)
 
     def collect(self) -> Iterable[Metric]:
@@ -171,7 +167,6 @@ class MetricSet:
         self.registry.register(_FunctionCollector(families))
 
     async def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

@@ -96,7 +96,6 @@ class PreprocessorMetrics(MetricSet):
         self._age.observe(max(0.0, age_s))
 
     def count_outcome(self, record: Request | Cancel | Refused | None) -> None:
-        """A prompt was published as this record; None: it goes to the dead letters."""
         match record:
             case Request():
                 self._prompts.labels("request").inc()

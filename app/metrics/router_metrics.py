@@ -103,7 +103,6 @@ class RequestMetrics:
                 pass
 
     def _end(self, request_id: str) -> str:
-        """Forget a request; its model, or "" for one that was not followed."""
         request = self._open.pop(request_id, None)
         return "" if request is None else request.label
 
@@ -128,7 +127,6 @@ class DriftCollector(Collector):
         self._now_ms = now_ms
 
     def collect(self) -> Iterator[Metric]:
-        """Four families, with and without series."""
         now_ms = self._now_ms()
         drifts = [
             ([self._model_of(worker), worker], self._drift.summary_of([worker], now_ms))
@@ -258,7 +256,6 @@ class RouterMetrics(MetricSet):
         self.registry.register(self._views)
 
     async def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         assert self._views is not None, "watches nothing"
         await self._views.refresh()
         return await super().page()

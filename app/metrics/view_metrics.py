@@ -24,8 +24,6 @@ HASH_SHIFT = 11
 
 
 class ViewCollector(Collector):
-    """Collector of the progress of all views of a process."""
-
     def __init__(self, index: KvIndexView, followers: Mapping[str, Follower]) -> None:
         """`followers` by the names of their views, that of `index` among them."""
         self._index = index

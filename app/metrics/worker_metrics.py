@@ -64,7 +64,6 @@ class WorkerMetrics(MetricSet):
         self.read(partial(_state_families, worker))
 
     async def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         for code in get_args(RunCode):
             self._runs.labels(self.model, code)
         return await super().page()

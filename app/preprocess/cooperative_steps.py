@@ -15,7 +15,6 @@ Steps = Generator[None, None, T]
 
 
 async def run_cooperatively(steps: Steps[T]) -> T:
-    """The result of the work; other tasks run between its steps."""
     while True:
         try:
             next(steps)
@@ -26,7 +25,6 @@ async def run_cooperatively(steps: Steps[T]) -> T:
 
 
 def run_now(steps: Steps[T]) -> T:
-    """The result of the work, without a pause."""
     while True:
         try:
             next(steps)

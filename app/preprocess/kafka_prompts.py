@@ -55,8 +55,6 @@ class UnreadablePrompt(NamedTuple):
 
 
 class PromptRecord(NamedTuple):
-    """A prompt with a valid body."""
-
     prompt: Prompt
     request: OpenAIRequest | PassthroughRequest
     received_ms: int

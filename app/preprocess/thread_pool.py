@@ -28,7 +28,6 @@ class InlinePool:
     """Runs work synchronously on the loop, for virtual time, which has no threads."""
 
     async def run(self, work: Callable[[], T]) -> T:
-        """As `WorkPool.run`; never overloaded."""
         return work()
 
 
@@ -43,7 +42,6 @@ class ThreadPool:
         self._places = Semaphore(threads + waiting)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """As `WorkPool.run`."""
         if not self._places.acquire(blocking=False):
             raise PreprocessorOverloaded("too many prompts are being prepared; try again shortly")
         job = self._executor.submit(work)

@@ -29,8 +29,6 @@ class BacklogSize(NamedTuple):
 
 
 class Backlog:
-    """The backlog of the owned partitions of a topic."""
-
     def __init__(
         self, topic: str, log: Log, clock: Clock, claims: Mapping[int, PartitionClaim]
     ) -> None:
@@ -45,7 +43,6 @@ class Backlog:
         """By partition, a time that is not after the append of that prompt, where one is known."""
 
     def revoked(self, partition: int) -> None:
-        """Own a partition no more."""
         self._oldest_ms.pop(partition, None)
 
     def received(self, partition: int, timestamp_ms: int) -> None:

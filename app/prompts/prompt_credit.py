@@ -71,8 +71,6 @@ class _Report(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _UnreadLane:
-    """Requests published to one lane that its router had not read at its last report."""
-
     router: str = ""
     unread: deque[CreditDebit] = field(default_factory=deque)
     tokens: int = 0

@@ -82,22 +82,17 @@ class _OpenPrompt:
         return self.claim is not None and self.claim.is_lost
 
     def acknowledge(self) -> None:
-        """One of its appends is acknowledged."""
         self.appends -= 1
         if not self.appends and self.claim is not None:
             self.claim.mark_done(self.offset)
 
 
 class _PreparedRecord(NamedTuple):
-    """A record to publish for a prompt."""
-
     record: PreprocessedRecord
     prompt: _OpenPrompt
 
 
 class _AdmittedRecord(NamedTuple):
-    """A record that may be published, with its credit."""
-
     record: PreprocessedRecord
     prompt: _OpenPrompt
     debit: CreditDebit | None = None

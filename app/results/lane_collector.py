@@ -74,7 +74,6 @@ class LaneCollector:
 
     @property
     def open_requests(self) -> int:
-        """Requests that get a result and are not over."""
         return self._results.open_requests
 
     @property

@@ -52,7 +52,6 @@ class LaneReader:
         self._aside: dict[LaneCollector, _WaitingRecords] = {}
 
     async def run(self) -> None:
-        """Read until cancelled. Raises NewerRecord, AccessDenied, LogClosed."""
         reader = self._context.log.reader(gather_s=GATHER_S)
         try:
             while True:

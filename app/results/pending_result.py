@@ -87,12 +87,10 @@ class PendingResult:
 
     @property
     def is_over(self) -> bool:
-        """Whether its reply has ended."""
         return self._last is not None
 
     @property
     def is_silent(self) -> bool:
-        """Whether no record of its reply was read."""
         return self._attempts == 0 and not self.is_over
 
     @property
@@ -169,12 +167,10 @@ class PendingResult:
 
     @property
     def status(self) -> ResultStatus:
-        """The status of its result, after the end."""
         return _status(self._failure())
 
     @property
     def reply(self) -> ReplyAddress | None:
-        """Where a copy of the result goes."""
         return self._reply
 
     def drop_body(self) -> None:

@@ -90,7 +90,6 @@ class DueReply:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes while it waits."""
         return 0 if self.entry is None else len(self.entry.value or b"")
 
     async def record(self, log: Log, clock: Clock) -> Entry | None:
@@ -330,7 +329,6 @@ class ReplySender:
 
 
 def _next(queue: _Queue, limit: int) -> list[DueReply]:
-    """The replies of the next append."""
     size, batch = 0, list[DueReply]()
     for reply in queue:
         size += reply.size

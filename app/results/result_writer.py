@@ -79,7 +79,6 @@ class ResultWriter:
         await self._writer.close()
 
     def notify(self) -> None:
-        """Look for results that are ready."""
         if self._results.ready:
             self._has_ready.set()
 

@@ -49,7 +49,6 @@ class BrokerProbe:
 
     @property
     def is_answering(self) -> bool:
-        """Whether Kafka has answered within the time-out."""
         return self.silence_s <= self._timeout_s
 
     @asynccontextmanager

@@ -87,12 +87,10 @@ class ProcessContext:
             future.set_result(error)
 
     async def wait_for_failure(self) -> BaseException:
-        """Wait for the error that ends this process."""
         return await asyncio.shield(self._failed())
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended this process, if one did."""
         future = self._failure
         return future.result() if future is not None and future.done() else None
 

@@ -107,7 +107,6 @@ class ChunkStream:
 
     @property
     def is_broken(self) -> bool:
-        """Whether no further Chunk may be sent."""
         return self._over.done() and not self._over.result()
 
     def release(self) -> None:

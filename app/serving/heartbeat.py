@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 
 class HeartbeatSender:
-    """Sends the heartbeats of one worker, over all its epochs."""
-
     def __init__(
         self, publisher: RecordPublisher, clock: Clock, engine: Engine, worker: str
     ) -> None:

@@ -126,7 +126,6 @@ class Registration:
 
     @property
     def epoch(self) -> int:
-        """The current epoch. Only after `begin_epoch`."""
         assert self.card.epoch is not None, "not registered yet"
         return self.card.epoch
 

@@ -82,11 +82,9 @@ class RunQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Number of accepted runs that wait for the engine."""
         return len(self._waiting)
 
     def progress(self) -> tuple[RunProgress, ...]:
-        """All open runs, for the heartbeat."""
         return tuple(
             RunProgress(
                 id=k.id,

@@ -66,8 +66,6 @@ class BatchCounts:
 
 @dataclass(slots=True)
 class BatchWork:
-    """The batch work of one run."""
-
     rows: Sequence[TraceRow]
     mode: BatchMode
     bounds: BatchBounds
@@ -112,7 +110,6 @@ class BatchWork:
                 )
 
     def next_task(self) -> BatchTask:
-        """The next request of the supply."""
         if not self._window:
             window = [next(self._supply) for _ in range(WINDOW)]
             items = [BatchItem("", tuple(task.chunks[:64]), task.prompt_tokens) for task in window]
@@ -122,7 +119,6 @@ class BatchWork:
         return task
 
     def keys(self, task: BatchTask) -> list[int]:
-        """The keys of the chunks of a request."""
         local = np.array(task.chunks, np.uint64) * SPREAD
         keys: list[int] = prompt_keys(local, SIMULATION_SECRET).tolist()
         return keys
@@ -146,7 +142,6 @@ class BatchWork:
         return task.sequence
 
     def on_first_token(self, task: BatchTask) -> None:
-        """The prefill of a run ended."""
         assert task.sequence is not None
         cached = task.sequence.cached_tokens
         self.counts.computed_tokens += task.sequence.prompt_tokens - cached

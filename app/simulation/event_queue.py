@@ -28,11 +28,9 @@ class EventQueue:
 
     @property
     def next_action_ms(self) -> float:
-        """Time of the first delayed action."""
         return self._actions[0][0] if self._actions else NEVER
 
     def add_end(self, worker: SimulatedWorker) -> None:
-        """Add the end of the step in which a worker is."""
         heappush(self._ends, (worker.ends_at_ms, worker.epoch))
 
     def pop_end(self) -> SimulatedWorker | None:

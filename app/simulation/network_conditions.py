@@ -32,7 +32,6 @@ class NetworkConditions(NamedTuple):
     staggers_routers: bool = True
 
     def transfer_ms(self, tokens: int) -> float:
-        """Time of the transfer of a prompt."""
         if self.transfer is None:
             return 0.0
         size = 1000 * tokens * DEFAULT_BYTES_PER_TOKEN

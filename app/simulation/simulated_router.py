@@ -56,7 +56,6 @@ class SimulatedRouter:
         self._arrived.append(key)
 
     def has_due(self, now_ms: float) -> bool:
-        """Whether requests are to be planned now."""
         self.queue.wake_due(now_ms)
         return bool(self._arrived) or self.queue.has_woken
 

@@ -2,8 +2,8 @@
 
     tools, tool_choice ─► calls_form ─► GuidedDecoding ─► after_reasoning ─► grammar of the engine
 
-The tags of calls and reasoning are those of `answer_parsers.py`. Only the tokens of an answer
-decide where its reasoning ends, so a grammar that accepts the tokens so far continues anywhere.
+The tags are those of `answer_parsers.py`. Only the tokens of an answer decide where its reasoning
+ends, so a grammar that accepts the tokens so far continues anywhere.
 """
 
 from __future__ import annotations

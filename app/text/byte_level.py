@@ -1,8 +1,6 @@
 """Text as tokens and tokens as text, for models whose tokens are the bytes of UTF-8.
 
-Tokens 0 to 255 are bytes; four more mark turns. Owns the vocabulary, the rendering of a chat and
-the incremental way back to text. Never here: requests
-(`app/preprocess/kafka_prompts.py`).
+Tokens 0 to 255 are bytes; four more mark turns. Owns the vocabulary and the rendering of a chat.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ def render_chat(turns: Iterable[tuple[MessageRole, str]]) -> list[int]:
 class ByteDetokenizer:
     """Turns tokens into text as they come, and never emits a part of a character.
 
-    Bytes that cannot become a character give U+FFFD, as everywhere in UTF-8 decoding; so does a
-    character that is still incomplete at the end. All pieces together are the same text as the
-    whole answer decoded at once, however it was cut. Markers have no text.
+    All pieces together are the text of the whole answer decoded at once: bytes that cannot become a
+    character, and an incomplete one at the end, give U+FFFD. Markers have no text.
     """
 
     def __init__(self, taken: Sequence[int] = ()) -> None:

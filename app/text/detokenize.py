@@ -1,11 +1,8 @@
 """Incremental detokenisation, one token at a time, without partial characters.
 
-All pieces together are the text that the tokenizer makes of the whole answer at once. For
-byte-level BPE that is exact: each token is a run of bytes, in any context. For any other
-tokenizer a token's text depends on its neighbours, and a sliding window of them is decoded.
-
-A detokenizer may be given the tokens before the answer. An answer that begins in the
-middle of a character of its prompt completes it then.
+All pieces together are the text of the whole answer decoded at once: exact for byte-level BPE,
+whose tokens are runs of bytes; for any other tokenizer a sliding window is decoded. The tokens
+before the answer may be given, to complete a character of the prompt.
 """
 
 from __future__ import annotations
@@ -87,8 +84,8 @@ class ByteLevelDetokenizer:
 class WindowedDetokenizer:
     """For every other tokenizer: decodes the last tokens with and without the new ones.
 
-    `decode` is the tokenizer's own. Text that ends with U+FFFD is kept back, since it may be half
-    a character.
+    `decode`: the tokenizer's own. Text that ends with U+FFFD may be half a character and is kept
+    back.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:

@@ -1,7 +1,7 @@
 """Incremental reader of a tool call in JSON: `{"name": …, "arguments": {…}}`.
 
-The arguments are given out as their text arrives, in the spelling of the model, as soon as the name
-is known. The reader looks at one character at a time, so its output depends on the text alone.
+Character by character: the arguments are given out as they arrive, in the model's spelling, once
+the name is known.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Visible text of an answer: detokenised, and ended by the stop conditions of its request.
 
-`TextStream` takes the tokens that an engine generates and returns the visible text. The text after
-a token is a function of the tokens up to it, not of the engine's steps nor of the position at which
-a run was interrupted. A run that continues an answer feeds the tokens that are out already and then
-continues; readers see the same text.
+The text after a token is a function of the tokens up to it, not of the engine's steps nor of
+interruptions: a run that continues an answer feeds the tokens that are out already first.
 
-Stop strings are found with their last character, across any borders between tokens. Text that may
-be the beginning of one is kept back until it is decided; visible text is never retracted.
+Stop strings are found with their last character, across any borders. Text that may be the beginning
+of one is kept back; visible text is never retracted.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from kvlane.streams.request import StopConditions
 class TextPiece(NamedTuple):
     """Visible text of some tokens, and the number of tokens that count; the rest is dropped.
 
-    `stop_reason`: the stop string or the token id that ended the answer; None for an end of text.
-    `data`: parts of the answer besides its text, as in a Chunk, with places in this text.
+    `stop_reason`: the stop string or token id that ended the answer; None for an end of text.
+    `data`: parts besides the text, as in a Chunk, with places in this text.
     """
 
     text: str

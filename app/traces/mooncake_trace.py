@@ -39,7 +39,6 @@ class TraceRow(msgspec.Struct, frozen=True):
 
     @property
     def full_chunks(self) -> list[int]:
-        """The full chunks, which a cache can share."""
         return self.hash_ids[: self.input_length // CHUNK_TOKENS]
 
 

@@ -86,7 +86,6 @@ class DataFolder:
 
     @property
     def storage(self) -> KeptData:
-        """The storage options of a broker that keeps its data here."""
         assert self._cleanup is not None, "not open"
         return KeptData(self.path, self._cleanup.fileno())
 

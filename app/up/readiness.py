@@ -13,8 +13,6 @@ from kvlane.app.local.worker_observer import WorkerObserver
 
 
 class ReadinessCheck:
-    """The checks that must pass before requests are served."""
-
     def __init__(
         self, workers: WorkerObserver, names: Collection[str], since: int, urls: Mapping[str, str]
     ) -> None:

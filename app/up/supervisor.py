@@ -36,7 +36,6 @@ class RestartBackoff:
         """Exits in a row, without STABLE_RUN_S of running in between."""
 
     def started(self, now: float) -> None:
-        """Note a start."""
         self._started_at = now
 
     def exited(self, now: float) -> float:
@@ -104,7 +103,6 @@ class BrokerSupervisor:
         self._backoff = RestartBackoff()
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled."""
         misses = 0
         while True:
             try:
@@ -136,7 +134,6 @@ class BrokerSupervisor:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The last lines of a log file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))

@@ -183,7 +183,6 @@ class _Deployment:
         self._began = self._clock.now()
 
     async def run(self) -> None:
-        """Run until SIGINT or SIGTERM."""
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -86,7 +86,6 @@ class BlockTable(NamedTuple):
 
     @property
     def used(self) -> int:
-        """Blocks in both tables."""
         return int(self.state[USED])
 
     @property
@@ -117,7 +116,6 @@ def start_growth(table: BlockTable, more: int) -> BlockTable:
 
 
 def finish_growth(table: BlockTable) -> BlockTable:
-    """The larger table alone, at the end of the growth."""
     assert table.state[FRONTIER] == table.state[CAPACITY]
     return _single(table.larger, table.larger_firsts, table.capacity, table.used)
 

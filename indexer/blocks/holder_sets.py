@@ -55,12 +55,10 @@ class HolderSets(NamedTuple):
 
     @property
     def column_capacity(self) -> int:
-        """Number of columns that fit into a row."""
         return self.words * WORD_BITS
 
     @property
     def used_sets(self) -> int:
-        """Number of sets that blocks refer to."""
         return int(self.state[COUNT] - self.state[FREE] - self.state[RETIRED]) - 1
 
 
@@ -181,7 +179,6 @@ def _is_wanted(sets: HolderSets, number: int) -> bool:
 
 @inlined
 def _unused_row(sets: HolderSets) -> int:
-    """An unused row, known to no block and no reader."""
     state = sets.state
     if state[FREE] == 0 and state[COUNT] == len(sets.references):
         # Retired rows become free. Readers that still use them notice by the generation.

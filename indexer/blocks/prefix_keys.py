@@ -53,7 +53,6 @@ class SearchScratch(NamedTuple):
 
 
 def new_scratch(blocks: int, columns: int) -> SearchScratch:
-    """Memory for prompts of up to `blocks` blocks."""
     return SearchScratch(
         np.zeros(blocks, np.uint64),
         np.zeros(blocks // GROUP_BLOCKS + 2, np.uint64),

@@ -78,7 +78,6 @@ class TierStore:
 
     @property
     def is_growing(self) -> bool:
-        """Whether `grow` has something to do."""
         return self.view.table.is_growing
 
     @property
@@ -218,7 +217,6 @@ class TierStore:
         return not self._swept_to
 
     def begin_sweep(self) -> None:
-        """Start a sweep over all slots."""
         self._swept_to = len(self.view.table.slots) // 2
 
     def sweep_columns(self, leaving: Iterable[int], steps: int, columns: int) -> None:

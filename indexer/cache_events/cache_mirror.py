@@ -58,16 +58,13 @@ class CacheMirror:
 
     @property
     def block_count(self) -> int:
-        """Blocks over all tiers, unpublished ones included."""
         return sum(len(held) for held in self._held)
 
     @property
     def is_announcing(self) -> bool:
-        """Whether an announcement is in progress."""
         return any(self._unannounced)
 
     def block_meta(self, tier: Tier, total: int) -> BlockMeta:
-        """Metadata of a block that the tier holds."""
         return self._held[tier][total]
 
     def add_blocks(self, tier: Tier, sums: list[int], facts: list[BlockMeta]) -> list[MirrorChange]:

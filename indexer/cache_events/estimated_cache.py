@@ -22,7 +22,6 @@ class EstimatedCache:
         """Sequence hashes, least recently used first."""
 
     def clear(self) -> None:
-        """Drop all blocks, after a restart of the engine."""
         self._blocks.clear()
 
     def cached_tokens(self, tokens: Tokens, *, lora_name: str = "", cache_salt: str = "") -> int:

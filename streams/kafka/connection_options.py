@@ -76,7 +76,6 @@ class ConnectionOptions:
 
     @property
     def uses_sasl(self) -> bool:
-        """Whether the client authenticates by SASL."""
         return self.security_protocol in {"SASL_PLAINTEXT", "SASL_SSL"}
 
     def client_options(self) -> dict[str, object]:

@@ -119,7 +119,6 @@ class KafkaMember:
                 return {}
 
     def resume(self, partition: int) -> None:
-        """Start reading an owned partition."""
         if self._consumer is not None and partition in self._next and not self._closed:
             self._reading.add(partition)
             self._consumer.resume(self._full(partition))
@@ -233,7 +232,6 @@ class KafkaMember:
         self._release()
 
     def _release(self) -> None:
-        """Give all partitions up."""
         self._generation += 1
         self._unsettled_from = asyncio.get_running_loop().time()
         self._granted = None
@@ -386,7 +384,6 @@ class KafkaMember:
         return TopicPartition(self._kafka.prefix + self._topic, partition)
 
     def _wake(self) -> None:
-        """End the wait of a pending poll, if any."""
         if self._waiting is not None and not self._waiting.expired():
             self._waiting.reschedule(asyncio.get_running_loop().time())
 

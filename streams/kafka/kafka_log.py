@@ -162,7 +162,6 @@ class KafkaLog:
         return await producer.append(self._existing(topic, partition), (entry,))
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
-        """Append entries to one partition, all or none; as `append`."""
         producer = self._open_producer()
         await self._count(topic)
         return await producer.append(self._existing(topic, partition), entries)
@@ -170,7 +169,6 @@ class KafkaLog:
     def append_many(
         self, topic: str, batches: Mapping[int, Sequence[Entry]]
     ) -> dict[int, asyncio.Future[Appended]]:
-        """Append entries to several partitions, all or none to each; as `append_batch`."""
         producer = self._open_producer()
         if topic not in self._partitions or self._finders.get(topic):
             return {
@@ -187,14 +185,11 @@ class KafkaLog:
         return futures
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset of the oldest record kept, by partition."""
         tps = await self._all_existing(topic, partitions)
         offsets = await self._retry_query(topic, lambda consumer: consumer.beginning_offsets(tps))
         return {tp.partition: offset for tp, offset in offsets.items()}
 
     async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset the next record will get, by partition; of a topic that clients write, the last
-        stable offset."""
         tps = await self._all_existing(topic, partitions)
         offsets = await self._retry_query(
             topic,
@@ -204,7 +199,6 @@ class KafkaLog:
         return {tp.partition: offset for tp, offset in offsets.items()}
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
-        """First offset at or after a time; the end when there is none."""
         # The end is taken first: records appended between the two queries are behind it.
         end = (await self.end_offsets(topic, [partition]))[partition]
         tp = self._existing(topic, partition)
@@ -214,7 +208,6 @@ class KafkaLog:
         return end if found[tp] is None else int(found[tp].offset)
 
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
-        """Partitions of topics by their whole names, 0 for one that does not exist."""
         known = await self._all_topics()
         return {topic: len(known.partitions_for_topic(topic) or ()) for topic in topics}
 
@@ -226,21 +219,18 @@ class KafkaLog:
         return log
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> KafkaReader:
-        """A reader with a connection of its own; closed with this one."""
         self._check_open()
         reader = KafkaReader(self, moving=moving, gather_s=gather_s)
         self._users[reader] = None
         return reader
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> KafkaMember:
-        """A member that joins the group at its first poll."""
         self._check_open()
         member = KafkaMember(self, topic, group, ownership)
         self._users[member] = None
         return member
 
     def transactional_writer(self, name: str) -> KafkaTransactionalWriter:
-        """A writer with a producer of its own; closed with this connection."""
         self._check_open()
         writer = KafkaTransactionalWriter(self, name)
         self._users[writer] = None

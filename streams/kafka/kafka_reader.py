@@ -82,7 +82,6 @@ class KafkaReader:
     def assign(
         self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
-        """Read exactly these partitions, each from the given offset on; of `keys` only."""
         self._check_open()
         self._selection.keys = keys
         self._names = {self._kafka.full_name(name): name for name in positions}
@@ -131,11 +130,9 @@ class KafkaReader:
             client_parts().set_gather_s(self._consumer, gather_s)
 
     def position(self, partition: Partition) -> int:
-        """Every record below was returned by a poll, or is known to be gone."""
         return self._settled[self._kafka.full_name(partition)]
 
     async def close(self) -> None:
-        """Disconnect; a poll that waits raises LogClosed. Idempotent."""
         self._closed = True
         self._changed.set()
         self._kafka.forget(self)

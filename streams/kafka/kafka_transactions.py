@@ -115,7 +115,6 @@ class KafkaTransactionalWriter:
                 self._drop()
 
     async def close(self) -> None:
-        """Disconnect, without waiting for a transaction."""
         self._closed = True
         self._kafka.forget(self)
         self._drop()
@@ -147,7 +146,6 @@ class KafkaTransactionalWriter:
         return TopicEntry(self._kafka.prefix + topic, record, partition)
 
     def _drop(self) -> None:
-        """Disconnect in the background."""
         if self._starting is None:
             return
         task = asyncio.create_task(end_unflushed(self._starting, self._kafka.request_timeout_s))

@@ -113,8 +113,6 @@ class AppendQueue:
 
 
 class _Sending:
-    """One append on its way."""
-
     __slots__ = ("appended", "entries", "fate", "landed")
 
     def __init__(self, entries: tuple[Entry, ...]) -> None:

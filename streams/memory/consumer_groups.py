@@ -56,7 +56,6 @@ class ConsumerGroup:
 
     @property
     def is_stable(self) -> bool:
-        """No rebalance is going on."""
         return self._rejoined is None
 
     def join(self, member: GroupMember) -> None:

@@ -10,8 +10,6 @@ from kvlane.streams.memory.partition_log import Cursor
 
 
 class ConnectionUser(Protocol):
-    """A reader or a member of a connection."""
-
     @property
     def cursor(self) -> Cursor:
         """The positions that it reads from."""

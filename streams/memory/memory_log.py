@@ -119,7 +119,6 @@ class MemoryLog:
             user.cursor.wake_up.notify()
 
     async def partitions(self, topic: str) -> int:
-        """Number of partitions of the topic, known since connecting."""
         self.check_open()
         self.broker.log(topic, 0)
         return self.broker.partitions[topic]
@@ -136,13 +135,11 @@ class MemoryLog:
         return await self._append(topic, partition, (entry,))
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
-        """Append records to one partition, all or none."""
         return await self._append_batch(topic, partition, entries)
 
     def append_many(
         self, topic: str, batches: Mapping[int, Sequence[Entry]]
     ) -> dict[int, asyncio.Future[Appended]]:
-        """Append records to several partitions, all or none to each."""
         self.check_open()
         loop = asyncio.get_running_loop()
         futures: dict[int, asyncio.Future[Appended]] = {}
@@ -159,7 +156,6 @@ class MemoryLog:
         return futures
 
     async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
-        """Offset of the oldest record kept."""
         await self._exchange(topic, partitions)
         return {p: self.broker.log(topic, p).start for p in partitions}
 
@@ -169,12 +165,10 @@ class MemoryLog:
         return {p: self.broker.log(topic, p).stable_end for p in partitions}
 
     async def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
-        """First offset at or after a time."""
         await self._exchange(topic, (partition,))
         return self.broker.log(topic, partition).offset_at(timestamp_ms)
 
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
-        """Partitions of topics that were created by their names; 0 for one that was not."""
         await self._exchange(REGISTRY, (0,))
         return {topic: self.broker.partitions.get(topic, 0) for topic in topics}
 
@@ -183,7 +177,6 @@ class MemoryLog:
         return self
 
     def transactional_writer(self, name: str) -> MemoryTransactionalWriter:
-        """A writer; unusable once this connection is closed."""
         self.check_open()
         self._writers = [writer for writer in self._writers if not writer.is_closed]
         self._writers.append(writer := MemoryTransactionalWriter(self, name))
@@ -201,7 +194,6 @@ class MemoryLog:
         return reader
 
     def member(self, topic: str, group: str, ownership: RebalanceListener) -> MemoryMember:
-        """A member of a group; closed with this connection."""
         self.check_open()
         member = MemoryMember(self, topic, self.broker.group(topic, group), ownership)
         self._users[member] = None
@@ -234,7 +226,6 @@ class MemoryLog:
             await asyncio.get_running_loop().create_future()
 
     def forget(self, user: ConnectionUser) -> None:
-        """The user has closed itself."""
         self._users.pop(user, None)
 
     async def _exchange(self, topic: str, partitions: Sequence[int]) -> None:
@@ -279,7 +270,6 @@ class MemoryReader:
     def assign(
         self, positions: Mapping[Partition, int], keys: Container[bytes | None] | None = None
     ) -> None:
-        """Read these partitions and no others, of `keys` only."""
         self._check_open()
         self._keys = keys
         self.cursor.clear()
@@ -287,7 +277,6 @@ class MemoryReader:
             self.cursor.add(self._log.broker.log(*name), position)
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
-        """The next records; raises PositionLost for the first position that is."""
         self._check_open()
         broker = self._log.broker
         deadline = broker.clock.now() + timeout_s
@@ -313,11 +302,9 @@ class MemoryReader:
         self._gather_s = self._log.broker.faults.gather_s(gather_s)
 
     def position(self, partition: Partition) -> int:
-        """Every record below was returned by a poll or is gone."""
         return self.cursor.positions[partition]
 
     async def close(self) -> None:
-        """Drop all positions; a poll that waits raises LogClosed."""
         self._closed = True
         self.cursor.clear()
         self.cursor.wake_up.notify()

@@ -45,7 +45,6 @@ class MemoryMember:
         self._context = copy_context()  # of its process
 
     async def poll(self, timeout_s: float, max_records: int = 500) -> Batches:
-        """Contact the group, then return the next records."""
         self._check_open()
         clock = self._connection.broker.clock
         deadline = clock.now() + timeout_s
@@ -75,13 +74,11 @@ class MemoryMember:
             self._polled_at = clock.now()
 
     def resume(self, partition: int) -> None:
-        """Start reading an owned partition."""
         if (start := self._starts.pop(partition, None)) is not None:
             self._returned[partition] = start
             self.cursor.add(self._connection.broker.log(self._topic, partition), start)
 
     def pause(self, partition: int, position: int | None = None) -> None:
-        """Read no more of a partition until it is resumed."""
         name = Partition(self._topic, partition)
         if (reached := self.cursor.positions.get(name)) is not None:
             self.cursor.remove(name)
@@ -107,7 +104,6 @@ class MemoryMember:
         await self._connection.receive_answer("commit")
 
     async def close(self) -> None:
-        """Leave the group at once."""
         if self._closed:
             return
         self._closed = True

@@ -59,7 +59,6 @@ class MemoryTransactionalWriter:
         self.is_closed = False
 
     async def open(self) -> None:
-        """Begin a new epoch of the name."""
         self._check_open()
         connection = self._connection
         answered = await connection.send_request("append")
@@ -70,7 +69,6 @@ class MemoryTransactionalWriter:
         self._check_open()
 
     async def write(self, entries: Sequence[TopicEntry]) -> None:
-        """Append all entries, or none."""
         self._check_open()
         assert self._epoch is not None, "a writer is opened first, and again after an error"
         assert self._in_transit is None, "one task uses a writer"

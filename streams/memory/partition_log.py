@@ -37,7 +37,6 @@ class WakeUp:
         self._waiting: asyncio.Future[None] | None = None
 
     def notify(self) -> None:
-        """Wake the waiting task, or the next one that waits."""
         self._rung = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)

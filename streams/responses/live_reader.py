@@ -35,7 +35,6 @@ class PartitionTail:
             self._unseen[reply] = None
 
     def remove(self, reply: Reply) -> None:
-        """Stop feeding a reply; ignored if it is not here."""
         self._unseen.pop(reply, None)
         awaiting = self.replies.get(reply.key, [])
         if reply in awaiting:

@@ -170,7 +170,6 @@ class Follower:
             await self._barriers.wait(source, offset)
 
     def positions(self) -> dict[Partition, int]:
-        """The next offset of each partition that has one."""
         found = {source: self._view.position(source) for source in self.sources}
         return {source: at for source, at in found.items() if at is not None}
 

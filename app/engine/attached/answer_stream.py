@@ -32,8 +32,6 @@ text, and the prefill with it."""
 
 
 class AnswerStream(ABC):
-    """One streamed answer. Subclasses parse its events."""
-
     @abstractmethod
     def _output(self, event: bytes) -> EngineOutput:
         """The output of one event, which may be empty. Raises EngineError for an invalid event."""
@@ -43,11 +41,9 @@ class AnswerStream(ABC):
         """The token counts so far, the server's own where it reports them; None for none."""
 
     def _completed(self, output: EngineOutput) -> EngineOutput:
-        """The final output, after the last event."""
         return replace(output, usage=self._usage())
 
     def cancelled_output(self) -> EngineOutput:
-        """The final output of a cancelled request."""
         return replace(EngineOutput.cancelled(), usage=self._usage())
 
     def _events(self, stream: EventStream) -> AsyncGenerator[bytes, None]:
@@ -187,5 +183,4 @@ def _number(value: Any) -> int | None:
 
 
 def non_empty(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not empty."""
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}

@@ -40,8 +40,6 @@ _events = msgspec.json.Decoder(dict[str, Any])
 
 
 class PassthroughStream(AnswerStream):
-    """One streamed answer, of a chat (`is_chat`) or a completion."""
-
     def __init__(self, *, is_chat: bool) -> None:
         self._is_chat = is_chat
         self._counts: Usage | None = None
@@ -144,7 +142,6 @@ class EmbeddingsResponse:
         )
 
     def cancelled_output(self) -> EngineOutput:
-        """The final output of a cancelled request."""
         return EngineOutput.cancelled()
 
 
@@ -160,7 +157,6 @@ def _read(event: bytes) -> dict[str, Any]:
 
 
 def _choice(choices: Any) -> dict[str, Any]:
-    """The fields of the only choice; empty in an event without choices."""
     if not choices:
         return {}
     if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):

@@ -118,8 +118,6 @@ class ServerReader(Protocol):
 
 
 class ServerEngine(Engine):
-    """An engine over a running server. Subclasses implement `start` and `generate`."""
-
     def __init__(self, clock: Clock, address: ServerAddress) -> None:
         self._clock = clock
         self._where = address
@@ -139,7 +137,6 @@ class ServerEngine(Engine):
         )
 
     def versions(self) -> Mapping[str, str]:
-        """As `Engine.versions`: of the server, if it reports one."""
         return self._versions
 
     def adapters(self) -> tuple[str, ...] | None:

@@ -124,7 +124,6 @@ def plain_message(body: bytes | bytearray) -> str:
 
 
 def _error_in(fields: Mapping[str, Any]) -> Any:
-    """The error object of an event; None without one."""
     if error := fields.get("error") or fields.get("errors"):
         return error
     if fields.get("object") == "error" or fields.get("type") == "error":
@@ -146,7 +145,6 @@ _MESSAGE_FIELDS = ("message", "msg", "detail", "details", "error_message", "titl
 
 
 def _message(error: Any) -> str:
-    """The message of an error object in any form."""
     for level in _levels(error):
         if isinstance(level, str):
             return level[:MAX_MESSAGE_CHARS]
@@ -164,7 +162,6 @@ def _message(error: Any) -> str:
 
 
 def _levels(error: Any) -> Iterator[dict[str, Any] | str]:
-    """An error object, and the error objects in it."""
     at = error
     for _ in range(_MAX_NESTING):
         if isinstance(at, list):

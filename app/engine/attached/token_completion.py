@@ -157,7 +157,6 @@ class Retokenizer:
         return self._tokens(words)
 
     def flush(self) -> tuple[int, ...]:
-        """The tokens of the remaining text."""
         rest, self._held = self._held, ""
         return self._tokens(rest)
 

@@ -87,7 +87,6 @@ class ZmqEventFollower:
             raise EngineError(f"{self._endpoint}, {self._replay}: {e}. {SETUP_HINT}") from e
 
     async def run(self) -> None:
-        """Follow the server until cancelled."""
         assert self._batches is not None
         assert self._monitor is not None
         await self._catch_up()

@@ -29,7 +29,6 @@ class EngineLimits(NamedTuple):
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit into the cache."""
         return self.block_size * self.cache_blocks
 
 

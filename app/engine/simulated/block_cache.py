@@ -49,16 +49,13 @@ class BlockCache:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that could be allocated now, evictions included."""
         return self.free_blocks + len(self._inactive)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold."""
         return self.capacity - self.available_blocks
 
     def match(self, identities: Sequence[int], limit: int) -> PrefixMatch:
-        """The longest cached prefix of a prompt, within its first `limit` blocks."""
         references, inactive = self._references, self._inactive
         blocks = idle = 0
         for identity in identities[:limit]:

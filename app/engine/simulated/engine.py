@@ -98,17 +98,14 @@ class SimulatedEngine(Engine):
 
     @property
     def running_count(self) -> int:
-        """Requests in the batch."""
         return self._state.running_count
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait for the batch."""
         return self._state.waiting_count
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests hold now."""
         return self._state.cache.used_blocks
 
     @property
@@ -339,7 +336,6 @@ class SimulatedEngine(Engine):
             self._on_blocks(events)
 
     def _fail(self, error: EngineError) -> None:
-        """Fail all requests, present and future."""
         self._dead = error
         for run in self._runs:
             run.fail(error)

@@ -67,13 +67,11 @@ class SimulatedRun:
 
     @property
     def room(self) -> int | None:
-        """The room where another engine fetches the blocks of its prompt."""
         info = self._request.bootstrap_info
         return None if info is None else info.bootstrap_room
 
     @property
     def generated_count(self) -> int:
-        """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_tokens
 
     def make_token(self, *, last: bool) -> None:

@@ -274,7 +274,6 @@ def _end_prefill(
 
 
 def _enter_decode(state: BatchState, sequence: BatchSequence, offset: int) -> None:
-    """Put a sequence among those in decode."""
     sequence.phase = DECODE
     sequence.offset = offset
     state.offset_sum += sequence.offset
@@ -305,7 +304,6 @@ def _plan_fill(state: BatchState, sequence: BatchSequence) -> None:
 def _report(
     state: BatchState, sequence: BatchSequence, computed: int, stored: list[StoredBlocks]
 ) -> None:
-    """Append the blocks of a sequence that are cached now and were not reported before."""
     full = computed // state.limits.block_size
     for start, end in state.cache.mark_reported(sequence.blocks, sequence.reported_blocks, full):
         stored.append(StoredBlocks(sequence, start, end))
@@ -316,7 +314,6 @@ def _report(
 
 
 def _preemption_victim(state: BatchState) -> BatchSequence:
-    """The sequence to preempt first."""
     if state.partial_prefill is not None:
         return max([state.partial_prefill, *state.decoding], key=_by_rank)
     return max(state.decoding, key=_by_rank)

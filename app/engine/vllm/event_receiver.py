@@ -2,9 +2,8 @@
 
     zmq_publisher.py in each engine core ──ipc──► KvEventReceiver ──► listener(events, rank)
 
-Tracks the batch numbers of each rank. The sender keeps no history, so a missing batch is lost, and
-the listener gets `EventsLost`. Owns the socket, its file, and the task that reads it; `failure` is
-the exception that ended the task.
+The sender keeps no history, so a missing batch number of a rank is lost, and the listener gets
+`EventsLost`. `failure`: the exception that ended the reading task.
 """
 
 from __future__ import annotations

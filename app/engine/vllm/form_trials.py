@@ -4,8 +4,8 @@ when it takes too long, before vLLM compiles it in a thread that nothing can end
     VllmEngine ─► FormTrials ─► this module as a process ─► a fork of it for each form
 
 No estimate from the text replaces a trial: 2000 optional fields, or a chain of rules that may be
-empty, take minutes. A tenant has one trial at a time, so that it delays no other one's. A form that
-xgrammar refuses is left to vLLM, which may have another backend for it.
+empty, take minutes. A tenant has one trial at a time. A form that xgrammar refuses is left to vLLM,
+which may have another backend.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Translation of a request for vLLM: its sampling parameters and its prompt.
 
-Every field of a Request for the engine is mapped here, handled elsewhere (stop strings and text:
-`app/text/stop_conditions.py`), or refused with InvalidRequest. None is dropped silently.
-vLLM validates the result.
+Every field of a Request is mapped here, handled elsewhere (stop strings and text:
+`app/text/stop_conditions.py`), or refused with InvalidRequest. vLLM validates the result.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def extra_args(request: Request, phase: Phase = "aggregated") -> dict[str, Any]:
     """Additional arguments, with the transfer of a prefill, or in phase prefill the request for
     one; a probe has neither.
 
-    Raises InvalidRequest, also for a reserved field in the arguments, which a client may have
-    written.
+    Raises InvalidRequest, also for a reserved field in the arguments of a client.
     """
     extra = _object("extra_args", request.extra_args)
     for field, use in _RESERVED.items():

@@ -1,8 +1,7 @@
 """Detection of the parent's death in an engine core, which then ends, however its worker ended.
 
-vLLM's engine cores outlive a killed parent, with their memory and their ports. The leash
-(`app/engine/process_reaper.py`) finds forked ones. A spawned one sets its process title, which
-overwrites its environment, where the leash searches. Runs in vLLM's processes, so it imports
+The leash (`app/engine/process_reaper.py`) finds forked cores; a spawned one sets its process title,
+which overwrites its environment, where the leash searches. Runs in vLLM's processes, so it imports
 nothing that they lack.
 """
 

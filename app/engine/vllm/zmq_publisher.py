@@ -1,9 +1,8 @@
 """Non-blocking publisher of cache events inside vLLM's engine core.
 
-It has the frames, numbers and replays of vLLM's own ZMQ publisher, so the same readers can use it.
-But it has no thread that competes with the scheduler: the events of a step are encoded and passed
-to the socket at once, which queues or drops them and never waits. A slow reader detects dropped
-messages as a gap in the numbers.
+It has the frames, numbers and replays of vLLM's own ZMQ publisher, but no thread that competes with
+the scheduler: the events of a step are passed to the socket at once, which queues or drops them. A
+slow reader detects dropped messages as a gap in the numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 class NonBlockingPublisher(EventPublisher):  # type: ignore[misc]
     """See the module. The arguments are those of vLLM's `KVEventsConfig`, endpoints unprefixed.
 
-    Endpoints with a `*` are bound, at one port for each rank as in vLLM. All others are connected
-    to, `ipc` included, so that all ranks can send to one receiver.
+    Endpoints with a `*` are bound, at one port for each rank. All others, `ipc` included, are
+    connected to, so that all ranks can send to one receiver.
     """
 
     def __init__(

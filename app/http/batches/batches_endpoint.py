@@ -48,8 +48,6 @@ class NewBatch(msgspec.Struct, frozen=True):
 
 
 class BatchesEndpoint:
-    """Handlers of `/v1/batches`."""
-
     def __init__(self, parts: GatewayDeps) -> None:
         self._parts = parts
         self._batches = parts.batches

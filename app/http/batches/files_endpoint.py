@@ -36,8 +36,6 @@ Counted = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 
 class FilesEndpoint:
-    """Handlers of `/v1/files`."""
-
     def __init__(self, parts: GatewayDeps) -> None:
         self._parts = parts
         self._batches = parts.batches

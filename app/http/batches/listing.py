@@ -51,7 +51,6 @@ def translated() -> Iterator[None]:
 
 
 def list_response(objects: list[dict[str, Any]], *, has_more: bool) -> Response:
-    """A page in OpenAI's form."""
     return json_response({
         "object": "list", "data": objects, "has_more": has_more,
         "first_id": objects[0]["id"] if objects else None,
@@ -60,7 +59,6 @@ def list_response(objects: list[dict[str, Any]], *, has_more: bool) -> Response:
 
 
 def json_response(body: object) -> Response:
-    """An object, 200."""
     return Response(msgspec.json.encode(body), media_type=JSON)
 
 

@@ -204,6 +204,5 @@ def _not_multipart(error: Exception) -> ApiError:
 
 
 def too_large(most_bytes: int) -> ApiError:
-    """The error for a file above the limit."""
     message = f"a file may have {most_bytes} bytes at most"
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="too_large", param="file")

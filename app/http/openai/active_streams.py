@@ -3,9 +3,8 @@
     body ──► ReplyReader subscribes ──► Request → requests ──► Reply: pieces, until the end
     disconnect ──► Cancel → requests, unless the request is over or may run on
 
-One reader for all replies of the process. Owns ids (drawn such that they fall into the lanes that
-this gateway reads), the count of answers under way, and their bound: beyond it requests are refused
-at once.
+One reader for all replies of the process. Owns ids (which fall into the lanes that this gateway
+reads), and the bound of answers under way: beyond it requests are refused at once.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ CANCEL_TIMEOUT_S = 60.0
 
 
 class BrokerTimeClock:
-    """A clock whose wall time is the broker's, as soon as a record of the present was seen.
+    """A clock whose wall time is the broker's, so that ids of gateways can be compared.
 
-    So ids of gateways can be compared with each other. Before the first append or response it is
-    the wall time of this machine, but not earlier than the newest record of the registry.
+    Before the first append or response it is this machine's, but not earlier than the newest record
+    of the registry.
     """
 
     def __init__(
@@ -143,8 +142,8 @@ class ActiveStreams:
     def check_id(self, request_id: str, tenant: str) -> None:
         """Raises ApiError, 404, when the stream of this id is not this tenant's.
 
-        Ids that no gateway made belong to clients of Kafka. They are readable here as long as there
-        is no secret: then all clients of this gateway are one tenant.
+        Ids of clients of Kafka are readable here as long as there is no secret: then all clients of
+        this gateway are one tenant.
         """
         if self.seal.matches(request_id, tenant):
             return
@@ -153,10 +152,9 @@ class ActiveStreams:
 
     @property
     def now_ms(self) -> int:
-        """The time by which ids have their age.
+        """The time by which ids have their age: the broker's clock or this gateway's.
 
-        Of the broker's clock and this gateway's the one that makes ids younger, since the first ids
-        of a gateway have the time of its own.
+        The one that makes ids younger, since the first ids of a gateway have the time of its own.
         """
         wall_ms = self._clock.wall_ms()
         broker_ms = self._broker_clock.now_ms() or self._registry_clock.now_ms()

@@ -1,7 +1,7 @@
 """Log probabilities in the two forms of the OpenAI API, for chats and for completions.
 
-Pure functions from tokens and `LogProb`s, as Chunks have them, to values for JSON. Never here: the
-streams; the text of a token comes from the model.
+Pure functions from tokens and `LogProb`s to values for JSON; the text of a token comes from the
+model.
 """
 
 from __future__ import annotations

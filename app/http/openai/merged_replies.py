@@ -1,7 +1,7 @@
 """Merged replies: the pieces of several answers as one sequence, in order of arrival.
 
-Owns the streams of an HTTP request: reserves, subscribes, releases, and cancels the unfinished ones
-unless the request is detached. Independent of the form of responses.
+Reserves, subscribes and releases the streams of an HTTP request, and cancels the unfinished ones
+unless it is detached. Independent of the form of responses.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ async def resume_reply(
     """Read the reply of an existing request from its beginning, without cancelling it on exit.
 
     `begun`: the client has received part of it; `after`: position up to which pieces may be left
-    out (`Reply`). `may_begin_s`: time within which it must start.
-    Raises ApiError.
+    out (`Reply`). `may_begin_s`: time within which it must start. Raises ApiError.
     """
     streams.reserve(1)
     try:

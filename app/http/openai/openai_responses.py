@@ -1,7 +1,7 @@
 """OpenAI response objects, built from the visible pieces of one answer or several.
 
-Pure functions: pieces (`Chunk`, `End`) in, objects of the OpenAI API out, ready for JSON. Failed
-pieces are mapped in `app/http/api_errors.py`.
+Pure: pieces (`Chunk`, `End`) in, objects ready for JSON out. Failed pieces are mapped in
+`app/http/api_errors.py`.
 """
 
 from __future__ import annotations

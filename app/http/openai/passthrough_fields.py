@@ -26,8 +26,8 @@ all of it so far adds nothing."""
 def split_chunk(piece: Chunk) -> Iterator[Chunk]:
     """Split a chunk into parts with at most one aside each, in their order.
 
-    An aside about the text that follows it, such as log probabilities, stays with that text; one
-    that adds to the message gets a part of its own. The last part carries the fields of the whole.
+    An aside about the text that follows it, such as log probabilities, stays with that text. The
+    last part carries the fields of the whole.
     """
     if not piece.data:
         yield piece

@@ -1,8 +1,7 @@
 """Models that are served, and their tokenizers and templates, for one gateway.
 
-A model is served while the registry has the card of a worker for it. A worker that leaves, or that
-routers declared dead, has no card any more. Whether workers are busy or draining is left to the
-routers.
+A model is served while the registry has the card of a worker for it; whether workers are busy or
+draining is left to the routers.
 """
 
 from __future__ import annotations
@@ -77,10 +76,10 @@ class ServedModels:
         return list(self._present().values())
 
     def model(self, name: str) -> ServedModel:
-        """The model of this name.
+        """The model of this name. Raises ApiError, 404 for an unknown model.
 
-        Raises ApiError: 404 for an unknown model, 503 for one that had a worker before, and for any
-        name without a single worker, when a wrong name looks like one whose workers are starting.
+        503 for one that had a worker before, and for any name without a single worker: its workers
+        may be starting.
         """
         models = self._present()
         if name in models:

@@ -86,7 +86,6 @@ class ConnectionTable:
         self._waiting.pop(connection, None)
 
     def remove(self, connection: Connection) -> None:
-        """The connection is closed."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
         self._spare.pop(connection, None)
@@ -98,7 +97,6 @@ class ConnectionTable:
             connection.expire(now)
 
     def _displace(self, group: dict[Connection, None]) -> bool:
-        """End the first connection of a group, if there is one."""
         oldest = next(iter(group), None)
         if oldest is None:
             return False

@@ -36,7 +36,6 @@ class BodyWriter:
         self._cycle = exchange
 
     def offer(self, scope: Any) -> None:
-        """Offer this writer to the application, as an extension of ASGI."""
         scope.setdefault("extensions", {})[_EXTENSION] = self
 
     @property
@@ -89,7 +88,6 @@ class Exchange(RequestResponseCycle):
         await super().run_asgi(answer)
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Send a part of the response."""
         if message["type"] == "http.response.start":
             await self._send_head(message)
         elif self.response_complete and self.scope["method"] == "HEAD":

@@ -135,7 +135,6 @@ class _Server(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
         if counter % 10 == 0:
             self.table.expire()
         return await super().on_tick(counter)
@@ -197,7 +196,6 @@ class UvicornServer:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def stop(self) -> None:
-        """Accept nothing more, and give running responses a few seconds."""
         self._server.should_exit = True
         await self._task
 

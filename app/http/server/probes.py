@@ -37,8 +37,6 @@ def catch_up_checks(followers: Mapping[str, Follower]) -> Checks:
 
 
 class Probes:
-    """The three endpoints of one process."""
-
     def __init__(
         self,
         checks: Callable[[], Checks],
@@ -69,7 +67,6 @@ class Probes:
         return _judged("ready", all(v for v in checks.values() if isinstance(v, bool)), checks)
 
     async def metrics(self, _: Request) -> Response:
-        """The metrics in Prometheus' text format."""
         return Response(await self._page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -125,7 +122,6 @@ class ObservedProcess:
 
     @property
     def http(self) -> Starlette:
-        """The application of its probes."""
         return self._status.http
 
     @property

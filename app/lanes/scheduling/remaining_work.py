@@ -36,12 +36,10 @@ class RemainingWork(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """True if a run of the request began, with or without success."""
         return bool(self.emitted or self.emitted_chars or self.excluded)
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt, in tokens."""
         return self.request.prompt_tokens
 
 

@@ -48,8 +48,6 @@ class _Config(msgspec.Struct):
 
 
 class ModelFiles(NamedTuple):
-    """The content of a model folder."""
-
     tokenizer: bytes
     template: str | None
     special_tokens: dict[str, str]

@@ -37,7 +37,6 @@ def unknown_model(name: str, available: Iterable[str]) -> str:
 
 
 def quote_name(name: str) -> str:
-    """A name as errors show it."""
     return repr(name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}…")
 
 
@@ -67,7 +66,6 @@ class ModelNames:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is a model, or was."""
         return bool(self._seen or self.cards())
 
     def cards(self) -> dict[str, ModelCard]:

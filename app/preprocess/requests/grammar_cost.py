@@ -136,7 +136,6 @@ def cost_of_json(value: Any) -> int:  # noqa: C901 - a table
 
 
 def _sum(costs: Iterable[int]) -> int:
-    """The sum of some costs, or of the first ones that are too much."""
     total = 1
     for cost in costs:
         total += cost

@@ -83,12 +83,10 @@ class RoutingOptions:
 
     @property
     def model(self) -> str:
-        """The name of the model; "" if none was given."""
         return self.body.model
 
     @property
     def n(self) -> int:
-        """Number of answers to each prompt."""
         return self.body.n or 1
 
     @property
@@ -124,7 +122,6 @@ class OpenAIRequest(RoutingOptions):
 
     @property
     def echo(self) -> bool:
-        """Whether the answer starts with the prompt."""
         return isinstance(self.body, CompletionBody) and bool(self.body.echo)
 
     @property
@@ -136,7 +133,6 @@ class OpenAIRequest(RoutingOptions):
 
     @property
     def field(self) -> str:
-        """The field that holds the prompt."""
         return _FIELDS[type(self.body)]
 
     @property

@@ -65,7 +65,6 @@ class PassthroughRequest(RoutingOptions):
 
     @property
     def field(self) -> str:
-        """The field that holds the prompt."""
         return _FIELDS[self.kind]
 
     def requests(self, card: ModelCard) -> tuple[Request, ...]:

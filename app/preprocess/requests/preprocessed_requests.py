@@ -59,7 +59,6 @@ class Flattened(NamedTuple):
     paths: Mapping[str, str]
 
     def path_of(self, field: str) -> str:
-        """The path that the client gave a field, for errors."""
         for moved, path in self.paths.items():
             if field == moved or field.startswith(f"{moved}."):
                 return path + field[len(moved) :]

@@ -68,7 +68,6 @@ class ChatTemplate:
             raise BadModel(f"chat template: {e}") from e
 
     def has_variable(self, name: str) -> bool:
-        """True if the template reads a variable of this name."""
         return name in self._variables
 
     def render(

@@ -62,7 +62,6 @@ class PieceCache:
         self._shares: OrderedDict[str, _Share] = OrderedDict()
 
     def get(self, model: Hashable, scope: Scope, text: str) -> array[int] | None:
-        """The tokens of a piece, if this scope has put them here."""
         share = self._shares.get(scope.tenant)
         if share is None or len(text) < MIN_CHARS:
             return None

@@ -141,8 +141,6 @@ def limited_by(budget: RenderBudget) -> Iterator[None]:
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which every operation is checked."""
-
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, extensions: Sequence[type[Extension]]) -> None:
@@ -223,11 +221,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _made(str_join(map(self.as_text, values)))
 
     def sliced(self, value: Any, *bounds: Any) -> Any:
-        """A slice of a text or a list."""
         return _made(value[slice(*bounds)])
 
     def iterated(self, value: Any) -> Any:
-        """The value that a loop iterates over."""
         if isinstance(value, str | list | tuple | dict) and len(value) > MAX_LOOP_ROUNDS:
             raise SecurityError(f"a loop over {len(value)} items is too long")
         return value
@@ -460,5 +456,4 @@ def _product(values: Sequence[Any]) -> int:
 
 
 def _factor(value: Any) -> int:
-    """A number as a factor of a size."""
     return abs(value) + 1 if isinstance(value, int) else 1

@@ -181,7 +181,6 @@ class Tokenizer:
         return self.decode([token_id], skip_special=False).encode()
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of a whole answer."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
         return text
 

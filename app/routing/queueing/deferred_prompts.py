@@ -1,15 +1,12 @@
 """Deferred requests: prompts from Kafka that wait without their bodies, by reference to the log.
 
-A prompt that came over Kafka is not refused for load. Where the share of the queue for
-prompts is full, further prompts wait here in the order of their arrival, as a key, a size and the
-offset of their record in `requests`. When there is room again, the next of them gets a reservation;
-its body is fetched again, and the reservation ends when the request is queued or goes to a worker.
+Where the share of the queue for prompts is full, further prompts from Kafka, which are not refused
+for load, wait here in the order of their arrival, as a key, a size and the offset of their record.
+When there is room, the next of them gets a reservation until its fetched request is queued or goes
+to a worker.
 
 Few wait here: preprocessors publish no more than routers report to have room for
-(`app/prompts/prompt_credit.py`). More come when lanes move, or when HTTP takes the room that was
-reported.
-
-Never here: how much room there is, the fetching, and deadlines.
+(`app/prompts/prompt_credit.py`). More come when lanes move, or when HTTP takes that room.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ MAX_CONCURRENT_FETCHES = 32
 
 
 class QueueSize(NamedTuple):
-    """Requests, tokens and bytes of their prompts."""
-
     requests: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -53,8 +48,6 @@ class QueueSize(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _DeferredEntry:
-    """A waiting prompt. `number`: its position in the order of arrival."""
-
     number: int
     queue: QueueKey
     size: QueueSize
@@ -77,11 +70,9 @@ class DeferredPrompts(Generic[K]):
         """Of the prompts with a reservation."""
 
     def has_waiting(self, queue: QueueKey) -> bool:
-        """Whether prompts of a class wait."""
         return queue.class_name in self._waiting
 
     def granted_in_class(self, queue: QueueKey) -> int:
-        """Number of prompts of a class with a reservation."""
         return self._by_class[queue.class_name]
 
     def add(self, key: K, queue: QueueKey, size: QueueSize, on_room: Callable[[], None]) -> None:

@@ -1,15 +1,14 @@
 """Herd avoidance: routers with the same view do not send all their requests to one worker at once.
 
-Routers read each other's decisions only after a lag. So each worker has its own order of routers,
-and each router waits one lag for every router before it, until it has read their decisions. The
-order is by rendezvous hash, so every router computes it alone, each router is first in line for its
-share of the workers, and a router joining or leaving does not reorder the others.
+Routers read each other's decisions only after a lag. So each worker has its own order of routers
+(by rendezvous hash, which each computes alone), and each router waits one lag for every router
+before it, until it has read their decisions.
 
 This costs a few lags, and CPU time, since a request that waits its turn is planned again. So it is
-done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker, otherwise
-few do. Three simulated routers that read decisions after 40 ms, 8 workers, mean TTFT (`kvlane
-simulate --routers 3 --ledger-lag-ms 40 --policy predictive`) with routers that always take turns
-(BURST_FACTOR 0), with those here, and with `--no-stagger`:
+done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker. Three
+simulated routers that read decisions after 40 ms, 8 workers, mean TTFT (`kvlane simulate --routers
+3 --ledger-lag-ms 40 --policy predictive`) with routers that always take turns (BURST_FACTOR 0),
+with those here, and with `--no-stagger`:
 
     conversation trace, 4 times its speed (a burst every 0.75 s)    279, 279, 365 ms
     gen:agent-tools, 3000 requests, 60/s, five seeds                162, 138, 129 ms
@@ -94,7 +93,6 @@ class BurstDetector:
         return arriving_ms > BURST_FACTOR * workers * self._interval_ms
 
     def on_record(self, fact: LogRecord) -> None:
-        """A record of the ledger was applied; decisions hold the arrival times of requests."""
         record = fact.record
         if type(record) is not Assigned or record.attempt or record.phase == "decode":
             return  # not the first decision of its request
@@ -131,7 +129,6 @@ class HerdAvoidance:
         self._made_of: tuple[object, ...] = ()
 
     def on_record(self, fact: LogRecord) -> None:
-        """A record of the ledger was applied; decisions name their router."""
         self._bursts.on_record(fact)
         record = fact.record
         if type(record) is Assigned and record.router not in ("", self._router):

@@ -1,9 +1,8 @@
-"""Joint planning of requests that wait or arrive together.
+"""Joint planning of requests that wait or arrive together, with the costs of policy predictive.
 
-The result is that of planning one after the other in the order of arrival, each seeing the
-reservations of all others; but no candidates are recorded, since most requests stay where they are.
-Only policy predictive queues requests for a place, so only that policy is here. Requests that ask
-for certain workers are planned one by one.
+The result is that of planning one after the other in the order of arrival, each with the
+reservations of all others; no candidates are recorded, since most requests stay where they are.
+Requests that ask for certain workers are planned one by one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Reservations of waiting requests as columns, in the order of arrival.
+"""Reservations of waiting requests as columns, in the order of arrival; owned by `pending.py`.
 
 A decision counts in the reservations of all others. The columns change by one row with each
-reservation, so that neither a list of them nor an order among them is made for a decision: kernels
-read them as they are. Among 64 workers, a decision takes 58 us of CPU with 10 reservations, 63 with
-100, 72 with 1000 and 84 with 4096; with a list of them it took 53, 83, 307 and 1172 (`kvlane bench
-decision`).
-
-Owned by `pending.py`. Never here: the cost of a reservation to others, and the order of dispatch.
+reservation, and kernels read them as they are: among 64 workers, a decision takes 58 us of CPU with
+10 reservations and 84 with 4096; with a list of them it took 53 and 1172 (`kvlane bench decision`).
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ class ReservationColumns:
         self._number_of: dict[WorkerRank, int] = {}
 
     def set(self, arrival: int, reservation: Reservation) -> None:
-        """Set the reservation of a request."""
         at = self._position(arrival)
         if at == self._size or self._arrivals[at] != arrival:
             self._insert(at, arrival)
@@ -62,7 +57,6 @@ class ReservationColumns:
         self._numbers[at], self._prefill_ms[at] = number, reservation.prefill_ms
 
     def clear(self, arrival: int) -> None:
-        """Remove the reservation of a request that has one."""
         self._numbers[self._position(arrival)] = NO_NUMBER
         self._live -= 1
         if self._size > 2 * self._live + MIN_ROWS:

@@ -1,9 +1,7 @@
 """Waiting requests: those of one queue, with their size, its bounds and their wake-ups.
 
 One more request than the bound is refused (`is_full`) or, where it can be read again, deferred
-(`must_defer`): it waits in the log (`deferred_prompts.py`) and comes when there is room.
-
-Never here: the order of the requests, and their workers (`router_queue.py`).
+(`must_defer`): it waits in the log (`deferred_prompts.py`). `router_queue.py` has their order.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ class WaitingRequests:
     """The waiting requests of a queue. `classes`: the classes in it, each with a bound of its own.
 
     `bound`: of the queue; `deferrable_bound`: of the part for requests that can wait in the log.
-    `max_frequent_retries`: the number of requests beyond which each retries less often.
-    `wake_ups`: those of all queues of the router.
+    `max_frequent_retries`: requests beyond which each retries less often. `wake_ups`: of the
+    router.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class WaitingRequests:
 
     @property
     def queued_requests(self) -> int:
-        """Number of waiting requests, without deferred ones."""
         return len(self.keys)
 
     @property
@@ -74,7 +71,6 @@ class WaitingRequests:
 
     @property
     def deferred_requests(self) -> int:
-        """Number of requests that were read and wait in the log."""
         return self.deferred.size.requests
 
     def queued_bytes_of_lane(self, lane: int) -> int:

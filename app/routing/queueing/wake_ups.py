@@ -1,10 +1,8 @@
 """Wake-ups of waiting requests: the lines they wait in, and the time at which each retries.
 
-A request waits in the line of a name, or for a place that is reserved for it. It waits until a
-wake-up or its retry time, whichever comes first, and waits no longer then: a request that is woken
-and finds no place is added again. A wake-up that finds no request is lost.
-
-Never here: what a name means, and the events that wake requests.
+A request waits in the line of a name, or for a place that is reserved for it, until a wake-up or
+its retry time; one that is woken and finds no place is added again. A wake-up that finds no request
+is lost.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ def _unchanged(_: QueueName, priority: Priority) -> Priority:
 
 
 class _Entry(NamedTuple):
-    """A waiting request. `number`: position in the order of the beginnings of waits."""
-
     number: int
     retry_ms: float
     name: QueueName | None
@@ -57,17 +53,14 @@ class WakeUps(Generic[K]):
 
     @property
     def has_lines(self) -> bool:
-        """True if a request waits in a line."""
         return bool(self._lines)
 
     @property
     def has_woken(self) -> bool:
-        """True if `take_woken` would return a request."""
         return bool(self._woken)
 
     @property
     def next_ms(self) -> float:
-        """The time of the next retry; inf without one."""
         while self._retries:
             retry_ms, number, key = self._retries[0]
             entry = self._waiting.get(key)
@@ -95,7 +88,6 @@ class WakeUps(Generic[K]):
         self._remove(key)
 
     def wake(self, keys: Iterable[K]) -> None:
-        """Wake these requests in this order, as far as they wait."""
         for key in keys:
             if self._remove(key):
                 self._woken[key] = None
@@ -107,8 +99,7 @@ class WakeUps(Generic[K]):
     ) -> None:
         """Wake the first request of these lines.
 
-        `priority_now`: the present priority of a request in a line; it must keep the order within
-        each line.
+        `priority_now`: of a request at present; it must keep the order within each line.
         """
         firsts = [
             (priority_now(name, line[0][0]), *line[0][1:])
@@ -119,11 +110,9 @@ class WakeUps(Generic[K]):
             self.wake((min(firsts)[-1],))
 
     def wake_lines(self) -> None:
-        """Wake all requests that wait in lines."""
         self.wake([key for line in self._lines.values() for _, _, key in line])
 
     def wake_due(self, now_ms: float) -> None:
-        """Wake the requests whose retry times have come."""
         if now_ms < self._now_ms - MAX_CLOCK_STEP_MS:
             self.wake(list(self._waiting))
         self._now_ms = now_ms

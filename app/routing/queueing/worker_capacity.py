@@ -1,16 +1,13 @@
 """Worker capacity: the workers that take no more runs at the moment.
 
 A worker is full by its card, which limits its runs, or by its refusals in the ledger, which every
-router reads. The runs it had when it refused are then its limit; no more are sent to it, except for
-one probe request a second, within the limit of its card, since it may have refused because of runs
-that no ledger knew. A refusal that is not retryable is that of an expired hand-over, and sets no
-limit.
+router reads. After a refusal, its limit is the number of runs it had then; once a second one probe
+request may exceed it, within the card's limit, since runs that no ledger had may have been the
+cause. A refusal that is not retryable is that of an expired hand-over, and sets no limit.
 
-Interactive runs and batch runs fill a worker together. For an interactive request only the former
-count, since the latter give way to it (`batch_class.py`).
-
-Only workers that were full once are remembered, so that the check costs nothing in a fleet with
-free capacity.
+For an interactive request only interactive runs count, since batch runs give way to it
+(`batch_class.py`). Only workers that were full once are remembered, so the check costs nothing in a
+fleet with free capacity.
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ PROBE_INTERVAL_MS = 1_000
 class _Limit:
     """The open runs of a worker when it was full, and the time of its refusal if it refused one.
 
-    None: the refusal is new, and its time is that of the next query. Its append time may be by
-    another clock, that of the ledger's leader.
+    None: the refusal is new, and its time is that of the next query; its append time may be by
+    another clock.
     """
 
     runs: int
@@ -79,7 +76,6 @@ class WorkerCapacity:
             self._limits.setdefault((worker, epoch), _Limit(int(most)))
 
     def on_record(self, record: LogRecord) -> None:
-        """A new record of the ledger was applied."""
         content = record.record
         if type(content) is Assigned:
             self.on_assigned(content.worker, content.epoch)
@@ -110,7 +106,6 @@ class WorkerCapacity:
         return sum(load.total(worker, epoch).runs for load in loads)
 
     def _known_runs(self, worker: str, epoch: int) -> int:
-        """Of both classes, by the ledger."""
         interactive = self._ledger.active_load.total(worker, epoch).runs
         return interactive + self._ledger.batch_runs.on_worker(worker, epoch)
 
@@ -121,7 +116,6 @@ class WorkerCapacity:
         return self._known_runs(worker, epoch) + own
 
     def _most_runs(self, worker: str, epoch: int) -> float:
-        """The limit on its card, if there is one."""
         member = self._fleet.members.get(worker)
         if member is None or member.epoch != epoch or member.card.max_runs is None:
             return math.inf

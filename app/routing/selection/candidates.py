@@ -30,12 +30,12 @@ NO_RESERVATIONS = Reservations(np.empty(0, np.int64), np.empty(0))
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
-    """The candidates for a request with all inputs of a policy; one row each.
+    """Candidates for a request with all inputs of a policy; one row each.
 
     `hashes`: see `rank_hashes`; `curves`: see `recorded_curve`. `features`: load and speed;
     `blocks`: leading blocks of the prompt cached on the device, and those to load from host and
-    disk; see `cost_kernels.py`. `taint_weights`: the sum of the weights of the preferred taints
-    that a place has. Only policies with a forecast use `reservations`.
+    disk; see `cost_kernels.py`. `taint_weights`: the sum of the weights of a place's preferred
+    taints. Only policies with a forecast use `reservations`.
     """
 
     worker_ranks: Sequence[WorkerRank]

@@ -1,7 +1,7 @@
 """Choice of a candidate by costs, the same for all policies, and draws at random.
 
-Randomness is a hash of the request's seed and the place alone. So a decision can be recomputed from
-the places that were recorded, however many others there were.
+Randomness is a hash of the request's seed and the place alone, so a decision can be recomputed from
+the recorded places, however many others there were.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def random_u64(seed: int, tags: Words) -> Words:
 
 
 def as_u64(seed: int) -> Any:
-    """A seed as kernels take it."""
     return np.uint64(seed & M64)
 
 
@@ -62,9 +61,8 @@ def cost_range(costs: Costs) -> float:
 def choose(costs: Costs, tags: Words, seed: int, noise: float = 0.0) -> int | None:
     """The index of the chosen option; None if all are excluded.
 
-    Without noise the least cost, ties by draw. With noise an option is chosen with a probability
-    in proportion to exp(-cost / noise): by the least cost after subtracting Gumbel noise of that
-    scale, which is the same and needs one draw an option.
+    Without noise the least cost, ties by draw. With noise the probability is in proportion to
+    exp(-cost / noise): the least cost after subtracting Gumbel noise, one draw an option.
     """
     if noise > 0:
         shares = random_shares(seed, tags).tolist()

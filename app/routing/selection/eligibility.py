@@ -1,8 +1,8 @@
 """Eligibility: the hard rules on which workers may take a request, checked before any cost.
 
-A `CandidatePool` has the places for all requests for one model: those that are live, serve it and
-sent a heartbeat lately. It is made when the fleet changes, which is seldom, and used for many
-requests. The constraints of the request itself, mostly none, are checked each time.
+A `CandidatePool` has the live places that serve a model and sent a heartbeat lately. It is made
+when the fleet changes, which is seldom; the constraints of a request, mostly none, are checked each
+time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _ROLES: dict[Phase, frozenset[Role]] = {
 class CandidateRow(NamedTuple):
     """A place in a pool. `worker_number` and `rank_count`: the worker's; see `worker_number`.
 
-    `has_known_cache`: the index knows its cache, by blocks of the pool's size. `profile` and
-    `card`: its own report.
+    `has_known_cache`: the index has its cache, by blocks of the pool's size. `profile` and `card`:
+    its own report.
     """
 
     worker_rank: WorkerRank
@@ -58,10 +58,10 @@ class CandidatePool(NamedTuple):
     """The places for a phase of requests for one model, by name and rank, and their `workers`; its
     prompts' block size. `table`: the places in columns.
 
-    Right for one version of the fleet and of its silent workers. `has_load_limits`: some cards
-    limit the load of their workers. `kinds`: the kinds of requests that the workers take.
-    `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have performance
-    curves; `has_prefill_role`, `has_decode_role`: some workers have that role.
+    For one version of the fleet and of its silent workers. `has_load_limits`: some cards limit the
+    load. `kinds`: of requests that the workers take. `has_transfers`: some engines transfer KV
+    caches; `has_curves`: all cards have performance curves; `has_prefill_role`, `has_decode_role`:
+    some workers have that role.
     """
 
     rows: tuple[CandidateRow, ...]
@@ -81,8 +81,8 @@ class CandidatePool(NamedTuple):
 class NotEligible(NamedTuple):
     """No place is eligible. `code`: the end of the request if nothing changes in its time.
 
-    `retry`: `wait`: it may change as workers come, finish or send heartbeats again; `news`: no
-    present worker could ever take it, but a new one might; `none`: it asks for the impossible.
+    `retry`: `wait`: it may change as workers come, finish or send heartbeats; `news`: only a new
+    worker could take it; `none`: it asks for the impossible.
     """
 
     reason: str
@@ -222,9 +222,7 @@ def filter_eligible(
     Workers in `excluded`, on which it failed before, count as long as there is no other one; those
     in `full`, with their epochs, do not. `loads`: parts of the load of places, to be added up.
     `pin_phase`: the phase whose pinned worker counts, if another one. `has_output`: its answer has
-    tokens, which the worker continues.
-
-    A request without constraints gets the rows of the pool as they are.
+    tokens, which the worker continues. Without constraints: the rows of the pool as they are.
     """
     hints = request.hints
     continues_guided = has_output and request.sampling.guided_decoding is not None
@@ -367,8 +365,8 @@ def _with_adapter(
 ) -> Sequence[CandidateRow]:
     """The places where an adapter is, or is to be loaded.
 
-    The order of loading is over all of the pool, so that a request's own wishes and a worker that
-    is full for a moment do not change where others go; workers that cannot take it are skipped.
+    The order of loading is over all of the pool, so that wishes of one request, or a worker that is
+    full for a moment, do not change where others go.
     """
     configs = {row.worker_rank.worker: row.card.config for row in pool.rows}
     avoided = frozenset(configs) - {row.worker_rank.worker for row in rows}

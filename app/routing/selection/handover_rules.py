@@ -1,14 +1,13 @@
 """Rules of hand-overs from prefill to decode workers: when, and with which requests.
 
-Workers of role prefill compute prompts, those of role decode the rest; an aggregated worker does
-both. With prefill workers in the fleet a request has two decisions: phase `prefill`, a copy of the
-request with one token, and phase `decode`, with the limits of the request, after the end of the
-prefill, or beside it where its engine has a bootstrap endpoint. Without prefill workers, or where a
-hand-over does not pay, one worker gets all of it: phase `aggregated`.
+With workers of role prefill in the fleet a request has two decisions: phase `prefill`, a copy of
+the request with one token, and phase `decode`, after the end of the prefill, or beside it where its
+engine has a bootstrap endpoint. Without them, or where a hand-over does not pay, one worker gets
+all of it: phase `aggregated`.
 
 A hand-over belongs to one attempt and is used once. Every failure of it (an expired lease, a full
-decode worker, a router that crashes between the phases) begins the next attempt. Its prefill finds
-the prompt in the cache of the worker that has computed it, so it costs little.
+decode worker, a router that crashes between the phases) begins the next attempt, whose prefill
+finds the prompt in a cache.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ class HandOverRules(NamedTuple):
     """When a prompt is handed over, by the settings.
 
     A request stays whole if fewer than `min_tokens` of its prompt, and less than `min_share`, are
-    not cached at a decode worker. `is_enforced`: it is handed over always, or not served.
-    `domain`: topology domain within which caches are transferred, "" for any;
-    `is_domain_required`: else it is only preferred. Where it is required, a prefill worker takes
-    prompts only while its domain has a decode worker.
+    not cached at a decode worker. `is_enforced`: it is handed over always, or not served. `domain`:
+    topology domain within which caches are transferred, "" for any; `is_domain_required`: else only
+    preferred; then a prefill worker takes prompts only while its domain has a decode worker.
     """
 
     min_tokens: int = 2048
@@ -95,8 +93,8 @@ def first_phase(
 ) -> FirstPhase:
     """The phase that a request, or the rest of one, begins with.
 
-    `stays_whole`: it is not handed over, but where that is enforced: it has failed on a worker, so
-    that a fault of the transfer does not end it. `seed`, `full_workers`: as for `select_worker`.
+    `stays_whole`: do not hand it over, unless enforced: it failed on a worker, possibly in the
+    transfer. `seed`, `full_workers`: as for `select_worker`.
     """
     request = prompt.request
     has_decode_worker = state.pools.pool(request.model, "decode").rows
@@ -118,7 +116,6 @@ def first_phase(
 
 
 def is_handed_over(choice: HandOverChoice) -> bool:
-    """Whether two workers cost less than one."""
     return choice.prefill.cost + choice.decode.cost < choice.whole.cost
 
 
@@ -269,9 +266,8 @@ def prefill_request(
 def decode_request(
     request: Request, prefill_worker: str, transfer: bytes | BootstrapInfo, cached_tokens: int
 ) -> Request:
-    """The request for a decode worker: with the transfer parameters, which are opaque, or the room
-    where it waits for the blocks, and without credit for the blocks cached there. Everything else
-    is as the client has asked.
+    """The request for a decode worker: with the opaque transfer parameters, or the room where it
+    waits for the blocks, and without credit for the blocks cached there.
 
     `cached_tokens`: of the prompt, at the prefill worker, if it has ended.
     """

@@ -1,12 +1,9 @@
 """LoRA adapters: the workers that serve one, and the placement of one that is not loaded yet.
 
-A worker's card lists the adapters that it has, and whether it loads others. An adapter that no card
-names is given to as few of the loading workers as its requests need: the first of them in an order
-that the adapter's name and the workers' names make (rendezvous hashing), so that all routers load
-it on the same workers, and a worker that comes or goes moves only its own adapters.
-
-How many requests of an adapter are open, and where, is in the ledger (`active_load.py`). Never
-here: anything about costs.
+An adapter that no worker's card names is given to as few of the loading workers as its requests
+need: the first in an order that the adapter's name and the workers' names make (rendezvous
+hashing), so that all routers load it on the same workers, and a worker that comes or goes moves
+only its own adapters. The open requests of an adapter are in the ledger (`active_load.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ def placement(
 ) -> frozenset[str]:
     """The workers for the requests of an adapter. `open_runs`: of this adapter, on all workers.
 
-    Those that have it by their cards, and as many others as the requests need; `unavailable`
-    workers take none, so the next in order do.
+    Those that have it by their cards, and as many others as the requests need, without
+    `unavailable` ones.
     """
     having = {w for w, config in configs.items() if adapter in (config.lora_names or ())}
     loading = [w for w in configs if w not in having | unavailable and configs[w].max_loras]

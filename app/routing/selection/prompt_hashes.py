@@ -1,7 +1,7 @@
 """Block hashes of a request's prompt for lookups in the index, computed once.
 
-The hashes depend on the block size of the model's caches, on the adapter, and on the salt, never on
-the worker; so one row of them is compared with every cache.
+They depend on the block size of the model's caches, on the adapter, and on the salt, never on the
+worker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class PromptHashes:
 
     @property
     def has_output(self) -> bool:
-        """Whether there are tokens of the answer."""
         return bool(self._taken)
 
     def hit_rate(self, overlap_blocks: int, block_size: int) -> float | None:

@@ -1,7 +1,7 @@
 """Active load per worker: sums over its open runs, maintained incrementally.
 
-Owns the sums and nothing else. `ledger.py` keeps the sums over the runs that are open by the
-ledger, `app/lanes/context.py` those over this router's decisions that it has not read back.
+Used by `ledger.py` for runs that are open by the ledger, by `app/lanes/context.py` for decisions
+that are not read back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvlane.app.routing.worker_rank import WorkerRank
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
     """Load of the open runs on one rank of one epoch of a worker.
 
-    `tokens` of prompts, and of answers when they began; `prefill_tokens` are those of them that
-    are neither computed nor expected in the cache. `prefill_runs` are the runs without a first
-    token yet, `prefill_since_ms` the sum of the times (of the broker) at which they came there.
+    `tokens`: of prompts, and of answers when they began; `prefill_tokens`: those that are neither
+    computed nor expected in the cache. `prefill_runs`: runs without a first token,
+    `prefill_since_ms`: the sum of the broker times at which they came there.
     """
 
     runs: int = 0
@@ -29,7 +29,6 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
     prefill_since_ms: int = 0
 
     def add(self, other: WorkerLoad) -> WorkerLoad:
-        """The sum of both."""
         return WorkerLoad(
             self.runs + other.runs,
             self.tokens + other.tokens,
@@ -39,7 +38,6 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
         )
 
     def subtract(self, other: WorkerLoad) -> WorkerLoad:
-        """The difference."""
         return WorkerLoad(
             self.runs - other.runs,
             self.tokens - other.tokens,
@@ -49,7 +47,6 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
         )
 
     def replace(self, old_load: WorkerLoad, new_load: WorkerLoad) -> WorkerLoad:
-        """The load with `new_load` in place of `old_load`."""
         return WorkerLoad(
             self.runs + new_load.runs - old_load.runs,
             self.tokens + new_load.tokens - old_load.tokens,
@@ -65,10 +62,9 @@ NO_LOAD = WorkerLoad()
 class ActiveLoad:
     """Load by worker and epoch, and by rank.
 
-    Tables that keep copies in columns read `changes`, the ranks whose load changed; `by_rank`, the
-    load of ranks that have any; `last_first_token_ms`, the time of the last first token of a run on
-    each rank since it was idle; and `begun`, the load there was then: prompts that came later join
-    a later step.
+    For tables with copies in columns: `changes`, the ranks whose load changed; `by_rank`, the load
+    of ranks that have any; `last_first_token_ms`, the time of the last first token on each rank
+    since it was idle; `begun`, the load there was then: prompts that came later join a later step.
     """
 
     def __init__(self) -> None:
@@ -84,30 +80,25 @@ class ActiveLoad:
         return bool(self.by_rank)
 
     def total(self, worker: str, epoch: int) -> WorkerLoad:
-        """The load of an epoch of a worker, over all ranks."""
         total = NO_LOAD
         for rank in self._ranks.get((worker, epoch), ()):
             total = total.add(self.by_rank[rank])
         return total
 
     def by_worker(self) -> dict[str, WorkerLoad]:
-        """The load of each worker that has any, over all epochs and ranks."""
         found: dict[str, WorkerLoad] = {}
         for rank, load in self.by_rank.items():
             found[rank.worker] = found.get(rank.worker, NO_LOAD).add(load)
         return found
 
     def loads(self, ranks: Iterable[WorkerRank]) -> list[WorkerLoad]:
-        """The load of each of these ranks."""
         by_rank = self.by_rank
         return [by_rank.get(rank, NO_LOAD) for rank in ranks]
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
-        """The load of one rank."""
         return self.by_rank.get(rank, NO_LOAD)
 
     def adapter_runs(self, adapter: str) -> int:
-        """Open runs of an adapter, over all ranks."""
         return self._by_adapter.get(adapter, 0)
 
     def add(self, rank: WorkerRank, load: WorkerLoad, adapter: str = "") -> None:

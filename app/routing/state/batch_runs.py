@@ -1,8 +1,7 @@
 """Open runs of batch requests, by rank.
 
-Batch runs give way, so they are no part of the load of interactive decisions (`active_load.py`);
-only the rest of their step in progress counts there. They are kept run by run, because
-preemption chooses among runs.
+Batch runs give way, so they are no part of the load of interactive decisions (`active_load.py`),
+except for the step in progress. Kept run by run, because preemption chooses among runs.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from kvlane.app.routing.worker_rank import WorkerRank
 class BatchRun(msgspec.Struct, frozen=True, gc=False):
     """A run. `tokens` of its prompt, and of its answer when it began.
 
-    `prefill_tokens`: still to be computed, 0 after its first token. `since_ms`: when it began, or
-    when its prefill ended. `is_preemptible`: whether another run can continue its answer.
+    `prefill_tokens`: to be computed, 0 after its first token. `since_ms`: its begin, or the end of
+    its prefill. `is_preemptible`: whether another run can continue its answer.
     """
 
     id: str
@@ -47,7 +46,6 @@ NO_RUNS: Mapping[BatchRunKey, BatchRun] = MappingProxyType({})
 
 
 def load_of(runs: Collection[BatchRun]) -> WorkerLoad:
-    """The load of runs."""
     computing = [run.prefill_tokens for run in runs if run.prefill_tokens]
     tokens = sum([run.tokens for run in runs])
     return WorkerLoad(len(runs), tokens, sum(computing), len(computing))
@@ -58,9 +56,9 @@ def batch_delay_ms(
 ) -> float:
     """Expected delay of a prompt by the batch runs of its rank, in ms: a step of theirs, or 0.
 
-    Half a step is left of the one under way, and half stands for their part of the next one, which
-    begins before they have given way. `kvlane bench mix`, mean TTFT beside batch work to that
-    without, by the number of steps: 1.054 with 0.5, 1.044 with 1, 1.049 with 1.5, 1.057 with 2.
+    Half a step is left of the one under way, and half stands for their part of the next. `kvlane
+    bench mix`, mean TTFT beside batch work to that without, by the number of steps: 1.054 with 0.5,
+    1.044 with 1, 1.049 with 1.5, 1.057 with 2.
     """
     if not batch_load.runs:
         return 0.0
@@ -69,8 +67,6 @@ def batch_delay_ms(
 
 
 class BatchLoads(Protocol):
-    """The load of batch runs by rank."""
-
     def load(self, rank: WorkerRank) -> WorkerLoad:
         """The load of the runs of a rank."""
 
@@ -95,7 +91,6 @@ class BatchRuns:
         return iter(self._ranks)
 
     def put(self, rank: WorkerRank, key: BatchRunKey, run: BatchRun) -> None:
-        """Add a run, or replace it."""
         if self._ranks.get(key, rank) != rank:
             self.discard(key)
         if key not in self._ranks:
@@ -129,7 +124,6 @@ class BatchRuns:
         self.changes.record(rank)
 
     def ranks(self) -> list[WorkerRank]:
-        """The ranks that have any."""
         return list(self._by_rank)
 
     def on_worker(self, worker: str, epoch: int) -> int:
@@ -137,9 +131,7 @@ class BatchRuns:
         return self._by_worker[worker, epoch]
 
     def on_rank(self, rank: WorkerRank) -> Mapping[BatchRunKey, BatchRun]:
-        """The runs of a rank. Valid until the next change."""
         return self._by_rank.get(rank, NO_RUNS)
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
-        """The load of the runs of a rank."""
         return self._loads.get(rank, NO_LOAD)

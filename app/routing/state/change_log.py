@@ -52,6 +52,5 @@ class TrackedDict(dict[str, float]):
         self.changes.record(key)
 
     def discard(self, key: str) -> None:
-        """Delete the key if present."""
         if key in self:
             del self[key]

@@ -1,17 +1,16 @@
 """Ids of prompts that have ended, for as long as a copy of one may still be read from Kafka.
 
 A prompt waits in `batch` for up to a week, and so does its copy: a retry of its producer, a job
-that starts over, or the same record, read again after a crash. It is a copy if it was appended
-before the end of its id, or within the dedup window after it, however late it is read. The ledger
-is kept for a day, and `LaneState` has outcomes for the dedup window only. So this view of the topic
-`ended-ids` has the ids for longer: the owner of each lane appends there what has ended, a minute at
-a time (`app/lanes/ended_ids_writer.py`). What is not there yet comes from the ledger
-(`LedgerState`), which a router reads from the offset up to which the last record reaches.
+that starts over, or the same record after a crash. It is a copy if it was appended before the end
+of its id, or within the dedup window after it. The ledger is kept for a day, and `LaneState` has
+outcomes for the dedup window only. So the owner of each lane appends what has ended to `ended-ids`
+(`app/lanes/ended_ids_writer.py`), and this view has those ids; what is not there yet comes from the
+ledger (`LedgerState`), from the offset up to which the last record reaches.
 
-The ids have their own topic because seven days of the ledger, or of `results`, are hundreds of
-gigabytes to read at a start. An id is 12 bytes here, a digest of 8 and its second: a million
-prompts a day are 92 MB in each router after a week. Requests over HTTP are not among them: the only
-copies of one are appends that its producer repeats, and the ledger alone has their ids (`EndIds`).
+A topic of their own, because seven days of the ledger, or of `results`, are hundreds of gigabytes
+to read at a start. An id is 12 bytes here, a digest of 8 and its second: a million prompts a day
+are 92 MB in each router after a week. The only copies of a request over HTTP are repeated appends,
+whose ids the ledger has (`EndIds`).
 
 Two ids with one digest: among 10 million ids, a new one meets one in 10^12.
 """
@@ -92,7 +91,6 @@ class EndIds:
         self.expire(last_s - self._kept_s)
 
     def expire(self, before_s: int) -> None:
-        """Drop full blocks of ends before this second."""
         while self._blocks and self._blocks[0].last_s < before_s:
             self._blocks.popleft()
 
@@ -108,8 +106,6 @@ class _LaneEnds:
 
 
 class EndedPrompts:
-    """All lanes together; a `MaterializedView` (streams/views/view.py) of `ended-ids`."""
-
     name = "ended ids"
 
     def __init__(self, dedup_window_ms: int) -> None:
@@ -163,7 +159,6 @@ class EndedPrompts:
         )
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
-        """Take in records of the only partition."""
         self._position = position
         for fact in facts:
             record = fact.record
@@ -190,7 +185,6 @@ class EndedPrompts:
     # --- the rest of a view ---
 
     def position(self, source: Partition) -> int | None:  # noqa: ARG002
-        """Next offset to read; None before the first."""
         return self._position
 
     def forget(self, source: Partition) -> None:  # noqa: ARG002
@@ -210,6 +204,5 @@ class EndedPrompts:
 
 
 def id_digest(request_id: str) -> int:
-    """The digest of an id."""
     digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,16 +1,15 @@
 """Fleet state: the view of the registry and of the heartbeats. The workers, and which of them are
 live.
 
-Sources are the registry's one partition (cards, tombstones) and the partitions of kv-events
-(heartbeats, Lost). There is no clock in here: silence is measured by each reader
-(`silent_workers.py`). Death is a record: an epoch is dead when a Lost names it or a later one, when
-the worker has a newer card, or when its card is gone; never because of a time-out alone.
+Sources are the registry's partition (cards, tombstones) and kv-events (heartbeats, Lost). No clock:
+silence is measured by each reader (`silent_workers.py`). Death is a record: an epoch is dead when a
+Lost names it or a later one, when the worker has a newer card, or when its card is gone.
 
 An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
-together, and an epoch at or beyond the registry position read so far is simply not known yet.
+together, and one at or beyond the read registry position is not known yet.
 
-Nothing is kept for ever: the heartbeats and losses of a worker without records for a long time
-expire, and so do tombstones (`last_seen.py`).
+The heartbeats and losses of a worker without records for a long time expire, and so do tombstones
+(`last_seen.py`).
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class LastHeartbeat(NamedTuple):
 
 
 class Fleet:
-    """Cards, heartbeats and deaths; a `MaterializedView` (streams/views/view.py) over registry
-    and kv-events.
+    """Cards, heartbeats and deaths; a `MaterializedView` (streams/views/view.py) over registry and
+    kv-events.
 
-    `version` moves when another set of workers may be routable for another reason than silence;
-    `changed_heartbeats`: workers whose last heartbeat is another.
+    `version` moves when the set of routable workers may change for another reason than silence;
+    `changed_heartbeats`: workers with a new heartbeat.
     """
 
     name = "fleet"
@@ -121,7 +120,6 @@ class Fleet:
     # --- the view --------------------------------------------------------------------------------
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        """Take in records of one partition; `position` is the next offset after them."""
         for fact in facts:
             record = fact.record
             if isinstance(record, Heartbeat):
@@ -192,11 +190,9 @@ class Fleet:
             self.version += 1
 
     def position(self, source: Partition) -> int | None:
-        """Next offset to read; None before the first."""
         return self._positions.get(source)
 
     def forget(self, source: Partition) -> None:
-        """Drop the state from one partition."""
         self._positions.pop(source, None)
         self.version += 1
         if source.topic == REGISTRY:
@@ -209,7 +205,6 @@ class Fleet:
                 self._expire(worker)
 
     def snapshot(self, source: Partition) -> bytes:
-        """The state from one partition, as bytes; equal state gives equal bytes."""
         if source.topic == REGISTRY:
             cards = [(m.epoch, m.since_ms, m.card) for _, m in sorted(self.members.items())]
             models = [m for _, m in sorted(self.models.items())]
@@ -234,7 +229,6 @@ class Fleet:
         )
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
-        """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
         if source.topic == REGISTRY:
             entities = msgspec.msgpack.decode(data, type=_Entities)
             self.forget(source)

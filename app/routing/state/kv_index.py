@@ -1,9 +1,8 @@
 """KV index: the view of the cache events. Which rank of which worker caches which block, and where.
 
-Passes the content of records on to the index proper (`indexer/index.py`; the rules are in
-`indexer/epochs.py`). Unusable records are counted and skipped: malformed columns, and keys made
-with another secret. The latter means a misconfigured process; such a worker appears to have an
-empty cache, so every request misses; this is logged as an error.
+Passes the content of records on to the index (`indexer/index.py`; the rules: `indexer/epochs.py`).
+Unusable records are counted and skipped: malformed columns, and keys made with another secret. The
+latter means a misconfigured process, whose cache appears empty, and is logged as an error.
 
 A `Lost` drops the blocks of its epoch. Those of a worker that left otherwise are dropped by the
 next record of its partition a day after its last one (`last_seen.py`).
@@ -82,7 +81,6 @@ class KvIndexView:
         return self.blocks.cache_sizes()
 
     def entries(self, holder: CacheId, tier: Tier) -> dict[int, int]:
-        """The keys in one tier of a cache, with their positions; a copy."""
         return self.blocks.blocks_of(holder, tier)
 
     @property
@@ -93,7 +91,6 @@ class KvIndexView:
     # --- the view --------------------------------------------------------------------------------
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        """Take in records of one partition; `position` is the next offset after them."""
         self._found.clear()
         for fact in facts:
             record = fact.record
@@ -141,23 +138,19 @@ class KvIndexView:
             )  # fmt: skip
 
     def position(self, source: Partition) -> int | None:
-        """Next offset to read; None before the first."""
         return self._positions.get(source)
 
     def forget(self, source: Partition) -> None:
-        """Drop the blocks that came from one partition."""
         self._positions.pop(source, None)
         self._signs.pop(source, None)
         self._found.clear()
         self.blocks.drop_partition(source.partition)
 
     def snapshot(self, source: Partition) -> bytes:
-        """The blocks that came from one partition."""
         blocks = self.blocks.snapshot(source.partition)
         return msgspec.msgpack.encode((list(self._seen(source).times.items()), blocks))
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
-        """The inverse of `snapshot`. Raises ValueError for data of another kind or secret."""
         times, blocks = msgspec.msgpack.decode(data, type=tuple[list[tuple[str, int]], bytes])
         self._found.clear()
         self.blocks.restore(source.partition, blocks)

@@ -1,8 +1,4 @@
-"""Last-seen times of workers, used to expire those that are gone for good.
-
-Times are those of the records of one partition, so that expiry is a function of the records, as
-everything in a view.
-"""
+"""Last-seen times of workers, by the records of one partition, to expire those that are gone."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """Ledger state: the view of the ledger. The open runs of requests, and the outcomes of the others.
 
-One `LaneState` per ledger partition, made of that partition's records alone: no clock, no input
-of this process. Two replicas at the same position have the same lane (`state_hash`). Next actions
-are found in `reconcile.py`; decisions of this router that it has not read back are not in here. Ids
-are known for longer than outcomes, as a copy of a request may be read long after it was appended:
-those of prompts in `EndedPrompts`, all others for another window.
-
-The rules by which a record changes the state of its request are in `request_transitions.py`.
+One `LaneState` per ledger partition, made of its records alone: two replicas at the same position
+have the same lane (`state_hash`). Next actions are found in `reconcile.py`; decisions that are not
+read back are not here; `request_transitions.py` has the rules of records. Ids are known for longer
+than outcomes, as a copy of a request may be read late: those of prompts in `EndedPrompts`, all
+others for another window.
 """
 
 from __future__ import annotations
@@ -44,8 +42,6 @@ from kvlane.streams.records import Assigned, LogRecord, Phase, RequestOffset, Ru
 
 
 class LaneState:
-    """The requests of one ledger partition."""
-
     def __init__(self, dedup_window_ms: int) -> None:
         self.position = 0
         self.requests: dict[str, RequestState] = {}
@@ -82,9 +78,8 @@ class LaneState:
         return self.requests.get(request_id)
 
     def apply(self, fact: LogRecord, loads: RunLoads) -> bool:
-        """Apply one record. Records after the end of a request change nothing.
+        """Apply one record. Records after the end of a request, by any writer, change nothing.
 
-        Its end is visible then, by any writer, so later runs and fences are of no consequence.
         Returns whether the record ends a request that came from Kafka.
         """
         record = fact.record
@@ -171,8 +166,6 @@ class LaneState:
 
 
 class _RequestRow(msgspec.Struct):
-    """A request in a snapshot."""
-
     id: str
     attempt: int
     runs: list[tuple[int, Phase, str, int, RunState, int, int, int, int, str, ServiceClass, bool]]
@@ -214,12 +207,10 @@ class LedgerState:
 
     @property
     def active_load(self) -> ActiveLoad:
-        """The load of interactive runs."""
         return self.loads.active_load
 
     @property
     def batch_runs(self) -> BatchRuns:
-        """The open runs of batch requests."""
         return self.loads.batch_runs
 
     def lane(self, number: int) -> LaneState:
@@ -227,7 +218,6 @@ class LedgerState:
         return self._lanes.get(number) or LaneState(self._window_ms)
 
     def request(self, lane: int, request_id: str) -> RequestState | None:
-        """The state of a request."""
         return self.lane(lane).request(request_id)
 
     def is_repetition(self, lane: int, request_id: str, appended_ms: int) -> bool:
@@ -237,7 +227,6 @@ class LedgerState:
         ) or self.ended_prompts.is_repetition(lane, request_id, appended_ms)
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        """Take in records of one ledger partition; `position` is the next offset after them."""
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
         for fact in facts:
             if lane.apply(fact, self.loads):
@@ -250,19 +239,16 @@ class LedgerState:
         lane.position = position
 
     def position(self, source: Partition) -> int | None:
-        """Next offset to read of a ledger partition; None before the first."""
         lane = self._lanes.get(source.partition)
         return None if lane is None else lane.position
 
     def forget(self, source: Partition) -> None:
-        """Drop the requests of one partition."""
         lane = self._lanes.pop(source.partition, None)
         if lane is not None:
             lane.clear(self.loads)
         self.sessions.forget(source.partition)
 
     def snapshot(self, source: Partition) -> bytes:
-        """The partition's requests as bytes; equal states give equal bytes."""
         lane = self.lane(source.partition)
         outcomes = [
             (request_id, end.code, end.attempt, end.last_ms)
@@ -272,7 +258,6 @@ class LedgerState:
         return msgspec.msgpack.encode(_LaneSnapshot(list(_to_rows(lane)), outcomes, sessions))
 
     def restore(self, source: Partition, data: bytes, position: int) -> None:
-        """The inverse of `snapshot`, at a position. Raises msgspec.DecodeError on other bytes."""
         snapshot = msgspec.msgpack.decode(data, type=_LaneSnapshot)
         self.forget(source)
         lane = self._lanes[source.partition] = LaneState(self._window_ms)

@@ -1,7 +1,6 @@
 """The state of one request by the ledger: its attempt, its runs, its end.
 
-Structs only. The rules by which records change them are in `request_transitions.py`, the requests
-of a lane in `ledger.py`.
+Structs only; `request_transitions.py` has the rules by which records change them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class RunId(msgspec.Struct, frozen=True, order=True, gc=False):
 class RunStatus(msgspec.Struct):
     """State of one run. `since_ms`: append time of the record that brought it there.
 
-    `place`: its worker's rank, which two runs of a request do not differ in alone. `tokens` it has
-    to hold, `prefill_tokens` of them still to be computed when it was assigned.
+    `place`: the worker's rank; two runs of one request never differ only in it. `tokens`: cache
+    needed. `prefill_tokens`: part not cached at assignment.
     """
 
     state: RunState
@@ -66,8 +65,8 @@ class RunStatus(msgspec.Struct):
 class RequestState(msgspec.Struct):
     """The state of one request by the ledger. `ended`: the code of its end, "" before.
 
-    `failure_reason`: of the last failed run whose engine gave one for clients. `stalls`: its runs
-    without a token whose engines made no step.
+    `failure_reason`: for clients, of the last failed run with one. `stalls`: its runs without a
+    token whose engines made no step.
     """
 
     attempt: int = 0
@@ -101,8 +100,8 @@ class RequestState(msgspec.Struct):
     def is_finished(self) -> bool:
         """Whether no run is open and no action is due.
 
-        A prefill that was handed off is not an end: its decode is still to come. A refusal beside
-        the end of a twin is owed nothing: a full worker has shown nothing to readers.
+        A prefill that was handed off is not an end: its decode is to come. A refusal beside the end
+        of a twin needs nothing: a full worker has shown nothing to readers.
         """
         if self.ended:
             return True

@@ -75,8 +75,7 @@ def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
 def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: RunLoads) -> bool:
     """Take in one record, appended at `at_ms`.
 
-    Returns False if the record is about a run that was open before and still is, and no other run
-    has opened or closed.
+    Returns False if its run was open before and still is, and no other run has opened or closed.
     """
     if type(record) is Ended:
         state.ended = state.ended or record.code
@@ -165,8 +164,7 @@ def _assigned_run(record: Assigned, before: RunStatus | None, at_ms: int) -> Run
 def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLoads) -> None:
     """Close the prefills of an attempt whose decode has tokens: their blocks were transferred.
 
-    On the bootstrap path this may be known before PrefillDone, which the death of its worker may
-    keep back for ever.
+    On the bootstrap path this may come before PrefillDone, or without it.
     """
     for run_id, run in state.runs.items():
         if run_id.phase == "prefill" and run.state in OPEN:

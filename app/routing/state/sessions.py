@@ -1,15 +1,14 @@
 """Session affinity: the place of each session, from the decisions in the ledger alone.
 
-A session is bound by its first decision, and moves with any later one that went elsewhere, since
-that is where its newest blocks are. Prefill is bound apart from the rest. The binding ends when the
-session is closed, when it was idle for its time-out, or with the epoch of its worker.
+A session is bound by its first decision, and moves with any later one that went elsewhere, where
+its newest blocks are. Prefill is bound apart from the rest. The binding ends when the session is
+closed or idle for its time-out, or with the epoch of its worker. It is a preference, see
+`Policy.session_tolerance`.
 
 A session's requests are in different lanes, so the last decision of each lane is kept, and the last
-one by broker time counts. All routers that have read the same records agree, in any order that they
-read. Idle timeouts are checked on lookup. Sessions idle for longer than `window_ms` are dropped,
-because a starting router replays no more than that.
-
-A binding is a preference, see `Policy.session_tolerance`.
+one by broker time counts: all routers with the same records agree. Idle time-outs are checked on
+lookup. Sessions idle for longer than `window_ms` are dropped, because a starting router replays no
+more.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ class Affinity(NamedTuple):
 
 
 class SessionAffinities:
-    """The bindings of all lanes."""
-
     def __init__(self, window_ms: int) -> None:
         """`window_ms`: the longest idle time that counts."""
         self._window_ms = window_ms
@@ -77,7 +74,6 @@ class SessionAffinities:
         self._expire(lane, at_ms)
 
     def forget(self, lane: int) -> None:
-        """Drop the bindings of one lane."""
         for key in list(self._lanes.get(lane, ())):
             self._remove(lane, key)
 
@@ -86,7 +82,6 @@ class SessionAffinities:
         return list(self._lanes.get(lane, {}).items())
 
     def restore(self, lane: int, rows: Iterable[tuple[SessionKey, Affinity]]) -> None:
-        """The inverse of `snapshot_rows`, of a lane that was forgotten."""
         for key, binding in rows:
             self._put(lane, key, binding)
 

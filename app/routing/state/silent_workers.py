@@ -1,12 +1,8 @@
 """Silence of workers: which of them have sent no heartbeat for longer than a time-out.
 
-Silence counts from the moment at which this process read a record, by its own monotonic clock. The
-append times of two records may come from two brokers, whose clocks differ, or from two leaders of
-one partition. So this is no part of the fleet (`fleet.py`): two readers of the same records may
-differ in it.
-
-A silent worker gets no new work. Whether it is lost is the decision of the failure detector
-(`app/lanes/failure_detector.py`).
+Silence counts from when this process read a record, by its own monotonic clock: append times may
+come from brokers whose clocks differ. So this is no part of the fleet (`fleet.py`). A silent worker
+gets no new work; `app/lanes/failure_detector.py` decides whether it is lost.
 """
 
 from __future__ import annotations
@@ -41,9 +37,8 @@ class SilentWorkers:
     ) -> None:
         """Records of the fleet were applied at `now_s`.
 
-        `broker_ms`: broker time, for records that may be old: a heartbeat has been read as long ago
-        as it was appended, then. Where its broker is behind, its worker counts as silent until the
-        next heartbeat.
+        `broker_ms`: broker time, for records that may be old: a heartbeat counts as read when it
+        was appended. Where its broker is behind, its worker counts as silent until the next.
         """
         for fact in facts:
             record = fact.record

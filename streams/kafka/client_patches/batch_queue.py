@@ -77,7 +77,6 @@ class PendingBatch:
         self._data = builder.build()
 
     def get_data_buffer(self) -> Any:
-        """The encoded batch."""
         return self._data
 
     def done(self, base_offset: int, timestamp: int, log_start_offset: int | None = None) -> None:  # noqa: ARG002  # the sender's arguments
@@ -138,7 +137,6 @@ class BatchQueue:
         BatchSender.install(producer)
 
     def on_connected(self) -> None:
-        """The producer is started."""
         self.heard_at = self._loop.time()
 
     def add(self, tp: TopicPartition, append: PendingAppend) -> None:
@@ -240,7 +238,6 @@ class BatchQueue:
         self._on_broken(error)
 
     async def flush(self) -> None:
-        """Wait until every append is acknowledged or has failed."""
         if self._unsent or self._in_flight:
             if self._empty is None:
                 self._empty = self._loop.create_future()

@@ -65,7 +65,6 @@ def encode_header(
 
 
 def decode_header(data: bytes) -> int:
-    """The correlation id of a response."""
     correlation_id: int = _CORRELATION_ID.unpack_from(data)[0]
     return correlation_id
 

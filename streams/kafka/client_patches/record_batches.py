@@ -119,7 +119,6 @@ class FetchedBatch:
 
     @property
     def base_offset(self) -> int:
-        """The offset of the first record."""
         return int(self._batch.base_offset)
 
     @property

@@ -28,8 +28,6 @@ from kvlane.streams.records import Assigned, Candidate
 
 
 class Dynamo(Policy):
-    """Policy dynamo."""
-
     name = "dynamo"
     unit = "blocks"
     summary = (

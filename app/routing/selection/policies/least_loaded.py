@@ -23,8 +23,6 @@ def open_load(options: Candidates) -> Costs:
 
 
 class LeastLoaded(Policy):
-    """Policy least_loaded."""
-
     name = "least_loaded"
     unit = "tokens"
     summary = "active tokens, then active requests"

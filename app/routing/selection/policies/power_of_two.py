@@ -14,8 +14,6 @@ from kvlane.streams.records import Assigned, Candidate
 
 
 class PowerOfTwo(Policy):
-    """Policy power_of_two."""
-
     name = "power_of_two"
     unit = "tokens"
     summary = "the less loaded of two random workers"

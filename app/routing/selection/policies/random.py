@@ -10,8 +10,6 @@ from kvlane.app.routing.selection.routing_config import RoutingConfig
 
 
 class RandomPlace(Policy):
-    """Policy random."""
-
     name = "random"
     reason = "drawn at random, by the request's seed"
     summary = "random"

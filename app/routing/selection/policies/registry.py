@@ -10,8 +10,6 @@ from kvlane.app.routing.selection.policies.policy import Policy, RecordedPolicy
 
 
 class BatchPlacement(RecordedPolicy):
-    """The placement of batch requests: `batch_placement.py`."""
-
     name = BATCH_POLICY
     unit = "ms"
     recomputes_costs = False
