@@ -24,6 +24,7 @@ from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.served_models import ServedModel
 from kvlane.app.http.openai.stream_resume import StreamResume
 from kvlane.app.http.openapi import ITEM_FORMS, openapi_of
+from kvlane.app.http.responses.responses_endpoint import ResponsesEndpoint
 from kvlane.app.http.server.authentication import Authentication
 from kvlane.app.http.server.middleware import RequestIdMiddleware
 from kvlane.app.http.server.origin_guard import OriginGuard
@@ -69,13 +70,13 @@ class GatewayHealth:
 
 _NOT_OFFERED = (
     "assistants", "audio", "containers", "conversations", "edits", "engines", "evals",
-    "fine_tuning", "images", "moderations", "realtime", "responses", "threads", "uploads",
+    "fine_tuning", "images", "moderations", "realtime", "threads", "uploads",
      "vector_stores", "videos",
 )  # fmt: skip
 """The first segments behind /v1 of the other endpoints that client libraries of OpenAI call."""
 _OFFERED = (
     "chat/completions", "completions", "embeddings", "messages", "messages/count_tokens", "models",
-    "files", "batches",
+    "responses", "files", "batches",
 )  # fmt: skip
 _BELOW = {
     "files": "/v1/files, /v1/files/FILE_ID and /v1/files/FILE_ID/content",
@@ -108,6 +109,7 @@ _BATCH = "/v1/batches/{batch_id}"
 def build_app(parts: GatewayDeps) -> FastAPI:
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
     generation, plain = Completions(parts), ModelsEndpoint(parts)
+    responses = ResponsesEndpoint(generation)
     messages, attachment = MessagesEndpoint(generation), StreamResume(parts, ITEM_FORMS)
     files, batches, probes = FilesEndpoint(parts), BatchesEndpoint(parts), parts.probes
     for method, path, handler, meaning in (
@@ -121,6 +123,7 @@ def build_app(parts: GatewayDeps) -> FastAPI:
             messages.count_tokens,
             "The number of tokens of a chat",
         ),
+        ("POST", "/v1/responses", responses.create, "Answer a chat, as items"),
         ("GET", _STREAM, attachment.resume, "Go on with a stream: from, form, stream"),
         ("DELETE", _STREAM, attachment.cancel, "End a stream"),
         ("GET", "/v1/models", plain.models, "The models that are served"),

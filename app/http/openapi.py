@@ -21,6 +21,8 @@ from kvlane.app.http.api_errors import is_messages_path
 from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.http.openai.response_writer import EncoderFactory
+from kvlane.app.http.responses.response_events import ResponseEncoder
+from kvlane.app.http.responses.response_requests import ResponsesBody
 from kvlane.app.preprocess.requests.request_models import (
     MAX_INPUTS,
     MAX_STOP_CHARS,
@@ -38,9 +40,10 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/messages": MessagesBody,
+    "/v1/responses": ResponsesBody,
     "/v1/messages/count_tokens": CountBody,
 }
-ITEM_FORMS: dict[str, EncoderFactory] = {"message": MessageEncoder}
+ITEM_FORMS: dict[str, EncoderFactory] = {"message": MessageEncoder, "response": ResponseEncoder}
 """Encoders by the form in which a stream may be resumed, beside those of OpenAI's events."""
 _ABOUT = (
     "OpenAI's API, and Anthropic's of messages, for models behind kvlane. Unknown fields of bodies "
@@ -79,6 +82,9 @@ def _text_or_list(part: JsonObject) -> JsonObject:
 
 _STOP: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _FORM = _nullable({"type": "object"}, {"type": "string"})
+_OBJECTS: JsonObject = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
+}
 _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
     "ChatBody": {
         "tool_choice": _nullable(
@@ -100,11 +106,8 @@ _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
     "Message": {
         "content": _text_or_list({"$ref": _REF.format(model="TextPart")})
     },
-    "MessageTurn": {
-        "content": {
-            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
-        },
-    },
+    "MessageTurn": {"content": _OBJECTS},
+    "ResponsesBody": {"input": _OBJECTS},
     "ToolResultBlock": {"content": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "MessagesBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
     "CountBody": {"system": _text_or_list({"$ref": _REF.format(model="TextBlock")})},
@@ -196,6 +199,12 @@ _MESSAGE: JsonObject = {
 _COUNTED: JsonObject = {
     "type": "object", "required": ["input_tokens"], "properties": {"input_tokens": _COUNT},
 }  # fmt: skip
+_RESPONSE = _listing(
+    "response", id=_STRING, created_at=_COUNT, model=_STRING, error=_nullable({"type": "object"}),
+    status={"enum": ["completed", "incomplete", "in_progress", "failed"]},
+    output={"type": "array", "items": {"type": "object", "required": ["id", "type"]}},
+    usage=_nullable({"type": "object"}),
+)  # fmt: skip
 _MODELS = _listing("list", data={"type": "array", "items": _MODEL})
 _EVENTS: JsonObject = {
     "text/event-stream": {
@@ -375,6 +384,9 @@ _BATCH_OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
 
 _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
     **_BATCH_OPERATIONS,
+    ("/v1/responses", "post"): {
+        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_RESPONSE) | _EVENTS)},
+    },
     ("/v1/messages", "post"): {
         "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_MESSAGE) | _EVENTS)},
     },
@@ -395,7 +407,7 @@ _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
         "responses": {
             "200": (
                 "The rest of the stream, behind the position",
-                _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS, _MESSAGE]}) | _EVENTS,
+                _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS, _MESSAGE, _RESPONSE]}) | _EVENTS,
             )
         },
     },

@@ -38,7 +38,10 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     "container": Unsupported(),
-    "context_management": Unsupported(({}, {"edits": []}), "the client shortens its history"),
+    "context_management": Unsupported(
+        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "the client shortens its history",
+    ),
     "inference_geo": Unsupported(),
     "mcp_servers": Unsupported(([],), "the client calls tools"),
     "service_tier": Unsupported(("auto", "standard_only"), "use nvext.queue_class"),

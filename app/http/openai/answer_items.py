@@ -142,6 +142,8 @@ class ItemEncoder:
         self._from = options.from_token
         self._number = 0
         self._has_begun = False
+        self.is_ending = False
+        """Whether the items have ended."""
 
     def add(self, index: int, piece: ReplyPiece) -> None:
         """As `AnswerEncoder.add`."""
@@ -170,6 +172,7 @@ class ItemEncoder:
     def encode_ending(self) -> bytes:
         """As `AnswerEncoder.encode_ending`."""
         events = self._beginning()
+        self.is_ending = True
         for change in self.items.end():
             events += self._encode_change(change)
         events += self._numbered(self.last_events())
@@ -179,6 +182,12 @@ class ItemEncoder:
                 "from",
             )
         return events
+
+    def encode_last(self, event: JsonObject) -> bytes:
+        """An event after which nothing comes, also for a reader that lacks nothing else."""
+        events = self._beginning()
+        self._number = max(self._number, self._from) + 1
+        return events + self._framed(event)
 
     def resume_queries(self) -> list[str]:
         """As `AnswerEncoder.resume_queries`."""

@@ -32,6 +32,7 @@ _PATHS = {
     "/v1/completions": "completion",
     "/v1/embeddings": "embedding",
     "/v1/messages": "message",
+    "/v1/responses": "response",
 }
 _PREFIXES = {"/v1/streams": "streams", "/v1/files": "files", "/v1/batches": "batches"}
 

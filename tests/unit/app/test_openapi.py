@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from kvlane.app.http.anthropic.message_requests import chat_of
+from kvlane.app.http.responses.response_requests import read_response
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.requests.openai_requests import read_openai
 from tests.harness.gateway_harness import GatewayHarness
@@ -53,6 +54,7 @@ CHAT = body_of("/v1/chat/completions")
 COMPLETION = body_of("/v1/completions")
 EMBEDDING = body_of("/v1/embeddings")
 MESSAGE = body_of("/v1/messages")
+RESPONSE = body_of("/v1/responses")
 
 
 def schemas(node: Any) -> Iterator[dict[str, Any]]:
@@ -212,8 +214,9 @@ HELLO = [{"role": "user", "content": "hi"}]
         (partial(read_openai, "chat"), CHAT, "ChatBody", {"messages": HELLO}),
         (partial(read_openai, "completion"), COMPLETION, "CompletionBody", {"prompt": "a"}),
         (chat_of, MESSAGE, "MessagesBody", {"messages": HELLO, "max_tokens": 9}),
+        (read_response, RESPONSE, "ResponsesBody", {"input": "hi"}),
     ],
-    ids=["chat", "completion", "message"],
+    ids=["chat", "completion", "message", "response"],
 )
 @given(data=st.data())
 def test_accepted_requests_are_valid_by_the_document(

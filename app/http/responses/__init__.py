@@ -1,0 +1,1 @@
+"""HTTP endpoints in the form of OpenAI's Responses API."""

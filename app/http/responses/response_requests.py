@@ -1,0 +1,353 @@
+"""Bodies of OpenAI's Responses API, as chat requests. Pure.
+
+    body ──read_response──► ResponseRequest ──chat──► read_request, as for every other body
+
+Owns the names and types of the API. Fields that would change the answer and are not honoured are
+refused by name, and so are tools that OpenAI runs. Bounds and limits are those of chats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
+
+from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
+from kvlane.app.preprocess.requests.nvext import SHORT_LIST, STRICT_MODEL, Name, NvExt, Object, Text
+from kvlane.app.preprocess.requests.request_models import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    Limit,
+    Part,
+)
+from kvlane.app.preprocess.requests.unsupported_fields import (
+    Unsupported,
+    refuse_reserved,
+    refuse_unsupported,
+)
+
+UNSUPPORTED: Mapping[str, Unsupported] = {
+    "background": Unsupported((False,), "send x-kvlane-detach: true, and resume the stream"),
+    "context_management": Unsupported(([],), "the client shortens its history"),
+    "conversation": Unsupported((), "send its items"),
+    "include": Unsupported(([], ["reasoning.encrypted_content"])),
+    "moderation": Unsupported(),
+    "previous_response_id": Unsupported((), "responses are not stored: send all items"),
+    "prompt": Unsupported((), "send the text as instructions"),
+    "service_tier": Unsupported(("auto", "default"), "use nvext.queue_class"),
+    "stream_options.include_obfuscation": Unsupported((False,)),
+    "text.verbosity": Unsupported(("medium",)),
+    "top_logprobs": Unsupported((0,), "use chats"),
+    "truncation": Unsupported(("disabled",), "the client shortens its history"),
+}
+"""Fields that are refused; see `unsupported_fields.py`. Encrypted reasoning is never given."""
+
+
+def _parts(value: Any) -> Any:
+    """A text as a list of one part."""
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("parts", "must be a text or a list of parts")
+    return value
+
+
+Parts = Annotated[
+    list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True), BeforeValidator(_parts)
+]
+
+
+class _Item(BaseModel):
+    model_config = STRICT_MODEL
+
+
+class InputMessage(_Item):
+    """A message, also one of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class FunctionCall(_Item):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: str
+
+
+class FunctionCallOutput(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Parts
+
+
+class ReasoningText(_Item):
+    """A part of a reasoning."""
+
+    text: str
+
+
+class ReasoningItem(_Item):
+    """The reasoning of an earlier answer; without its text it is left out."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], SHORT_LIST] | None = None
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type", "message") if isinstance(value, dict) else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _type_of,
+        custom_error_type="item",
+        custom_error_message="must be an item of the type message, function_call, "
+        "function_call_output or reasoning",
+    ),
+]
+
+
+def _input(value: Any) -> Any:
+    """A text as a list of one message."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input", "must be a text or a list of items")
+    return value
+
+
+class FunctionTool(_Item):
+    """A function of the client."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class NamespaceTool(_Item):
+    """Functions of the client under a common name, which comes back with their calls."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: Annotated[list[FunctionTool], SHORT_LIST]
+
+
+ResponseTool = Annotated[
+    FunctionTool | NamespaceTool,
+    Discriminator(
+        "type",
+        custom_error_type="tool",
+        custom_error_message="must be a function or a namespace of functions: tools that OpenAI "
+        "runs are not offered",
+    ),
+]
+
+
+class ResponseReasoning(_Item):
+    """How much the model reasons. Reasoning comes as it is, a `summary` has no effect."""
+
+    effort: Text | None = None
+
+
+class TextFormat(_Item):
+    """The required form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    form: Object | None = Field(default=None, alias="schema")
+
+
+class ResponseText(_Item):
+    """The text of an answer."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(_Item):
+    """The request for a response."""
+
+    model: Text = ""
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_input),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Limit | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: Annotated[list[ResponseTool], SHORT_LIST] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ResponseReasoning | None = None
+    text: ResponseText | None = None
+    stream: bool | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    nvext: NvExt | None = None
+
+
+_SAME = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt",
+    "chat_template_kwargs", "nvext",
+)  # fmt: skip
+"""Fields with the same name and meaning in chats."""
+_SHOWN = (
+    "instructions", "max_output_tokens", "reasoning", "temperature", "text", "top_p", "user",
+)  # fmt: skip
+"""Fields that come back with the response."""
+
+
+class ResponseRequest(NamedTuple):
+    """A checked body, and all its fields."""
+
+    body: ResponsesBody
+    fields: Mapping[str, Any]
+
+    def shown(self) -> JsonObject:
+        """The fields of the request that come back with the response."""
+        fields = self.fields
+        return {name: fields.get(name) for name in _SHOWN} | {
+            "metadata": fields.get("metadata") or {},
+            "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
+            "background": False,
+            "store": False,
+            "truncation": "disabled",
+        }
+
+    def functions(self) -> list[FunctionTool]:
+        """The functions, also those in namespaces."""
+        return [
+            function
+            for tool in self.body.tools or ()
+            for function in (tool.tools if isinstance(tool, NamespaceTool) else (tool,))
+        ]
+
+    def namespaces(self) -> dict[str, str]:
+        """The namespaces of functions, by their names."""
+        spaces = (tool for tool in self.body.tools or () if isinstance(tool, NamespaceTool))
+        return {function.name: space.name for space in spaces for function in space.tools}
+
+    def chat(self) -> JsonObject:
+        """The fields of the chat."""
+        body = self.body
+        chat = {name: self.fields[name] for name in _SAME if self.fields.get(name) is not None}
+        chat["messages"] = list(_messages(body.instructions, body.input))
+        if body.max_output_tokens is not None:
+            chat["max_completion_tokens"] = body.max_output_tokens
+        if functions := self.functions():
+            chat["tools"] = list(map(_tool, functions))
+        if body.tool_choice is not None:
+            names = {function.name for function in functions}
+            chat["tool_choice"] = _tool_choice(body.tool_choice, names)
+        if body.reasoning is not None and body.reasoning.effort is not None:
+            chat["reasoning_effort"] = body.reasoning.effort
+        if body.text is not None and body.text.format is not None:
+            chat |= _response_format(body.text.format)
+        return chat
+
+
+def read_response(fields: Mapping[str, Any]) -> ResponseRequest:
+    """Check a body. Raises InvalidPrompt that names the field."""
+    try:
+        body = ResponsesBody.model_validate(fields)
+    except ValidationError as e:
+        raise invalid_prompt(e) from None
+    refuse_reserved(fields)
+    refuse_unsupported(fields, UNSUPPORTED)
+    return ResponseRequest(body, fields)
+
+
+def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[JsonObject]:
+    """The messages of the chat; the items of an answer are one message."""
+    if instructions:
+        yield {"role": "system", "content": instructions}
+    answer: JsonObject = {}
+    for item in items:
+        match item:
+            case InputMessage(role="assistant"):
+                if answer.get("content") or answer.get("tool_calls"):
+                    yield answer
+                    answer = {}
+                answer |= {"role": "assistant", "content": _text(item.content)}
+            case FunctionCall():
+                calls = [*answer.get("tool_calls", ()), _call(item)]
+                answer = {"role": "assistant", "content": None} | answer | {"tool_calls": calls}
+            case ReasoningItem():
+                if answer:
+                    yield answer
+                reasoning = "".join(part.text for part in item.content or ())
+                answer = {"role": "assistant", "content": None}
+                answer |= {"reasoning_content": reasoning} if reasoning else {}
+            case _:
+                if answer:
+                    yield answer
+                answer = {}
+                yield _asked(item)
+    if answer:
+        yield answer
+
+
+def _asked(item: InputMessage | FunctionCallOutput) -> JsonObject:
+    if isinstance(item, FunctionCallOutput):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    return {"role": item.role, "content": _text(item.content)}
+
+
+def _text(parts: Sequence[Part]) -> str | list[JsonObject]:
+    """The content of a message: a text, or its parts if there are several."""
+    if len(parts) > 1:
+        return [{"type": "text", "text": part.text} for part in parts]
+    return parts[0].text if parts else ""
+
+
+def _call(item: FunctionCall) -> JsonObject:
+    function = {"name": item.name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _tool(tool: FunctionTool) -> JsonObject:
+    function: JsonObject = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.parameters is not None:
+        function["parameters"] = tool.parameters
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any, names: Collection[str]) -> Any:
+    match choice:
+        case "auto" | "none" | "required":
+            return choice
+        case {"type": "function", "name": str(name)}:
+            if name not in names:
+                raise InvalidPrompt("tool_choice.name", "is none of the tools")
+            return {"type": "function", "function": {"name": name}}
+    raise InvalidPrompt("tool_choice", "must be none, auto, required or a function")
+
+
+def _response_format(form: TextFormat) -> JsonObject:
+    if form.type == "text":
+        return {}
+    wanted: JsonObject = {"type": form.type}
+    if form.type == "json_schema":
+        wanted["json_schema"] = {"name": form.name or "output", "schema": form.form}
+    return {"response_format": wanted}
