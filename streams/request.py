@@ -162,7 +162,7 @@ class AnswerParsing(InternalRecord, frozen=True):
 
     `tools`, `reasoning`: names of parsers; "" for none. `version`: of their rules. `in_reasoning`:
     the prompt ends within the reasoning. `max_calls`: calls after which the answer ends; 0: any
-    number.
+    number. `functions`: the tools as OpenAI has them, for a parser that looks up their types.
     """
 
     tools: str = ""
@@ -171,6 +171,7 @@ class AnswerParsing(InternalRecord, frozen=True):
     in_reasoning: bool = False
     shows_reasoning: bool = True
     max_calls: int = 0
+    functions: JsonText | None = None
 
 
 class PrefillResult(InternalRecord, frozen=True):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from kvlane.app.configuration.setting_values import ReadableFile, listed
-from kvlane.app.text.answer_parsers import ReasoningParserName, ToolParserName
+from kvlane.app.text.answer_parsers import VLLM_TOOL_PARSERS, ReasoningParserName, ToolParserName
 from kvlane.streams.record_base import ModelKind
 
 
@@ -36,8 +36,9 @@ class EngineSettings(BaseModel):
     tool_parser: ToolParserName = Field(
         "auto",
         description="parser of tool calls in the answers to chats with tools: hermes (JSON between "
-        "the tags tool_call, as Hermes and Qwen write it); auto takes the form that the model's "
-        "chat template shows; none leaves calls in the text. For all workers of a model",
+        "the tags tool_call, as Hermes and Qwen write it), or with the engine vllm one of vLLM's "
+        "own; auto takes the form that the model's chat template shows; none leaves calls in the "
+        "text. For all workers of a model",
     )
     reasoning_parser: ReasoningParserName = Field(
         "auto",
@@ -204,6 +205,11 @@ def engine_conflicts(settings: EngineSettings) -> Iterator[str]:
             f"KVLANE_MAX_LORAS={settings.max_loras} has no effect with "
             f"KVLANE_ENGINE={settings.engine}, which loads no adapter on demand: vllm loads those "
             "of KVLANE_ADAPTERS when it starts, attached has those of its server"
+        )
+    if settings.tool_parser in VLLM_TOOL_PARSERS and settings.engine != "vllm":
+        yield (
+            f"KVLANE_TOOL_PARSER={settings.tool_parser} is a parser of vLLM and needs "
+            f"KVLANE_ENGINE=vllm, not {settings.engine}: use hermes, auto or none"
         )
     if settings.engine == "attached":
         yield from _attachment_conflicts(settings)

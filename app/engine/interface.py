@@ -34,6 +34,7 @@ from typing import Protocol
 import msgspec
 
 from kvlane.app.operator_error import OperatorError
+from kvlane.app.text.answer_parsers import ContentParser, Emit
 from kvlane.indexer.cache_events.engine_events import EngineEvent
 from kvlane.streams.record_base import JsonText
 from kvlane.streams.records import (
@@ -47,7 +48,7 @@ from kvlane.streams.records import (
     Phase,
     Usage,
 )
-from kvlane.streams.request import Request
+from kvlane.streams.request import AnswerParsing, Request
 
 U32_MAX = 2**32 - 1
 
@@ -260,6 +261,16 @@ class Engine(ABC):
     def versions(self) -> Mapping[str, str]:
         """Versions of the engine's software, by name; called after `start`."""
         return {}
+
+    def calls_parser(
+        self,
+        parsing: AnswerParsing,
+        request_id: str,  # noqa: ARG002
+        emit: Emit,  # noqa: ARG002
+    ) -> ContentParser:
+        """A parser of the engine's own for the tool calls of an answer. Raises ValueError for one
+        that it lacks."""
+        raise ValueError(f"this engine has no tool parser {parsing.tools!r}")
 
     def adapters(self) -> tuple[str, ...] | None:
         """The adapters loaded now, in order; None if they are those of its config."""

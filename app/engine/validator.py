@@ -19,8 +19,9 @@ from kvlane.app.engine.interface import (
     KvEventListener,
 )
 from kvlane.app.engine.output_values import checked_output, checked_stats
+from kvlane.app.text.answer_parsers import ContentParser, Emit
 from kvlane.streams.records import EngineConfig, EngineStats
-from kvlane.streams.request import Request
+from kvlane.streams.request import AnswerParsing, Request
 
 MAX_OUTPUTS_AFTER_STOP = 1
 """One output may be in flight when the context stops; the next one must see the stop."""
@@ -53,6 +54,9 @@ class ValidatingEngine(Engine):
     def versions(self) -> Mapping[str, str]:
         _rule(self._ready, "versions is called after start")
         return self._engine.versions()
+
+    def calls_parser(self, parsing: AnswerParsing, request_id: str, emit: Emit) -> ContentParser:
+        return self._engine.calls_parser(parsing, request_id, emit)
 
     def adapters(self) -> tuple[str, ...] | None:
         return self._engine.adapters()

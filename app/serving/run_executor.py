@@ -41,6 +41,7 @@ from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.runtime import spans
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
+from kvlane.app.text.answer_parsers import VLLM_TOOL_PARSERS
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.clock import BrokerClock
@@ -440,17 +441,21 @@ class RunExecutor:
         request = assignment.request
         if request.parsing is None:
             return self._model.text_stream(request, taken)
+        shown = request
+        if request.parsing.tools in VLLM_TOOL_PARSERS:  # tags of calls are special tokens there
+            shown = replace(request, output=replace(request.output, skip_special_tokens=False))
         try:
             text = ParsedStream(
-                self._model.text_stream(request), request.parsing, request.id, taken
-            )
+                self._model.text_stream(shown), request.parsing, request.id, taken,
+                self._engine.calls_parser,
+            )  # fmt: skip
         except ValueError as e:
             raise EngineError(str(e)) from e
-        shown = (assignment.taken_chars, assignment.taken_data)
-        if taken and assignment.taken_data >= 0 and (text.chars, text.items) != shown:
+        read = (assignment.taken_chars, assignment.taken_data)
+        if taken and assignment.taken_data >= 0 and (text.chars, text.items) != read:
             raise EngineError(
                 f"the tokens of its answer give {text.chars} characters and {text.items} parts "
-                f"here, and its readers have {shown[0]} and {shown[1]}: the versions of its "
+                f"here, and its readers have {read[0]} and {read[1]}: the versions of its "
                 "workers differ"
             )
         return text

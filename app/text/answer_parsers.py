@@ -16,14 +16,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from kvlane.app.text.json_call import JsonCall, MalformedCall
 from kvlane.streams.request import AnswerParsing
 
 log = logging.getLogger(__name__)
 
-ToolParserName = Literal["auto", "none", "hermes"]
+ToolParserName = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "qwen3_xml", "glm45", "glm47", "kimi_k2", "minimax_m2"
+]
+VLLM_TOOL_PARSERS = frozenset(get_args(ToolParserName)) - {"auto", "none", "hermes"}
+"""Of vLLM's own (`app/engine/vllm/calls_parser.py`)."""
 ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]
 
 PARSER_VERSION = 1
@@ -47,15 +51,20 @@ Emit = Callable[[AnswerPart], None]
 class AnswerParser:
     """The parser of one answer; `push` returns the parts that the next text completes."""
 
-    def __init__(self, parsing: AnswerParsing, request_id: str) -> None:
-        """Raises ValueError for a parser or a version that this worker lacks."""
+    def __init__(
+        self, parsing: AnswerParsing, request_id: str, engine_calls: CallsFactory | None = None
+    ) -> None:
+        """`engine_calls`: the parsers of calls that the engine has (`Engine.calls_parser`).
+
+        Raises ValueError for a parser or a version that this worker lacks.
+        """
         if parsing.version != PARSER_VERSION:
             raise ValueError(
                 f"the answer is parsed by version {parsing.version} of the rules, and this worker "
                 f"has version {PARSER_VERSION}: run one version of workers and gateways"
             )
         self._parts: list[AnswerPart] = []
-        self._calls = _calls_parser(parsing, request_id, self._parts.append)
+        self._calls = _calls_parser(parsing, request_id, self._parts.append, engine_calls)
         self._reasoning = _reasoning_parser(parsing, self._calls, self._parts.append)
 
     @property
@@ -104,6 +113,9 @@ class ContentParser:
 
     def end(self) -> None:
         """Nothing is kept back."""
+
+
+CallsFactory = Callable[[AnswerParsing, str, Emit], ContentParser]
 
 
 class HermesParser(ContentParser):
@@ -198,7 +210,7 @@ class HermesParser(ContentParser):
         if not self._is_announced:
             self._is_announced = True
             function = {"name": call.name, "arguments": ""}
-            named = {"id": _call_id(self._request_id, self.calls), "type": "function"}
+            named = {"id": call_id(self._request_id, self.calls), "type": "function"}
             self._emit_delta(named | {"function": function})
         if arguments := call.take_arguments():
             self._emit_delta({"function": {"arguments": arguments}})
@@ -332,12 +344,16 @@ def begins_in_reasoning(parser: str, prompt: str) -> bool:
     return parser == "deepseek_r1" or (parser != "" and prompt.rstrip().endswith(THINK))
 
 
-def _calls_parser(parsing: AnswerParsing, request_id: str, emit: Emit) -> ContentParser:
-    if parsing.tools not in ("", "hermes"):
-        raise ValueError(f"this worker has no tool parser {parsing.tools!r}")
+def _calls_parser(
+    parsing: AnswerParsing, request_id: str, emit: Emit, engine_calls: CallsFactory | None
+) -> ContentParser:
     if not parsing.tools:
         return ContentParser(emit)
-    return HermesParser(emit, request_id, parsing.max_calls)
+    if parsing.tools == "hermes":
+        return HermesParser(emit, request_id, parsing.max_calls)
+    if parsing.tools not in VLLM_TOOL_PARSERS or engine_calls is None:
+        raise ValueError(f"this worker has no tool parser {parsing.tools!r}")
+    return engine_calls(parsing, request_id, emit)
 
 
 def _reasoning_parser(
@@ -348,7 +364,7 @@ def _reasoning_parser(
     return ReasoningParser(content, emit, parsing)
 
 
-def _call_id(request_id: str, number: int) -> str:
+def call_id(request_id: str, number: int) -> str:
     """The same id for every worker and reader."""
     digest = blake2b(f"{number} {request_id}".encode(), digest_size=12).hexdigest()
     return f"call_{digest}"

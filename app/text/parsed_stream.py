@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvlane.app.text.answer_parsers import AnswerParser, AnswerPart
+from kvlane.app.text.answer_parsers import AnswerParser, AnswerPart, CallsFactory
 from kvlane.app.text.stop_conditions import TextPiece, TextStream
 from kvlane.streams.records import FinishReason, PassthroughDelta
 from kvlane.streams.request import AnswerParsing
@@ -18,14 +18,16 @@ class ParsedStream:
     """The content and the items of data of one answer."""
 
     def __init__(
-        self, text: TextStream, parsing: AnswerParsing, request_id: str, taken: Sequence[int] = ()
-    ) -> None:
+        self, text: TextStream, parsing: AnswerParsing, request_id: str, taken: Sequence[int] = (),
+        engine_calls: CallsFactory | None = None,
+    ) -> None:  # fmt: skip
         """`text` has no tokens yet; `taken`: tokens of this answer that were emitted already.
+        `engine_calls`: as for `AnswerParser`.
 
         Raises ValueError for a parser that this worker lacks.
         """
         self._text = text
-        self._parser = AnswerParser(parsing, request_id)
+        self._parser = AnswerParser(parsing, request_id, engine_calls)
         self.chars = 0
         """Length of the content."""
         self.items = 0

@@ -21,6 +21,7 @@ from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.worker_model import ModelPublisher
 from kvlane.app.settings import Settings
+from kvlane.app.text.answer_parsers import ContentParser, Emit
 from kvlane.app.worker import Worker
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock
@@ -29,7 +30,7 @@ from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Log
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.records import Chunk, End, EngineConfig, EngineStats, Role
-from kvlane.streams.request import Request
+from kvlane.streams.request import AnswerParsing, Request
 from tests.vllm.engines import RealEngine
 
 CLOCK = SystemClock()
@@ -64,6 +65,9 @@ class Lent(Engine):
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         return self._got.generate(request, context)
+
+    def calls_parser(self, parsing: AnswerParsing, request_id: str, emit: Emit) -> ContentParser:
+        return self._got.calls_parser(parsing, request_id, emit)
 
     async def abort(self, context: GenerateContext) -> None:
         await self._got.abort(context)

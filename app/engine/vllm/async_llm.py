@@ -36,6 +36,7 @@ from kvlane.app.engine.interface import (
 )
 from kvlane.app.engine.process_reaper import ProcessReaper
 from kvlane.app.engine.vllm import guided_resume
+from kvlane.app.engine.vllm.calls_parser import VllmCallsParser
 from kvlane.app.engine.vllm.event_receiver import KvEventReceiver
 from kvlane.app.engine.vllm.form_trials import FormTrials
 from kvlane.app.engine.vllm.params import (
@@ -49,10 +50,11 @@ from kvlane.app.engine.vllm.plugin import ENDPOINT_PREFIX
 from kvlane.app.engine.vllm.stats import VllmStats
 from kvlane.app.engine.vllm.versions import check_plugin, installed_version
 from kvlane.app.text.answer_forms import after_reasoning
+from kvlane.app.text.answer_parsers import Emit
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import token_count
 from kvlane.streams.records import EngineConfig, EngineStats, FinishReason, LogProb
-from kvlane.streams.request import Request
+from kvlane.streams.request import AnswerParsing, Request
 
 
 def make_fork_safe() -> None:
@@ -158,6 +160,10 @@ class VllmEngine(Engine):
 
     def versions(self) -> Mapping[str, str]:
         return {"vllm": installed_version()}
+
+    def calls_parser(self, parsing: AnswerParsing, request_id: str, emit: Emit) -> VllmCallsParser:
+        """As `Engine.calls_parser`."""
+        return VllmCallsParser(parsing, request_id, emit, self._llm.get_tokenizer())
 
     # --- lifecycle
     # ------------------------------------------------------------------------------------

@@ -15,7 +15,12 @@ from kvlane.app.preprocess.requests.guided_decoding import check_cost, guided_de
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.request_models import ChatBody
 from kvlane.app.text.answer_forms import calls_form
-from kvlane.app.text.answer_parsers import begins_in_reasoning, reasoning_parser_of, tool_parser_of
+from kvlane.app.text.answer_parsers import (
+    VLLM_TOOL_PARSERS,
+    begins_in_reasoning,
+    reasoning_parser_of,
+    tool_parser_of,
+)
 from kvlane.streams.records import ModelCard
 from kvlane.streams.request import AnswerParsing, GuidedDecoding, Request
 
@@ -107,6 +112,11 @@ def parsing_of(
         )
     if body.tools and body.parallel_tool_calls is False and not parsers.tools:
         raise InvalidPrompt("parallel_tool_calls", "this model answers in text: use true")
+    is_vllm = parsers.tools in VLLM_TOOL_PARSERS
+    if body.tools and body.parallel_tool_calls is False and is_vllm:
+        raise InvalidPrompt(
+            "parallel_tool_calls", f"the tool parser {parsers.tools} ends no answer: use true"
+        )
     tools = parsers.tools if request.tools else ""
     if not tools and not parsers.reasoning:
         return None
@@ -116,4 +126,5 @@ def parsing_of(
         in_reasoning=begins_in_reasoning(parsers.reasoning, prompt or ""),
         shows_reasoning=body.include_reasoning is not False,
         max_calls=1 if body.parallel_tool_calls is False else 0,
+        functions=msgspec.json.encode(request.tools) if tools and is_vllm else None,
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.http.openai.passthrough_fields import merge_deltas, to_message
 from kvlane.app.preprocess.models.byte_model import ByteModel
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
@@ -23,6 +24,7 @@ from kvlane.app.text.answer_parsers import (
 )
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextPiece
+from kvlane.streams.clock import SystemClock
 from kvlane.streams.records import ModelCard, PassthroughDelta
 from kvlane.streams.request import AnswerParsing, Request, StopConditions
 
@@ -441,3 +443,18 @@ def test_card_names_the_parsers_before_the_template_does() -> None:
     assert parsers_of(ModelCard(name="m"), template) == ("hermes", "qwen3")
     card = ModelCard(name="m", tool_parser="none", reasoning_parser="deepseek_r1")
     assert parsers_of(card, template) == ("", "deepseek_r1")
+
+
+def test_parser_of_vllm_has_the_tools_and_cannot_end_an_answer() -> None:
+    parsers, fields = ModelParsers("kimi_k2"), CHAT | {"tools": [TOOL]}
+    parsing = parsing_of(read_openai("chat", fields), parsers, "prompt")
+    assert parsing is not None
+    assert json.loads(parsing.functions or b"") == [TOOL]
+    with pytest.raises(InvalidPrompt, match="kimi_k2"):
+        parsing_of(read_openai("chat", fields | {"parallel_tool_calls": False}), parsers, "prompt")
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "unknown"])
+def test_worker_without_the_parser_of_an_answer_refuses_it(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        AnswerParser(AnswerParsing(tools=name), "a", EchoEngine(SystemClock(), 0.0).calls_parser)
