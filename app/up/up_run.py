@@ -10,8 +10,9 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +22,11 @@ from kvlane.app.local.deployment import (
     count_workers,
     deployment_parts,
 )
-from kvlane.app.local.http_probe import READY_POLL_S
+from kvlane.app.local.http_probe import READY_POLL_S, HttpAnswer, http_get
 from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name
 from kvlane.app.up.data_folder import CannotStart, DataFolder, rotate_logs
-from kvlane.app.up.readiness import ReadinessCheck
 from kvlane.app.up.supervisor import BrokerSupervisor, ProcessSupervisor
 from kvlane.streams.brokers.broker import LOOPBACK, ReportLine, free_ports
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
@@ -317,3 +317,38 @@ class _Deployment:
 
 def _with_role(part: DeploymentPart) -> str:
     return part.name if part.role is None else f"{part.name} ({part.role})"
+
+
+class ReadinessCheck:
+    def __init__(
+        self, workers: WorkerObserver, names: Collection[str], since: int, urls: Mapping[str, str]
+    ) -> None:
+        """`urls`: addresses by process name; the gateway is "gateway-1"."""
+        self._workers = workers
+        self._names = names
+        self._since = since
+        self._urls = urls
+
+    async def failed_checks(self) -> list[str]:
+        """The failed checks, as texts; empty when all pass."""
+        ready = self._workers.find_ready(self._since)
+        missing = [f"{n} has not registered" for n in self._names if n not in ready]
+        answers = await asyncio.gather(
+            *(asyncio.to_thread(http_get, f"{url}/readyz") for url in self._urls.values())
+        )
+        for name, answer in zip(self._urls, answers, strict=True):
+            if answer.status != HTTPStatus.OK:
+                missing.append(f"{name} {_words(answer)}")
+        if not missing:
+            models = await asyncio.to_thread(http_get, f"{self._urls['gateway-1']}/v1/models")
+            if models.status == HTTPStatus.OK and not models.body.get("data"):
+                missing.append("gateway-1 lists no model")
+        return missing
+
+
+def _words(answer: HttpAnswer) -> str:
+    if not answer.status:
+        return "does not listen yet"
+    body = answer.body if isinstance(answer.body, dict) else {}
+    wrong = [name for name, value in body.items() if value is False and name != "ready"]
+    return f"is not ready ({', '.join(wrong) or answer.status})"
