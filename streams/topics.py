@@ -204,6 +204,7 @@ of an aborted transaction, or of one that is not over, are left out. Of `results
 the log: a look for results has to wait for the transactions of other lanes before it."""
 
 TOPICS_BY_NAME = {topic.name: topic for topic in TOPICS}
+TYPES_BY_TOPIC = {topic.name: frozenset(topic.records) for topic in TOPICS}
 
 GROUPS = {
     "preprocessor": PROMPTS,

@@ -9,7 +9,7 @@ topics skip`), which applies to all processes, and to records on the registry it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from kvlane.streams.clock import Clock
@@ -27,7 +27,7 @@ from kvlane.streams.reading.range_reader import read_range, record_at
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import LogRecord, Skip
 from kvlane.streams.retry import retry_while_unavailable
-from kvlane.streams.topics import REGISTRY, TOPICS
+from kvlane.streams.topics import REGISTRY, TYPES_BY_TOPIC
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ LOOKUP_TIMEOUT_S = 30.0
 """Time limit for reading skips from the registry, before the read is restarted."""
 
 _PREFIX = "skip/"
-_TYPES: Mapping[str, frozenset[str]] = {t.name: frozenset(t.records) for t in TOPICS}
 
 
 def skip_key(topic: str, partition: int, offset: int) -> str:
@@ -46,7 +45,7 @@ def decode_for_topic(topic: str, record: Record) -> AnyRecord:
     """Decode a record whose type belongs on this topic. Raises NewerRecord, Malformed."""
     decoded = decode(record)
     name = type(decoded).__name__
-    if name not in _TYPES[topic]:
+    if name not in TYPES_BY_TOPIC[topic]:
         raise Malformed(f"a {name} does not belong on {topic}")
     return decoded
 
@@ -100,7 +99,7 @@ async def write_skip(log: Log, clock: Clock, source: Partition, offset: int) -> 
     Raises NothingToSkip for any other record or position, BrokerUnavailable, AppendFailed.
     """
     place = f"{source.topic}:{source.partition}:{offset}"
-    record = await record_at(log, clock, source, offset) if source.topic in _TYPES else None
+    record = await record_at(log, clock, source, offset) if source.topic in TYPES_BY_TOPIC else None
     if record is None:
         raise NothingToSkip(f"no record at {place}: it does not exist, or its retention is over")
     try:

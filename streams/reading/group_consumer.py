@@ -39,7 +39,7 @@ from kvlane.streams.ports import POLL_S, Log, Member, RebalanceListener, Record
 from kvlane.streams.reading.dead_letter_format import MAX_REASON_BYTES, DeadLetterWriter
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import MAX_ID_CHARS, LogRecord, Refused
-from kvlane.streams.topics import TOPICS
+from kvlane.streams.topics import TYPES_BY_TOPIC
 
 
 class GroupMembership:
@@ -80,8 +80,6 @@ MAX_QUEUED_DEAD_LETTERS = 1000
 """Bound of unacknowledged dead letters; polling stops at it. With this many the broker accepts no
 appends, and then no request can be answered either."""
 DEAD_LETTER_BATCH = 50
-
-_TYPES = {t.name: frozenset(t.records) for t in TOPICS}
 
 
 class PartitionClaim:
@@ -265,7 +263,7 @@ class GroupConsumer:
         self._lanes = lanes
         self._clock = clock
         self._broker_clock = broker_clock
-        self._types = _TYPES[topic]
+        self._types = TYPES_BY_TOPIC[topic]
         self._writes_dead_letters = writes_dead_letters
         self._dead_letters = DeadLetterWriter(
             RecordPublisher(log, clock, broker_clock), keep_prompts=keep_prompts
