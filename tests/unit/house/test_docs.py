@@ -117,6 +117,27 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("change", "folders", "examples"),
+    [
+        ("a field of a request", ("app", "streams"), ("min_p", "max_thinking_tokens")),
+        ("an HTTP endpoint", ("app/http",), ("/v1/embeddings", "/v1/files", "/v1/messages")),
+    ],
+)
+def test_row_of_a_change_names_each_file_of_its_examples(
+    change: str, folders: tuple[str, ...], examples: tuple[str, ...]
+) -> None:
+    """A new field or endpoint needs the files that an existing one of its kind stands in."""
+    page = ROOT / "docs" / "architecture.md"
+    (row,) = (line for line in page.read_text().splitlines() if line.startswith(f"| {change} |"))
+    named = {(page.parent / path).resolve() for path in re.findall(r"\]\(([^)#]+)", row)}
+    pattern = re.compile(rf"(?<!\w)({'|'.join(examples)})(?!\w)")
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    needed = {file for file in files if pattern.search(file.read_text())}
+    assert needed
+    assert {file for file in needed if named.isdisjoint((file, *file.parents))} == set()
+
+
 def test_table_of_settings_is_complete() -> None:
     """Renew it with `kvlane settings --markdown`."""
     assert settings_markdown() in (ROOT / "docs" / "configuration.md").read_text()
