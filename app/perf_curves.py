@@ -13,10 +13,8 @@ MAX_COEFFICIENT = 1e6
 
 
 class PerfCurves(NamedTuple):
-    """Times of a step in ms, as quadratics of the load, highest power first.
-
-    The default is the published profile of NVIDIA Dynamo's mock engine.
-    """
+    """Times of a step in ms, as quadratics of the load, highest power first. The default is the
+    published profile of NVIDIA Dynamo's mock engine."""
 
     prefill: tuple[float, float, float] = (4.209989e-7, 1.518344e-2, 16.50142)
     """Coefficients over the number of new prompt tokens."""
@@ -41,10 +39,8 @@ class PerfCurves(NamedTuple):
 
 
 def curves_from(numbers: Sequence[float]) -> PerfCurves | None:
-    """The inverse of `coefficients`; None for impossible curves.
-
-    The time of prefill must not fall with the number of tokens, and no time may be negative.
-    """
+    """The inverse of `coefficients`; None for impossible curves. The time of prefill must not fall
+    with the number of tokens, and no time may be negative."""
     if len(numbers) != 7 or not all(abs(x) <= MAX_COEFFICIENT for x in numbers):  # nor is it NaN
         return None
     a, b, c, *decode, floor = numbers

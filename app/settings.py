@@ -183,9 +183,7 @@ class Settings(  # pydantic takes the fields of the last base first
 
     def block_key_secret(self) -> KeySecret:
         """The constants of block keys. Raises SettingsError without a secret for remote brokers.
-
-        With the default one, a program with access to the topics could make colliding keys.
-        """
+        With the default one, a program with access to the topics could make colliding keys."""
         from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
 
         secret = self.hash_secret.get_secret_value().encode()

@@ -115,10 +115,8 @@ def block_seed(lora_name: str = "", cache_salt: str = "", seed: int = BASE_SEED)
 
 
 def multimodal_hash(identifier: str) -> int | None:
-    """Hash of a multimodal object by its identifier; None for an empty identifier.
-
-    64 hexadecimal digits are a digest already: the first 16 are the hash.
-    """
+    """Hash of a multimodal object by its identifier; None for an empty identifier. 64 hexadecimal
+    digits are a digest already: the first 16 are the hash."""
     if not identifier:
         return None
     if len(identifier) == 64 and _HEX.issuperset(identifier):
@@ -127,10 +125,8 @@ def multimodal_hash(identifier: str) -> int | None:
 
 
 def token_array(tokens: Tokens) -> NDArray[np.uint32]:
-    """Token ids as a u32 array; a view where possible. Raises ValueError.
-
-    A list goes through `array`, a third of the time of numpy's constructors.
-    """
+    """Token ids as a u32 array; a view where possible. Raises ValueError. A list goes through
+    `array`, a third of the time of numpy's constructors."""
     if isinstance(tokens, bytes | bytearray | memoryview):
         if len(tokens) % 4:
             raise ValueError(f"token ids have {len(tokens)} bytes: not a multiple of 4")

@@ -58,10 +58,8 @@ def derive_secret(secret: bytes) -> KeySecret:
 def prefix_sums(
     local: NDArray[np.uint64], secret: KeySecret, *, position: int = 0, parent_sum: int = 0
 ) -> NDArray[np.uint64]:
-    """Sums up to each block from block `position` on; `parent_sum` is the sum before it.
-
-    A continuation needs the sum, not the key, of its parent: they differ for a sum of 0.
-    """
+    """Sums up to each block from block `position` on; `parent_sum` is the sum before it. A
+    continuation needs the sum, not the key, of its parent: they differ for a sum of 0."""
     sums = np.empty(len(local), np.uint64)
     constants = secret.start, secret.step, secret.first, secret.second
     prefix_sum_rows(np.ascontiguousarray(local), position, parent_sum & M64, *constants, sums)

@@ -118,10 +118,8 @@ class EpochTracker(Generic[R]):
         return next((rank for known, rank in self if known == holder), None)
 
     def advance_to(self, partition: int, holder: CacheId, epoch: int, event_id: int) -> R | None:
-        """Advance to an event id, and return the rank; None for an epoch that has ended.
-
-        Events below the id that were not seen are a gap: the blocks of the rank are dropped.
-        """
+        """Advance to an event id, and return the rank; None for an epoch that has ended. Events
+        below the id that were not seen are a gap: the blocks of the rank are dropped."""
         rank = self._rank(partition, holder, epoch)
         if rank is None:
             return None
@@ -180,9 +178,7 @@ class EpochTracker(Generic[R]):
 
     def deserialize(self, partition: int, described: dict[str, Any]) -> list[R]:
         """Replace a partition by the output of `serialize`; returns its empty ranks in order.
-
-        Raises ValueError for any other value, with nothing changed.
-        """
+        Raises ValueError for any other value, with nothing changed."""
         _check(described)
         self.drop_partition(partition)
         workers = self._partitions[partition] = {}

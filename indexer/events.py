@@ -89,9 +89,7 @@ def encode_events(events: Iterable[CacheEvent]) -> EventColumns:
 
 class EventRows(NamedTuple):
     """Columns as arrays: read-only views of the bytes, one element per event except in `keys`.
-
-    `kinds`, `tiers`: u8 (n). `positions`, `counts`: u32 (n). `keys`: u64, concatenated.
-    """
+    `kinds`, `tiers`: u8 (n). `positions`, `counts`: u32 (n). `keys`: u64, concatenated."""
 
     kinds: NDArray[np.uint8]
     tiers: NDArray[np.uint8]

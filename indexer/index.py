@@ -67,20 +67,16 @@ _NO_COLUMN = -1
 
 
 class MatchDepths(NamedTuple):
-    """Caches that hold the first block of a prompt, and their matched blocks by tier.
-
-    `columns`: i64 (n), see `Index.column_owners`. `depths`: i64 (n, tiers), in row-major order.
-    """
+    """Caches that hold the first block of a prompt, and their matched blocks by tier. `columns`:
+    i64 (n), see `Index.column_owners`. `depths`: i64 (n, tiers), in row-major order."""
 
     columns: NDArray[np.int64]
     depths: NDArray[np.int64]
 
 
 class _ThreadScratch:
-    """Scratch memory of a thread, for up to `blocks` blocks and `columns` columns.
-
-    `found`, `depths`: the results of a kernel, i64 (columns) and (columns, tiers).
-    """
+    """Scratch memory of a thread, for up to `blocks` blocks and `columns` columns. `found`,
+    `depths`: the results of a kernel, i64 (columns) and (columns, tiers)."""
 
     def __init__(self, blocks: int, columns: int) -> None:
         arrays = new_scratch(blocks, columns)
@@ -330,10 +326,8 @@ class Index(IndexBase[_Cache]):
     # --- upkeep ----------------------------------------------------------------------------------
 
     def maintain(self, steps: int = MAX_STEP_SLOTS) -> bool:
-        """Grow and sweep up to `steps` slots; returns whether more remains to be done.
-
-        Every change does the share that it must.
-        """
+        """Grow and sweep up to `steps` slots; returns whether more remains to be done. Every change
+        does the share that it must."""
         growing = [store for store in self._stores if store.is_growing]
         for store in growing:
             store.grow_table(steps)

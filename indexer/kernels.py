@@ -85,10 +85,8 @@ def dependency_hash() -> str:
 
 
 def target_processor() -> tuple[str, str]:
-    """Name and features of the processor to compile for, as LLVM writes them.
-
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one than this machine's, as images do.
-    """
+    """Name and features of the processor to compile for, as LLVM writes them. NUMBA_CPU_NAME and
+    NUMBA_CPU_FEATURES name another one than this machine's, as images do."""
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     return (
         binding.get_host_cpu_name() if name is None else name,
@@ -113,10 +111,8 @@ def cache_roots() -> list[Path]:
 
 
 def choose_cache_folder(candidates: list[Path]) -> Path | None:
-    """The first folder that is complete or writable; None if there is none.
-
-    Numba needs to write where it reads, so a complete read-only folder is copied.
-    """
+    """The first folder that is complete or writable; None if there is none. Numba needs to write
+    where it reads, so a complete read-only folder is copied."""
     for folder in candidates:
         if is_writable(folder):
             return folder
@@ -212,10 +208,8 @@ def inlined(function: F) -> F:
 
 
 def _compiled(function: F, signatures: list[Any] | None, **options: bool) -> F:
-    """Numba's decorator without unneeded work, a sixth of the compile time.
-
-    No wrapper for calls from C, and one version for all integers, not one for every constant.
-    """
+    """Numba's decorator without unneeded work, a sixth of the compile time. No wrapper for calls
+    from C, and one version for all integers, not one for every constant."""
     dispatcher = numba.njit(signatures, error_model="numpy", no_cfunc_wrapper=True, **options)(
         function
     )

@@ -19,10 +19,8 @@ class Clock(Protocol):
         """Seconds of a monotonic clock; only differences are meaningful."""
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970 by this machine, for ids and for display.
-
-        It may differ from broker time: comparisons of the two need a margin.
-        """
+        """Milliseconds since 1970 by this machine, for ids and for display. It may differ from
+        broker time: comparisons of the two need a margin."""
 
     async def sleep(self, seconds: float) -> None:
         """Wait; 0 lets other tasks run."""
@@ -82,9 +80,7 @@ class BrokerClock:
 
 class LeaderClock:
     """The clock of the leader of one partition, by its records that were read without delay.
-
-    `lag_ms`: its lag behind `broker_clock`, to be added to the partition's append times.
-    """
+    `lag_ms`: its lag behind `broker_clock`, to be added to the partition's append times."""
 
     def __init__(self, clock: Clock, broker_clock: BrokerClock) -> None:
         self._clock = clock

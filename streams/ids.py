@@ -67,10 +67,8 @@ class TenantTag:
         )
 
     def cache_salt(self, tenant: str, salt: str) -> str:
-        """The cache salt of a tenant's request; `cache_salt` is the client's.
-
-        An HMAC, so that no client can choose a salt whose block hashes are another tenant's.
-        """
+        """The cache salt of a tenant's request; `cache_salt` is the client's. An HMAC, so that no
+        client can choose a salt whose block hashes are another tenant's."""
         parts = f"cache\0{tenant}\0{salt}".encode(errors="surrogatepass")
         return hmac.digest(self._secret, parts, "sha256").hex()[:SALT_CHARS]
 
@@ -91,10 +89,8 @@ def new_request_id(clock: Clock, rng: random.Random) -> str:
 
 
 def issued_ms(request_id: str) -> int | None:
-    """Creation time of an id, by the clock of its maker; None for ids without a time.
-
-    Characters after the UUID are ignored.
-    """
+    """Creation time of an id, by the clock of its maker; None for ids without a time. Characters
+    after the UUID are ignored."""
     try:
         drawn = uuid.UUID(request_id[:_UUID_CHARS])
     except ValueError:

@@ -62,10 +62,8 @@ class Appended(NamedTuple):
 
 
 class Unreadable(bytes):
-    """Replaces the value of a record, or of a batch of records, that could not be read.
-
-    The bytes are the reason, as text. The offset of the record is that of the last missing one.
-    """
+    """Replaces the value of a record, or of a batch of records, that could not be read. The bytes
+    are the reason, as text. The offset of the record is that of the last missing one."""
 
     __slots__ = ()
 
@@ -120,10 +118,8 @@ class Reader(Protocol):
         """
 
     async def poll(self, timeout_s: float, max_records: int = 2000) -> Batches:
-        """The next records; empty after `timeout_s` without any, also during an outage.
-
-        Raises PositionLost if a position is outside of the log: its records are gone.
-        """
+        """The next records; empty after `timeout_s` without any, also during an outage. Raises
+        PositionLost if a position is outside of the log: its records are gone."""
 
     def set_gather_s(self, gather_s: float) -> None:
         """Change `gather_s` of `Log.reader` from the next request on."""
@@ -181,10 +177,8 @@ class Member(Protocol):
         returned records behind it, or if the partition is not owned (any more)."""
 
     async def commit(self, offsets: Mapping[int, int]) -> None:
-        """Commit next offsets by partition.
-
-        Raises OwnershipLost if the group has rebalanced, AppendFailed without an answer.
-        """
+        """Commit next offsets by partition. Raises OwnershipLost if the group has rebalanced,
+        AppendFailed without an answer."""
 
     async def close(self) -> None:
         """Leave the group, without committing anything."""
@@ -213,10 +207,8 @@ class TransactionalWriter(Protocol):
 
 
 class Log(Protocol):
-    """A connection to the log, for one process.
-
-    All methods, also of its readers and members, may raise Denied, and LogClosed after `close`.
-    """
+    """A connection to the log, for one process. All methods, also of its readers and members, may
+    raise Denied, and LogClosed after `close`."""
 
     async def start(self) -> None:
         """Connect. Raises BrokerUnavailable, AccessDenied."""
@@ -265,21 +257,15 @@ class Log(Protocol):
 
     async def foreign_partitions(self, topics: Collection[str]) -> dict[str, int]:
         """Partitions of topics outside of the deployment, by their whole names; 0: does not exist.
-
-        One query for all of them. Raises BrokerUnavailable.
-        """
+        One query for all of them. Raises BrokerUnavailable."""
 
     def outside(self) -> Log:
-        """Another connection of this process, for topics of clients by their whole names.
-
-        No failure of an append there fails one here. To be started; closed with this one.
-        """
+        """Another connection of this process, for topics of clients by their whole names. No
+        failure of an append there fails one here. To be started; closed with this one."""
 
     def transactional_writer(self, name: str) -> TransactionalWriter:
-        """A writer that appends nothing until `open`; closed with this connection.
-
-        The deployment's prefix is added to the name.
-        """
+        """A writer that appends nothing until `open`; closed with this connection. The deployment's
+        prefix is added to the name."""
 
     def reader(self, *, moving: bool = True, gather_s: float = 0.0) -> Reader:
         """A reader that reads nothing until `assign`.

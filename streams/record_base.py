@@ -57,10 +57,8 @@ class InternalRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 class PublicRecord(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False, tag_field="t", tag=True
 ):
-    """A record that clients read: a JSON object with its type in field `t`.
-
-    Codes and reasons are plain strings: clients that lack a new one must still see its record.
-    """
+    """A record that clients read: a JSON object with its type in field `t`. Codes and reasons are
+    plain strings: clients that lack a new one must still see its record."""
 
 
 class LogRecord(msgspec.Struct, frozen=True, gc=False):

@@ -59,10 +59,8 @@ class Appender(Protocol):
 
 
 class RecordPublisher:
-    """Publishes records to one log; reports append times to the broker clock.
-
-    All methods raise RecordTooLarge, Denied and LogClosed at once: a retry would not help.
-    """
+    """Publishes records to one log; reports append times to the broker clock. All methods raise
+    RecordTooLarge, Denied and LogClosed at once: a retry would not help."""
 
     def __init__(
         self, log: Appender, clock: Clock, broker_clock: BrokerClock | None = None
@@ -97,10 +95,8 @@ class RecordPublisher:
     async def publish_batch_once(
         self, topic: str, partition: int, records: Sequence[tuple[str, AnyRecord]]
     ) -> Appended:
-        """Append (key, record) pairs to one partition in order, all or none, once.
-
-        Raises AppendFailed, or RecordTooLarge when they do not fit into one batch of 1 MiB.
-        """
+        """Append (key, record) pairs to one partition in order, all or none, once. Raises
+        AppendFailed, or RecordTooLarge when they do not fit into one batch of 1 MiB."""
         entries = [encode(record, key) for key, record in records]
         return await self._observed(self._log.append_batch(topic, partition, entries))
 

@@ -25,10 +25,8 @@ before, so the retries of many processes are spread without jitter."""
 async def retry_while_unavailable(
     clock: Clock, call: Callable[[], Awaitable[T]], *, until: float | None = None
 ) -> T:
-    """Repeat a query, or an append that may be duplicated, until a broker answers.
-
-    `until` is a point on the clock; past it the last BrokerUnavailable or AppendFailed is raised.
-    """
+    """Repeat a query, or an append that may be duplicated, until a broker answers. `until` is a
+    point on the clock; past it the last BrokerUnavailable or AppendFailed is raised."""
     pause_s = INITIAL_BACKOFF_S
     while True:
         try:

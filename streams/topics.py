@@ -63,10 +63,8 @@ batch at a time per partition, and 16 MiB decompress in 10 to 20 ms."""
 
 
 class Topic(NamedTuple):
-    """One row: shape and rules of a topic. No `retention_ms`: compaction keeps its records.
-
-    With `compacts`, records are deleted by age and replaced by newer ones of their key.
-    """
+    """One row: shape and rules of a topic. No `retention_ms`: compaction keeps its records. With
+    `compacts`, records are deleted by age and replaced by newer ones of their key."""
 
     name: str
     key: str
@@ -223,9 +221,7 @@ TRANSACTIONAL_IDS = {"collector": "collector-"}
 
 class AclRule(NamedTuple):
     """An ACL rule of a role. `name` is a topic, a group or a transactional id, "" all of them.
-
-    `is_prefix`: it is about all names that begin so. `is_foreign`: outside of the deployment.
-    """
+    `is_prefix`: it is about all names that begin so. `is_foreign`: outside of the deployment."""
 
     role: str
     operation: Literal["All", "Describe", "Read", "Write"]
@@ -240,9 +236,7 @@ _OF_REPLIES: tuple[Literal["Read", "Write"], ...] = ("Read", "Write")
 
 def required_acls(reply_prefixes: Sequence[str] = ()) -> list[AclRule]:
     """The complete ACL rules of a deployment, by role. Processes compare all topics at start.
-
-    `reply_prefixes`: of the topics that replies may go to.
-    """
+    `reply_prefixes`: of the topics that replies may go to."""
     roles = sorted({role for t in TOPICS for role in (*t.writers, *t.readers)})
     found = []
     for role in roles:

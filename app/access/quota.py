@@ -186,9 +186,7 @@ class QuotaLease:
 
     def _refusal(self, used: int, own: int, more: int, now_s: float) -> QuotaRefusal | None:
         """Why the tenant, with `used` at a time, may not have more; else they count in its rate.
-
-        `own`: those of `used` that this lease has, which do not end while it waits.
-        """
+        `own`: those of `used` that this lease has, which do not end while it waits."""
         most = self.quota.limits.requests
         if most is not None and used + more > most:
             again_s = QUOTA_RETRY_S if own + more <= most else None

@@ -58,10 +58,8 @@ async def capture_period(
     secret: KeySecret,
     progress: Progress = lambda _done, _total: None,
 ) -> AsyncGenerator[AnyCaptureLine, None]:
-    """Yield the lines of a period; `secret` must be random and used for nothing else.
-
-    Close it (`aclosing`) to stop early. Raises BrokerUnavailable, PositionLost and NewerRecord.
-    """
+    """Yield the lines of a period; `secret` must be random and used for nothing else. Close it
+    (`aclosing`) to stop early. Raises BrokerUnavailable, PositionLost and NewerRecord."""
     reading, counts = _Reading(log, clock, period, secret), Counter[str]()
     async with aclosing(reading.lines(progress)) as lines:
         async for line in lines:

@@ -54,10 +54,8 @@ async def list_dead_letters(
     matches: Callable[[DeadLetter], bool] = lambda _: True,
     progress: Progress = lambda _done, _total: None,
 ) -> tuple[list[DeadLetter], int]:
-    """The newest `limit` matching dead letters, oldest first, and the number of matches.
-
-    Raises BrokerUnavailable, PositionLost.
-    """
+    """The newest `limit` matching dead letters, oldest first, and the number of matches. Raises
+    BrokerUnavailable, PositionLost."""
     sources = [Partition(DEAD_LETTERS, p) for p in range(await log.partitions(DEAD_LETTERS))]
     numbers = [source.partition for source in sources]
     starts = await log.start_offsets(DEAD_LETTERS, numbers)
@@ -131,10 +129,8 @@ def decode_dead_letter(letter: DeadLetter, content: DeadLetterRecord) -> Any:
 
 
 async def retry_dead_letter(log: Log, clock: Clock, letter: DeadLetter) -> tuple[str, Appended]:
-    """Publish the record of a dead letter again; its request id, and the append.
-
-    Raises InvalidDeadLetter when that cannot help, and the errors of the log.
-    """
+    """Publish the record of a dead letter again; its request id, and the append. Raises
+    InvalidDeadLetter when that cannot help, and the errors of the log."""
     if letter.origin_topic not in (PROMPTS, BATCH, REQUESTS):
         raise InvalidDeadLetter(
             f"dead letter {letter.name} is from {letter.origin_topic or 'no topic'}: only those of "

@@ -177,10 +177,8 @@ def _decided(
 
 
 def _in_order(*topics: list[TimelineStep]) -> list[TimelineStep]:
-    """Merge the steps of all topics by the broker's clock, each topic in log order.
-
-    Within a millisecond: requests, decisions, chunks, ends.
-    """
+    """Merge the steps of all topics by the broker's clock, each topic in log order. Within a
+    millisecond: requests, decisions, chunks, ends."""
     ranked = []
     for number, steps in enumerate(topics):
         latest = (0, 0)
@@ -192,10 +190,8 @@ def _in_order(*topics: list[TimelineStep]) -> list[TimelineStep]:
 
 
 async def _stretches(log: Log, lane: int, drawn_ms: int | None) -> tuple[dict[Partition, int], ...]:
-    """Start offsets, offsets by which most requests are finished, and end offsets of the lane.
-
-    The start is shortly before the time in the id, or the oldest record.
-    """
+    """Start offsets, offsets by which most requests are finished, and end offsets of the lane. The
+    start is shortly before the time in the id, or the oldest record."""
     starts, bounds, ends = {}, {}, {}
     for topic in (REQUESTS, LEDGER, RESPONSES):
         source = Partition(topic, lane)

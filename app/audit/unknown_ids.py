@@ -40,10 +40,8 @@ async def is_published(log: Log, clock: Clock, request_id: str, within_s: float)
 async def find_prompt(
     log: Log, clock: Clock, request_id: str, progress: Progress
 ) -> FoundRecord | None:
-    """The prompt of an id in `prompts` or `batch`; None also without the right to read them.
-
-    Raises BrokerUnavailable, PositionLost.
-    """
+    """The prompt of an id in `prompts` or `batch`; None also without the right to read them. Raises
+    BrokerUnavailable, PositionLost."""
     try:
         topics = await _prompt_partitions(log)
         return await _first_record(log, clock, request_id, topics, progress=progress)

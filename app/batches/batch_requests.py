@@ -109,10 +109,8 @@ async def requests_of(
     endpoint: BatchEndpoint,
     is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> AsyncGenerator[JobRequest | BatchError, None]:
-    """The requests of a file, or the errors of their lines, in order.
-
-    `is_wanted`: by index; the other lines are not read. Other tasks run after every 64 KiB.
-    """
+    """The requests of a file, or the errors of their lines, in order. `is_wanted`: by index; the
+    other lines are not read. Other tasks run after every 64 KiB."""
     index = size = 0
     async for line in lines_of(pieces, MAX_LINE_BYTES):
         index += 1

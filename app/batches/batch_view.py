@@ -118,10 +118,8 @@ class BatchView:
         return False
 
     def _is_later(self, source: Partition, job: BatchJob) -> bool:
-        """False for a record of a job that is older than the known one.
-
-        A job beyond the limit of its tenant is removed with its first record.
-        """
+        """False for a record of a job that is older than the known one. A job beyond the limit of
+        its tenant is removed with its first record."""
         known = self._jobs.get(job.id)
         if known is not None:
             return (job.fence, job.writes) >= (known.fence, known.writes)

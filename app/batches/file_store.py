@@ -59,10 +59,8 @@ class FileKeys(Container[bytes | None]):
 
 
 class PartOrder:
-    """Selects the parts of a file that count, from the records of its partition in log order.
-
-    The last fence, or else the first part, names the run; of that run each number counts once.
-    """
+    """Selects the parts of a file that count, from the records of its partition in log order. The
+    last fence, or else the first part, names the run; of that run each number counts once."""
 
     def __init__(self, file_id: str) -> None:
         self._prefix = f"{file_id}/".encode()
@@ -132,10 +130,8 @@ class FileStore:
         return await self._publisher.publish_renamed(FILE_PARTS, attempts, partition)
 
     async def write(self, file_id: str, content: AsyncIterator[bytes]) -> WrittenFile:
-        """Write a file as its content arrives, in parts.
-
-        If it fails or is cancelled, the written part is deleted. Raises the errors of `content`.
-        """
+        """Write a file as its content arrives, in parts. If it fails or is cancelled, the written
+        part is deleted. Raises the errors of `content`."""
         partition = await self.partition_of(file_id)
         digest, held = hashlib.sha256(), bytearray()
         keys: list[bytes] = []
@@ -197,10 +193,8 @@ class FileStore:
     async def records(
         self, partition: int, first: int, end: int, *file_ids: str
     ) -> AsyncGenerator[Record, None]:
-        """Records of some files in a range of offsets, as far as they are kept.
-
-        Raises FileDamaged if they are deleted meanwhile, BrokerUnavailable.
-        """
+        """Records of some files in a range of offsets, as far as they are kept. Raises FileDamaged
+        if they are deleted meanwhile, BrokerUnavailable."""
         source = Partition(FILE_PARTS, partition)
         starts = await self._log.start_offsets(FILE_PARTS, [partition])
         first = max(first, starts[partition])

@@ -33,9 +33,7 @@ class JobInput:
         self, is_wanted: Callable[[int], bool] = lambda _: True
     ) -> AsyncGenerator[JobRequest | BatchError, None]:
         """The requests, or the errors of their lines. `is_wanted`: by index; others are not read.
-
-        Close it (`aclosing`) when leaving it early. Raises FileDamaged, BrokerUnavailable.
-        """
+        Close it (`aclosing`) when leaving it early. Raises FileDamaged, BrokerUnavailable."""
         async with (
             aclosing(self._store.read(self._card)) as pieces,
             aclosing(requests_of(pieces, self._endpoint, is_wanted)) as requests,

@@ -89,10 +89,8 @@ class _OutputFile:
 
 
 class JobOutput:
-    """The two files of a job, for the owner that began `run`.
-
-    One task restores, flushes and verifies. Others may `add` requests that get no result.
-    """
+    """The two files of a job, for the owner that began `run`. One task restores, flushes and
+    verifies. Others may `add` requests that get no result."""
 
     def __init__(self, store: FileStore, job: BatchJob, partition: int, run: str) -> None:
         self._store = store
@@ -151,10 +149,8 @@ class JobOutput:
         return True
 
     async def flush(self, positions: Mapping[int, int] | None = None) -> None:
-        """Append all lines. `positions`: offsets of `results` that were read up to now.
-
-        Returns when all is acknowledged. Raises AccessDenied, LogClosed.
-        """
+        """Append all lines. `positions`: offsets of `results` that were read up to now. Returns
+        when all is acknowledged. Raises AccessDenied, LogClosed."""
         while any(file.unwritten for file in self._files):
             number = 0 if self._files[0].unwritten else 1
             lines = self._files[number].next_part()
@@ -203,9 +199,7 @@ class JobOutput:
 
     async def verify(self, end: int) -> tuple[WrittenFile | None, WrittenFile | None]:
         """Read both files from the log, up to an offset after the last part; None for empty ones.
-
-        Raises OutputSuperseded unless the two have one line for each request.
-        """
+        Raises OutputSuperseded unless the two have one line for each request."""
         seen = bytearray(len(self._is_done))
         checks = [_FileCheck(file.file_id) for file in self._files]
         ids = [file.file_id for file in self._files]

@@ -40,10 +40,8 @@ class _Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class JobPrompts:
-    """The prompts of one run of a job.
-
-    One task at a time publishes or withdraws them. `is_continued`: former runs have published some.
-    """
+    """The prompts of one run of a job. One task at a time publishes or withdraws them.
+    `is_continued`: former runs have published some."""
 
     def __init__(
         self, log: Log, clock: Clock, job: BatchJob, given: JobInput, output: JobOutput,
@@ -74,10 +72,8 @@ class JobPrompts:
             self._task = asyncio.create_task(work)
 
     def _next_work(self, ending: BatchEnding | None) -> Coroutine[Any, Any, None] | None:
-        """None for none now.
-
-        Publication begins with half a window of room, since it reads the input from its beginning.
-        """
+        """None for none now. Publication begins with half a window of room, since it reads the
+        input from its beginning."""
         if ending:
             return None if self._is_withdrawn else self._withdraw(ending)
         has_room = len(self.under_way) <= WINDOW // 2
@@ -190,10 +186,8 @@ class JobPrompts:
     # --- withdrawal ---
 
     async def _withdraw(self, ending: BatchEnding) -> None:
-        """Cancel the prompts under way; those of an expired job end by their deadline.
-
-        A former owner may have published a window more than it could record.
-        """
+        """Cancel the prompts under way; those of an expired job end by their deadline. A former
+        owner may have published a window more than it could record."""
         if ending == "cancelled":
             most = self.published
             if self._is_continued:

@@ -114,10 +114,8 @@ the input to be validated after the latter."""
 
 
 class JobContext(NamedTuple):
-    """The parts of a runner that all its jobs share. `max_lines`: of an input.
-
-    `turns`, `ending_turns`: of jobs that work, and of those that were cancelled or have expired.
-    """
+    """The parts of a runner that all its jobs share. `max_lines`: of an input. `turns`,
+    `ending_turns`: of jobs that work, and of those that were cancelled or have expired."""
 
     log: Log
     clock: Clock
@@ -149,10 +147,8 @@ class JobRun:
         self._job_end = JobEnd(context.clock, context.batches.view, GRACE_S)
 
     async def run(self) -> None:
-        """Bring the job to its end.
-
-        Raises OutputSuperseded when another owner has begun; StreamError. The next run continues.
-        """
+        """Bring the job to its end. Raises OutputSuperseded when another owner has begun;
+        StreamError. The next run continues."""
         try:
             self._check_early_end()
             while not self._job.has_ended:
@@ -220,10 +216,8 @@ class JobRun:
     # --- the input ---
 
     async def _begin(self) -> JobInput | None:
-        """Fence former owners and validate the input; None if the job has failed.
-
-        Raises EndsEarly, FileDamaged.
-        """
+        """Fence former owners and validate the input; None if the job has failed. Raises EndsEarly,
+        FileDamaged."""
         context, job = self._context, self._job
         self._run = f"{context.rng.getrandbits(64):016x}"
         self._partition = await context.store.partition_of(job.id)

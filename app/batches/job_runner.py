@@ -181,10 +181,8 @@ class JobRunner:
         yield from islice(in_rotation, MAX_OPEN)
 
     async def _write_again(self) -> None:
-        """Write the records that count again, where others are behind them.
-
-        Compaction would keep the last record of a key.
-        """
+        """Write the records that count again, where others are behind them. Compaction would keep
+        the last record of a key."""
         for key, (partition, record) in self._batches.view.overwritten().items():
             if partition in self._read:
                 await self._batches.put(key.partition("/")[2], key, record)

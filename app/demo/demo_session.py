@@ -65,10 +65,8 @@ class DemoSession:
     async def restart_with_empty_caches(
         self, changes: Mapping[str, Any], warm_up: Callable[[], Awaitable[object]]
     ) -> None:
-        """Restart workers and routers, with changed settings.
-
-        `warm_up`: a request, after which every lane has an owner again.
-        """
+        """Restart workers and routers, with changed settings. `warm_up`: a request, after which
+        every lane has an owner again."""
         self._since = self._fleet.next_epoch()
         await self._deployment.restart({"worker", "router"}, changes)
         await self.wait_for_workers()

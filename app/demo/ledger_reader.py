@@ -45,10 +45,8 @@ class LedgerDecisions:
         return [d.worker for d in self.decisions(request_id) if d.phase != "prefill"]
 
     def cached_tokens(self, request_id: str) -> int | None:
-        """Prompt tokens that the engine found in its cache; None before the run has ended.
-
-        Of a prompt that was handed over, those that the prefill worker found.
-        """
+        """Prompt tokens that the engine found in its cache; None before the run has ended. Of a
+        prompt that was handed over, those that the prefill worker found."""
         return self._cached.get(request_id)
 
     async def end_positions(self) -> dict[Partition, int]:

@@ -81,10 +81,8 @@ def engine_arguments(blocks: int = 128, context_length: int = 1024) -> dict[str,
 
 
 def connector_arguments(lease_s: int = 30) -> dict[str, Any]:
-    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers.
-
-    Blocks stay in the memory of the GPU, except in the build for CPUs.
-    """
+    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers. Blocks stay in the memory
+    of the GPU, except in the build for CPUs."""
     return {
         "kv_transfer_config": {
             "kv_connector": "NixlConnector",

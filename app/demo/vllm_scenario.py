@@ -58,10 +58,8 @@ UNKNOWN_ANSWER = ExpectedAnswer((), "", "length")
 
 
 def vllm_settings(folder: Path, *, hands_over: bool = False) -> dict[str, Any]:
-    """Settings of a deployment that serves the model in a folder with vLLM.
-
-    `hands_over`: all prompts, from prefill to decode workers.
-    """
+    """Settings of a deployment that serves the model in a folder with vLLM. `hands_over`: all
+    prompts, from prefill to decode workers."""
     engine_args = tiny_model.engine_arguments(BLOCKS, CONTEXT_LENGTH)
     settings: dict[str, Any] = {
         "engine": "vllm",
@@ -174,10 +172,8 @@ class VllmScenario(DemoSession):
         }
 
     async def _show_failover(self) -> bool:
-        """A long answer, twice; kills its worker the second time. Whether both are equal.
-
-        A decode worker is started again, since there is no other one.
-        """
+        """A long answer, twice; kills its worker the second time. Whether both are equal. A decode
+        worker is started again, since there is no other one."""
         what = "A decode worker" if self._is_disaggregated else "A worker"
         self.show_title(f"{what} is killed in mid stream")
         prompt = random.Random(99).choices(_VOCABULARY, k=100)

@@ -34,9 +34,7 @@ MODEL_FILE_PATTERNS = ("*.json", "*.jinja")
 
 def model_folder(name: str) -> Path:
     """The folder of a Hugging Face model name, downloaded if needed; a path is returned unchanged.
-
-    Raises BadModel if the download fails.
-    """
+    Raises BadModel if the download fails."""
     if Path(name).is_dir():
         return Path(name)
     try:

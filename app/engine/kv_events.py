@@ -103,10 +103,8 @@ def decode_batch(frames: Sequence[bytes]) -> EngineEventBatch | None:
 
 
 class UnreadableEvents:
-    """Log of the messages of one engine that cannot be read, or have events that cannot.
-
-    It has a line for the first, the tenth, the hundredth message and so on.
-    """
+    """Log of the messages of one engine that cannot be read, or have events that cannot. It has a
+    line for the first, the tenth, the hundredth message and so on."""
 
     def __init__(self, source: str) -> None:
         self._source = source

@@ -25,9 +25,7 @@ _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 def checked_output(output: EngineOutput) -> EngineOutput:
     """The output as it may be written. Raises EngineError for a value that records cannot carry.
-
-    Another worker may succeed: its weights may be whole.
-    """
+    Another worker may succeed: its weights may be whole."""
     for token_id in output.token_ids:
         _check_token("token_ids", token_id)
     _check_text("text", output.text)
@@ -51,9 +49,7 @@ def checked_output(output: EngineOutput) -> EngineOutput:
 
 def checked_stats(stats: EngineStats | None) -> EngineStats | None:
     """The statistics of an engine; None if a heartbeat cannot carry them, whole numbers of 64 bits.
-
-    Without statistics a worker is served by its own count of runs.
-    """
+    Without statistics a worker is served by its own count of runs."""
     if stats is None:
         return None
     fields = msgspec.structs.astuple(stats)

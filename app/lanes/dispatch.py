@@ -87,10 +87,7 @@ class Dispatcher:
         self._admission = Admission(context, lane, waits, self.handovers)
 
     async def resume_deferred(self, deferred: DeferredRequest) -> None:
-        """Dispatch a deferred prompt when there is room for it; or end it.
-
-        Raises RenewalDue.
-        """
+        """Dispatch a deferred prompt when there is room for it; or end it. Raises RenewalDue."""
         s, key = self._context, RequestKey(self._lane, deferred.id)
         waiting = s.queue.waiting_of(deferred.service_class).deferred
         request = None
@@ -123,10 +120,8 @@ class Dispatcher:
             waiting.release(key)
 
     async def assign(self, rest: RemainingWork) -> None:
-        """Queue a request until a worker can take it, then dispatch it; or end it.
-
-        Raises RequestDeferred for a prompt from Kafka for which there is no room, RenewalDue.
-        """
+        """Queue a request until a worker can take it, then dispatch it; or end it. Raises
+        RequestDeferred for a prompt from Kafka for which there is no room, RenewalDue."""
         s, request = self._context, rest.request
         began_at = s.ctx.clock.now()
         if not request.is_query:
@@ -233,10 +228,8 @@ class Dispatcher:
             span.end()
 
     def _is_due(self, rest: RemainingWork, phase: Phase) -> bool:
-        """Whether the ledger has no run of this phase, no later attempt and no end.
-
-        A worker's refusal without our Assigned does not make an id known: its Assigned is due.
-        """
+        """Whether the ledger has no run of this phase, no later attempt and no end. A worker's
+        refusal without our Assigned does not make an id known: its Assigned is due."""
         now = self._context.ledger.request(self._lane, rest.request.id)
         if now is None or not now.is_known:
             return True

@@ -34,20 +34,16 @@ is moved once and not to a third engine."""
 
 
 class RequestHistory(NamedTuple):
-    """The visible part of an answer, and its request, to continue it with.
-
-    No request if the answer is over, or too many workers have failed.
-    """
+    """The visible part of an answer, and its request, to continue it with. No request if the answer
+    is over, or too many workers have failed."""
 
     emitted: Transcript
     request: Request | None
 
 
 class Failover:
-    """The failover of the requests of one lane.
-
-    `fenced`: the attempts whose Fence stands, of the requests that are being restarted.
-    """
+    """The failover of the requests of one lane. `fenced`: the attempts whose Fence stands, of the
+    requests that are being restarted."""
 
     def __init__(
         self,

@@ -112,10 +112,8 @@ class FailureDetector:
         return 2 * timeout_s if mass_silence or len(living) == 1 else timeout_s
 
     def _silence_s(self, worker: str, epoch: int, until_s: float) -> float:
-        """How long a worker was silent while its partition worked.
-
-        Silence before the last slow append of this router does not count, up to one time-out.
-        """
+        """How long a worker was silent while its partition worked. Silence before the last slow
+        append of this router does not count, up to one time-out."""
         s = self._context
         works_since_s = self._began_s
         if self._works_since_s:  # seldom, and all workers are looked at twice a heartbeat

@@ -55,18 +55,14 @@ class HandOver(NamedTuple):
 
 
 class HandOvers:
-    """The hand-overs that the owner of a lane has begun: each is used once, by itself alone.
-
-    An owner that did not begin one never uses it: its predecessor may be doing so still.
-    """
+    """The hand-overs that the owner of a lane has begun: each is used once, by itself alone. An
+    owner that did not begin one never uses it: its predecessor may be doing so still."""
 
     def __init__(
         self, timeout_ms: int, count_awaited: Callable[[int], None] = lambda _: None
     ) -> None:
         """`timeout_ms`: longest time between the end of prefill and the begin of decode.
-
-        `count_awaited`: called with each change of the number of prefills whose end is awaited.
-        """
+        `count_awaited`: called with each change of the number of prefills whose end is awaited."""
         self._timeout_ms = timeout_ms
         self._count_awaited = count_awaited
         self._open: dict[str, HandOver] = {}
@@ -87,10 +83,8 @@ class HandOvers:
         self, rest: RemainingWork, prefill_run: RunId, now_ms: int, bootstrap: BootstrapInfo | None,
         ttft_ms: float,
     ) -> HandOver:  # fmt: skip
-        """Keep the rest of a request while a worker computes its prompt.
-
-        `ttft_ms`: predicted time until that is done.
-        """
+        """Keep the rest of a request while a worker computes its prompt. `ttft_ms`: predicted time
+        until that is done."""
         self.drop(rest.request.id)
         until_ms = 0 if bootstrap is None else now_ms + int(ttft_ms) + self._timeout_ms
         begun = HandOver(rest, prefill_run, now_ms, until_ms=until_ms, bootstrap=bootstrap)
@@ -102,10 +96,8 @@ class HandOvers:
         return begun
 
     def on_record(self, fact: LogRecord, lag_ms: int = 0) -> None:
-        """A record of the ledger was applied: the prompt may be computed.
-
-        `lag_ms`: by how much the clock of the ledger's leader is behind broker time.
-        """
+        """A record of the ledger was applied: the prompt may be computed. `lag_ms`: by how much the
+        clock of the ledger's leader is behind broker time."""
         done = fact.record
         if not (isinstance(done, PrefillDone) and done.phase == "prefill"):
             return
@@ -123,10 +115,8 @@ class HandOvers:
         self._end_wait(done.id)
 
     def usable(self, request_id: str, attempt: int) -> HandOver | None:
-        """The hand-over of an attempt; None during its prefill, and after `give_up`.
-
-        On the bootstrap path the end is not awaited. The time limit is checked at dispatch.
-        """
+        """The hand-over of an attempt; None during its prefill, and after `give_up`. On the
+        bootstrap path the end is not awaited. The time limit is checked at dispatch."""
         known = self._open.get(request_id)
         is_usable = known is not None and known.rest.attempt == attempt and known.until_ms
         return known if is_usable else None
@@ -164,9 +154,7 @@ class HandOvers:
 
 def bootstrap_info(card: WorkerCard, rank: int, rng: random.Random) -> BootstrapInfo | None:
     """A room of a prefill worker, unique to a run; None if its engine has no bootstrap endpoint.
-
-    The engines derive the rank of the prefill from the room: it is the room modulo their number.
-    """
+    The engines derive the rank of the prefill from the room: it is the room modulo their number."""
     host, port = card.config.bootstrap_host, card.config.bootstrap_port
     if host is None or port is None:
         return None

@@ -175,10 +175,8 @@ class LaneOwner:
         return action
 
     def _is_decode_due(self, request_id: str, state: RequestState) -> bool:
-        """Whether decode begins beside a prefill that this owner has dispatched.
-
-        For another owner, which has no hand-over to use, nothing is due before that prefill ends.
-        """
+        """Whether decode begins beside a prefill that this owner has dispatched. For another owner,
+        which has no hand-over to use, nothing is due before that prefill ends."""
         has_prefill = any(run.state in OPEN for run in state.runs.values())
         has_decode = any(run_id.phase != "prefill" for run_id in state.runs)
         handovers = self._dispatcher.handovers
@@ -231,10 +229,8 @@ class LaneOwner:
             self.reconcile(request_id)
 
     def reconcile_due(self) -> None:
-        """Reconcile the requests for which time or the fleet may have made an action due.
-
-        Ledger records reconcile their own request, and heartbeats the runs that they fail to list.
-        """
+        """Reconcile the requests for which time or the fleet may have made an action due. Ledger
+        records reconcile their own request, and heartbeats the runs that they fail to list."""
         if not self.serving:
             return
         now_ms = self._context.broker_clock.now_ms()
@@ -305,10 +301,8 @@ class LaneOwner:
     # --- jobs ------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Serve only when the ledger, as it was after the assignment, has been read.
-
-        The fleet has been read already: before that a router joins no group.
-        """
+        """Serve only when the ledger, as it was after the assignment, has been read. The fleet has
+        been read already: before that a router joins no group."""
         s = self._context
         await self._termination.catch_up_with_ledger()
         s.response_end_offsets[self._lane] = await s.end_offset(Partition(RESPONSES, self._lane))
@@ -329,10 +323,8 @@ class LaneOwner:
         job.add_done_callback(lambda _: self._ended(request_id, job))
 
     async def _run(self, request_id: str, work: JobFactory, offset: int | None) -> None:
-        """Run a job to its end. One that fails ends its request.
-
-        One that is deferred goes on without the record it began with.
-        """
+        """Run a job to its end. One that fails ends its request. One that is deferred goes on
+        without the record it began with."""
         try:
             while True:
                 try:
@@ -375,10 +367,8 @@ class LaneOwner:
         await self._context.publisher.publish(REQUESTS, request.id, renewed, self._lane)
 
     def _ended(self, request_id: str, job: asyncio.Task[None]) -> None:
-        """Start the next record that waited for this job, a Cancel first.
-
-        After a job that was cancelled for any other reason nothing begins: the process ends.
-        """
+        """Start the next record that waited for this job, a Cancel first. After a job that was
+        cancelled for any other reason nothing begins: the process ends."""
         if self._jobs.get(request_id) is not job:
             return
         del self._jobs[request_id]
@@ -430,10 +420,8 @@ class LaneOwner:
         return True
 
     async def _admit(self, fact: LogRecord, request: Request) -> None:
-        """Assign a request, or end it.
-
-        Raises RenewalDue for a batch request that waited in the log for half its time there.
-        """
+        """Assign a request, or end it. Raises RenewalDue for a batch request that waited in the log
+        for half its time there."""
         s = self._context
         self._arrived[request.id] = fact.offset
         if request.service_class == "batch":

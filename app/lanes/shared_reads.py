@@ -81,10 +81,8 @@ class SharedScanner:
         return transcript
 
     async def fetch_request(self, origin: RequestOffset) -> Request:
-        """The Request at its origin.
-
-        Raises PositionLost when it is no longer kept, RecordError when it is no Request.
-        """
+        """The Request at its origin. Raises PositionLost when it is no longer kept, RecordError
+        when it is no Request."""
         found: list[Record] = []
         source = Partition(origin.topic, origin.partition)
         await self._check_origin(source, origin.offset)

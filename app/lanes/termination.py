@@ -31,10 +31,8 @@ class RequestCancelled(Exception):
 
 
 class CancellableWaits:
-    """The requests of one lane whose job waits for a record that may never come.
-
-    Cancelling the job's task ends such a wait. `has_cancel`: whether a Cancel has arrived.
-    """
+    """The requests of one lane whose job waits for a record that may never come. Cancelling the
+    job's task ends such a wait. `has_cancel`: whether a Cancel has arrived."""
 
     def __init__(self, has_cancel: Callable[[str], bool]) -> None:
         self.waiting_ids: set[str] = set()

@@ -37,10 +37,8 @@ class DemoFailed(OperatorError):
 
 
 class DeploymentPart(NamedTuple):
-    """One process: its name, and the kind of process it runs.
-
-    `role`: of a worker; None: that of the settings.
-    """
+    """One process: its name, and the kind of process it runs. `role`: of a worker; None: that of
+    the settings."""
 
     name: str
     kind: str
@@ -48,10 +46,8 @@ class DeploymentPart(NamedTuple):
 
 
 def deployment_parts(workers: int, prefill_workers: int = 0) -> list[DeploymentPart]:
-    """`workers` workers, and one of each other process.
-
-    With `prefill_workers`, the first workers have the role prefill, and the others decode.
-    """
+    """`workers` workers, and one of each other process. With `prefill_workers`, the first workers
+    have the role prefill, and the others decode."""
     assert prefill_workers < max(workers, 1), "none is left to decode"
     roles: list[Role | None] = [None] * workers
     if prefill_workers:

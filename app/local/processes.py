@@ -50,10 +50,8 @@ class ManagedProcess:
 
     @property
     def cpu_s(self) -> float:
-        """The CPU time of all threads, in seconds; Linux counts it in 10 ms.
-
-        nan where /proc has no entry.
-        """
+        """The CPU time of all threads, in seconds; Linux counts it in 10 ms. nan where /proc has no
+        entry."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text("ascii")
         except OSError:

@@ -51,10 +51,8 @@ class WorkerObserver:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def find_alive(self, names: Collection[str]) -> list[str]:
-        """The workers of these that are alive: a new heartbeat arrives while this waits.
-
-        Returns at once if all last heartbeats are old.
-        """
+        """The workers of these that are alive: a new heartbeat arrives while this waits. Returns at
+        once if all last heartbeats are old."""
         before = {name: beat.offset for name in names if (beat := self._fleet.heartbeats.get(name))}
         recent = [n for n in before if not self._is_silent(n)]
         if not recent:

@@ -94,10 +94,8 @@ class ParsedJson(NamedTuple):
 
 
 def parse_json(text: bytes) -> Steps[ParsedJson]:
-    """A JSON text within the bounds, made in steps of some 40 ms at most for 8 MiB.
-
-    Raises TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for invalid JSON.
-    """
+    """A JSON text within the bounds, made in steps of some 40 ms at most for 8 MiB. Raises
+    TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for invalid JSON."""
     text = without_mark(text)
     values = yield from _values(text)
     return ParsedJson(msgspec.json.decode(text), values)

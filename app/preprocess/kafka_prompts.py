@@ -109,10 +109,8 @@ def prompt_steps(
 
 
 def _fields(value: bytes) -> Steps[tuple[dict[str, Any], int] | str]:
-    """The fields of a JSON object and the number of their values, or the parse error.
-
-    Raises TooLarge.
-    """
+    """The fields of a JSON object and the number of their values, or the parse error. Raises
+    TooLarge."""
     if isinstance(value, ports.Unreadable):
         return value.reason
     try:
@@ -143,10 +141,8 @@ async def to_request(
     service_class: ServiceClass = "interactive",
     traceparent: str = "",
 ) -> Request | Refused:
-    """The request of a prompt. Raises nothing that is about this prompt.
-
-    `deadline_s` counts for prompts that name none; `service_class`: of the prompt's topic.
-    """
+    """The request of a prompt. Raises nothing that is about this prompt. `deadline_s` counts for
+    prompts that name none; `service_class`: of the prompt's topic."""
     prompt, request, received_ms, result = parsed
     refuse = partial(Refused, id=prompt.id, result=result)
     if request.n != 1:

@@ -65,10 +65,8 @@ def read_request(
 async def prepare(
     request: OpenAIRequest | PassthroughRequest, model: Model, tenant: str = ""
 ) -> PreparedPrompts:
-    """The requests for a checked body. `tenant`: as for `Model.prepare`.
-
-    Raises InvalidPrompt, PreprocessorOverloaded, BadModel.
-    """
+    """The requests for a checked body. `tenant`: as for `Model.prepare`. Raises InvalidPrompt,
+    PreprocessorOverloaded, BadModel."""
     try:
         if isinstance(request, OpenAIRequest):
             return await model.prepare(request, tenant)
@@ -125,10 +123,8 @@ def with_supported_parsing(
 def check_supported(
     request: OpenAIRequest | PassthroughRequest, unsupported: Mapping[str, str]
 ) -> None:
-    """Raises InvalidPrompt that names the first field that asks for such a feature.
-
-    `unsupported`: as `lacking_features` gives them.
-    """
+    """Raises InvalidPrompt that names the first field that asks for such a feature. `unsupported`:
+    as `lacking_features` gives them."""
     if isinstance(request, PassthroughRequest):
         return
     calls, engine = enforced_calls(request), unsupported.get(GUIDED_DECODING_FEATURE)

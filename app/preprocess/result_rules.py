@@ -40,10 +40,8 @@ class ResultRules(NamedTuple):
     own_prefix: str = "kvlane."
 
     def options(self, prompt: Prompt, headers: ReadHeaders = ()) -> ResultOptions | None:
-        """The options of the result of a prompt; None if it gets no result.
-
-        Raises InvalidPrompt that names the header or the field.
-        """
+        """The options of the result of a prompt; None if it gets no result. Raises InvalidPrompt
+        that names the header or the field."""
         if prompt.kind == "cancel":
             return None
         reply = self._reply(headers)

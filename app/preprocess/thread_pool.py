@@ -32,10 +32,8 @@ class InlinePool:
 
 
 class ThreadPool:
-    """Runs work on threads; at most `waiting` jobs are queued, more are refused.
-
-    Cancelling a caller does not stop its job, which counts until it is done.
-    """
+    """Runs work on threads; at most `waiting` jobs are queued, more are refused. Cancelling a
+    caller does not stop its job, which counts until it is done."""
 
     def __init__(self, threads: int = 2, waiting: int = 64) -> None:
         self._executor = ThreadPoolExecutor(threads, "preprocess")

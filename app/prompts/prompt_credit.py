@@ -110,10 +110,8 @@ class PromptCredit:
         self._refilled_at = clock.now()
 
     def acquire(self, lane: int, request: Request) -> CreditDebit | None:
-        """Take credit for one request to a lane; None if there is none now.
-
-        The caller sets its `offset` when the append is acknowledged, else calls `release`.
-        """
+        """Take credit for one request to a lane; None if there is none now. The caller sets its
+        `offset` when the append is acknowledged, else calls `release`."""
         of = self._lanes.setdefault(lane, _UnreadLane())
         sent = CreditDebit(request.prompt_tokens, request.prompt_bytes)
         report = self._report_of(of)

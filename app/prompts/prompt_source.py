@@ -67,10 +67,8 @@ class ConvertedPrompt(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _OpenPrompt:
-    """A prompt with the number of its appends that are not acknowledged.
-
-    `claim`: the assignment under which it was read; none if it was not read by a member.
-    """
+    """A prompt with the number of its appends that are not acknowledged. `claim`: the assignment
+    under which it was read; none if it was not read by a member."""
 
     claim: PartitionClaim | None
     offset: int
@@ -205,10 +203,8 @@ class PromptSource:
     # --- publication -----------------------------------------------------------------------------
 
     async def publish_requests(self, records: Sequence[Record]) -> None:
-        """Publish the records of these prompts; returns when all of them are acknowledged.
-
-        A Cancel follows its Request. Prompts of revoked partitions are left to their next owner.
-        """
+        """Publish the records of these prompts; returns when all of them are acknowledged. A Cancel
+        follows its Request. Prompts of revoked partitions are left to their next owner."""
         claims = dict(self._claims)  # the assignments under which the records were polled
         answers: list[_PreparedRecord] = []
         appends: list[Coroutine[Any, Any, None]] = []

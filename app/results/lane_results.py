@@ -39,9 +39,7 @@ class LaneResults:
 
     def __init__(self, kept_ms: int, on_unreadable: OnUnreadable) -> None:
         """`kept_ms`: for how long the id of a finished request is remembered, in broker time.
-
-        `on_unreadable`: called with a record that has ended a reply, as it cannot be read.
-        """
+        `on_unreadable`: called with a record that has ended a reply, as it cannot be read."""
         self._on_unreadable = on_unreadable
         self.ready: dict[PendingResult, None] = {}
         """Requests that are over, in the order of their ends."""
@@ -77,9 +75,7 @@ class LaneResults:
 
     def take_unreplied(self, request_id: str, appended_ms: int) -> WrittenResult | None:
         """The result of another collector, of a request whose reply may be missing; once for each.
-
-        Not of a request which this one repeats.
-        """
+        Not of a request which this one repeats."""
         written = self._finished.get(request_id)
         if written is None or written.place is None or written.at_ms < appended_ms - CLOCK_SKEW_MS:
             return None

@@ -107,9 +107,7 @@ class PendingResult:
 
     def apply(self, record: Chunk | Fence | End, at_ms: int) -> bool:
         """Apply the next record of the reply, appended at broker time `at_ms`; whether it ended.
-
-        Raises any error for a record with values that no process of this project writes.
-        """
+        Raises any error for a record with values that no process of this project writes."""
         if self.is_over:
             return True
         if isinstance(record, End) and 0 <= record.origin < self.offset and not self.is_renewed:
@@ -159,9 +157,7 @@ class PendingResult:
 
     def _may_be_end(self, record: Chunk | Fence | End) -> bool:
         """Whether a record that is not shown may be the end of a reply whose beginning is missing.
-
-        The last Chunk of an attempt below a Fence ends nothing, whatever was deleted.
-        """
+        The last Chunk of an attempt below a Fence ends nothing, whatever was deleted."""
         is_fenced = isinstance(record, Chunk) and record.attempt < self._transcript.attempt
         return _ends(record) and not is_fenced
 

@@ -54,10 +54,8 @@ REPLY_TYPE = ("content-type", b"application/json")
 
 
 class DueReply:
-    """One reply. `offset`: of its request; `written_ms`: broker time of its result.
-
-    Its record is `entry`, or is read from the place of a result that was found in the log.
-    """
+    """One reply. `offset`: of its request; `written_ms`: broker time of its result. Its record is
+    `entry`, or is read from the place of a result that was found in the log."""
 
     __slots__ = (
         "address", "claim", "entry", "failures", "id", "is_doubtful", "offset", "queue", "sent_at",

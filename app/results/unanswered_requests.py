@@ -33,9 +33,7 @@ NO_LIMIT_MS = sys.maxsize
 
 class LedgerFindings(NamedTuple):
     """Unanswered requests, by their records in the ledger. Those that go on are in neither.
-
-    `repetitions`: of another request. `ended`: over, with those that they may repeat.
-    """
+    `repetitions`: of another request. `ended`: over, with those that they may repeat."""
 
     repetitions: list[PendingResult]
     ended: list[PendingResult]
@@ -44,10 +42,8 @@ class LedgerFindings(NamedTuple):
 async def search_ledger(
     context: CollectorContext, lane: int, unanswered: Sequence[PendingResult]
 ) -> LedgerFindings:
-    """The findings about requests of a lane.
-
-    For those that are still unanswered when `responses` has been read to its end after this call.
-    """
+    """The findings about requests of a lane. For those that are still unanswered when `responses`
+    has been read to its end after this call."""
     source = Partition(LEDGER, lane)
     first_ms = min(pending.appended_ms for pending in unanswered)
     since_ms = max(0, first_ms - context.remembered_ms - CLOCK_SKEW_MS)

@@ -145,10 +145,8 @@ class ActionTimes(NamedTuple):
 def next_action_times(
     request_id: str, state: RequestState, now_ms: int, timeouts: ReconcileTimeouts, lag_ms: int = 0
 ) -> ActionTimes:
-    """The times from which an action may be due; arguments as of `next_action`.
-
-    Before them only records make an action due: of the ledger, Lost, heartbeats without the run.
-    """
+    """The times from which an action may be due; arguments as of `next_action`. Before them only
+    records make an action due: of the ledger, Lost, heartbeats without the run."""
     if state.ended or state.origin is None:
         return ActionTimes()
     times = []

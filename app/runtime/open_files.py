@@ -12,10 +12,8 @@ ENOUGH = 1 << 20
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit to the hard one, and return it. A second call changes nothing.
-
-    The soft limit is 1024 under systemd and in many shells, for programs that use select().
-    """
+    """Raise the soft limit to the hard one, and return it. A second call changes nothing. The soft
+    limit is 1024 under systemd and in many shells, for programs that use select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

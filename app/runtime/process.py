@@ -156,10 +156,8 @@ async def run_process(
 
 
 def tune_interpreter() -> None:
-    """Tune the interpreter for short pauses, once a process has started.
-
-    A garbage collection would walk all modules now and then, and block the loop for 50 ms.
-    """
+    """Tune the interpreter for short pauses, once a process has started. A garbage collection would
+    walk all modules now and then, and block the loop for 50 ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])

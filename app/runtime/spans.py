@@ -57,10 +57,8 @@ class SpansUnavailable(OperatorError):
 
 @contextmanager
 def exported(settings: Settings, process: str) -> Iterator[None]:
-    """Export the spans of this process, if there is a receiver; those that wait, at the end.
-
-    Spans beyond the exporter's queue of 2048 are dropped. Raises SpansUnavailable.
-    """
+    """Export the spans of this process, if there is a receiver; those that wait, at the end. Spans
+    beyond the exporter's queue of 2048 are dropped. Raises SpansUnavailable."""
     global provider, tracer  # noqa: PLW0603 - one for the process, as the packages have it
     if not settings.trace_endpoint:
         yield
@@ -83,10 +81,8 @@ def exported(settings: Settings, process: str) -> Iterator[None]:
 
 
 def new_provider(ratio: float, processor: SpanProcessor, process: str) -> TracerProvider:
-    """A provider with the ids and the sampling of this project.
-
-    `ratio`: share of the requests without a sampled parent that are sampled.
-    """
+    """A provider with the ids and the sampling of this project. `ratio`: share of the requests
+    without a sampled parent that are sampled."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -130,10 +126,8 @@ def set_error(span: Span, code: str, *, is_server_error: bool) -> None:
 
 
 def traceparent_of(span: Span, received: str = "") -> str:
-    """The trace context for the next process: "" if the request is not sampled.
-
-    Without a provider in this process: the `received` one, if that is sampled.
-    """
+    """The trace context for the next process: "" if the request is not sampled. Without a provider
+    in this process: the `received` one, if that is sampled."""
     context = span.get_span_context()
     if isinstance(span, NonRecordingSpan) and received:
         context = _parse(received)

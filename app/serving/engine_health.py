@@ -130,9 +130,7 @@ class EngineHealthMonitor:
 
     async def _probe(self) -> str:
         """Request one token; returns "" if it came in time, else the failure. Raises EngineDead.
-
-        One probe at a time; a late one is cancelled and not awaited, since its engine may hang.
-        """
+        One probe at a time; a late one is cancelled and not awaited, since its engine may hang."""
         if self._probing is None or self._probing.done():
             self._probing = self._ctx.spawn("probe", self._run_probe())
         probing = self._probing

@@ -131,9 +131,7 @@ class Registration:
 
     async def begin_epoch(self, until: float | None = None) -> int:
         """Begin an epoch: the offset of a card without epoch is the epoch of the card after it.
-
-        Raises AppendFailed past `until`.
-        """
+        Raises AppendFailed past `until`."""
         unregistered = msgspec.structs.replace(self.card, epoch=None)
         first = await self._publisher.publish(
             REGISTRY, registry_key(unregistered.id), unregistered, until=until
@@ -150,10 +148,8 @@ class Registration:
         ).offset
 
     async def update_adapters(self, adapters: tuple[str, ...] | None, until: float) -> None:
-        """Write the card again if the engine's adapters have changed; the epoch stays.
-
-        Past `until` the card stays as it was, which is logged; the next call tries again.
-        """
+        """Write the card again if the engine's adapters have changed; the epoch stays. Past `until`
+        the card stays as it was, which is logged; the next call tries again."""
         if adapters == self._adapters:
             return
         before = self.card.config

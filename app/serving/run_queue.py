@@ -156,10 +156,8 @@ class RunQueue:
         self._rejecting = rejecting
 
     def abort_all(self, reason: str, *, stalled: bool = False) -> None:
-        """Stop all open runs; they are reported as broken, without a finish reason.
-
-        `stalled`: the engine made no step, perhaps because of one that has no token yet.
-        """
+        """Stop all open runs; they are reported as broken, without a finish reason. `stalled`: the
+        engine made no step, perhaps because of one that has no token yet."""
         self._rejecting = True
         for run in list(self._open.values()):
             is_suspect = stalled and run.waiting_since is not None and not run.generated_tokens
@@ -251,9 +249,7 @@ class RunQueue:
 
     def _handoff_expired(self, run: Run) -> RunEnd | None:
         """Refuse a decode whose blocks may be gone: the engine could read those of another prompt.
-
-        Checked last, after the wait in the queue. Not retryable: only another prefill helps.
-        """
+        Checked last, after the wait in the queue. Not retryable: only another prefill helps."""
         if not self._is_overdue(run):
             return None
         return RunEnd("worker_full", message="the hand-off of its prefill has expired")

@@ -58,9 +58,7 @@ class ModelPublisher:
         self, name: str, config: EngineConfig, announce: Callable[[ModelCard], Awaitable[None]]
     ) -> LoadedModel:
         """Write the files to the log, pass the card to `announce`, and return the loaded model.
-
-        Raises BadModel, BrokerUnavailable, and the errors of `announce`.
-        """
+        Raises BadModel, BrokerUnavailable, and the errors of `announce`."""
         card = await model.publish_files(
             name,
             self._files,
@@ -108,10 +106,8 @@ class ModelMismatch(OperatorError):
 async def wait_until_compatible(
     card: ModelCard, worker_id: str, kafka_log: Log, ctx: ProcessContext, timeout_s: float
 ) -> None:
-    """Return when no other live worker serves this model with a different card.
-
-    `timeout_s`: of the wait for such workers to leave. Raises ModelMismatch, BrokerUnavailable.
-    """
+    """Return when no other live worker serves this model with a different card. `timeout_s`: of the
+    wait for such workers to leave. Raises ModelMismatch, BrokerUnavailable."""
     fleet = Fleet()
     follower = Follower(kafka_log, fleet, [REGISTRY], ctx.clock)
     reading = ctx.spawn("admission", follower.run())
@@ -190,9 +186,7 @@ class WorkerModel:
         files: ModelPublisher | None,
     ) -> None:
         """`files`: publishes the files of the engine's model; without it tokens are bytes.
-
-        `leaving_s`: how long to wait for workers with another card of this model to leave.
-        """
+        `leaving_s`: how long to wait for workers with another card of this model to leave."""
         self.text_model: Model = ByteModel()
         """Tokens to text, for engines that give tokens."""
         self.card_offset = -1
@@ -206,10 +200,8 @@ class WorkerModel:
         self._files = files
 
     async def publish(self, name: str, config: EngineConfig) -> None:
-        """Write the files and the card of a model, if it has any.
-
-        Raises BadModel, ModelMismatch, BrokerUnavailable, AppendFailed.
-        """
+        """Write the files and the card of a model, if it has any. Raises BadModel, ModelMismatch,
+        BrokerUnavailable, AppendFailed."""
         if self._files is not None:
             self.text_model = await self._files.publish(name, config, self._publish_card)
         elif config.kind != "tokens":

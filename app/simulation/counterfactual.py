@@ -54,10 +54,8 @@ DEFAULT_CACHE_BLOCKS = 16_384
 
 
 class RecordedRequest(NamedTuple):
-    """A request as recorded, in ms since the first one; its worker rank as a number.
-
-    `sent_ms`: time of dispatch, without the delays of messages and processes.
-    """
+    """A request as recorded, in ms since the first one; its worker rank as a number. `sent_ms`:
+    time of dispatch, without the delays of messages and processes."""
 
     request: CapturedRequest
     rank_number: int

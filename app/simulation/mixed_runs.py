@@ -71,9 +71,7 @@ class Mix:
         self, modes: Sequence[BatchMode], progress: Callable[[int], None] = lambda _: None
     ) -> list[MixedMetrics]:
         """The run without batch work, then one of each mode. Raises as `new_simulator` does.
-
-        `progress` gets the number of new arrivals of the trace.
-        """
+        `progress` gets the number of new arrivals of the trace."""
         simulator = self._simulator(self._arrivals, None, self._run.bounds, progress)
         requests = simulator.run()
         idle_tokens = _idle_s(requests, simulator) * self._alone_rate()

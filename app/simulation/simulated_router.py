@@ -61,9 +61,7 @@ class SimulatedRouter:
 
     def schedule(self, now_ms: float) -> Iterator[tuple[str, Placement]]:
         """Plan all requests that are due; the caller must apply each decision before the next one.
-
-        Raises SimulationFailed for a rejection.
-        """
+        Raises SimulationFailed for a rejection."""
         queue, at_ms = self.queue, int(now_ms)
         while self.has_due(now_ms):
             due, self._arrived = [*self._arrived, *queue.take_woken()], []

@@ -79,10 +79,8 @@ SessionGenerator = Callable[[Random, _Text, float], Iterator[TraceRow]]
 
 
 class _SessionProfile(NamedTuple):
-    """`mean_requests`: mean per session; `system_tokens`: minimum and maximum length.
-
-    `is_regular`: sessions arrive at equal intervals.
-    """
+    """`mean_requests`: mean per session; `system_tokens`: minimum and maximum length. `is_regular`:
+    sessions arrive at equal intervals."""
 
     session: SessionGenerator
     mean_requests: float

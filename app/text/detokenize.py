@@ -36,10 +36,8 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(tokens: dict[str, int], special: frozenset[int]) -> Vocabulary:
-    """The bytes behind the tokens of a byte-level vocabulary, by id.
-
-    A token with a character outside the byte alphabet is plain text.
-    """
+    """The bytes behind the tokens of a byte-level vocabulary, by id. A token with a character
+    outside the byte alphabet is plain text."""
     pieces = [b""] * (max(tokens.values(), default=-1) + 1)
     for token, token_id in tokens.items():
         try:
@@ -111,10 +109,8 @@ class WindowedDetokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes as.
-
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, are U+0100 and on.
-    """
+    """The characters that byte-level vocabularies write bytes as. Printable Latin-1 characters
+    stand for themselves; the other bytes, in order, are U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

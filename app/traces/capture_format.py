@@ -178,10 +178,8 @@ _kinds = msgspec.json.Decoder(_LineType)
 
 @contextmanager
 def created_capture(file: Path) -> Iterator[CaptureWriter]:
-    """Write a file atomically: it appears, complete, when the block ends without an error.
-
-    Raises InvalidCapture where it cannot be written.
-    """
+    """Write a file atomically: it appears, complete, when the block ends without an error. Raises
+    InvalidCapture where it cannot be written."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with part.open("xb") as out:
@@ -218,9 +216,7 @@ def read_capture(
     file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
 ) -> Iterator[AnyCaptureLine]:
     """The lines of a file in order. Raises InvalidCapture, for a truncated file at its end.
-
-    `progress` is called now and then with the bytes read and the size of the file.
-    """
+    `progress` is called now and then with the bytes read and the size of the file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as raw:

@@ -27,10 +27,8 @@ _Chunk = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class TraceRow(msgspec.Struct, frozen=True):
-    """A line, with the field names of the file. `timestamp` in ms, lengths in tokens.
-
-    `hash_ids`: one for each chunk of the prompt; the last chunk may be partial.
-    """
+    """A line, with the field names of the file. `timestamp` in ms, lengths in tokens. `hash_ids`:
+    one for each chunk of the prompt; the last chunk may be partial."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: _Natural

@@ -126,10 +126,8 @@ def has_column(sets: HolderSets, number: int, column: int) -> bool:
 
 @kernel()
 def with_column_flipped(sets: HolderSets, number: int, column: int) -> int:
-    """Number of the set with one column added, or removed if it was present.
-
-    A new set has no references yet: the caller adds some, or releases it.
-    """
+    """Number of the set with one column added, or removed if it was present. A new set has no
+    references yet: the caller adds some, or releases it."""
     at = number * sets.words
     for word in range(sets.words):
         sets.scratch_row[word] = sets.rows[at + word]

@@ -30,9 +30,7 @@ NO_ROOM = -1
 
 class KernelArrays:
     """Arrays for kernels, which get only `places`: i64, the address and the length of each array.
-
-    An integer stands in place of its address. Callers keep this object for the time of a call.
-    """
+    An integer stands in place of its address. Callers keep this object for the time of a call."""
 
     def __init__(self, arrays: Iterable[NDArray[Any] | int]) -> None:
         self._arrays = tuple(arrays)

@@ -98,10 +98,8 @@ def compute_total(
     position: int,
     known: int,
 ) -> None:
-    """Compute the total of a block: free for the last one of a group.
-
-    For others from `known`, an earlier block whose total is known, or from the start of the group.
-    """
+    """Compute the total of a block: free for the last one of a group. For others from `known`, an
+    earlier block whose total is known, or from the start of the group."""
     if position < GROUP_BLOCKS:
         return  # the first group is always filled
     group, start = (position + 1) >> GROUP_SHIFT, position & ~(GROUP_BLOCKS - 1)

@@ -177,10 +177,8 @@ def sum_groups(constants: KeyConstants, local: NDArray[np.uint64], scratch: Sear
 
 @inlined
 def probe_range(low: int, high: int) -> tuple[int, int, int]:
-    """Positions to probe between two blocks: first number, shift of a number, count.
-
-    The last blocks of whole groups if there are any, since their totals are known; else all.
-    """
+    """Positions to probe between two blocks: first number, shift of a number, count. The last
+    blocks of whole groups if there are any, since their totals are known; else all."""
     start = (low + 1) >> GROUP_SHIFT
     groups = (high >> GROUP_SHIFT) - start
     if groups > 0:

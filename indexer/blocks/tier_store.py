@@ -60,9 +60,7 @@ class TierView:
 
 class TierStore:
     """Block storage of one `tier`. `views`: the list in which readers find the arrays by tier.
-
-    Methods that may see a new column take the current number of `column_capacity`.
-    """
+    Methods that may see a new column take the current number of `column_capacity`."""
 
     def __init__(self, views: list[TierView], tier: int) -> None:
         self._views = views

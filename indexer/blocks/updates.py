@@ -76,10 +76,8 @@ def placed(before: np.uint64, position: int, number: int) -> np.uint64:
 
 @inlined
 def has_capacity(table: BlockTable, sets: HolderSets, column: int, keys: int) -> bool:
-    """Whether table and sets have room for the column and `keys` keys, also while they grow.
-
-    Adding or removing one column creates at most one new set per existing set.
-    """
+    """Whether table and sets have room for the column and `keys` keys, also while they grow. Adding
+    or removing one column creates at most one new set per existing set."""
     if table.state[USED] + keys > MAX_LOAD_FACTOR * table.state[NEXT_CAPACITY]:
         return False
     is_growing = table.state[CAPACITY] != table.state[NEXT_CAPACITY]
@@ -106,10 +104,8 @@ def apply_rows(
     limit: int,
     account: NDArray[np.uint64],
 ) -> None:
-    """Apply rows of one tier, all of them stored or removed.
-
-    `limit`: maximum blocks of the cache in this tier. The caller has made room (`has_capacity`).
-    """
+    """Apply rows of one tier, all of them stored or removed. `limit`: maximum blocks of the cache
+    in this tier. The caller has made room (`has_capacity`)."""
     start = 0
     for row in range(len(rows.kinds)):
         end = start + np.int64(rows.counts[row])
@@ -130,10 +126,8 @@ def update_run(
     limit: int,
     account: NDArray[np.uint64],
 ) -> None:
-    """Add these blocks to the cache (`joins`), or remove them from it.
-
-    They are consecutive from `position` on. Blocks that are in that state already are skipped.
-    """
+    """Add these blocks to the cache (`joins`), or remove them from it. They are consecutive from
+    `position` on. Blocks that are in that state already are skipped."""
     before, after, moved, moves = NO_SET_YET, EMPTY_SET, 0, False
     held, total = np.int64(account[BLOCK_COUNT]), account[DIGEST_SUM]
     prefetch_first_slots(table, keys)

@@ -103,10 +103,8 @@ class CacheMirror:
         return [MirrorChange(REMOVED, tier, 0, gone)] if gone else []
 
     def start_announcement(self, *, clear: bool) -> None:
-        """Start publishing all blocks again; with `clear`, for readers whose state was cleared.
-
-        A change in the meantime is published at once if its parent is published.
-        """
+        """Start publishing all blocks again; with `clear`, for readers whose state was cleared. A
+        change in the meantime is published at once if its parent is published."""
         if clear:
             self._published = {ROOT}
         for tier, held in zip(Tier, self._held, strict=True):

@@ -171,10 +171,8 @@ class EventNormalizer:
         return self._mirror.is_announcing
 
     def on_events(self, events: Iterable[EngineEvent], now: float) -> None:
-        """Apply events of the engine, in its order. `now`: seconds of a monotonic clock.
-
-        Invalid events raise nothing: they are counted.
-        """
+        """Apply events of the engine, in its order. `now`: seconds of a monotonic clock. Invalid
+        events raise nothing: they are counted."""
         idle = not self._pending
         for event in events:
             if isinstance(event, BlocksStored):
@@ -231,9 +229,7 @@ class EventNormalizer:
 
     def start_announcement(self, now: float, *, clear: bool) -> None:
         """Start announcing the whole mirror again, piece by piece with `continue_announcement`.
-
-        With `clear`, a `cleared` event replaces all pending events.
-        """
+        With `clear`, a `cleared` event replaces all pending events."""
         if clear:
             self._pending.clear()
             self._pending_blocks = 0
@@ -358,10 +354,8 @@ class EventNormalizer:
         self._suspects = suspects
 
     def _restore_chain(self, group: int, engine_hash: EngineHash) -> bool:
-        """Add a suspect and its ancestors again, since the engine continues it.
-
-        False, with nothing added, if an ancestor is unknown.
-        """
+        """Add a suspect and its ancestors again, since the engine continues it. False, with nothing
+        added, if an ancestor is unknown."""
         chain: list[tuple[EngineHash, _SuspectBlock]] = []
         known = self._sums[group][Tier.DEVICE]
         at: EngineHash | None = engine_hash

@@ -42,10 +42,8 @@ binding.initialize_native_asmparser()
 
 
 def allocate_zeros(words: int, dtype: Any = np.uint64) -> NDArray[Any]:
-    """An array of zeros, on huge pages where the system has them; its memory is not touched yet.
-
-    A miss in a large table takes 15-25 % less than on small pages (155-220 ns against 180-250).
-    """
+    """An array of zeros, on huge pages where the system has them; its memory is not touched yet. A
+    miss in a large table takes 15-25 % less than on small pages (155-220 ns against 180-250)."""
     size = words * np.dtype(dtype).itemsize
     if size < MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _aligned(np.zeros(size + 16, np.uint8), 16, size).view(dtype)
@@ -67,10 +65,8 @@ def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 
 def _array_at(element: Any) -> Any:
-    """Intrinsic: the array whose address and length are the `number`-th pair of an i64 array.
-
-    The caller keeps its memory.
-    """
+    """Intrinsic: the array whose address and length are the `number`-th pair of an i64 array. The
+    caller keeps its memory."""
     array = types.Array(element, 1, "C")
 
     def array_at(_: Any, places: Any, number: Any) -> Any:
@@ -122,10 +118,8 @@ def load_pair(_: Any, array: Any, index: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load_pair_once(_: Any, array: Any, index: Any) -> Any:
-    """As `load_pair`, for readers concurrent with a writer: always one instruction.
-
-    The compiler may split a load in two, or repeat it later; it cannot do so with assembler.
-    """
+    """As `load_pair`, for readers concurrent with a writer: always one instruction. The compiler
+    may split a load in two, or repeat it later; it cannot do so with assembler."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = builder.bitcast(_pointer(context, builder, signature, args), _PAIR.as_pointer())

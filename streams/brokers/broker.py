@@ -69,10 +69,8 @@ class Broker(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Restart a dead broker with the same data and ports. Raises NoLocalBroker.
-
-        Blocks until it answers. A given broker is only probed.
-        """
+        """Restart a dead broker with the same data and ports. Raises NoLocalBroker. Blocks until it
+        answers. A given broker is only probed."""
 
     def __enter__(self) -> Self:
         return self.start()

@@ -41,10 +41,8 @@ SMALL_BROKER: dict[str, str] = {
 
 
 def replication_settings(brokers: int) -> dict[str, str]:
-    """Copies on every broker, and one of them may be missing, as in production.
-
-    For the broker's own topics too, and as the default of all others.
-    """
+    """Copies on every broker, and one of them may be missing, as in production. For the broker's
+    own topics too, and as the default of all others."""
     copies, in_sync = str(brokers), str(max(1, brokers - 1))
     settings = {
         "default.replication.factor": copies,

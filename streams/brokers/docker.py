@@ -194,10 +194,8 @@ def volume(folder: Path) -> str:
 
 
 def find_image(report: ReportLine) -> str:
-    """The image to run: one that is here, or the official one, pulled. Raises NoLocalBroker.
-
-    A locally built image goes before pulling: it was built because no registry answered.
-    """
+    """The image to run: one that is here, or the official one, pulled. Raises NoLocalBroker. A
+    locally built image goes before pulling: it was built because no registry answered."""
     daemon = _daemon(_DAEMON_DEADLINE_S)
     with contextlib.closing(daemon):
         for image in (OFFICIAL_IMAGE, LOCAL_IMAGE):

@@ -159,10 +159,8 @@ class JvmBroker(Broker):
                 node.start()
 
     def stop(self) -> None:
-        """See `Broker`. Without data that are kept there is nothing to end in order.
-
-        Nor is there with several nodes: an orderly end waits for a quorum that is gone.
-        """
+        """See `Broker`. Without data that are kept there is nothing to end in order. Nor is there
+        with several nodes: an orderly end waits for a quorum that is gone."""
         try:
             if self._kept is not None and len(self.nodes) == 1:
                 self.nodes[0].stop(STOP_DEADLINE_S)
@@ -208,10 +206,8 @@ def add_links(settings: dict[str, str], links: Sequence[LinkPorts]) -> None:
 
 
 def prepare(report: ReportLine) -> Path:
-    """The directory with the files for quick starts, made when absent. Raises NoLocalBroker.
-
-    It has a formatted data directory and the parsed classes of the broker.
-    """
+    """The directory with the files for quick starts, made when absent. Raises NoLocalBroker. It has
+    a formatted data directory and the parsed classes of the broker."""
     key = hashlib.sha256(f"{java()} {java().stat().st_mtime_ns}".encode()).hexdigest()[:8]
     fetched = jars(report)
     return build_once(

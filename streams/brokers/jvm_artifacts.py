@@ -111,9 +111,7 @@ def check_java_version() -> None:
 
 def jars(report: ReportLine = lambda _: None) -> Path:
     """The directory with the jars of the broker and its command line tools, fetched when absent.
-
-    Raises NoLocalBroker when Maven is missing or fails.
-    """
+    Raises NoLocalBroker when Maven is missing or fails."""
     key = hashlib.sha256(_POM.encode()).hexdigest()[:8]
     return build_once(
         cache_directory() / f"kafka-{KAFKA_VERSION}-{key}",

@@ -34,9 +34,7 @@ class LinkPorts(NamedTuple):
 
 class JvmNode:
     """One broker process. `start` after `kill` or `stop` uses the same data and ports again.
-
-    `number`: the broker's id in the cluster, from 1. All calls block.
-    """
+    `number`: the broker's id in the cluster, from 1. All calls block."""
 
     def __init__(
         self, number: int, directory: Path, port: int, settings: dict[str, str], jvm: Sequence[str],
@@ -130,10 +128,8 @@ class JvmNode:
             self._process.wait(30)
 
     def stop(self, deadline_s: float = 30.0) -> int:
-        """SIGTERM, then SIGKILL at the deadline; the exit status.
-
-        Not for all nodes of a cluster at once: an orderly end waits for a quorum that is gone.
-        """
+        """SIGTERM, then SIGKILL at the deadline; the exit status. Not for all nodes of a cluster at
+        once: an orderly end waits for a quorum that is gone."""
         if self._process is None:
             return 0
         self._process.terminate()
@@ -154,10 +150,8 @@ class JvmNode:
             os.kill(self.pid, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """Let no file of it grow, as on a full disk: it ends at its next write. Linux only.
-
-        Started again, it has room.
-        """
+        """Let no file of it grow, as on a full disk: it ends at its next write. Linux only. Started
+        again, it has room."""
         _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, hard))
 

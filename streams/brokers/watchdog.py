@@ -133,10 +133,8 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def remove_labelled(name: str, deadline: float) -> None:
-    """Remove every container of this guard, until there was none for two seconds.
-
-    The daemon may still be making one that it was asked for before the owner died.
-    """
+    """Remove every container of this guard, until there was none for two seconds. The daemon may
+    still be making one that it was asked for before the owner died."""
     try:
         from testcontainers.core.docker_client import DockerClient
 
@@ -160,10 +158,8 @@ def remove_labelled(name: str, deadline: float) -> None:
 
 
 def _watch(owner: int) -> None:
-    """Return when the pipe is closed, or when the owner is gone.
-
-    The second matters where the owner forked: its children hold the pipe open.
-    """
+    """Return when the pipe is closed, or when the owner is gone. The second matters where the owner
+    forked: its children hold the pipe open."""
     while os.getppid() == owner:
         readable, _, _ = select.select([0], [], [], 0.5)
         if readable and not os.read(0, 1):

@@ -150,10 +150,8 @@ class LazyConsumer:
         return self._consumer is not None or self._starting is not None
 
     async def ready(self, timeout_s: float) -> AIOKafkaConsumer | None:
-        """The connected consumer; None if connecting did not succeed in time.
-
-        Raises KafkaError only for refusals; other errors are retried at the next call.
-        """
+        """The connected consumer; None if connecting did not succeed in time. Raises KafkaError
+        only for refusals; other errors are retried at the next call."""
         if self._consumer is not None:
             return self._consumer
         if self._starting is None:
@@ -268,10 +266,8 @@ _calm = LogRateLimiter()
 
 
 def limit_client_logs() -> None:
-    """Filter every logger of the client, and those of this folder. Idempotent.
-
-    One by one, since a filter on their parent would see nothing.
-    """
+    """Filter every logger of the client, and those of this folder. Idempotent. One by one, since a
+    filter on their parent would see nothing."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("aiokafka", "kvlane.streams.kafka")):
             logging.getLogger(name).addFilter(_calm)

@@ -358,10 +358,8 @@ class KafkaMember:
             consumer.seek(tp, start)
 
     def _watch(self, now: float) -> None:
-        """Rejoin if a rebalance does not end.
-
-        aiokafka keeps trying addresses of brokers that are gone.
-        """
+        """Rejoin if a rebalance does not end. aiokafka keeps trying addresses of brokers that are
+        gone."""
         if now - self._unsettled_from > SILENT_TIMEOUTS * self._session_s:
             self._join_anew("a rebalance does not end")
 

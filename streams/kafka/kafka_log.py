@@ -109,10 +109,8 @@ class KafkaLog:
         await self._learn_partitions()
 
     async def close(self) -> None:
-        """Leave all groups, flush queued appends, disconnect.
-
-        Bounded by about two request time-outs, also while no broker answers. Idempotent.
-        """
+        """Leave all groups, flush queued appends, disconnect. Bounded by about two request
+        time-outs, also while no broker answers. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -141,10 +139,8 @@ class KafkaLog:
         return self._partitions[topic]
 
     async def refresh_topics(self) -> dict[str, int]:
-        """Refresh the existing topics and their partition counts.
-
-        Raises BrokerUnavailable, AccessDenied.
-        """
+        """Refresh the existing topics and their partition counts. Raises BrokerUnavailable,
+        AccessDenied."""
         return await self._learn_partitions()
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:

@@ -208,10 +208,8 @@ class KafkaReader:
             self._answered_ms, self._silent_from = answered_ms, now
 
     def _watch(self, now: float, *, idle: bool) -> None:
-        """Reconnect after a long time without responses.
-
-        The client fetches many times a second, and keeps trying addresses where no broker is.
-        """
+        """Reconnect after a long time without responses. The client fetches many times a second,
+        and keeps trying addresses where no broker is."""
         if not idle:
             self._silent_from = now
         elif now - self._silent_from > self._silence_s:

@@ -12,10 +12,8 @@ from kvlane.streams.ports import Partition
 
 
 class KeyFilter:
-    """The keys whose records a consumer returns; None: all.
-
-    As the consumer's key deserializer it reaches the consumer's `PartitionRecords`.
-    """
+    """The keys whose records a consumer returns; None: all. As the consumer's key deserializer it
+    reaches the consumer's `PartitionRecords`."""
 
     def __init__(self) -> None:
         self.keys: Container[bytes | None] | None = None

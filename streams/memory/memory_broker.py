@@ -43,10 +43,8 @@ class MemoryBroker:
         session_timeout_s: float = 10.0,
         max_poll_interval_s: float = 300.0,
     ) -> None:
-        """Every topic of `streams/topics.py` exists from the start.
-
-        `partitions` overrides counts by topic. `max_records` bounds partitions that delete by age.
-        """
+        """Every topic of `streams/topics.py` exists from the start. `partitions` overrides counts
+        by topic. `max_records` bounds partitions that delete by age."""
         overrides = partitions or {}
         self.clock = clock
         self.faults = faults or BrokerFaults()

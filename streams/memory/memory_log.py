@@ -100,9 +100,7 @@ class MemoryLog:
 
     def cut_off(self) -> None:
         """As a broken link to the broker that coordinates its groups: all other requests arrive.
-
-        Until `reconnect`. Its members give their partitions up after the session time-out.
-        """
+        Until `reconnect`. Its members give their partitions up after the session time-out."""
         if self.cut_off_at is None:
             self.cut_off_at = self.broker.clock.now()
             for user in self._users:

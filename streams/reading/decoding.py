@@ -59,10 +59,8 @@ class RecordDecoder:
         self._logged: set[tuple[str, str]] = set()
 
     async def decode_records(self, source: Partition, records: Sequence[Record]) -> list[LogRecord]:
-        """The decoded records, in order, without malformed ones.
-
-        Raises NewerRecord, with its position, for one that no operator has skipped.
-        """
+        """The decoded records, in order, without malformed ones. Raises NewerRecord, with its
+        position, for one that no operator has skipped."""
         facts: list[LogRecord] = []
         for record in records:
             try:
@@ -95,9 +93,7 @@ class RecordDecoder:
 
 async def write_skip(log: Log, clock: Clock, source: Partition, offset: int) -> Appended:
     """Let readers skip a record that is marked for newer ones; returns the position of the Skip.
-
-    Raises NothingToSkip for any other record or position, BrokerUnavailable, AppendFailed.
-    """
+    Raises NothingToSkip for any other record or position, BrokerUnavailable, AppendFailed."""
     place = f"{source.topic}:{source.partition}:{offset}"
     record = await record_at(log, clock, source, offset) if source.topic in TYPES_BY_TOPIC else None
     if record is None:

@@ -221,10 +221,8 @@ class RecordHandler(Protocol):
         """A partition is assigned. It is not read before `GroupConsumer.resume(claim)`."""
 
     def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        """The next record. Each needs a `claim.mark_done(fact.offset)`, at any time.
-
-        Raises RecordError to reject a record: it goes to dead-letters with that reason.
-        """
+        """The next record. Each needs a `claim.mark_done(fact.offset)`, at any time. Raises
+        RecordError to reject a record: it goes to dead-letters with that reason."""
 
     def on_released(self, claim: PartitionClaim) -> None:
         """The partition is revoked: its unfinished records are delivered to the next owner."""
@@ -237,10 +235,8 @@ class _RejectedRecord(NamedTuple):
 
 
 class GroupConsumer:
-    """Reads one topic as a member of `group`, and commits the records that are done.
-
-    `run` raises the errors of polling, and returns after `close`.
-    """
+    """Reads one topic as a member of `group`, and commits the records that are done. `run` raises
+    the errors of polling, and returns after `close`."""
 
     def __init__(
         self,
@@ -398,9 +394,7 @@ class GroupConsumer:
 
     def _refuse(self, claim: PartitionClaim, record: Record, error: RecordError) -> bool:
         """Deliver a `Refused` that answers the sender of a malformed record; false if none is due.
-
-        A record of an unknown type need not have been a request.
-        """
+        A record of an unknown type need not have been a request."""
         if not isinstance(error, Malformed) or isinstance(error, UnknownType):
             return False
         if Refused.__name__ not in self._types:

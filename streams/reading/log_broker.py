@@ -47,10 +47,8 @@ class ReceivedRecord(NamedTuple):
 
 
 class LogBroker(KafkaBroker):
-    """The broker of one process, which calls `run`.
-
-    `prefix`: of the names of topics and groups. `servers`: for the description.
-    """
+    """The broker of one process, which calls `run`. `prefix`: of the names of topics and groups.
+    `servers`: for the description."""
 
     def __init__(self, log: Log, prefix: str, servers: Sequence[str] = ()) -> None:
         super().__init__(
@@ -81,10 +79,8 @@ class LogBroker(KafkaBroker):
         max_records: int,
         description: str,
     ) -> None:
-        """Hand the records of a topic to `handle`, as a sequence of `ReceivedRecord`.
-
-        The annotation of its parameter describes one record.
-        """
+        """Hand the records of a topic to `handle`, as a sequence of `ReceivedRecord`. The
+        annotation of its parameter describes one record."""
         whole_name = self._prefix + topic
         subscriber = self.subscriber(
             whole_name,

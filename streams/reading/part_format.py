@@ -22,10 +22,8 @@ def numbered_part(
     headers: Headers = (),
     attempt: int = 0,
 ) -> Entry:
-    """The record of a part. `type_name`: value of its type header.
-
-    `attempt`: from 0; keys repeat after 32 attempts, far later than an abandoned one can arrive.
-    """
+    """The record of a part. `type_name`: value of its type header. `attempt`: from 0; keys repeat
+    after 32 attempts, far later than an abandoned one can arrive."""
     key = f"{name}/{'0' * (attempt % _MOST_ATTEMPTS)}{number}"
     return Entry(key.encode(), content, ((TYPE_HEADER, type_name), *headers))
 

@@ -83,10 +83,8 @@ async def read_range(
 async def tail(
     log: Log, positions: Mapping[Partition, int], poll_s: float = POLL_S, *, moving: bool = False
 ) -> AsyncGenerator[Sequence[Record], None]:
-    """The records of partitions from these offsets on, batch by batch, without end.
-
-    Close it (`aclosing`) when leaving it. `moving` is that of `Log.reader`. Raises PositionLost.
-    """
+    """The records of partitions from these offsets on, batch by batch, without end. Close it
+    (`aclosing`) when leaving it. `moving` is that of `Log.reader`. Raises PositionLost."""
     reader = log.reader(moving=moving)
     reader.assign(positions)
     try:

@@ -143,10 +143,8 @@ class CatchUpReader:
             reader.assign({})
 
     def _join(self, queue: PassKey, lane: PartitionTail) -> None:
-        """Add waiting replies to a pass that has not passed their start.
-
-        Only between two polls: during one the reader has skipped records beyond the position.
-        """
+        """Add waiting replies to a pass that has not passed their start. Only between two polls:
+        during one the reader has skipped records beyond the position."""
         for is_far in (False, True):
             waiting = self._waiting.get(PassKey(queue.lane, is_far), {})
             last = sys.maxsize if is_far == queue.is_far else lane.position + FAR_OFFSETS
@@ -155,10 +153,8 @@ class CatchUpReader:
                 lane.add(reply)
 
     async def _lose(self, queue: PassKey, lane: PartitionTail, error: PositionLost) -> None:
-        """The start of the log has moved past the position of the pass.
-
-        Replies without visible records restart there: the deleted records may be of others.
-        """
+        """The start of the log has moved past the position of the pass. Replies without visible
+        records restart there: the deleted records may be of others."""
         lost = []
         for reply in lane.all_replies():
             if reply.has_begun or error.wanted >= error.start:

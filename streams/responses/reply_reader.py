@@ -82,10 +82,8 @@ class ReplyReader:
         *,
         moving: bool = True,
     ) -> None:
-        """`broker_clock` observes the records that are read live.
-
-        `moving=False` is for a reader that will `pin` all lanes (`Log.reader`).
-        """
+        """`broker_clock` observes the records that are read live. `moving=False` is for a reader
+        that will `pin` all lanes (`Log.reader`)."""
         self._log = log
         self._clock = clock
         self._lanes = lanes
@@ -113,10 +111,8 @@ class ReplyReader:
         await asyncio.gather(*self._tasks)
 
     async def pin(self, lanes: Iterable[int]) -> None:
-        """Read these lanes permanently, whether replies are awaited in them or not.
-
-        So the first request in a lane need not wait for its reader. Raises BrokerUnavailable.
-        """
+        """Read these lanes permanently, whether replies are awaited in them or not. So the first
+        request in a lane need not wait for its reader. Raises BrokerUnavailable."""
         numbers = list(lanes)
         ends = await self._log.end_offsets(RESPONSES, numbers)
         for number in numbers:
@@ -133,10 +129,8 @@ class ReplyReader:
         self._fail(LogClosed("the client was closed"))
 
     async def subscribe(self, request_id: str) -> Reply:
-        """A reply with all records that are appended after this call has returned.
-
-        Raises BrokerUnavailable, or the error that ended reading.
-        """
+        """A reply with all records that are appended after this call has returned. Raises
+        BrokerUnavailable, or the error that ended reading."""
         self._check()
         number = lane_of(request_id, self._lanes)
         lane = await self._open(number)

@@ -129,9 +129,7 @@ class Reply:
     @property
     def is_missing_start(self) -> bool:
         """A Chunk arrived that is not the first of the request, without visible pieces before it.
-
-        Also one of an attempt without a Fence: the Fence is earlier in the log.
-        """
+        Also one of an attempt without a Fence: the Fence is earlier in the log."""
         return not self.has_begun and (self._transcript.gaps > 0 or self._lacks_earlier)
 
     @property
@@ -173,10 +171,8 @@ class Reply:
             self._put(bare.end)
 
     def apply(self, record: Record) -> bool:
-        """Apply a record of this request; records that were fed before are ignored.
-
-        Returns whether its reader must act: the reply is over, held back, or misses its start.
-        """
+        """Apply a record of this request; records that were fed before are ignored. Returns whether
+        its reader must act: the reply is over, held back, or misses its start."""
         transcript = self._transcript
         is_done = transcript.is_over or self._is_held or self._error is not None
         if record.offset < self._next or is_done:
@@ -242,10 +238,8 @@ class Reply:
             self._wake()
 
     async def next_piece(self, timeout_s: float | None) -> Chunk | End:
-        """Take the next piece. Raises the error of the reply, or TimeoutError.
-
-        None leaves the deadline to the caller. Not to be called after the End or a finish reason.
-        """
+        """Take the next piece. Raises the error of the reply, or TimeoutError. None leaves the
+        deadline to the caller. Not to be called after the End or a finish reason."""
         if not self._pieces:
             await self._awaited(timeout_s)
         return self._pieces.popleft()
@@ -315,10 +309,8 @@ class Reply:
             return True
 
     async def _awaited(self, timeout_s: float | None, sink: PieceSink | None = None) -> None:
-        """Wait for a piece. Raises as `next_piece`.
-
-        A future, and one timer for many waits: cheaper than `asyncio.timeout`.
-        """
+        """Wait for a piece. Raises as `next_piece`. A future, and one timer for many waits: cheaper
+        than `asyncio.timeout`."""
         assert self._waiter is None, "only one task may await the pieces of a reply"
         if self._error is not None:
             raise self._error

@@ -301,10 +301,8 @@ class Follower:
         return self._tail.distance(self.positions()) <= JOIN_DISTANCE
 
     def _awaited(self) -> Sequence[Partition]:
-        """Partitions in which an offset is awaited.
-
-        Their last offsets may have been deleted: then no record moves the position on.
-        """
+        """Partitions in which an offset is awaited. Their last offsets may have been deleted: then
+        no record moves the position on."""
         return list(dict.fromkeys((*self._behind, *self._barriers.pending_partitions)))
 
     def _apply(self, batches: Sequence[DecodedBatch]) -> None:

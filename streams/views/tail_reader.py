@@ -35,10 +35,8 @@ takes longer to apply records than all views together to read them."""
 
 
 class DecodedBatch(NamedTuple):
-    """Consecutive records of one partition. `position` is the offset after them.
-
-    `facts` are the decoded ones, without malformed records.
-    """
+    """Consecutive records of one partition. `position` is the offset after them. `facts` are the
+    decoded ones, without malformed records."""
 
     source: Partition
     records: Sequence[Record]
@@ -92,10 +90,8 @@ class TailSubscription:
         self._changed = asyncio.Event()
 
     async def next(self) -> list[DecodedBatch] | None:
-        """The next batches; None when this subscriber fell behind and must read alone.
-
-        Raises PositionLost, and the error that ended the tail reader.
-        """
+        """The next batches; None when this subscriber fell behind and must read alone. Raises
+        PositionLost, and the error that ended the tail reader."""
         await self._changed.wait()
         if self._error is not None:
             raise self._error
@@ -151,10 +147,8 @@ class TailReader:
     def subscribe(
         self, positions: Mapping[Partition, int], awaited: Callable[[], Collection[Partition]]
     ) -> Iterator[TailSubscription]:
-        """Queue the records from these positions on, until the end of the context.
-
-        `awaited`: partitions in which a gap at the end is of interest, asked after every poll.
-        """
+        """Queue the records from these positions on, until the end of the context. `awaited`:
+        partitions in which a gap at the end is of interest, asked after every poll."""
         subscription = TailSubscription(positions, awaited)
         if self._error is not None:
             subscription.fail(self._error)
@@ -178,10 +172,8 @@ class TailReader:
         return AWAITED_GATHER_S if self._awaited else GATHER_S
 
     async def run(self) -> None:
-        """Read for the subscribers, until cancelled. To be called once.
-
-        Raises NewerRecord, AccessDenied, TopicMismatch, LogClosed.
-        """
+        """Read for the subscribers, until cancelled. To be called once. Raises NewerRecord,
+        AccessDenied, TopicMismatch, LogClosed."""
         reason: Exception = LogClosed("the tail reader was stopped")
         try:
             while True:

@@ -22,10 +22,8 @@ class MaterializedView(Protocol):
         """The name of its snapshots."""
 
     def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        """Apply the next records of a partition; `position` is the offset after them.
-
-        `facts` is in offset order, and empty if only the position moves.
-        """
+        """Apply the next records of a partition; `position` is the offset after them. `facts` is in
+        offset order, and empty if only the position moves."""
 
     def position(self, source: Partition) -> int | None:
         """The next offset of a partition; None before the first `apply` or `restore`."""

@@ -52,10 +52,8 @@ class AnswerStream(ABC):
     async def read_outputs(
         self, stream: EventStream, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Yield the outputs, the final one last.
-
-        Raises ServerFailed for an answer without an end, and the errors of its events.
-        """
+        """Yield the outputs, the final one last. Raises ServerFailed for an answer without an end,
+        and the errors of its events."""
         last: EngineOutput | None = None
         has_content = False
         until: float | None = None
@@ -139,10 +137,8 @@ FINISH_REASONS: Mapping[str, FinishReason] = {
 
 
 def parse_finish_reason(reason: object) -> FinishReason | None:
-    """The finish reason of an event; an empty text is none.
-
-    Raises ServerFailed for unknown ones, such as `abort`: the model did not end the answer.
-    """
+    """The finish reason of an event; an empty text is none. Raises ServerFailed for unknown ones,
+    such as `abort`: the model did not end the answer."""
     if reason is None or reason == "":
         return None
     known = FINISH_REASONS.get(reason.lower()) if isinstance(reason, str) else None

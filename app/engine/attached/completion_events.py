@@ -67,10 +67,8 @@ _events = msgspec.json.Decoder(_Event)
 
 
 def parse_completion_event(event: bytes, dialect: ServerDialect) -> CompletionEvent:
-    """Parse one event of an answer.
-
-    Raises ServerFailed or RequestRejected for an error event, and ServerFailed for an invalid one.
-    """
+    """Parse one event of an answer. Raises ServerFailed or RequestRejected for an error event, and
+    ServerFailed for an invalid one."""
     try:
         read = _events.decode(event)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:

@@ -97,9 +97,7 @@ class ServerDiscovery:
         self, name: str, tokenizer: Tokenizer, *, has_transfers: bool = False
     ) -> ServerInfo:
         """Find the model `name` ("" for the only one) and the dialect. Raises EngineError.
-
-        `has_transfers`: whether it shares requests with another server.
-        """
+        `has_transfers`: whether it shares requests with another server."""
         known = await self.look_up_model(name)
         is_disaggregated = has_transfers and known.dialect.vendor == "sglang"
         model, owner, adapters = known.dialect.model, known.dialect.vendor, known.dialect.adapters

@@ -30,9 +30,7 @@ FORBIDDEN_BIAS = -100.0
 
 class ServerDialect(NamedTuple):
     """The API dialect of one server. `vendor`: `owned_by` in its list of models.
-
-    `is_disaggregated`: a SGLang server that needs another one for each request.
-    """
+    `is_disaggregated`: a SGLang server that needs another one for each request."""
 
     model: str
     vendor: str = ""
@@ -58,10 +56,8 @@ def completion_body(
     max_tokens: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """The body of a completion. `text_of`: converts tokens to text, special ones included.
-
-    Raises InvalidRequest for a field that the server does not support.
-    """
+    """The body of a completion. `text_of`: converts tokens to text, special ones included. Raises
+    InvalidRequest for a field that the server does not support."""
     _refuse(request, dialect)
     sampling, stop = request.sampling, request.stop
     tokens = list(unpack_tokens(request.token_ids))
@@ -153,10 +149,8 @@ def _of_vllm(request: Request, dialect: ServerDialect) -> dict[str, Any]:
 
 
 def _extra(request: Request) -> dict[str, Any]:
-    """Additional arguments, and the transfer of a prefill.
-
-    Raises InvalidRequest for a transfer in the arguments, which a client may have written.
-    """
+    """Additional arguments, and the transfer of a prefill. Raises InvalidRequest for a transfer in
+    the arguments, which a client may have written."""
     body: dict[str, Any] = {}
     extra = _object("extra_args", request.extra_args)
     if KV_TRANSFER_FIELD in extra:

@@ -62,10 +62,8 @@ class ServerMetrics(NamedTuple):
 
 
 def read_metrics(text: str) -> ServerMetrics:
-    """Parse a Prometheus page. Raises ValueError for an invalid one.
-
-    Only the needed lines are parsed: a whole page of a large server takes 15 ms, once a second.
-    """
+    """Parse a Prometheus page. Raises ValueError for an invalid one. Only the needed lines are
+    parsed: a whole page of a large server takes 15 ms, once a second."""
     lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
     sums: dict[str, float] = {}
     cache: Mapping[str, str] = {}

@@ -97,9 +97,7 @@ class StoredBlocks(NamedTuple):
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Result of a step. `decoded` and the sequences of last chunks have one more token each.
-
-    `received`: those of `decoded` whose prompts came from another engine, in their first step.
-    """
+    `received`: those of `decoded` whose prompts came from another engine, in their first step."""
 
     duration_ms: float
     decoded: tuple[BatchSequence, ...]

@@ -37,10 +37,8 @@ def fill_end_times(
     tokens: int, running: int, capacity_tokens: int, curve: tuple[float, float, float, float],
     at_ms: float, ends: NDArray[np.float64],
 ) -> None:  # fmt: skip
-    """Fill `end_calendar`, one step per element; `running` more tokens in each step.
-
-    `curve`: the coefficients of decode and its floor, as in `PerfCurves.decode_ms`.
-    """
+    """Fill `end_calendar`, one step per element; `running` more tokens in each step. `curve`: the
+    coefficients of decode and its floor, as in `PerfCurves.decode_ms`."""
     a, b, c, floor = curve
     for i in range(len(ends)):
         usage = min((tokens + running * i) / capacity_tokens, 1.0)

@@ -44,9 +44,7 @@ def expected_answer(
     context_length: int | None = None,
 ) -> ExpectedAnswer:
     """The answer to a request. `text`: its text stream, new, with its stops and limits.
-
-    `context_length`: of the engine, for requests without a limit.
-    """
+    `context_length`: of the engine, for requests without a limit."""
     sequence = unpack_tokens(request.token_ids)
     room = None if context_length is None else max(context_length - len(sequence), 0)
     visible: list[int] = []

@@ -24,10 +24,8 @@ from kvlane.streams.record_base import JsonText
 
 
 class TransferModel(NamedTuple):
-    """Time of a transfer, and how long blocks are held for it.
-
-    Defaults: 16-bit keys and values of 32 layers with 8 heads of 128 numbers, over 100 Gbit/s.
-    """
+    """Time of a transfer, and how long blocks are held for it. Defaults: 16-bit keys and values of
+    32 layers with 8 heads of 128 numbers, over 100 Gbit/s."""
 
     bytes_per_token: int = 131_072
     bytes_per_s: float = 12.5e9
@@ -49,10 +47,8 @@ class TransferParams(msgspec.Struct, frozen=True):
 
 
 class Transfer(NamedTuple):
-    """A transfer under way: its duration, and the callback at its end.
-
-    `finish` releases the blocks; False if they were released before, so that the transfer failed.
-    """
+    """A transfer under way: its duration, and the callback at its end. `finish` releases the
+    blocks; False if they were released before, so that the transfer failed."""
 
     duration_s: float
     finish: Callable[[], bool]
@@ -127,10 +123,8 @@ class KvTransfers:
         release: Callable[[], None],
         room: int | None = None,
     ) -> JsonText:
-        """Hold the blocks of a prompt for one lease; returns the transfer parameters.
-
-        In a room they are also for the engine that waits there, or comes within the lease.
-        """
+        """Hold the blocks of a prompt for one lease; returns the transfer parameters. In a room
+        they are also for the engine that waits there, or comes within the lease."""
         self._count += 1
         number, lease_s = self._count, self.model.lease_s
         loop = asyncio.get_running_loop()

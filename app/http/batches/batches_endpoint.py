@@ -135,10 +135,8 @@ class BatchesEndpoint:
 
     @contextmanager
     def _creation(self, caller: Caller) -> Iterator[None]:
-        """Count a batch that is being created. Raises ApiError beyond the limit of the tenant.
-
-        The log decides about those that other gateways create at the same time: see `most_open`.
-        """
+        """Count a batch that is being created. Raises ApiError beyond the limit of the tenant. The
+        log decides about those that other gateways create at the same time: see `most_open`."""
         limit, tenant = caller.terms.batches, caller.tenant
         opened = sum(not job.has_ended for job in self._batches.view.jobs(tenant))
         if limit is not None and opened + self._creating[tenant] >= limit:

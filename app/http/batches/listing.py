@@ -23,10 +23,8 @@ Entity = TypeVar("Entity", FileCard, BatchJob)
 def page_of(
     entities: Iterable[Entity], query: QueryParams, default: int, most: int
 ) -> tuple[list[Entity], bool]:
-    """The entities of a page, and whether there are more, by `limit`, `after` and `order`.
-
-    Ids are ordered by time, so `after` may have been deleted. Raises ApiError.
-    """
+    """The entities of a page, and whether there are more, by `limit`, `after` and `order`. Ids are
+    ordered by time, so `after` may have been deleted. Raises ApiError."""
     limit, after, order = _limit(query, default, most), query.get("after", ""), query.get("order")
     if order not in (None, "asc", "desc"):
         raise invalid_request("order: asc or desc", "order")

@@ -80,10 +80,8 @@ class ActiveStreams:
         registry_clock: BrokerClock,
         rng: random.Random | None = None,
     ) -> None:
-        """Without `rng`, ids are drawn so that they cannot be guessed.
-
-        `registry_clock` observes the records of the registry, also old ones.
-        """
+        """Without `rng`, ids are drawn so that they cannot be guessed. `registry_clock` observes
+        the records of the registry, also old ones."""
         self._log = kafka
         self._settings = settings
         self._ctx = ctx
@@ -152,10 +150,8 @@ class ActiveStreams:
 
     @property
     def now_ms(self) -> int:
-        """The time by which ids have their age: the broker's clock or this gateway's.
-
-        The one that makes ids younger, since the first ids of a gateway have the time of its own.
-        """
+        """The time by which ids have their age: the broker's clock or this gateway's. The one that
+        makes ids younger, since the first ids of a gateway have the time of its own."""
         wall_ms = self._clock.wall_ms()
         broker_ms = self._broker_clock.now_ms() or self._registry_clock.now_ms()
         return min(broker_ms or wall_ms, wall_ms)
@@ -210,10 +206,8 @@ class ActiveStreams:
             self._idle.set()
 
     async def publish(self, requests: Sequence[Request]) -> list[Reply]:
-        """Publish requests; their replies, in order. Raises ApiError.
-
-        Failed or cancelled, no reader follows them, and those in the log are cancelled.
-        """
+        """Publish requests; their replies, in order. Raises ApiError. Failed or cancelled, no
+        reader follows them, and those in the log are cancelled."""
         replies: list[Reply] = []
         until = self._clock.now() + PUBLISH_TIMEOUT_S
         sending = False
@@ -267,10 +261,8 @@ class ActiveStreams:
         self._replies.detach(reply)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Ask for the end of a request, in the background.
-
-        Bound: as many as there may be answers. Beyond it (in an outage) requests run on, unread.
-        """
+        """Ask for the end of a request, in the background. Bound: as many as there may be answers.
+        Beyond it (in an outage) requests run on, unread."""
         if len(self._cancels) >= self._settings.http_max_streams:
             log.warning("%s keeps running: too many Cancels wait for Kafka", request_id)
             return

@@ -81,10 +81,8 @@ class Completions:
     async def answer(
         self, kind: EndpointKind, request: HttpRequest, read: BodyReader = ReadBody
     ) -> Response:
-        """Answer a request. `kind`: that of its body once it is read.
-
-        Raises ApiError and PreprocessError.
-        """
+        """Answer a request. `kind`: that of its body once it is read. Raises ApiError and
+        PreprocessError."""
         received = spans.valid_traceparent(request.headers.get(spans.TRACEPARENT))
         span = spans.start_first_span("gateway.request", received, SpanKind.SERVER)
         try:
@@ -225,10 +223,8 @@ def created_s(request_id: str) -> int:
 
 
 def parse_body(body: bytes) -> Steps[tuple[dict[str, Any], int]]:
-    """The fields of a body, and the number of values in them (`ParsedJson`).
-
-    Raises ApiError for a body that is no JSON object, TooLarge for one above the limits.
-    """
+    """The fields of a body, and the number of values in them (`ParsedJson`). Raises ApiError for a
+    body that is no JSON object, TooLarge for one above the limits."""
     try:
         fields, values = yield from parse_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:

@@ -78,10 +78,8 @@ class MergedReplies:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def _pumped(self) -> asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]]:
-        """The queue of pieces of all replies.
-
-        Bound: one batch of each reply. While it is full, pieces wait in their replies, merged.
-        """
+        """The queue of pieces of all replies. Bound: one batch of each reply. While it is full,
+        pieces wait in their replies, merged."""
         if self._queue is None:
             self._queue = asyncio.Queue(len(self.replies))
             self._pumps = [
@@ -116,9 +114,7 @@ async def publish_and_read(
     streams: ActiveStreams, requests: Sequence[Request], *, detached: bool
 ) -> AsyncGenerator[MergedReplies, None]:
     """Publish requests and read their replies. On exit, cancel unfinished ones unless detached.
-
-    Raises ApiError.
-    """
+    Raises ApiError."""
     answers = len(requests)
     streams.reserve(answers)
     try:

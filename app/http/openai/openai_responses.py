@@ -140,9 +140,7 @@ class Choice:
 
     def rest_of(self, piece: Chunk, position: int) -> Chunk | None:
         """The part of the next piece behind a position, to be added; None if nothing is behind it.
-
-        The part before it counts from now on as added.
-        """
+        The part before it counts from now on as added."""
         rest = rest_after(piece, self._reading.end_of(piece), position)
         if rest is not None:
             self._reading.skip_known(piece, rest)
@@ -171,9 +169,7 @@ def chunk(
     header: ResponseHeader, choice: Choice, piece: Chunk | End, index: int = 0, *, with_usage: bool
 ) -> JsonObject | None:
     """The event of a piece that `choice` has taken; None for none, e.g. half a character.
-
-    `with_usage`: the stream ends with token counts, and all chunks before have `usage: null`.
-    """
+    `with_usage`: the stream ends with token counts, and all chunks before have `usage: null`."""
     text = piece.text if isinstance(piece, Chunk) else ""
     if not choice.has_started:
         text = choice.echoed_text + text
@@ -203,10 +199,8 @@ def chunk(
 
 
 class ChunkEncoder:
-    """Encoder of the chunks of one choice: the result of `chunk` as JSON.
-
-    All chunks but the first and the last differ only in their text, so the rest is encoded once.
-    """
+    """Encoder of the chunks of one choice: the result of `chunk` as JSON. All chunks but the first
+    and the last differ only in their text, so the rest is encoded once."""
 
     def __init__(self, header: ResponseHeader, index: int, *, with_usage: bool) -> None:
         self._header = header
@@ -263,10 +257,8 @@ def _embedded(header: ResponseHeader, choice: Choice) -> JsonObject:
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> JsonObject:
-    """Token counts summed over choices; `n` successive choices share a prompt.
-
-    A count that is unknown for one of them is left out, and so is a total with it.
-    """
+    """Token counts summed over choices; `n` successive choices share a prompt. A count that is
+    unknown for one of them is left out, and so is a total with it."""
     found = [choice.usage for choice in choices]
     answers = [counts for counts in found if counts is not None]
     if len(answers) < len(found):

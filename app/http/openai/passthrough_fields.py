@@ -63,10 +63,8 @@ def _part(piece: Chunk, text: str, until: int, asides: tuple[PassthroughDelta, .
 
 
 def merge_fields(*deltas: Mapping[str, Any]) -> JsonObject:
-    """Merge successive deltas: texts are concatenated, list items are merged by their index.
-
-    All at once, since a text that grows by pieces would be copied with each.
-    """
+    """Merge successive deltas: texts are concatenated, list items are merged by their index. All at
+    once, since a text that grows by pieces would be copied with each."""
     values: dict[str, list[Any]] = {}
     for each in deltas:
         for name, value in each.items():

@@ -82,10 +82,8 @@ class CompletionResponse(Response):
         *,
         encoder: EncoderFactory = EventEncoder,
     ) -> None:
-        """`within_s`: time limit of the response; `began_at`: arrival of the request.
-
-        `span`: ends with the response. `encoder`: that of the form of the endpoint.
-        """
+        """`within_s`: time limit of the response; `began_at`: arrival of the request. `span`: ends
+        with the response. `encoder`: that of the form of the endpoint."""
         super().__init__()
         self._span = span
         self._options = options
@@ -196,10 +194,8 @@ class CompletionResponse(Response):
         )
 
     def _push(self, piece: ReplyPiece) -> bool:
-        """Write the event of a piece to the socket, as the sink of a stream with one choice.
-
-        Leaves to the task the last piece, and all pieces while the socket is full.
-        """
+        """Write the event of a piece to the socket, as the sink of a stream with one choice. Leaves
+        to the task the last piece, and all pieces while the socket is full."""
         if self._writer is None or not self._writer.is_ready or is_last(piece):
             return False
         if events := self._events.encode(0, piece):

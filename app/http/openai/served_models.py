@@ -49,10 +49,8 @@ class ServedModel(NamedTuple):
 
 
 class ServedModels:
-    """The models of the live workers of a fleet, which follows the registry.
-
-    `needs_prefill`: none is served without a prefill worker.
-    """
+    """The models of the live workers of a fleet, which follows the registry. `needs_prefill`: none
+    is served without a prefill worker."""
 
     def __init__(self, fleet: Fleet, *, needs_prefill: bool = False) -> None:
         self._fleet = fleet

@@ -138,10 +138,8 @@ class Caller:
         self, requests: Sequence[prepared.Request], n: int, answers: Iterable[CountedAnswer],
         context: int | None = None,
     ) -> None:  # fmt: skip
-        """Count `n` answers to each of the prompts. Raises ApiError, 429.
-
-        `context`: the longest prompt and answer of the model; answers without a limit fill it.
-        """
+        """Count `n` answers to each of the prompts. Raises ApiError, 429. `context`: the longest
+        prompt and answer of the model; answers without a limit fill it."""
         if self._lease is None or self._clock is None:
             return
         prompt_tokens = sum(request.prompt_tokens for request in requests)
@@ -161,10 +159,8 @@ class Caller:
         return "" if self.terms.share_cache else self.tenant
 
     def with_tenant(self, request: prepared.Request, seal: TenantTag) -> prepared.Request:
-        """The request as its tenant's: with its cache salt, its sessions and its class.
-
-        Raises ApiError, 403, for a class that is not the tenant's.
-        """
+        """The request as its tenant's: with its cache salt, its sessions and its class. Raises
+        ApiError, 403, for a class that is not the tenant's."""
         tenant, terms, hints = self.tenant, self.terms, request.hints
         if not tenant:
             return request
@@ -234,10 +230,8 @@ class AccessControl:
             log.warning("no API keys: HTTP on %s is open to all", settings.http_host)
 
     def authenticate(self, scope: Scope, needs: KeyRole) -> Caller:
-        """The sender of a request, if it has the right to its path.
-
-        `needs`: the role for all paths but probes. Raises ApiError, 401 or 403.
-        """
+        """The sender of a request, if it has the right to its path. `needs`: the role for all paths
+        but probes. Raises ApiError, 401 or 403."""
         path = scope["path"]
         if self.store is None or path in _PROBES:
             return ANYONE

@@ -90,10 +90,8 @@ def _request_id(given: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 class BodyLimiter:
-    """The bodies of requests that are in memory, up to `limit` bytes each.
-
-    Bound: MAX_BODIES times the limit in all. Beyond it requests are refused at once.
-    """
+    """The bodies of requests that are in memory, up to `limit` bytes each. Bound: MAX_BODIES times
+    the limit in all. Beyond it requests are refused at once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -72,9 +72,7 @@ class Probes:
 
 class StatusServer:
     """HTTP server for probes only. `http` is its application; without a port there is no server.
-
-    Raises SettingsError, KeyFileError as `AccessControl` and `TlsFiles` do.
-    """
+    Raises SettingsError, KeyFileError as `AccessControl` and `TlsFiles` do."""
 
     def __init__(
         self, settings: Settings, ctx: ProcessContext, probes: Probes, metrics: MetricSet

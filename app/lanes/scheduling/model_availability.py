@@ -56,10 +56,8 @@ class ModelAvailability:
         )
 
     def is_timed_out(self, model: str, now_ms: int) -> bool:
-        """Whether a model has had no worker for so long that requests no longer wait for one.
-
-        From the first request that found none: an autoscaler on demand needs some time.
-        """
+        """Whether a model has had no worker for so long that requests no longer wait for one. From
+        the first request that found none: an autoscaler on demand needs some time."""
         if self.has_worker(model):
             return False
         since_ms = self._absent_since_ms.setdefault(model, now_ms)

@@ -46,10 +46,8 @@ class Scheduler:
         """Broker time at which the timer ends; inf without one."""
 
     async def schedule(self, request: LaneRequest) -> Decision:
-        """Decide about a request: a place, a wait, or a rejection.
-
-        A place is free for as long as nothing is awaited after this.
-        """
+        """Decide about a request: a place, a wait, or a rejection. A place is free for as long as
+        nothing is awaited after this."""
         loop = asyncio.get_running_loop()
         if not self._turns:
             loop.call_soon(self._start_pass)

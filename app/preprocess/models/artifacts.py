@@ -59,10 +59,8 @@ class ArtifactStore:
         self._fetching: dict[str, asyncio.Lock] = {}
 
     async def publish(self, content: bytes) -> Artifact:
-        """Put a file into the log, unless it is there; repeated until acknowledged.
-
-        Raises BadModel for a file above 128 MiB, BrokerUnavailable.
-        """
+        """Put a file into the log, unless it is there; repeated until acknowledged. Raises BadModel
+        for a file above 128 MiB, BrokerUnavailable."""
         if len(content) > MAX_ARTIFACT_BYTES:
             raise BadModel(f"a file of {len(content)} bytes: {MAX_ARTIFACT_BYTES} is the most")
         digest = await self._pool.run(lambda: sha256(content).hexdigest())
@@ -79,9 +77,7 @@ class ArtifactStore:
 
     async def fetch(self, artifact: Artifact) -> bytes:
         """The content of a file, from the folder or from the log, with its checksum verified.
-
-        Raises ArtifactUnavailable when parts are missing or damaged, BrokerUnavailable.
-        """
+        Raises ArtifactUnavailable when parts are missing or damaged, BrokerUnavailable."""
         if not _SHA256.fullmatch(artifact.sha256):  # a path leads out of the folder, to any device
             raise ArtifactUnavailable(f"{artifact.sha256[:80]!r} is not a SHA-256 in hex")
         if artifact.size > MAX_ARTIFACT_BYTES:

@@ -36,9 +36,7 @@ class Model(Protocol):
 
     async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
         """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded, BadModel.
-
-        `tenant`: whose texts a cache may find again; "" for those without one.
-        """
+        `tenant`: whose texts a cache may find again; "" for those without one."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a single token."""

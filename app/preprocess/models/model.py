@@ -47,10 +47,8 @@ class LoadedModel:
         self._pool = pool
 
     async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
-        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded.
-
-        `tenant`: whose pieces of text the tokenizer may find again; "" for those without one.
-        """
+        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded. `tenant`: whose
+        pieces of text the tokenizer may find again; "" for those without one."""
         scope = Scope(tenant, request.cache_salt)
         if request.is_short:
             prompts = request.prompts(self._template)
@@ -109,10 +107,8 @@ async def load_model(
     clock: Clock,
     pieces: PieceCache | None = None,
 ) -> LoadedModel:
-    """A model from the files that its card names. `pieces`: the cache of all tokenizers.
-
-    Raises BadModel, BrokerUnavailable.
-    """
+    """A model from the files that its card names. `pieces`: the cache of all tokenizers. Raises
+    BadModel, BrokerUnavailable."""
     if card.tokenizer is None:
         raise BadModel(f"{card.name}: its card names no tokenizer")
     spec = await artifacts.fetch(card.tokenizer)
@@ -128,10 +124,8 @@ async def publish_folder(
     context_length: int | None = None,
     block_size: int | None = None,
 ) -> ModelCard:
-    """Put the files of a model's folder into the log; the card that names them.
-
-    Raises BadModel, BrokerUnavailable.
-    """
+    """Put the files of a model's folder into the log; the card that names them. Raises BadModel,
+    BrokerUnavailable."""
     return await publish_files(
         name, read_folder(folder), artifacts, context_length=context_length, block_size=block_size
     )

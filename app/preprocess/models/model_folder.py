@@ -97,10 +97,8 @@ def card_of(
     context_length: int | None = None,
     block_size: int | None = None,
 ) -> ModelCard:
-    """The card of a model that is served by tokens, with its checksum.
-
-    `context_length`: the engine's limit, where it is below the model's.
-    """
+    """The card of a model that is served by tokens, with its checksum. `context_length`: the
+    engine's limit, where it is below the model's."""
     card = ModelCard(
         name=name,
         context_length=min(

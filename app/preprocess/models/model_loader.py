@@ -56,10 +56,8 @@ class ModelLoader:
             del self._loads[key]
 
     async def model(self, card: ModelCard) -> LoadedModel:
-        """The model of a card that names files.
-
-        Raises TimeoutError after LOAD_TIMEOUT_S, BadModel, StreamError.
-        """
+        """The model of a card that names files. Raises TimeoutError after LOAD_TIMEOUT_S, BadModel,
+        StreamError."""
         load = self._load(card)
         if not load.done():
             async with asyncio.timeout(LOAD_TIMEOUT_S):

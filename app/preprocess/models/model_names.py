@@ -78,10 +78,8 @@ class ModelNames:
         return {name: self._card(name, lengths.get(name, [])) for name in names}
 
     def find(self, kind: str, name: str) -> ModelCard:
-        """The card of the model for a prompt of a kind; "": the only one there is.
-
-        Raises InvalidPrompt.
-        """
+        """The card of the model for a prompt of a kind; "": the only one there is. Raises
+        InvalidPrompt."""
         cards, name = self.cards(), name or self._only()
         if name in self._seen and name not in cards:
             if wrong := unsupported_kind(name, "tokens", kind):

@@ -158,9 +158,7 @@ class OpenAIRequest(RoutingOptions):
 
     def prompts(self, template: ChatTemplate | None) -> list[TextOrTokens]:
         """The prompts, rendered but not tokenised; may take as long as the template is allowed.
-
-        Raises InvalidPrompt.
-        """
+        Raises InvalidPrompt."""
         if self.ext.token_data is not None:
             return [self.ext.token_data]
         if isinstance(self.body, TokensBody):
@@ -188,10 +186,8 @@ class OpenAIRequest(RoutingOptions):
         ]
 
     def requests(self, prompts: Sequence[Sequence[int]], card: ModelCard) -> tuple[Request, ...]:
-        """One Request for each prompt's tokens, without an id, a tenant and a deadline.
-
-        Raises InvalidPrompt, for a prompt without tokens too, and TooLarge.
-        """
+        """One Request for each prompt's tokens, without an id, a tenant and a deadline. Raises
+        InvalidPrompt, for a prompt without tokens too, and TooLarge."""
         body, ext = self.body, self.ext
         tokens = body if isinstance(body, TokensBody) else None
         common = Request(
@@ -292,10 +288,8 @@ class OpenAIRequest(RoutingOptions):
 def read_openai(
     kind: TokenizedKind, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None
 ) -> OpenAIRequest:
-    """Check a body. `headers`: by their names in lower case; they override `nvext`.
-
-    Raises InvalidPrompt that names the field or the header.
-    """
+    """Check a body. `headers`: by their names in lower case; they override `nvext`. Raises
+    InvalidPrompt that names the field or the header."""
     body = _valid(_BODIES[kind], fields)
     refuse_unsupported(fields)
     ext = with_headers(body.nvext or NvExt(), headers or {})

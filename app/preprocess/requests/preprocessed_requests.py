@@ -66,10 +66,8 @@ class Flattened(NamedTuple):
 
 
 def flatten(fields: Mapping[str, Any]) -> Flattened:
-    """Move grouped options to the fields of a `TokensBody`.
-
-    Raises InvalidPrompt for a group that is no object, and an option that is given in both forms.
-    """
+    """Move grouped options to the fields of a `TokensBody`. Raises InvalidPrompt for a group that
+    is no object, and an option that is given in both forms."""
     flat = {name: value for name, value in fields.items() if value is not None}
     paths: dict[str, str] = {}
     for group, options in _GROUPS.items():

@@ -79,10 +79,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a prompt. `variables` are the template's own, and come last.
-
-        Raises InvalidPrompt.
-        """
+        """The text of a prompt. `variables` are the template's own, and come last. Raises
+        InvalidPrompt."""
         budget = RenderBudget(self._clock, self._timeout_s)
         try:
             values = dict(variables or {}) | {

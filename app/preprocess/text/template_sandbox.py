@@ -94,10 +94,8 @@ class RenderBudget:
         self._check_time()
 
     def count(self, value: Any, *, is_new: bool) -> None:
-        """A value was made. `is_new`: with all that is in it.
-
-        Raises InvalidPrompt when all together are too large.
-        """
+        """A value was made. `is_new`: with all that is in it. Raises InvalidPrompt when all
+        together are too large."""
         self._made_bytes += sys.getsizeof(value)
         if isinstance(value, list | tuple):
             self._made_bytes += _ITEM_BYTES * len(value)
@@ -315,9 +313,7 @@ class _Checks(NodeTransformer):
 
 def size_of(value: Any) -> int:
     """Characters and items of a value, with all in it. Raises SecurityError for too many items.
-
-    What a list holds twice counts twice: as text it is written twice.
-    """
+    What a list holds twice counts twice: as text it is written twice."""
     if isinstance(value, str | bytes):
         return len(value)
     size = items = 0
@@ -357,9 +353,7 @@ def _listed(
     name: str, args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The operands of a filter or method, with iterators as lists, after their sizes were checked.
-
-    Raises SecurityError.
-    """
+    Raises SecurityError."""
     operands = [_as_list(value) for value in args]
     named = {key: _as_list(value) for key, value in options.items()}
     if operands and name not in _BY_REFERENCE:

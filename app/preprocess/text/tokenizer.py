@@ -48,9 +48,7 @@ class Tokenizer:
 
     def __init__(self, spec: bytes, pool: WorkPool, pieces: PieceCache | None = None) -> None:
         """`spec`: a tokenizer.json. `pieces`: the cache of the process; by default one of its own.
-
-        Raises BadModel when it is none; takes 0.1 s for a MB.
-        """
+        Raises BadModel when it is none; takes 0.1 s for a MB."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(spec)
         except Exception as e:  # the library raises no narrower one
@@ -259,10 +257,8 @@ def _pieces(text: str, borders: AddedTokens) -> list[str]:
 
 
 def _borders(spec: dict[str, Any]) -> AddedTokens | None:
-    """Finds added tokens in a text, if the text between two of them is tokenised by itself.
-
-    Not where an added token swallows spaces, or where the beginning of a text is special.
-    """
+    """Finds added tokens in a text, if the text between two of them is tokenised by itself. Not
+    where an added token swallows spaces, or where the beginning of a text is special."""
     added = [t for t in spec.get("added_tokens") or [] if not t["normalized"]]
     if any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in added):
         return None

@@ -115,9 +115,7 @@ class BurstDetector:
 
 class HerdAvoidance:
     """The delays of one router, from the other routers and the lag with which it reads of them.
-
-    Both come from the ledger; its own decisions are read back as late as those of others.
-    """
+    Both come from the ledger; its own decisions are read back as late as those of others."""
 
     def __init__(self, router: str) -> None:
         self._router = router
@@ -145,10 +143,8 @@ class HerdAvoidance:
     def stagger_ms(
         self, workers: Collection[str], version: int, now_ms: int, prefill_ms: float
     ) -> Mapping[str, float]:
-        """See `RoutingState`. The same object for as long as the delays are the same.
-
-        `version` changes whenever the workers do. `prefill_ms`: as in `BurstDetector.is_bursty`.
-        """
+        """See `RoutingState`. The same object for as long as the delays are the same. `version`
+        changes whenever the workers do. `prefill_ms`: as in `BurstDetector.is_bursty`."""
         while self._decided_ms:
             name, at_ms = next(iter(self._decided_ms.items()))
             if now_ms - at_ms <= ROUTER_EXPIRY_MS:

@@ -105,10 +105,8 @@ def plan_together(
 def uniform_groups(
     looking: Sequence[PendingRequest[K]], by: PlanningContext
 ) -> Iterator[tuple[CandidatePool | None, list[PendingRequest[K]]]]:
-    """Neighbours to which all places of one pool are the same, with that pool.
-
-    Any other request is a group of its own, without a pool.
-    """
+    """Neighbours to which all places of one pool are the same, with that pool. Any other request is
+    a group of its own, without a pool."""
     group: list[PendingRequest[K]] = []
     pool: CandidatePool | None = None
     for wanted in looking:

@@ -31,10 +31,8 @@ class JoinedColumns(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReservationColumns:
-    """The reservations, by number of arrival.
-
-    A row without a reservation stays, as one for no place, until such rows are half of all.
-    """
+    """The reservations, by number of arrival. A row without a reservation stays, as one for no
+    place, until such rows are half of all."""
 
     def __init__(self) -> None:
         self._arrivals = np.empty(MIN_ROWS, np.int64)

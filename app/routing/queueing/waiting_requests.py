@@ -84,10 +84,8 @@ class WaitingRequests:
     # --- bounds ----------------------------------------------------------------------------------
 
     def is_full(self, queue: QueueKey, planned: int = 0) -> bool:
-        """Whether the queue or its part for a class is at its bound.
-
-        `planned`: requests that may join before that one.
-        """
+        """Whether the queue or its part for a class is at its bound. `planned`: requests that may
+        join before that one."""
         size = self._reserved_size()
         size = size._replace(requests=size.requests + planned)
         return not size.has_room_below(self._bound) or self._is_class_full(queue)

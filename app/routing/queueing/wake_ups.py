@@ -97,10 +97,8 @@ class WakeUps(Generic[K]):
         names: Collection[QueueName],
         priority_now: Callable[[QueueName, Priority], Priority] = _unchanged,
     ) -> None:
-        """Wake the first request of these lines.
-
-        `priority_now`: of a request at present; it must keep the order within each line.
-        """
+        """Wake the first request of these lines. `priority_now`: of a request at present; it must
+        keep the order within each line."""
         firsts = [
             (priority_now(name, line[0][0]), *line[0][1:])
             for name in names

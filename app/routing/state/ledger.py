@@ -61,9 +61,7 @@ class LaneState:
     @property
     def open_runs(self) -> Mapping[WorkerEpoch, Mapping[RunKey, None]]:
         """Of the unfinished: the runs that each epoch of a worker has to list in its heartbeats.
-
-        Kept from the first access on: only the owner of the lane needs them.
-        """
+        Kept from the first access on: only the owner of the lane needs them."""
         if self._open_runs is None:
             self._open_runs = {}
             for request_id, state in self.unfinished.items():
@@ -79,9 +77,7 @@ class LaneState:
 
     def apply(self, fact: LogRecord, loads: RunLoads) -> bool:
         """Apply one record. Records after the end of a request, by any writer, change nothing.
-
-        Returns whether the record ends a request that came from Kafka.
-        """
+        Returns whether the record ends a request that came from Kafka."""
         record = fact.record
         if not isinstance(record, LedgerRecord):
             return False

@@ -73,10 +73,8 @@ def _batch_key(request_id: str, run_id: RunId) -> BatchRunKey:
 
 
 def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: RunLoads) -> bool:
-    """Take in one record, appended at `at_ms`.
-
-    Returns False if its run was open before and still is, and no other run has opened or closed.
-    """
+    """Take in one record, appended at `at_ms`. Returns False if its run was open before and still
+    is, and no other run has opened or closed."""
     if type(record) is Ended:
         state.ended = state.ended or record.code
         state.is_prompt |= record.is_prompt
@@ -162,10 +160,8 @@ def _assigned_run(record: Assigned, before: RunStatus | None, at_ms: int) -> Run
 
 
 def _end_prefills(state: RequestState, request_id: str, at_ms: int, loads: RunLoads) -> None:
-    """Close the prefills of an attempt whose decode has tokens: their blocks were transferred.
-
-    On the bootstrap path this may come before PrefillDone, or without it.
-    """
+    """Close the prefills of an attempt whose decode has tokens: their blocks were transferred. On
+    the bootstrap path this may come before PrefillDone, or without it."""
     for run_id, run in state.runs.items():
         if run_id.phase == "prefill" and run.state in OPEN:
             before = run.load
@@ -193,10 +189,8 @@ def clear_runs(request_id: str, state: RequestState, loads: RunLoads) -> None:
 
 
 def last_code(state: RequestState) -> str:
-    """How a worker ended a request without an Ended.
-
-    Twins may both have ended it, and the reader saw the first.
-    """
+    """How a worker ended a request without an Ended. Twins may both have ended it, and the reader
+    saw the first."""
     return next(
         run.state
         for run in state.runs.values()

@@ -33,9 +33,7 @@ class SessionKey(NamedTuple):
 
 class Affinity(NamedTuple):
     """The last decision of a session in a lane. `at_ms`: of the broker; `until_ms`: idle till then.
-
-    `closed`: the session was over with it.
-    """
+    `closed`: the session was over with it."""
 
     worker_rank: WorkerRank
     at_ms: int

@@ -32,10 +32,8 @@ LEADER_RETRY_S = 0.1
 
 
 class PendingBatch:
-    """One batch of a partition: appends that are sent, acknowledged, or failed together.
-
-    Has the interface of aiokafka's `MessageBatch`, as far as its sender uses it.
-    """
+    """One batch of a partition: appends that are sent, acknowledged, or failed together. Has the
+    interface of aiokafka's `MessageBatch`, as far as its sender uses it."""
 
     __slots__ = ("_data", "_queue", "appends", "created_at", "record_count", "size", "tp")
 
@@ -99,10 +97,8 @@ class PendingBatch:
 
 
 class BatchQueue:
-    """The batches of one producer that are not acknowledged yet.
-
-    Has the interface of aiokafka's `MessageAccumulator`, as far as its sender and producer use it.
-    """
+    """The batches of one producer that are not acknowledged yet. Has the interface of aiokafka's
+    `MessageAccumulator`, as far as its sender and producer use it."""
 
     def __init__(
         self,
@@ -156,10 +152,8 @@ class BatchQueue:
             self._work.set_result(None)
 
     def give_up(self, now: float) -> bool:
-        """Fail the appends whose deadline has passed; whether there were any.
-
-        Those of unsent batches are dropped; others may be appended later.
-        """
+        """Fail the appends whose deadline has passed; whether there were any. Those of unsent
+        batches are dropped; others may be appended later."""
         late = False
         for batch in list(self._batches()):
             for append in [a for a in batch.appends if a.deadline <= now]:

@@ -138,10 +138,8 @@ def _zstd(data: bytes, most: int) -> bytes:
 
 
 def _read(read: Callable[[memoryview], int], most: int) -> bytes:
-    """Read to the end, at most one byte above the bound.
-
-    Into memory that is returned to the system at once: the allocator would keep it.
-    """
+    """Read to the end, at most one byte above the bound. Into memory that is returned to the system
+    at once: the allocator would keep it."""
     size = 0
     with mmap(-1, most + 1) as area, memoryview(area) as room:
         while size <= most:

@@ -84,10 +84,8 @@ class FetchSession:
         return SessionRequest(self._id, self._epoch, changed, forgotten)
 
     def answered(self, session_id: int, record_bytes: int) -> None:
-        """The broker has answered the last request, without an error for the whole.
-
-        `record_bytes`: bytes of the records in the response.
-        """
+        """The broker has answered the last request, without an error for the whole. `record_bytes`:
+        bytes of the records in the response."""
         self._answered += 1
         self._record_bytes = record_bytes
         if session_id == NO_SESSION:

@@ -56,10 +56,8 @@ def _send_and_watch(connection: AIOKafkaConnection, *request: Any, **options: An
 async def _get_conn_while_open(
     client: AIOKafkaClient, node: int, **options: Any
 ) -> AIOKafkaConnection | None:
-    """A connection to a broker; None if the client is closed, or is closed meanwhile.
-
-    aiokafka would connect all the same, and leak the connection.
-    """
+    """A connection to a broker; None if the client is closed, or is closed meanwhile. aiokafka
+    would connect all the same, and leak the connection."""
     if client._sync_task is None:  # there is one from its start until it is closed
         return None
     connection = await _get_conn(client, node, **options)

@@ -42,10 +42,8 @@ def watch_connection(connection: AIOKafkaConnection) -> None:
 
 
 class _Watch:
-    """A connection with pending requests.
-
-    Times are in seconds on the clock that the client uses for the arrival of responses.
-    """
+    """A connection with pending requests. Times are in seconds on the clock that the client uses
+    for the arrival of responses."""
 
     def __init__(self, connection: AIOKafkaConnection) -> None:
         self._connection = connection
@@ -109,10 +107,7 @@ class _Watch:
         return any((b.host, b.port) == here for b in client.cluster.brokers())
 
     async def _refresh(self, client: AIOKafkaClient) -> None:
-        """Refresh the cluster metadata from another broker.
-
-        Raises KafkaError, TimeoutError.
-        """
+        """Refresh the cluster metadata from another broker. Raises KafkaError, TimeoutError."""
         other = await self._other(client)
         if other is None:
             return
