@@ -1,4 +1,4 @@
-"""The demo scenario: chats and prompts, cache reuse under two policies, and a worker failure.
+"""The demo scenario: chats and prompts, cache reuse under two policies, a worker failure, an agent.
 
 Chats go through OpenAI's own package, prompts through Kafka. Every text is compared with the
 expected one, so a token that is lost, duplicated or out of order is detected.
@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from kvlane.app.demo import agent_scene
+from kvlane.app.demo.agent_scene import AgentCall, AgentTurn
 from kvlane.app.demo.demo_environment import DemoEnvironment
 from kvlane.app.demo.demo_session import DemoSession
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
@@ -61,7 +63,8 @@ class DemoScenario(DemoSession):
         await self._show_prompts(KAFKA_PROMPTS)
         await self._compare()
         await self._show_failover()
-        return self._check_answers()
+        is_whole = self._is_disaggregated or await self._show_agent()
+        return self._check_answers() and is_whole
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -169,6 +172,78 @@ class DemoScenario(DemoSession):
             f"longest pause {answer.longest_pause_s:.1f} s",
             highlight=False,
         )
+
+    async def _show_agent(self) -> bool:
+        """An agent with two tools: its worker is killed in the middle of the second call.
+
+        True when each call arrived once and whole.
+        """
+        self.show_title("The worker of an agent is killed in the middle of a tool call")
+        folder, path = agent_scene.script_file()
+        with folder:
+            await self.restart_with_empty_caches(
+                {
+                    "engine": "echo",
+                    "model": agent_scene.MODEL,
+                    "echo_script": path,
+                    "echo_itl_ms": agent_scene.TOKEN_MS,
+                },
+                self._wait_for_script,
+            )
+            turns = await self._run_agent()
+        is_whole = agent_scene.is_whole(turns)
+        verdict = "each call arrived once and whole" if is_whole else "[red]a call differs[/]"
+        self._console.print(verdict, highlight=False)
+        return is_whole
+
+    async def _run_agent(self) -> list[AgentTurn]:
+        killed = ""
+
+        async def interrupt(request_id: str, call: AgentCall) -> None:
+            nonlocal killed
+            where = self._decisions.answering_workers(request_id)
+            is_middle = len(call.arguments) > len(agent_scene.ARGUMENTS) // 3
+            if not killed and where and call.name == "trains" and is_middle:
+                killed = where[-1]
+                await self._deployment.kill(killed)
+                self._console.print(
+                    f"[red]kill -9 {killed}[/], {len(call.arguments)} of "
+                    f"{len(agent_scene.ARGUMENTS)} characters into the arguments of {call.name}",
+                    highlight=False,
+                )
+
+        turns: list[AgentTurn] = []
+        messages: list[Any] = [{"role": "user", "content": agent_scene.QUESTION}]
+        self._console.print(f"[bold]you[/]     {agent_scene.QUESTION}", highlight=False)
+        while not turns or turns[-1].calls:
+            turn = await agent_scene.take_turn(self._openai, messages, interrupt)
+            turns.append(turn)
+            messages.append(turn.message)
+            for call in turn.calls:
+                result = agent_scene.TOOLS[call.name]
+                self._console.print(
+                    f"[bold]call[/]    {call.name}({escape(call.arguments)}): {result}  "
+                    f"[dim]{self.workers_of(turn.request_id)}[/]",
+                    highlight=False,
+                )
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        self._console.print(f"[bold]answer[/]  {turns[-1].text}", highlight=False)
+        return turns
+
+    async def _wait_for_script(self) -> None:
+        """Wait until the gateway serves the scripted model, and an answer of it has come."""
+        until = self._clock.now() + READY_S
+        messages: list[Any] = [{"role": "user", "content": "ready?"}]
+        while True:
+            try:
+                await self._openai.chat.completions.create(
+                    model=agent_scene.MODEL, messages=messages
+                )
+                return
+            except openai.APIError as e:
+                if self._clock.now() > until:
+                    raise DemoFailed(f"no scripted answer after {READY_S:g} s: {e}") from None
+            await self._clock.sleep(0.1)
 
     def _check_answers(self) -> bool:
         wrong = [a for a in self.answers if not a.is_correct]

@@ -52,6 +52,7 @@ def check_story(shown: str, killed: str = r"worker-\d, then worker-\d") -> None:
     assert re.search(r"from the indexer: worker-1 \d+, worker-2 \d+", shown)
     assert "kill -9 worker-" in shown
     assert re.search(rf"the answer is complete: {killed}, longest", shown)
+    assert ("each call arrived once and whole" in shown) is ("(prefill)" not in shown)
     right = re.search(r"(\d+) of (\d+) texts are exactly as expected", shown)
     assert right is not None
     assert right[1] == right[2]
