@@ -279,6 +279,13 @@ class _Readers:
         }
         if not fields["tokens"]:  # its engine gives text only
             fields["chars"] = sum(len(chunk.text) for _, chunk in self._shown)
+        deltas = [data.delta for _, chunk in self._shown for data in chunk.data]
+        calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        if begun := sum(isinstance(call, dict) and bool(call.get("id")) for call in calls):
+            fields["calls"] = begun
+        texts = [delta.get("reasoning_content") or delta.get("reasoning") for delta in deltas]
+        if chars := sum(len(text) for text in texts if isinstance(text, str)):
+            fields["reasoning_chars"] = chars
         self.steps.append(
             TimelineStep(first.timestamp_ms, self._source, first.offset, "Shown", fields)
         )

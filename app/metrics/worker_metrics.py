@@ -61,6 +61,14 @@ class WorkerMetrics(MetricSet):
                 ("output", "Tokens that runs generated"),
             )
         )
+        self._calls, self._malformed, self._unfit = (
+            self.counter(f"kvlane_worker_{name}", meaning, "model", "parser")
+            for name, meaning in (
+                ("tool_calls", "Tool calls in answers, by parser"),
+                ("malformed_tool_calls", "Tool calls that stayed text, or ended at a fault"),
+                ("unfit_replays", "Answers that did not continue: versions of workers differ"),
+            )
+        )  # fmt: skip
         self.read(partial(_state_families, worker))
 
     async def page(self) -> bytes:
@@ -70,6 +78,11 @@ class WorkerMetrics(MetricSet):
 
     def on_finished(self, run: Run, code: RunCode) -> None:
         self._runs.labels(self.model, code).inc()
+        if (parsing := run.assignment.request.parsing) is not None:
+            (calls, malformed), name = run.calls, parsing.tools or parsing.reasoning
+            self._calls.labels(self.model, name).inc(calls)
+            self._malformed.labels(self.model, name).inc(malformed)
+            self._unfit.labels(self.model, name).inc(run.is_unfit)
         if not run.ttft_ms:
             return
         self._ttft.labels(self.model).observe(run.ttft_ms / 1000)

@@ -86,6 +86,10 @@ Consumer = Callable[[EngineOutput], Awaitable[bool]]
 """Processes an output of the engine; returns whether no more are needed."""
 
 
+class UnfitReplay(EngineError):
+    """The tokens of an answer so far give other parts than its readers have."""
+
+
 class RunEnd(NamedTuple):
     """The end of a run. `fatal_error`: the engine is dead, and the process must end. `reason`: the
     part of the message that clients may see. `stalled`: as in Finished."""
@@ -123,6 +127,10 @@ class Run:
     span: Span = spans.NO_SPAN
     cancel_pending: bool = False
     """Whether it is cancelled with its first token, so that its transfer is not interrupted."""
+    calls: tuple[int, int] = (0, 0)
+    """Tool calls that its answer has got here: all of them, and the malformed ones."""
+    is_unfit: bool = False
+    """Whether the tokens so far gave other parts of the answer than readers have."""
     is_counted: bool = True
     """Whether its engine has reported how many tokens it generated."""
     forced_outcome: RunEnd | None = None
@@ -405,7 +413,11 @@ class RunExecutor:
         EngineErrors."""
         assignment = run.assignment
         taken = unpack_tokens(assignment.taken)
-        text = self._text_stream(assignment, taken)
+        try:
+            text = self._text_stream(assignment, taken)
+        except UnfitReplay:
+            run.is_unfit = True
+            raise
         if assignment.request.output.logprobs is not None:
             text.token_chars = []
         invalid, status = "", 0
@@ -426,6 +438,8 @@ class RunExecutor:
             run.generated_tokens = counts.completion_tokens - len(taken) or run.generated_tokens
         assert reason is not None
         rest = text.end()
+        if isinstance(text, ParsedStream):
+            run.calls = text.new_calls
         reason = text.finish_reason(reason)
         last = FinalChunk(
             reason, counts, ended.stop_reason, invalid, status if status != 400 else 0
@@ -453,7 +467,7 @@ class RunExecutor:
             raise EngineError(str(e)) from e
         read = (assignment.taken_chars, assignment.taken_data)
         if taken and assignment.taken_data >= 0 and (text.chars, text.items) != read:
-            raise EngineError(
+            raise UnfitReplay(
                 f"the tokens of its answer give {text.chars} characters and {text.items} parts "
                 f"here, and its readers have {read[0]} and {read[1]}: the versions of its "
                 "workers differ"

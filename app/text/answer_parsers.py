@@ -73,6 +73,11 @@ class AnswerParser:
         return self._calls.calls
 
     @property
+    def malformed_calls(self) -> int:
+        """Number of calls that stayed content, or ended at a fault."""
+        return self._calls.malformed_calls
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the next text belongs to the reasoning."""
         return self._reasoning.is_reasoning
@@ -102,6 +107,7 @@ class ContentParser:
     """The parser of answers without tool calls: all of the text is content."""
 
     calls = 0
+    malformed_calls = 0
     is_full = False
 
     def __init__(self, emit: Emit) -> None:
@@ -237,6 +243,7 @@ class HermesParser(ContentParser):
         return text[place:]
 
     def _warn(self, reason: str) -> None:
+        self.malformed_calls += 1
         log.warning("%s: a tool call is malformed: %s", self._request_id, reason)
 
 

@@ -36,6 +36,17 @@ class ParsedStream:
         self.ended: TextPiece | None = None
         """As `TextStream.ended`."""
         self.feed(taken)
+        self._replayed = self._call_counts
+
+    @property
+    def _call_counts(self) -> tuple[int, int]:
+        return self._parser.calls, self._parser.malformed_calls
+
+    @property
+    def new_calls(self) -> tuple[int, int]:
+        """Calls that ended here, not in `taken`: all of them, and the malformed ones."""
+        calls, malformed = self._call_counts
+        return calls - self._replayed[0], malformed - self._replayed[1]
 
     @property
     def token_chars(self) -> list[int] | None:

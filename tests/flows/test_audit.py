@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -32,6 +33,7 @@ from kvlane.streams.records import (
     Fence,
     Fencing,
     Finished,
+    PassthroughDelta,
     PrefillDone,
     Refused,
     RequestOffset,
@@ -179,6 +181,23 @@ async def test_timeline_of_a_request_has_its_move_to_another_worker(world: Memor
     assert len(shown) == 2
     assert sum(shown) == 200
     assert timeline.ending == "stop"
+
+
+@scenario_test
+async def test_timeline_counts_calls_and_reasoning_and_shows_neither(world: MemoryWorld) -> None:
+    deltas: list[dict[str, Any]] = [
+        {"reasoning_content": "hidden", "reasoning": "hidden"},
+        {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "secret"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]},
+    ]
+    data = tuple(PassthroughDelta(delta=delta) for delta in deltas)
+    chunk = Chunk(id="a", attempt=0, run="1", seq=0, index=0, token_ids=(1, 2), data=data)
+    world.append(RESPONSES, lane_of("a", 2), chunk, key="a")
+    timeline = await explain_request(await world.connect("audit"), world.clock, "a")
+    (shown,) = [step.fields for step in timeline.steps if step.name == "Shown"]
+    assert (shown["calls"], shown["reasoning_chars"]) == (1, len("hidden"))
+    assert "hidden" not in str(timeline)
+    assert "secret" not in str(timeline)
 
 
 @scenario_test

@@ -28,6 +28,7 @@ UNITS = (
     "bytes", "tokens", "blocks", "records", "requests", "runs", "prompts", "chunks", "completions",
     "responses", "assignments", "decisions", "partitions", "snapshots", "events", "gaps", "models",
     "rebuilds", "steps", "results", "transactions", "replies", "connections",
+    "calls", "replays",
 )  # fmt: skip
 """Nouns that say what is counted; times are in seconds, fractions are ratios."""
 NO_BASE_UNITS = frozenset({

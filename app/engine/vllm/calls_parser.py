@@ -54,6 +54,7 @@ class VllmCallsParser(ContentParser):
         except Exception as e:  # noqa: BLE001 - of the answer's text
             log.warning("%s: vLLM's parser failed, its text follows: %r", self._request_id, e)
             self._parser = None
+            self.malformed_calls += 1
             return super().push(text)
         if delta is None:
             return None
