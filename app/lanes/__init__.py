@@ -9,6 +9,7 @@ termination.py         end a request
 lane_backpressure.py   pause a lane whose topics take no appends
 scheduling/            workers for requests, and where these wait
 handovers.py           the hand-overs from prefill to decode
+request_timers.py      times at which actions of requests may become due
 shared_reads.py        shared reads of the log: requests, emitted tokens, end offsets
 failure_detector.py    the failure detector of workers
 capacity_reports.py    reports of free capacity to preprocessors

@@ -26,9 +26,9 @@ from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
 from kvlane.app.lanes.failover import Failover
 from kvlane.app.lanes.lane_backpressure import LaneBackpressure
+from kvlane.app.lanes.request_timers import RequestTimers
 from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
 from kvlane.app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
-from kvlane.app.request_timers import RequestTimers
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.reconcile import (
     Action,

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 
 from kvlane.app.lanes.owner import LaneOwner
+from kvlane.app.lanes.request_timers import TIMER_RESOLUTION_MS
 from kvlane.app.lanes.scheduling.scheduler import Scheduler
 from kvlane.app.perf_curves import PerfCurves
-from kvlane.app.request_timers import TIMER_RESOLUTION_MS
 from kvlane.app.routing.queueing.pending import LaneRequest
 from kvlane.app.routing.reconcile import next_action
 from kvlane.app.routing.selection.decision import Wait
