@@ -44,9 +44,7 @@ PER_LANE = -1
 
 DEFAULT_LANES = 8
 """Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
-
-Many lanes cost time, fewer than 8 save little (docs/benchmarks.md, number of lanes).
-"""
+Many lanes cost time, fewer than 8 save little (docs/benchmarks.md, number of lanes)."""
 
 _HOUR_MS = 3_600_000
 _DAY_MS = 24 * _HOUR_MS
