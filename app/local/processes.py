@@ -1,4 +1,4 @@
-"""Child processes of a deployment on this machine: start, signals, output, CPU time, memory.
+"""Child processes of a deployment on this machine: start, signals and output.
 
 Each carries the mark of a guard and ends with it (`streams/brokers/watchdog.py`).
 """
@@ -47,26 +47,6 @@ class ManagedProcess:
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.poll()
-
-    @property
-    def cpu_s(self) -> float:
-        """The CPU time of all threads, in seconds; Linux counts it in 10 ms. nan where /proc has no
-        entry."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text("ascii")
-        except OSError:
-            return float("nan")
-        fields = stat.rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    @property
-    def rss_bytes(self) -> int:
-        """The resident memory; 0 where /proc has no entry, or after the process has ended."""
-        try:
-            pages = Path(f"/proc/{self.pid}/statm").read_text("ascii").split()
-        except OSError:
-            return 0
-        return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0
 
     @property
     def output(self) -> str:

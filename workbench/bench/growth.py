@@ -29,6 +29,7 @@ from kvlane.indexer.precompile import compile_all
 from kvlane.streams.records import EngineConfig
 from kvlane.streams.topics import DEFAULT_LANES, REQUESTS
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
+from workbench.bench.process_usage import cpu_time_s, resident_bytes
 from workbench.bench.routing.baseline_kafka import BareProducer
 from workbench.bench.routing.decision_latency import (
     SECRET,
@@ -108,7 +109,7 @@ async def bench_growth(
             lanes[count] = await _token_us(on, gateway, port, STREAMS, scale.streams_s)
             if count == DEFAULT_LANES:
                 for open_streams in (STREAMS // 10, STREAMS, 10 * STREAMS):
-                    before = gateway.rss_bytes
+                    before = resident_bytes(gateway)
                     resident = asyncio.create_task(_most_resident(on, gateway))
                     streams[open_streams] = await _token_us(
                         on, gateway, port, open_streams, scale.streams_s
@@ -194,7 +195,7 @@ async def _most_resident(on: BenchEnvironment, process: ManagedProcess) -> int:
     most = 0
     try:
         while True:
-            most = max(most, process.rss_bytes)
+            most = max(most, resident_bytes(process))
             await on.clock.sleep(RSS_INTERVAL_S)
     except asyncio.CancelledError:
         return most
@@ -213,13 +214,13 @@ async def _waiting_memory(on: BenchEnvironment) -> list[Threshold]:
         prompts = SharedPrefixPrompts(on.settings.lanes, config.model)
         await _send(producer, prompts, WAITING_REQUESTS // 10)
         await on.clock.sleep(SETTLE_S)
-        before = router.rss_bytes
+        before = resident_bytes(router)
         await _send(producer, prompts, WAITING_REQUESTS)
         await on.clock.sleep(SETTLE_S)
-        grown = (router.rss_bytes - before) / WAITING_REQUESTS / 1024
-        cpu_s = router.cpu_s
+        grown = (resident_bytes(router) - before) / WAITING_REQUESTS / 1024
+        cpu_s = cpu_time_s(router)
         await on.clock.sleep(SETTLE_S)
-        busy = 100 * (router.cpu_s - cpu_s) / SETTLE_S
+        busy = 100 * (cpu_time_s(router) - cpu_s) / SETTLE_S
         router.check()
     finally:
         beating.cancel()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvlane.app.local.processes import ManagedProcess, process_command
 from workbench.bench.bench_environment import READY_LINE, BenchEnvironment, BenchFailed
+from workbench.bench.process_usage import resident_bytes
 
 READY_TIMEOUT_S = 180.0
 """Start timeout of a process, with several of them starting on a busy machine."""
@@ -121,4 +122,4 @@ class ProcessGroup:
 
     def rss_bytes(self) -> dict[str, int]:
         """The resident memory of each process."""
-        return {name: child.rss_bytes for name, child in self._children.items()}
+        return {name: resident_bytes(child) for name, child in self._children.items()}

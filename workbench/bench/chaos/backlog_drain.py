@@ -72,6 +72,7 @@ from workbench.bench.chaos.fault_injection import (
 from workbench.bench.chaos.impact import ROUND_S
 from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
 from workbench.bench.process_group import PROCESS_KINDS, ProcessGroup
+from workbench.bench.process_usage import resident_bytes
 
 WORKERS = 3
 PROCESS_SETTINGS: dict[str, Any] = {
@@ -447,7 +448,7 @@ class BacklogDrain:
         """Sample the memory of every process until cancelled."""
         while True:
             for name, process in self._processes.processes.items():
-                if rss_bytes := process.rss_bytes:
+                if rss_bytes := resident_bytes(process):
                     self._memory.setdefault((name, process.pid, self._is_beside), []).append(
                         rss_bytes
                     )

@@ -23,6 +23,7 @@ from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import PrintLine, bench_environment
 from workbench.bench.chaos.chaos_run import ChaosDeployment, ChaosScale, chaos_deployment
 from workbench.bench.process_group import ProcessGroup
+from workbench.bench.process_usage import cpu_time_s
 
 PARTS = 4
 """The time is divided into so many parts; the first one is warm-up."""
@@ -111,7 +112,7 @@ async def _run(
 
 
 def _sample(processes: ProcessGroup, at: float) -> ProcessSample:
-    cpu_s = {name: process.cpu_s for name, process in processes.processes.items()}
+    cpu_s = {name: cpu_time_s(process) for name, process in processes.processes.items()}
     return ProcessSample(at, processes.rss_bytes(), cpu_s, _fixed_work_s())
 
 

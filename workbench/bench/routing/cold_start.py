@@ -33,6 +33,7 @@ from workbench.bench.bench_environment import (
     PrintLine,
     bench_environment,
 )
+from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
 from workbench.bench.streaming.raw_http import metrics_page
 
@@ -175,7 +176,7 @@ class ColdStarts:
         assert found is not None
         records, restored = map(int, found.groups())
         name = child.name.partition("-")[0]
-        self.measured.append(ColdStart(kind, name, took_s, child.cpu_s, records, restored))
+        self.measured.append(ColdStart(kind, name, took_s, cpu_time_s(child), records, restored))
         self._print_line(f"{name} from {kind}: ready after {took_s:.2f} s")
 
 

@@ -28,6 +28,7 @@ from kvlane.streams.reading.range_reader import tail
 from kvlane.streams.records import Assignment, Finished, Heartbeat, Started, WorkerCard
 from kvlane.streams.request import Request, StopConditions
 from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
+from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.routing.baseline_kafka import BareProducer
 
 WORKERS = 64
@@ -178,7 +179,7 @@ class RouterLatencySide:
 
     @property
     def _cpu_s(self) -> float:
-        return sum(process.cpu_s for process in self.processes)
+        return sum(map(cpu_time_s, self.processes))
 
     def _begin(self) -> RoundStart:
         self._took, self._due = [], {}

@@ -30,6 +30,7 @@ from workbench.bench.bench_environment import (
     PrintLine,
     bench_environment,
 )
+from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
 from workbench.bench.streaming.raw_http import (
     HttpConnection,
@@ -151,7 +152,7 @@ class GatewayLoad:
         path = "/prompt" if side == "bare" else "/v1/chat/completions"
         requests = [http_request(path, body) for body in self._bodies[length]]
         clock = self._on.clock
-        cpu_s = self._processes[side].cpu_s
+        cpu_s = cpu_time_s(self._processes[side])
         until = clock.now() + seconds
         took_s: list[float] = []
 
@@ -169,7 +170,7 @@ class GatewayLoad:
             await asyncio.gather(*(publish(number) for number in range(CONNECTIONS)))
         if record:
             self._per_s.setdefault((length, side), []).append(len(took_s) / seconds)
-            cpu_us = (self._processes[side].cpu_s - cpu_s) / len(took_s) * 1e6
+            cpu_us = (cpu_time_s(self._processes[side]) - cpu_s) / len(took_s) * 1e6
             self._cpu_us.setdefault((length, side), []).append(cpu_us)
             took_ms = 1000 * percentile(took_s, 0.5)
             self._took_ms.setdefault((length, side), []).append(took_ms)

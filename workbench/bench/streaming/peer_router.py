@@ -26,6 +26,7 @@ from workbench.bench.bench_environment import (
     PrintLine,
     bench_environment,
 )
+from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.statistics import spread
 from workbench.bench.streaming.mock_server import MODEL
 from workbench.bench.streaming.peer_process import PEER_PYTHON
@@ -64,7 +65,7 @@ class ServingSide(NamedTuple):
 
     @property
     def cpu_s(self) -> float:
-        return sum(process.cpu_s for process in self.processes)
+        return sum(map(cpu_time_s, self.processes))
 
 
 class ServingFigures(NamedTuple):

@@ -25,6 +25,7 @@ from workbench.bench.bench_environment import (
     PrintLine,
     bench_environment,
 )
+from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.statistics import spread
 from workbench.bench.streaming.raw_http import http_request, read_stream, wait_listening
 
@@ -101,14 +102,14 @@ async def token_round(
     else:
         measured = [gateway, await on.start_feeder(*pace)]
     try:
-        before = {child.name: child.cpu_s for child in measured}
+        before = {child.name: cpu_time_s(child) for child in measured}
         request = http_request("/v1/chat/completions", CHAT)
         seconds = count / step / steps_per_s
         async with asyncio.timeout(60 + 2 * seconds):
             answers = await asyncio.gather(
                 *(read_stream(port, request, on.clock) for _ in range(streams))
             )
-        after = {child.name: child.cpu_s for child in measured}
+        after = {child.name: cpu_time_s(child) for child in measured}
     finally:
         on.stop_process(measured[-1])
     got = sum(answer.tokens for answer in answers)
