@@ -6,8 +6,10 @@ same kind, in random order, and takes the quicker one for the victim's. Without 
 right in half of the pairs. The same is done by a tenant for its own text, to show that the measure
 sees a cache. The two counts of a pair are those of characters that the tokenizer library is given.
 
-With `--http` both are clients with API keys of a deployment in a process of its own, and a time is
-that of a whole chat request. It needs an idle machine.
+With `--http` both are clients with API keys of a deployment in a process of its own, whose engine
+has the speed and the prefix cache of a GPU, and a time is that of a whole chat request: of one that
+is answered, which the engine's cache and the tokenizer's share, and of one that is refused for its
+length, which the tokenizer's shares alone. Usage and headers are compared, too.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import asyncio
 import http.client
 import json
 import random
+import re
 import string
 import tempfile
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +33,19 @@ from kvlane.app.preprocess.requests.openai_requests import read_openai
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.records import Artifact
-from tests.harness.http_process import http_process
+from tests.harness.http_process import HttpProcess, http_process
 from tests.harness.key_files import KeyFileHarness, auth_headers
 
 PAIRS = 5000
+CONTROL_PAIRS = 300
+"""Over HTTP, of the tenant itself."""
 WORDS = 400
 """Of a text. They are random, so that none was in an earlier text."""
+REFUSED_WORDS = 6000
+"""Of a text beyond CONTEXT_LENGTH."""
+CONTEXT_LENGTH = 32_768
+OWN_HEADERS = frozenset({"date", "x-request-id", "x-kvlane-id", "content-length"})
+"""Headers that differ between any two responses."""
 
 
 class Guesses(NamedTuple):
@@ -85,44 +96,56 @@ async def guess(attacker: str, victim: str, pairs: int, pool: WorkPool) -> Guess
     return Guesses(pairs, right, equal_work)
 
 
-def guess_over_http(attacker: str, victim: str, pairs: int) -> float:
-    """The share of right guesses."""
-    draw = random.Random(attacker + victim)
-    with tempfile.TemporaryDirectory() as folder:
-        keys = KeyFileHarness(Path(folder))
-        tokens = {tenant: keys.add(tenant) for tenant in (attacker, victim)}
-        with http_process(Path(folder) / "log", **keys.settings) as process:
-            connection = http.client.HTTPConnection("127.0.0.1", process.gateway, timeout=20)
+class Answer(NamedTuple):
+    """Of a request: its time, and all else that its client sees of the work for it: cached tokens,
+    or the error without numbers, and headers."""
 
-            def ask(tenant: str, text: str) -> float:
-                body = {
-                    "model": "demo",
-                    "max_tokens": 1,
-                    "messages": [{"role": "user", "content": text}],
-                }
-                headers = auth_headers(tokens[tenant], **{"content-type": "application/json"})
-                encoded = json.dumps(body)
-                began_at = time.perf_counter()
-                connection.request("POST", "/v1/chat/completions", encoded, headers)
-                response = connection.getresponse()
-                content = response.read()
-                took_s = time.perf_counter() - began_at
-                assert response.status == 200, content
-                return took_s
-
-            right = 0
-            for _ in range(pairs):
-                sent, fresh = text_of(draw), text_of(draw)
-                ask(victim, sent)
-                times = {text: ask(attacker, text) for text in draw.sample((sent, fresh), 2)}
-                right += times[sent] < times[fresh]
-            connection.close()
-    return right / pairs
+    took_s: float
+    seen: object
 
 
-def text_of(draw: random.Random) -> str:
+class HttpTenant:
+    """A client with the key of its tenant."""
+
+    def __init__(self, process: HttpProcess, key: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", process.gateway, timeout=20)
+        self._headers = auth_headers(key, **{"content-type": "application/json"})
+
+    def ask(self, text: str, status: int) -> Answer:
+        """Send a chat of this text, which gets this status."""
+        message = {"role": "user", "content": text}
+        encoded = json.dumps({"model": "demo", "max_tokens": 1, "messages": [message]})
+        began_at = time.perf_counter()
+        self._connection.request("POST", "/v1/chat/completions", encoded, self._headers)
+        response = self._connection.getresponse()
+        content = response.read()
+        took_s = time.perf_counter() - began_at
+        assert response.status == status, content
+        body = json.loads(content)
+        headers = {n: v for n, v in response.getheaders() if n.lower() not in OWN_HEADERS}
+        if status == HTTPStatus.OK:
+            return Answer(took_s, (body["usage"]["prompt_tokens_details"], headers))
+        return Answer(took_s, (re.sub(r"\d+", "N", body["error"]["message"]), headers))
+
+
+def guess_over_http(attacker: HttpTenant, victim: HttpTenant, pairs: int, words: int) -> Guesses:
+    """`equal_work`: of pairs whose answers look alike. Texts of more than the context are
+    refused."""
+    status = HTTPStatus.OK if words == WORDS else HTTPStatus.BAD_REQUEST
+    draw = random.Random()
+    right = alike = 0
+    for _ in range(pairs):
+        sent, fresh = text_of(draw, words), text_of(draw, words)
+        victim.ask(sent, status)
+        answers = {text: attacker.ask(text, status) for text in draw.sample((sent, fresh), 2)}
+        right += answers[sent].took_s < answers[fresh].took_s
+        alike += answers[sent].seen == answers[fresh].seen
+    return Guesses(pairs, right, alike)
+
+
+def text_of(draw: random.Random, words: int = WORDS) -> str:
     """A text of unknown words; all texts have the same length."""
-    return " ".join("".join(draw.choices(string.ascii_lowercase, k=9)) for _ in range(WORDS))
+    return " ".join("".join(draw.choices(string.ascii_lowercase, k=9)) for _ in range(words))
 
 
 def main() -> None:
@@ -130,16 +153,36 @@ def main() -> None:
     parser.add_argument("pairs", nargs="?", type=int, default=PAIRS)
     parser.add_argument("--http", action="store_true", help="times of requests over HTTP")
     options = parser.parse_args()
+    print_over_http(options.pairs) if options.http else print_in_process(options.pairs)
+
+
+def print_in_process(pairs: int) -> None:
     pool = ThreadPool(threads=1)
     for name, attacker in (("another tenant", "evil"), ("the tenant itself", "acme")):
-        if options.http:
-            right, more = guess_over_http(attacker, "acme", options.pairs), ""
-        else:
-            found = asyncio.run(guess(attacker, "acme", options.pairs, pool))
-            right = found.right / found.pairs
-            more = f", equal work in {found.equal_work / found.pairs:.1%}"
-        print(f"{name}: right in {right:.1%} of {options.pairs} pairs{more}")  # noqa: T201
+        found = asyncio.run(guess(attacker, "acme", pairs, pool))
+        print(f"{name}: {described(found)}, equal work in {found.equal_work / pairs:.1%}")  # noqa: T201
     pool.close()
+
+
+def print_over_http(pairs: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = KeyFileHarness(Path(folder))
+        evil, acme = keys.add("evil"), keys.add("acme")
+        settings = {"engine": "simulated", "context_length": CONTEXT_LENGTH, **keys.settings}
+        with http_process(Path(folder) / "log", **settings) as process:
+            other, victim = HttpTenant(process, evil), HttpTenant(process, acme)
+            for what, words in (("answers", WORDS), ("refusals", REFUSED_WORDS)):
+                for name, attacker, count in (
+                    ("the tenant itself", victim, min(pairs, CONTROL_PAIRS)),
+                    ("another tenant", other, pairs),
+                ):
+                    found = guess_over_http(attacker, victim, count, words)
+                    alike = f"answers look alike in {found.equal_work / count:.1%}"
+                    print(f"{what}, {name}: {described(found)}, {alike}", flush=True)  # noqa: T201
+
+
+def described(found: Guesses) -> str:
+    return f"right in {found.right / found.pairs:.1%} of {found.pairs} pairs"
 
 
 if __name__ == "__main__":

@@ -111,11 +111,11 @@ def main(limits: str, *over: str) -> None:
     soft, _, hard = limits.partition(":")
     most = int(hard) or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), most))
-    settings = Settings(
-        http_port=0, status_port=0, indexer_port=0, lanes=LANES, engine="echo", model="demo",
-        drain_grace_s=0.1, cache_dir=Path("build/http-process"),
-        **dict(each.split("=", 1) for each in over),  # type: ignore[arg-type]
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "http_port": 0, "status_port": 0, "indexer_port": 0, "lanes": LANES, "engine": "echo",
+        "model": "demo", "drain_grace_s": 0.1, "cache_dir": Path("build/http-process"),
+    }  # fmt: skip
+    settings = Settings(**given | dict(each.split("=", 1) for each in over))
     uvloop.run(_run(settings))
 
 
