@@ -68,6 +68,8 @@ class EngineError(OperatorError):
     with the request. `reason`: the part of the message for clients, without addresses."""
 
     correction = "Correct the setting or the server that the message names (docs/engines.md)."
+    is_stall = False
+    """Whether the engine made no step for the request in time."""
 
     def __init__(
         self, message: str, *, retryable: bool = False, reason: str = "", correction: str = ""
@@ -92,6 +94,19 @@ class InvalidRequest(EngineError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message, reason=message)
         self.status = status
+
+
+COMPILE_TIMEOUT_S = 60.0
+"""From the start of a request with guided decoding in its engine to its first output. The engine
+of vLLM bounds the time of a compile; a request also waits for other prompts."""
+
+
+def not_compiled() -> InvalidRequest:
+    """The error for a form without an output within COMPILE_TIMEOUT_S."""
+    return InvalidRequest(
+        f"the form of the answer was not compiled within {COMPILE_TIMEOUT_S:g} s: use a simpler "
+        "schema, grammar or regular expression, and few new ones at a time"
+    )
 
 
 TEXT_ONLY_UNSUPPORTED = (GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE)

@@ -27,6 +27,7 @@ from msgspec.structs import asdict, replace
 from opentelemetry.trace import Span
 
 from kvlane.app.engine.interface import (
+    COMPILE_TIMEOUT_S,
     Engine,
     EngineDead,
     EngineError,
@@ -34,6 +35,7 @@ from kvlane.app.engine.interface import (
     EngineOutput,
     GenerateContext,
     InvalidRequest,
+    not_compiled,
     token_usage,
 )
 from kvlane.app.engine.output_values import checked_output
@@ -74,11 +76,6 @@ _CODES: dict[FinishReason, RunCode] = {
     "tool_calls": "stop",
     "function_call": "stop",
 }
-
-
-COMPILE_TIMEOUT_S = 60.0
-"""From the start of a run with guided decoding to its first output. The engine of vLLM bounds the
-time of a compile; a run also waits for other prompts."""
 
 AnswerText = TextStream | ParsedStream
 
@@ -350,7 +347,8 @@ class RunExecutor:
             is_full = isinstance(e, EngineFull) and not run.generated_tokens
             code: RunCode = "worker_full" if is_full else "error"
             reason = _text_of(e.reason)[:MAX_REASON_CHARS]
-            return RunEnd(code, True, _text_of(e), fatal, reason)
+            stalled = e.is_stall and not run.generated_tokens
+            return RunEnd(code, True, _text_of(e), fatal, reason, stalled)
         except Exception as e:
             log.exception("%s: the engine failed", run.key.id)
             return RunEnd("error", retryable=True, message=_text_of(repr(e)))
@@ -528,10 +526,7 @@ class RunExecutor:
         except TimeoutError:
             if not compile_limit.expired():
                 raise
-            raise InvalidRequest(
-                f"the form of the answer was not compiled within {COMPILE_TIMEOUT_S:g} s: use a "
-                "simpler schema, grammar or regular expression"
-            ) from None
+            raise not_compiled() from None
         finally:
             run.waiting_since = None
             span.set_attribute("cached_tokens", run.cached_tokens)

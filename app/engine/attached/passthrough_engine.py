@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from kvlane.app.engine.attached.new_forms import form_key
 from kvlane.app.engine.attached.passthrough_events import (
     MAX_EVENT_BYTES,
     EmbeddingsResponse,
@@ -106,8 +107,10 @@ class PassthroughEngine(ServerEngine):
             if self._kind == "embedding"
             else PassthroughStream(is_chat=self._kind == "chat")
         )
+        body = self._body(request)
+        form = form_key(request, body)
         answering = self._answer(
-            API_PATHS[self._kind], self._body(request), MAX_EVENT_BYTES, reading, context
+            API_PATHS[self._kind], body, MAX_EVENT_BYTES, reading, context, form
         )
         async with aclosing(answering) as outputs:
             async for output in outputs:

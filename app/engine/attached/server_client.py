@@ -18,6 +18,7 @@ from kvlane.app.engine.attached.server_errors import (
     ConnectionBroken,
     ResponseTooLarge,
     ServerFailed,
+    ServerSilent,
     error_for_status,
     error_of_body,
     error_of_text,
@@ -113,7 +114,7 @@ class ServerClient:
         try:
             yield
         except TimeoutError as e:  # aiohttp's own are of this kind, too
-            raise ConnectionBroken(f"{self.url} sent nothing for {timeout_s:g} s") from e
+            raise ServerSilent(f"{self.url} sent nothing for {timeout_s:g} s") from e
         except aiohttp.ClientConnectorError as e:
             raise ConnectionBroken(f"{self.url} cannot be reached: {e.os_error}") from e
         except (aiohttp.ClientError, OSError, ValueError, RuntimeError) as e:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol
 
 from kvlane.app.engine.attached.discovery import ServerDiscovery
+from kvlane.app.engine.attached.new_forms import FormKey, NewForms
 from kvlane.app.engine.attached.request_body import ServerDialect
 from kvlane.app.engine.attached.server_client import MAX_STREAM_BYTES, EventStream, ServerClient
 from kvlane.app.engine.attached.server_metrics import ServerMetrics, read_metrics
@@ -125,6 +126,7 @@ class ServerEngine(Engine):
         self._health: ServerHealth | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: dict[GenerateContext, EventStream] = {}
+        self._new_forms = NewForms(clock)
         self._dead: EngineDead | None = None
         self._versions: Mapping[str, str] = {}
         self._dialect = ServerDialect(address.model)
@@ -216,15 +218,21 @@ class ServerEngine(Engine):
         event_bytes: int,
         reading: ServerReader,
         context: GenerateContext,
+        form: FormKey | None = None,
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Send a request, read its answer. Raises ServerFailed, RequestRejected and EngineDead."""
+        """Send a request, read its answer. Raises ServerFailed, InvalidRequest and EngineDead."""
         if self._dead is not None:
             raise self._dead
         assert self._server is not None
         stream = self._server.open_stream(path, body, event_bytes, context.traceparent)
         self._streams[context] = stream
+        outputs = _read(stream, reading, context)
         try:
-            async with stream, aclosing(reading.read_outputs(stream, context)) as outputs:
+            async with aclosing(outputs):
+                if form is not None:
+                    first = await self._new_forms.first(outputs, form, context)
+                    if first is not None:
+                        yield first
                 async for output in outputs:
                     yield output
         except EngineError:
@@ -233,3 +241,11 @@ class ServerEngine(Engine):
             yield reading.cancelled_output()
         finally:
             del self._streams[context]
+
+
+async def _read(
+    stream: EventStream, reading: ServerReader, context: GenerateContext
+) -> AsyncGenerator[EngineOutput, None]:
+    async with stream, aclosing(reading.read_outputs(stream, context)) as outputs:
+        async for output in outputs:
+            yield output

@@ -41,7 +41,13 @@ class ServerFailed(EngineError):
 
 
 class ConnectionBroken(ServerFailed):
-    """The server cannot be reached, sent nothing in time, or the connection to it broke."""
+    """The server cannot be reached, or the connection to it broke."""
+
+
+class ServerSilent(ConnectionBroken):
+    """The server sent nothing in time."""
+
+    is_stall = True
 
 
 class ResponseTooLarge(ServerFailed):

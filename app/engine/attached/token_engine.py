@@ -21,6 +21,7 @@ from kvlane.app.engine.attached.completion_events import (
     ECHO_BYTES_PER_TOKEN,
     MAX_COMPLETION_EVENT_BYTES,
 )
+from kvlane.app.engine.attached.new_forms import form_key
 from kvlane.app.engine.attached.request_body import ServerDialect, completion_body, prefill_body
 from kvlane.app.engine.attached.server_engine import ServerAddress, ServerEngine
 from kvlane.app.engine.attached.server_metrics import ServerMetrics
@@ -189,7 +190,8 @@ class AttachedEngine(ServerEngine):
             request, limit, self._dialect, self._tokenizer, self._cached(request)
         )
         most_bytes = MAX_COMPLETION_EVENT_BYTES + ECHO_BYTES_PER_TOKEN * prompt_tokens
-        answering = self._answer(COMPLETIONS_PATH, body, most_bytes, answer, context)
+        form = form_key(request)
+        answering = self._answer(COMPLETIONS_PATH, body, most_bytes, answer, context, form)
         try:
             async with aclosing(answering) as outputs:
                 async for output in outputs:
@@ -209,7 +211,8 @@ class AttachedEngine(ServerEngine):
         most_bytes = MAX_COMPLETION_EVENT_BYTES + ECHO_BYTES_PER_TOKEN * prompt_tokens
         body = prefill_body(request, self._dialect, self._text_of)
         reading = PrefillResponse(prompt_tokens, self._cached(request), most_bytes)
-        answering = self._answer(COMPLETIONS_PATH, body, most_bytes, reading, context)
+        form = form_key(request)
+        answering = self._answer(COMPLETIONS_PATH, body, most_bytes, reading, context, form)
         async with aclosing(answering) as outputs:
             async for output in outputs:
                 self._record_served(request, ())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,6 +22,15 @@ from kvlane.streams.request import GuidedDecoding
 
 MAX_GRAMMAR_DEPTH = 500
 """Brackets inside brackets: the parsers of grammars are recursive."""
+
+FORWARDED = {
+    "response_format": "json", "guided_json": "json", "guided_regex": "regex",
+    "guided_choice": "choice", "guided_grammar": "grammar", "structured_outputs": "outputs",
+    "structural_tag": "json", "json_schema": "json", "json": "json", "regex": "regex",
+    "choice": "choice", "grammar": "grammar", "ebnf": "grammar", "tools": "json",
+}  # fmt: skip
+"""Fields that prescribe a form to one of the servers that bodies are forwarded to, or within
+`structured_outputs`; and how their costs are estimated."""
 
 _BRACKETS = re.compile(r"[()\[\]{}]")
 _ANY_OBJECT = {"type": "object"}
@@ -46,6 +57,37 @@ def guided_decoding_of(body: GenerationBody) -> GuidedDecoding | None:
     check_cost(field, _cost(kind, value) + cost_of_pattern(spaces or ""))
     form: dict[str, Any] = {kind: tuple(value) if kind == "choice" else encoded}
     return GuidedDecoding(**form, backend=body.guided_decoding_backend, whitespace_pattern=spaces)
+
+
+def forwarded_forms(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body that prescribe the form of its answer to the server it is forwarded to;
+    tools where a call is enforced."""
+    is_enforced = fields.get("tool_choice") not in (None, "none", "auto")
+    return {
+        name: value for name, value in fields.items()
+        if name in FORWARDED and value and (name != "tools" or is_enforced)
+        and value != {"type": "text"}
+    }  # fmt: skip
+
+
+def check_forwarded_forms(fields: Mapping[str, Any]) -> None:
+    """Raises InvalidPrompt for a form in a body that costs too much."""
+    for name, value in forwarded_forms(fields).items():
+        check_cost(name, _cost_of_forwarded(name, value))
+
+
+def _cost_of_forwarded(name: str, value: Any) -> int:
+    match FORWARDED.get(name), value:
+        case "outputs", dict():
+            return sum(_cost_of_forwarded(kind, form) for kind, form in value.items())
+        case "regex" | "grammar" as kind, str():
+            return _cost(kind, value)
+        case "choice", list():
+            return cost_of_choices(choice for choice in value if isinstance(choice, str))
+        case "json", str():
+            with suppress(msgspec.DecodeError, UnicodeError):
+                return cost_of_json(msgspec.json.decode(value))
+    return cost_of_json(value)
 
 
 def check_cost(field: str, cost: int) -> None:

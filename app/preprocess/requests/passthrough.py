@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from kvlane.app.preprocess.json_limits import check_size
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
+from kvlane.app.preprocess.requests.guided_decoding import check_forwarded_forms
 from kvlane.app.preprocess.requests.nvext import NvExt, routing_fields_of, with_headers
 from kvlane.app.preprocess.requests.openai_requests import RoutingOptions
 from kvlane.app.preprocess.requests.request_models import MAX_CHOICES, PassthroughBody
@@ -116,6 +117,7 @@ def read_passthrough(
             raise InvalidPrompt(f"nvext.{name}", "is for models that are asked in tokens")
     if kind == "embedding" and (body.stream or body.n not in (None, 1)):
         raise InvalidPrompt("stream" if body.stream else "n", "is for chats and completions")
+    check_forwarded_forms(fields)
     prompts = len(_prompts(kind, fields))
     if prompts * (body.n or 1) > MAX_CHOICES:
         raise InvalidPrompt("n", f"{prompts} prompts with {body.n or 1} answers are too many")
