@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import get_args
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
@@ -18,6 +19,7 @@ from pydantic.json_schema import models_json_schema
 from kvlane.app.http.anthropic.message_events import MessageEncoder
 from kvlane.app.http.anthropic.message_requests import CountBody, MessagesBody
 from kvlane.app.http.api_errors import is_messages_path
+from kvlane.app.http.batches.batches_endpoint import NewBatch
 from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.http.openai.response_writer import EncoderFactory
@@ -31,7 +33,7 @@ from kvlane.app.preprocess.requests.request_models import (
     CompletionBody,
     EmbeddingBody,
 )
-from kvlane.streams.batch_records import BatchEndpoint, BatchStatus, FilePurpose
+from kvlane.streams.batch_records import BatchStatus, FilePurpose
 from kvlane.streams.records import MAX_ID_CHARS
 
 _REF = "#/components/schemas/{model}"
@@ -312,22 +314,7 @@ _BATCH = _listing(
         "properties": dict.fromkeys(("total", "completed", "failed"), _COUNT),
     },
 )  # fmt: skip
-_NEW_BATCH: JsonObject = {
-    "application/json": {
-        "schema": {
-            "type": "object",
-            "required": ["input_file_id", "endpoint"],
-            "properties": {
-                "input_file_id": _STRING,
-                "endpoint": {"enum": list(get_args(BatchEndpoint))},
-                "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,3}[mhd]$"},
-                "metadata": _nullable(
-                    {"type": "object", "additionalProperties": {"type": "string"}}
-                ),
-            },
-        }
-    }
-}
+_NEW_BATCH = msgspec.json.schema_components([NewBatch])[1]["NewBatch"]
 
 
 def _page(entity: JsonObject) -> JsonObject:
@@ -462,7 +449,7 @@ def _describe(api: FastAPI) -> JsonObject:
         for method, operation in operations.items():
             error = "MessageError" if is_messages_path(path) else "Error"
             _complete(operation, _OPERATIONS[path, method], error, has_body=method == "post")
-    for path, content in (("/v1/files", _UPLOAD), ("/v1/batches", _NEW_BATCH)):
+    for path, content in (("/v1/files", _UPLOAD), ("/v1/batches", _json(_NEW_BATCH))):
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path, body in _BODIES.items():
         schema["paths"][path]["post"]["requestBody"] = {

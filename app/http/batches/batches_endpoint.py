@@ -41,7 +41,9 @@ class NewBatch(msgspec.Struct, frozen=True):
 
     input_file_id: str
     endpoint: BatchEndpoint
-    completion_window: str = "24h"
+    completion_window: Annotated[
+        str, msgspec.Meta(extra_json_schema={"pattern": f"^{_WINDOW.pattern}$"})
+    ] = "24h"
     metadata: (
         Annotated[dict[_MetadataKey, _MetadataValue], msgspec.Meta(max_length=MAX_METADATA)] | None
     ) = None
