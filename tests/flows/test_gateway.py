@@ -229,7 +229,7 @@ async def test_answer_beyond_the_context_has_the_code_of_openai(world: MemoryWor
 @scenario_test
 async def test_unsupported_openai_endpoints_name_a_supported_one(world: MemoryWorld) -> None:
     harness = await GatewayHarness.open(world)
-    for path in ("/v1/responses", "/v1/responses/r1", "/v1/audio/speech"):
+    for path in ("/v1/conversations", "/v1/threads/t1", "/v1/audio/speech"):
         answer = await harness.send("POST", path, {"model": "demo", "input": "hi"}).wait_done()
         assert (answer.status, answer.error["code"]) == (404, "unknown_url")
         assert "is not offered; use /v1/chat/completions" in answer.error["message"]
