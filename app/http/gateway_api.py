@@ -102,6 +102,7 @@ def unknown_url(path: str) -> ApiError:
 
 
 _STREAM = "/v1/streams/{request_id:path}"
+_RESPONSE = "/v1/responses/{request_id}"
 _FILE = "/v1/files/{file_id}"
 _BATCH = "/v1/batches/{batch_id}"
 
@@ -109,8 +110,8 @@ _BATCH = "/v1/batches/{batch_id}"
 def build_app(parts: GatewayDeps) -> FastAPI:
     api = FastAPI(title="kvlane", docs_url=None, redoc_url=None)
     generation, plain = Completions(parts), ModelsEndpoint(parts)
-    responses = ResponsesEndpoint(generation)
     messages, attachment = MessagesEndpoint(generation), StreamResume(parts, ITEM_FORMS)
+    responses = ResponsesEndpoint(parts, generation, attachment)
     files, batches, probes = FilesEndpoint(parts), BatchesEndpoint(parts), parts.probes
     for method, path, handler, meaning in (
         ("POST", "/v1/chat/completions", generation.create_chat_completion, "Answer a chat"),
@@ -124,6 +125,8 @@ def build_app(parts: GatewayDeps) -> FastAPI:
             "The number of tokens of a chat",
         ),
         ("POST", "/v1/responses", responses.create, "Answer a chat, as items"),
+        ("GET", _RESPONSE, responses.retrieve, "The state of a response, or its events"),
+        ("POST", f"{_RESPONSE}/cancel", responses.cancel, "Cancel a response"),
         ("GET", _STREAM, attachment.resume, "Go on with a stream: from, form, stream"),
         ("DELETE", _STREAM, attachment.cancel, "End a stream"),
         ("GET", "/v1/models", plain.models, "The models that are served"),

@@ -203,7 +203,7 @@ _COUNTED: JsonObject = {
 }  # fmt: skip
 _RESPONSE = _listing(
     "response", id=_STRING, created_at=_COUNT, model=_STRING, error=_nullable({"type": "object"}),
-    status={"enum": ["completed", "incomplete", "in_progress", "failed"]},
+    status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
     output={"type": "array", "items": {"type": "object", "required": ["id", "type"]}},
     usage=_nullable({"type": "object"}),
 )  # fmt: skip
@@ -373,6 +373,17 @@ _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
     **_BATCH_OPERATIONS,
     ("/v1/responses", "post"): {
         "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_RESPONSE) | _EVENTS)},
+    },
+    ("/v1/responses/{request_id}", "get"): {
+        "parameters": [
+            _ID,
+            _parameter("stream", "query", "true: its events", _SWITCH),
+            _parameter("starting_after", "query", "Number of the last known event", _POSITION),
+        ],
+        "responses": {"200": ("Its state", _json(_RESPONSE) | _EVENTS)},
+    },
+    ("/v1/responses/{request_id}/cancel", "post"): {
+        "parameters": [_ID], "responses": {"200": ("Its state", _json(_RESPONSE))},
     },
     ("/v1/messages", "post"): {
         "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_MESSAGE) | _EVENTS)},

@@ -579,6 +579,30 @@ async def test_detached_request_counts_until_it_ends_without_its_client(
 
 
 @scenario_test
+async def test_response_in_the_background_counts_until_it_ends_and_is_its_tenants(
+    world: MemoryWorld, keys: KeyFileHarness
+) -> None:
+    token, other = keys.add("acme"), keys.add("other")
+    keys.limit("acme", requests=1)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    text = "hello there, this is long enough to take a while"
+    body = {"model": "demo", "input": text, "background": True}
+    begun = harness.send("POST", "/v1/responses", body, auth_headers(token))
+    await world.wait_until(lambda: bool(begun.content))
+    assert begun.json["status"] == "queued"
+    assert refusal(await harness.chat("hello", auth_headers(token)).wait_done())[0] == 429
+    await begun.wait_done()
+    url = f"/v1/responses/{begun.json['id']}"
+    state = await harness.send("GET", url, None, auth_headers(token)).wait_done()
+    assert state.json["output"][0]["content"][0]["text"] == text
+    assert (await harness.chat("hello", auth_headers(token)).wait_done()).status == 200
+    assert harness.cancels() == []
+    for method, path in (("GET", url), ("POST", f"{url}/cancel")):
+        answer = await harness.send(method, path, None, auth_headers(other)).wait_done()
+        assert refusal(answer) == (404, "stream_not_found")
+
+
+@scenario_test
 async def test_detached_request_counts_towards_the_rate_without_its_client(
     world: MemoryWorld, keys: KeyFileHarness
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from pathlib import Path
 
 import anthropic
@@ -79,6 +80,25 @@ async def streamed_message(
     }  # fmt: skip
 
 
+async def streamed_response(client: openai.AsyncOpenAI, called: asyncio.Event) -> dict[str, str]:
+    """The same of a response of OpenAI's newer API."""
+    tools = [{"type": "function", "name": "weather", "parameters": None, "strict": None}]
+    arguments, numbers = "", list[int]()
+    events = await client.responses.create(model="demo", input=QUESTION, tools=tools, stream=True)  # type: ignore[call-overload]
+    async for event in events:
+        numbers.append(event.sequence_number)
+        if event.type == "response.function_call_arguments.delta":
+            arguments += event.delta
+            called.set()
+    assert numbers == sorted(set(numbers))
+    reasoning, message, call = event.response.output
+    assert event.response.status == "completed"
+    return {
+        "content": message.content[0].text, "reasoning": reasoning.content[0].text,
+        "id": call.call_id, "name": call.name, "arguments": arguments, "reason": "tool_calls",
+    }  # fmt: skip
+
+
 async def ledger_of(log: KafkaLog) -> list[AnyRecord]:
     """All records of the ledger."""
     ends = await log.end_offsets(LEDGER, range(LANES))
@@ -137,11 +157,13 @@ async def test_killed_worker_repeats_and_loses_no_part_of_a_call(
                 while not (await client.models.list()).data:
                     await clock.sleep(0.1)
             called = [asyncio.Event() for _ in range(STREAMS)]
+            forms = (
+                partial(streamed, client),
+                partial(streamed_message, claude),
+                partial(streamed_response, client),
+            )
             answers = [
-                asyncio.create_task(
-                    streamed(client, event) if place % 2 else streamed_message(claude, event)
-                )
-                for place, event in enumerate(called)
+                asyncio.create_task(forms[place % 3](event)) for place, event in enumerate(called)
             ]
             async with asyncio.timeout(WAIT_S):
                 await asyncio.gather(*(event.wait() for event in called))

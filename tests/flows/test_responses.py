@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from kvlane import EngineOutput, Request
+from kvlane.app.engine.interface import GenerateContext
 from kvlane.testing import MemoryDeployment, ScriptedEngine, memory_deployment
 from tests.flows.test_agents import SCRIPT, Breaking, client_of
 from tests.flows.test_messages import Event, events_of
@@ -153,6 +157,50 @@ async def test_answer_whose_worker_fails_has_the_same_events() -> None:
             assert events[-1].number == unbroken[-1].number
 
 
+class Slow(ScriptedEngine):
+    """Takes a while for each token."""
+
+    async def generate(
+        self, request: Request, context: GenerateContext
+    ) -> AsyncGenerator[EngineOutput, None]:
+        async for output in super().generate(request, context):
+            await asyncio.sleep(0.02)
+            yield output
+
+
+async def test_response_in_the_background_is_retrieved_by_its_id() -> None:
+    async with memory_deployment(Slow(SCRIPT)) as deployment, client_of(deployment) as ai:
+        begun = await ai.responses.create(**body("one"), background=True)
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        states = [begun.status]
+        while states[-1] in ("queued", "in_progress"):
+            response = await ai.responses.retrieve(begun.id)
+            states.append(response.status)
+        assert states[-1] == "completed"
+        assert "in_progress" in states
+        assert [item.type for item in response.output] == [MESSAGE, CALL]
+        events = [event async for event in await ai.responses.retrieve(begun.id, stream=True)]
+        assert events[-1].response.output == response.output
+        place = len(events) // 2
+        rest = await ai.responses.retrieve(
+            begun.id, stream=True, starting_after=events[place].sequence_number
+        )
+        assert [event async for event in rest] == events[place + 1 :]
+
+
+async def test_cancelled_response_keeps_its_part() -> None:
+    async with memory_deployment(Slow(SCRIPT)) as deployment, client_of(deployment) as ai:
+        begun = await ai.responses.create(**body("one"), background=True)
+        assert (await ai.responses.cancel(begun.id)).status == "cancelled"
+        async with asyncio.timeout(20):
+            while (ended := await ai.responses.retrieve(begun.id)).status != "cancelled":
+                assert ended.status in ("queued", "in_progress")
+        assert ended.error is None
+        assert (await ai.responses.cancel(begun.id)).status == "cancelled"
+        with pytest.raises(openai.NotFoundError):
+            await ai.responses.retrieve("01900000-0000-7000-8000-000000000000")
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -164,7 +212,6 @@ async def test_answer_whose_worker_fails_has_the_same_events() -> None:
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"background": True}, "background"),
         ({"conversation": "x"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

@@ -47,6 +47,8 @@ class ReadBody(NamedTuple):
 
     fields: dict[str, Any]
     encoder: EncoderFactory = EventEncoder
+    is_background: bool = False
+    """The answer continues without its client, and a response without a stream is sent at once."""
 
 
 BodyReader = Callable[[dict[str, Any]], ReadBody]
@@ -58,7 +60,7 @@ class PreparedBody(NamedTuple):
     parsed: OpenAIRequest | PassthroughRequest
     prompts: PreparedPrompts
     model: Model
-    encoder: EncoderFactory
+    read: ReadBody
 
 
 class Completions:
@@ -102,7 +104,8 @@ class Completions:
         caller.count_request()
         async with self._bodies.read(request) as body:
             fields, values = await run_cooperatively(parse_body(body))
-            fields, encoder = read(fields)
+            body_read = read(fields)
+            fields = body_read.fields
             as_is = parts.served_models.kind(fields.get("model")) != "tokens"
             parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
             model = await parts.catalog.model(kind, parsed.model)
@@ -112,7 +115,7 @@ class Completions:
                 await asyncio.sleep(0)
             prepared = await prepare(parsed, model, caller.cache_tenant)
             requests = with_supported_parsing(prepared.requests, unsupported)
-        return PreparedBody(parsed, prepared._replace(requests=requests), model, encoder)
+        return PreparedBody(parsed, prepared._replace(requests=requests), model, body_read)
 
     async def _response(
         self,
@@ -124,7 +127,7 @@ class Completions:
     ) -> Response:
         parts, caller = self._parts, caller_of(request)
         began_at = parts.ctx.clock.now()
-        parsed, prepared, model, encoder = await self.prepare(kind, request, read)
+        parsed, prepared, model, form = await self.prepare(kind, request, read)
         answers = len(prepared.requests) * parsed.n
         if answers > 1 and prepared.requests[0].is_query:
             raise invalid_request(
@@ -133,7 +136,7 @@ class Completions:
         if prepared.requests[0].is_query:
             caller.require_operator("dry runs")
         parts.streams.check_capacity(answers)
-        detached = request.headers.get(DETACH_HEADER, "").lower() == "true"
+        detached = form.is_background or request.headers.get(DETACH_HEADER, "").lower() == "true"
         choices = self._choices(parsed, prepared, model)
         caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
         requests = self._one_request_each(
@@ -147,6 +150,7 @@ class Completions:
             n=parsed.n,
             reads_to_end=detached and caller.is_counted,
             interval=parsed.stream_interval,
+            is_background=form.is_background,
         )
         return CompletionResponse(
             options,
@@ -157,7 +161,7 @@ class Completions:
             parts.settings.deadline_s + DEADLINE_MARGIN_S,
             began_at,
             span,
-            encoder=encoder,
+            encoder=form.encoder,
         )
 
     def _choices(

@@ -57,6 +57,8 @@ class ResponseOptions(NamedTuple):
     from_token: int = 0
     reads_to_end: bool = False
     interval: int = 1
+    is_background: bool = False
+    """The response has the beginning of the answer alone."""
 
 
 class AnswerEncoder(Protocol):

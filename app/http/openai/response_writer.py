@@ -120,6 +120,8 @@ class CompletionResponse(Response):
             try:
                 if self._options.stream:
                     await self._send_events(replies, send)
+                elif self._options.is_background:
+                    await self._send_beginning(replies, send)
                 else:
                     await self._send_whole(replies, send)
             except ApiError as e:
@@ -135,12 +137,25 @@ class CompletionResponse(Response):
                     if not self._options.is_resumed:
                         pace.report(self._metrics, choice.timed_tokens, tokens or 0)
 
+    async def _send_beginning(self, replies: MergedReplies, send: Send) -> None:
+        """The answer before its first piece. It is read to its end if it counts until then."""
+        await self._send_object(send)
+        if self._options.reads_to_end:
+            with suppress(ApiError):  # the client asks for the reason
+                await self._add_all(replies)
+
     async def _send_whole(self, replies: MergedReplies, send: Send) -> None:
+        await self._add_all(replies)
+        await self._send_object(send)
+
+    async def _add_all(self, replies: MergedReplies) -> None:
         while replies.has_more:
             with suppress(TimeoutError):
                 index, pieces = await self._take(replies, self._left_s)
                 for piece in pieces:
                     self._events.add(index, piece)
+
+    async def _send_object(self, send: Send) -> None:
         body = msgspec.json.encode(self._events.whole())
         await self._start(send, [*_JSON, (b"content-length", b"%d" % len(body))])
         await self._send(send, body, more=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import NamedTuple, get_args
 from urllib.parse import quote
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from kvlane.app.http.api_errors import invalid_request
 from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
-from kvlane.app.http.openai.merged_replies import resume_reply
+from kvlane.app.http.openai.merged_replies import MergedReplies, resume_reply
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import caller_of
@@ -48,6 +49,7 @@ class StreamResume:
     def __init__(self, parts: GatewayDeps, item_forms: Mapping[str, EncoderFactory]) -> None:
         """`item_forms`: encoders of the forms whose positions are not those of the log."""
         self._parts = parts
+        self._lifetime_s = parts.settings.max_lifetime_s + DEADLINE_MARGIN_S
         self._forms = {kind: ResumedForm(kind) for kind in get_args(EndpointKind)} | {
             name: ResumedForm("chat", encoder, counts_tokens=False)
             for name, encoder in item_forms.items()
@@ -59,51 +61,74 @@ class StreamResume:
         Query: `from` (a position; the header Last-Event-ID counts more), `form` (chat …),
         `stream` (false: the whole answer, when it is there), `include_usage`.
         """
-        parts, settings = self._parts, self._parts.settings
-        request_id = self._id_of(request)
+        request_id = self.id_of(request)
         caller_of(request).count_reader()
         from_token = _position(request)
-        issued = issued_ms(request_id)
-        lifetime_s = settings.max_lifetime_s + DEADLINE_MARGIN_S
-        if issued is None:
-            may_begin_s = UNDATED_START_S
-        else:  # it may be queued for all of its lifetime, without a record
-            is_young = may_begin(request_id, parts.streams.now_ms, 1000 * lifetime_s)
-            may_begin_s = math.inf if is_young else 0.0
-        created_ms = parts.ctx.clock.wall_ms() if issued is None else issued
-        choice = Choice(keep=not (stream := _switch(request, "stream", default=True)))
+        return self.response(
+            request_id,
+            self._form(request),
+            from_token=from_token,
+            stream=switch(request, "stream", default=True),
+            include_usage=switch(request, "include_usage", default=False),
+        )
+
+    def response(
+        self,
+        request_id: str,
+        form: ResumedForm,
+        *,
+        from_token: int = 0,
+        stream: bool = True,
+        include_usage: bool = False,
+    ) -> Response:
+        """The response with a stream from a position on, or with its whole answer."""
+        parts = self._parts
+        choice = Choice(keep=not stream)
         choice.has_started = begun = from_token > 0
-        form = self._form(request)
         options = ResponseOptions(
-            header=ResponseHeader(form.kind, request_id, "", created_ms // 1000),
+            header=self.header_of(request_id, form.kind),
             ids=[quote(request_id, safe="")],  # it may hold any character, a line break too
             stream=stream,
-            include_usage=_switch(request, "include_usage", default=False),
+            include_usage=include_usage,
             is_resumed=True,
             from_token=from_token,
         )
-        joining = resume_reply(
-            parts.streams,
-            request_id,
-            begun=begun,
-            after=from_token if stream and form.counts_tokens else 0,
-            may_begin_s=may_begin_s,
-        )
+        after = from_token if stream and form.counts_tokens else 0
         clock = parts.ctx.clock
         return CompletionResponse(
             options,
             [choice],
-            joining,
+            self.join(request_id, begun=begun, after=after),
             clock,
             parts.metrics,
-            lifetime_s,
+            self._lifetime_s,
             clock.now(),
             encoder=form.encoder,
         )
 
+    def header_of(self, request_id: str, kind: EndpointKind) -> ResponseHeader:
+        """The head of the objects of an existing stream, whose model its first record names."""
+        issued = issued_ms(request_id)
+        created_ms = self._parts.ctx.clock.wall_ms() if issued is None else issued
+        return ResponseHeader(kind, request_id, "", created_ms // 1000)
+
+    def join(
+        self, request_id: str, *, begun: bool = False, after: int = 0
+    ) -> AbstractAsyncContextManager[MergedReplies]:
+        """Read an existing stream; arguments as for `resume_reply`."""
+        if issued_ms(request_id) is None:
+            may_begin_s = UNDATED_START_S
+        else:  # it may be queued for all of its lifetime, without a record
+            now_ms = self._parts.streams.now_ms
+            is_young = may_begin(request_id, now_ms, 1000 * self._lifetime_s)
+            may_begin_s = math.inf if is_young else 0.0
+        return resume_reply(
+            self._parts.streams, request_id, begun=begun, after=after, may_begin_s=may_begin_s
+        )
+
     async def cancel(self, request: Request) -> Response:
         """Cancel a stream; it ends shortly after. Raises ApiError."""
-        request_id = self._id_of(request)
+        request_id = self.id_of(request)
         await self._parts.streams.cancel_now(request_id, "its client cancelled it")
         answer = {"id": request_id, "object": "stream", "status": "cancelling"}
         return Response(
@@ -116,7 +141,8 @@ class StreamResume:
             raise invalid_request("one of: " + ", ".join(self._forms), "form")
         return form
 
-    def _id_of(self, request: Request) -> str:
+    def id_of(self, request: Request) -> str:
+        """The id in the path. Raises ApiError, 404, for one of another tenant."""
         request_id: str = request.path_params["request_id"]
         if not 0 < len(request_id) <= MAX_ID_CHARS:
             raise invalid_request(f"an id has 1 to {MAX_ID_CHARS} characters", "request_id")
@@ -125,15 +151,21 @@ class StreamResume:
 
 
 def _position(request: Request) -> int:
-    name, given = "last-event-id", request.headers.get("last-event-id")
-    if given is None:
-        name, given = "from", request.query_params.get("from", "0")
+    given = request.headers.get("last-event-id")
+    if given is not None:
+        return read_position("last-event-id", given)
+    return read_position("from", request.query_params.get("from", "0"))
+
+
+def read_position(name: str, given: str) -> int:
+    """A position from a field of a request. Raises ApiError that names the field."""
     if not (given.isascii() and given.isdecimal() and len(given) < 16):
         raise invalid_request("a position is the id of an event, a number", name)
     return int(given)
 
 
-def _switch(request: Request, name: str, *, default: bool) -> bool:
+def switch(request: Request, name: str, *, default: bool) -> bool:
+    """The value of a query parameter, true or false. Raises ApiError."""
     given = request.query_params.get(name)
     switch = default if given is None else _SWITCHES.get(given.lower())
     if switch is None:

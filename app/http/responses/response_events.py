@@ -46,16 +46,21 @@ class ResponseEncoder(ItemEncoder):
 
     def encode_failure(self, failure: ApiError) -> bytes:
         """As `AnswerEncoder.encode_failure`."""
-        error = {"code": failure.code, "message": failure.message}
-        response = self._response("failed") | {"error": error, "output": self._output("incomplete")}
-        return self.encode_last({"type": "response.failed", "response": response})
+        response = self.failed(failure)
+        return self.encode_last({"type": f"response.{response['status']}", "response": response})
+
+    def failed(self, failure: ApiError) -> JsonObject:
+        """The response after a failure."""
+        status = "cancelled" if failure.code == "cancelled" else "failed"
+        error = {"code": failure.code, "message": failure.message} if status == "failed" else None
+        return self._response(status) | {"error": error, "output": self._output("incomplete")}
 
     def whole(self) -> JsonObject:
-        """As `AnswerEncoder.whole`."""
+        """As `AnswerEncoder.whole`; of an answer that has not ended, the part so far."""
         status, details = self._end()
         return self._response(status) | {
             "output": self._output(status),
-            "usage": self._usage(),
+            "usage": None if self.choice.finish_reason is None else self._usage(),
             "incomplete_details": details,
         }
 
@@ -120,7 +125,9 @@ class ResponseEncoder(ItemEncoder):
         }
 
     def _end(self) -> tuple[str, JsonObject | None]:
-        """The status at the end, and the reason why it is not complete."""
+        """The status, and the reason why it ended incomplete."""
+        if self.choice.finish_reason is None:
+            return ("in_progress" if self.items.items else "queued"), None
         reason = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(
             self.choice.finish_reason or ""
         )

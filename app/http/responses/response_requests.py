@@ -30,7 +30,6 @@ from kvlane.app.preprocess.requests.unsupported_fields import (
 )
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
-    "background": Unsupported((False,), "send x-kvlane-detach: true, and resume the stream"),
     "context_management": Unsupported(([],), "the client shortens its history"),
     "conversation": Unsupported((), "send its items"),
     "include": Unsupported(([], ["reasoning.encrypted_content"])),
@@ -197,6 +196,7 @@ class ResponsesBody(_Item):
     reasoning: ResponseReasoning | None = None
     text: ResponseText | None = None
     stream: bool | None = None
+    background: bool | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     nvext: NvExt | None = None
 
@@ -226,7 +226,7 @@ class ResponseRequest(NamedTuple):
             "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
             "tool_choice": fields.get("tool_choice") or "auto",
             "tools": fields.get("tools") or [],
-            "background": False,
+            "background": bool(fields.get("background")),
             "store": False,
             "truncation": "disabled",
         }

@@ -34,7 +34,12 @@ _PATHS = {
     "/v1/messages": "message",
     "/v1/responses": "response",
 }
-_PREFIXES = {"/v1/streams": "streams", "/v1/files": "files", "/v1/batches": "batches"}
+_PREFIXES = {
+    "/v1/streams": "streams",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
+    "/v1/responses": "responses",
+}
 
 
 class RequestIdMiddleware:
