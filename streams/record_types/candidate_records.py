@@ -15,9 +15,10 @@ from kvlane.streams.record_base import InternalRecord
 Place = tuple[str, int, int]
 """Worker, epoch and rank."""
 
-ROW, TIMED_ROW = Struct("<d6q"), Struct("<d10q5d")
+ROW, TIMED_ROW, JOINING_ROW = Struct("<d6q"), Struct("<d10q5d"), Struct("<3q")
 """A candidate in `CandidateRows`: its cost and the load and blocks there; and with the inputs of
-policy predictive. In the order of `record_candidates` in app/routing/selection/cost_kernels.py."""
+policy predictive; and the tokens, number and age of the runs that join a step there. In the order
+of `record_candidates` in app/routing/selection/cost_kernels.py."""
 
 
 class Candidate(InternalRecord, frozen=True, kw_only=False):
@@ -74,9 +75,9 @@ class CandidateRows(InternalRecord, frozen=True):
     """The candidates of a decision, with the least cost first; the chosen one may be the last.
 
     `is_timed`: with the inputs of policy predictive. `rows`: a `TIMED_ROW` for each of `places`, or
-    a `ROW`. `curves`, `taint_weights`: by candidate, or empty. `ahead_ms`, `planned_ms`, `joining`
-    (its tokens, runs and ms): by the position of a candidate that has them. `shares_steps`: of all.
-    Another number of rows, curves or weights than of places is malformed.
+    a `ROW`. `curves`, `taint_weights`: by candidate, or empty. `ahead_ms`, `planned_ms`: by the
+    position of a candidate that has them. `shares_steps`: of all. `joining_rows`: a `JOINING_ROW`
+    for each, or empty. Another number of rows, curves or weights than of places is malformed.
     """
 
     places: tuple[Place, ...] = ()
@@ -86,8 +87,8 @@ class CandidateRows(InternalRecord, frozen=True):
     ahead_ms: dict[int, tuple[float, ...]] = {}
     planned_ms: dict[int, float] = {}
     is_timed: bool = False
-    joining: dict[int, tuple[int, int, int]] = {}
     shares_steps: bool = False
+    joining_rows: bytes = b""
 
     def __post_init__(self) -> None:
         count = len(self.places)
@@ -96,6 +97,7 @@ class CandidateRows(InternalRecord, frozen=True):
             len(self.rows) != count * size
             or len(self.curves or self.places) != count
             or len(self.taint_weights or self.places) != count
+            or len(self.joining_rows) not in (0, count * JOINING_ROW.size)
         ):
             raise ValueError(f"rows, curves or taint weights do not match the {count} places")
 
@@ -127,6 +129,9 @@ class CandidateRows(InternalRecord, frozen=True):
                 worker, epoch, rank, cost, runs, open_tokens, device, host, disk,
                 prefill_tokens, taint,
             )  # fmt: skip
+        joining = NO_JOINING
+        if self.joining_rows:
+            joining = JOINING_ROW.unpack_from(self.joining_rows, i * JOINING_ROW.size)
         (
             prompt_tokens, prefill_runs, chunk_tokens, capacity_tokens, busy_ms, slowness,
             later_ms, prefill_share, batch_ms,
@@ -136,5 +141,5 @@ class CandidateRows(InternalRecord, frozen=True):
             prompt_tokens, prefill_runs, busy_ms, self.ahead_ms.get(i, ()), slowness, chunk_tokens,
             capacity_tokens, self.curves[i] if self.curves else (), later_ms,
             self.planned_ms.get(i), prefill_share or NO_SHARE, batch_ms or NO_BATCH,
-            *self.joining.get(i, NO_JOINING), self.shares_steps,
+            *joining, self.shares_steps,
         )  # fmt: skip

@@ -15,6 +15,7 @@ CANDIDATE_ROWS = struct.pack(
     *(1.5, 2, 300, 4, 3, 2, 64, 250, 1, 4096, 65_536, 12.5, 1.25, 5.0, 0.25, 7.5),
     *(2.5, 1, 200, 0, 0, 0, 0, 150, 0, 4096, 65_536, 0.0, 1.0, 0.0, 0.0, 0.0),
 )
+JOINING_ROWS = struct.pack("<6q", 120, 2, 35, 0, 0, 0)
 REQUEST = q.Request(
     id="job-17",
     model="demo",
@@ -623,7 +624,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             id="job-17", attempt=0, phase="aggregated", worker="w1", epoch=12, origin=ORIGIN,
             responses_from=99, deadline_ms=1_700_000_030_000, policy="predictive", block_size=16,
             candidate_rows=r.CandidateRows(places=(("w1", 12, 1), ("w2", 7, 0)),
-            rows=CANDIDATE_ROWS, is_timed=True, joining={0: (120, 2, 35)}, shares_steps=True),
+            rows=CANDIDATE_ROWS, is_timed=True, shares_steps=True, joining_rows=JOINING_ROWS),
         ),
         bytes.fromhex(
             "de000ba26964a66a6f622d3137a7617474656d707400a57068617365aa61676772656761746564a6776f"
@@ -637,8 +638,9 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "001e4000000000000004400100000000000000c800000000000000000000000000000000000000000000"
             "000000000000000000000000000000000096000000000000000000000000000000001000000000000000"
             "000100000000000000000000000000000000000000f03f00000000000000000000000000000000000000"
-            "0000000000a869735f74696d6564c3a76a6f696e696e678100937802"
-            "23ac7368617265735f7374657073c3"
+            "0000000000a869735f74696d6564c3ac7368617265735f7374657073c3ac6a6f696e696e675f726f7773"
+            "c43078000000000000000200000000000000230000000000000000000000000000000000000000000000"
+            "0000000000000000"
         ),
     ),
     (

@@ -51,8 +51,9 @@ from which had it last."""
 REQUEST_TOKENS, REQUEST_BLOCK, REQUEST_OUTPUT, REQUEST_TTFT, REQUEST_ITL = range(5)
 """Columns of `requests`: tokens of its prompt, of a block, of its answer; its targets in ms."""
 REQUEST_COLUMNS = 5
-RECORD_COLUMNS, TIMED_RECORD_COLUMNS = 7, 16
-"""Columns of a recorded option; and of one with the inputs of policy predictive."""
+RECORD_COLUMNS, TIMED_RECORD_COLUMNS, JOINING_COLUMNS = 7, 16, 3
+"""Columns of a recorded option; of one with the inputs of policy predictive, and of the runs that
+join a step there."""
 
 HOST_SHARE, DISK_SHARE = 0.75, 0.25
 """The share of the prefill of a block that is saved by loading it; as in `DynamoWeights`."""
@@ -439,15 +440,23 @@ def _bits(x: float) -> int:
 
 @kernel()
 def record_candidates(
-    costs: Floats, chosen: int, spots: Floats, blocks: Floats, numbers: Ints, rows: Ints
-) -> int:
-    """The options with the least costs in that order, and the chosen one; how many they are.
+    costs: Floats,
+    chosen: int,
+    spots: Floats,
+    blocks: Floats,
+    numbers: Ints,
+    rows: Ints,
+    joining: Ints,
+) -> tuple[int, bool]:
+    """The options with the least costs in that order, and the chosen one; how many they are, and
+    whether runs join a step at any of them.
 
-    Their numbers go into `numbers`, the record of each into a row of `rows`, see `TIMED_ROW` in
-    streams/record_types/candidate_records.py. The values at 0 and from 11 on are floats, bit by
-    bit.
+    Their numbers go into `numbers`, the record of each into a row of `rows`, and with the inputs of
+    policy predictive into one of `joining`; see `TIMED_ROW` and `JOINING_ROW` in
+    streams/record_types/candidate_records.py. In `rows` the values at 0 and from 11 on are floats,
+    bit by bit.
     """
-    size, most = 0, len(numbers) - 1
+    size, most, is_joined = 0, len(numbers) - 1, False
     for i in range(len(costs)):
         if costs[i] < np.inf and (size < most or costs[i] < costs[numbers[size - 1]]):
             at = size if size < most else size - 1
@@ -477,7 +486,10 @@ def record_candidates(
             row[11], row[12] = _bits(spot[BUSY_MS]), _bits(spot[SLOWDOWN])
             row[13], row[14] = _bits(spot[STAGGER_MS]), _bits(spot[PREFILL_SHARE])
             row[15] = _bits(spot[BATCH_MS])
-    return size
+            is_joined |= spot[JOINING_RUNS] > 0
+            joining[k, 0], joining[k, 1] = int(spot[JOINING_TOKENS]), int(spot[JOINING_RUNS])
+            joining[k, 2] = int(spot[JOINING_MS])
+    return size, is_joined
 
 
 @kernel()
@@ -516,7 +528,8 @@ def warm_up() -> None:
     draw_random(np.uint64(0), tags, tags.copy())
     argmin(costs, np.uint64(0), tags)
     numbers = np.zeros(2, np.int64)
-    record_candidates(costs, 0, spots, blocks, numbers, np.zeros((2, RECORD_COLUMNS), np.int64))
+    rows, joining = np.zeros((2, RECORD_COLUMNS), np.int64), np.zeros((2, 3), np.int64)
+    record_candidates(costs, 0, spots, blocks, numbers, rows, joining)
     record_reservations(numbers, none, np.zeros(1), none.copy(), np.zeros((2, 2)))
     plan_uniform_batch(
         spots, tags, np.zeros(2, np.int64), none, np.zeros((1, 4), np.int64), none,

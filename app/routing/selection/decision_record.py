@@ -18,6 +18,7 @@ from kvlane.app.routing.selection.cost_kernels import (
     BATCH_MS,
     BUSY_MS,
     FEATURES,
+    JOINING_COLUMNS,
     JOINING_MS,
     JOINING_RUNS,
     JOINING_TOKENS,
@@ -58,8 +59,9 @@ def record_decision(
     columns = RECORD_COLUMNS if results is None else TIMED_RECORD_COLUMNS
     rows = np.empty((MAX_RECORDED_CANDIDATES + 1, columns), _NUMBER)
     recorded = np.empty(MAX_RECORDED_CANDIDATES + 1, np.int64)
-    size = cost_kernels.record_candidates(
-        costs, chosen, options.features, options.blocks, recorded, rows
+    joining = np.empty((MAX_RECORDED_CANDIDATES + 1, JOINING_COLUMNS), _NUMBER)
+    size, is_joined = cost_kernels.record_candidates(
+        costs, chosen, options.features, options.blocks, recorded, rows, joining
     )
     recorded = recorded[:size]
     numbers: list[int] = recorded.tolist()
@@ -73,19 +75,9 @@ def record_decision(
     ahead, sums = _reservations(options, recorded, results)
     return CandidateRows(
         places=places, rows=content, curves=curves, taint_weights=taints, ahead_ms=ahead,
-        planned_ms=sums, is_timed=True, joining=_joining(options.features, recorded),
-        shares_steps=True,
+        planned_ms=sums, is_timed=True, shares_steps=True,
+        joining_rows=joining[:size].tobytes() if is_joined else b"",
     )  # fmt: skip
-
-
-def _joining(spots: Floats, recorded: Ints) -> dict[int, tuple[int, int, int]]:
-    """By recorded option, the tokens, number and age of the runs that join the next step there."""
-    rows: list[list[float]] = spots[recorded, JOINING_TOKENS : JOINING_MS + 1].tolist()
-    return {
-        n: (int(tokens), int(runs), int(age_ms))
-        for n, (tokens, runs, _, _, age_ms) in enumerate(rows)
-        if runs
-    }
 
 
 def _reservations(
