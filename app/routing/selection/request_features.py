@@ -19,7 +19,8 @@ class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
     `dispatched_count`: number of requests this router has dispatched, for policies that go in turn.
     `least_prefill_tokens`: the least of all options. `output_tokens`: expected length of its
     answer, `mean_output_tokens`: of any answer. `most_cached_tokens`: the largest number of prompt
-    tokens cached at any one option; UNKNOWN if not computed yet. `expected_followups`: see
+    tokens cached at any one option, `least_runs`: the least number of runs there; UNKNOWN if not
+    computed yet. `expected_followups`: see
     `PerformanceModel`. Targets: the request's own, for the time to its first token and between
     tokens. `part`: of the request, see `cost_kernels.py`; `transfer_ms`: until its prompt is there.
     """
@@ -34,6 +35,7 @@ class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
     output_tokens: float = 0.0
     mean_output_tokens: float = 0.0
     most_cached_tokens: float = 0.0
+    least_runs: float = math.inf
     expected_followups: float = 1.0
     ttft_target_ms: float = math.inf
     itl_target_ms: float = math.inf

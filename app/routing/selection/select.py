@@ -252,6 +252,7 @@ def recorded_features(decision: Assigned, session: str = "") -> RequestFeatures:
         output_tokens=params.get("output_tokens", 0.0),
         mean_output_tokens=params.get("mean_output_tokens", 0.0),
         most_cached_tokens=params.get("most_held_tokens", 0.0),
+        least_runs=params.get("least_runs", math.inf),
         expected_followups=params.get("leads_to", 1.0),
         ttft_target_ms=params.get("ttft_target_ms", math.inf),
         itl_target_ms=params.get("itl_target_ms", math.inf),
@@ -273,7 +274,8 @@ def features_for(
         request.id, prompt.tokens, block_size, seed, dispatched_count,
         session.session_id if session else "",
         least_prefill_tokens, expected_output_tokens(request, state.mean_output_tokens),
-        state.mean_output_tokens, cost_kernels.UNKNOWN, state.expected_followups, ttft_target_ms,
+        state.mean_output_tokens, cost_kernels.UNKNOWN, cost_kernels.UNKNOWN,
+        state.expected_followups, ttft_target_ms,
         itl_target_ms, part, transfer_ms,
     )  # fmt: skip
 

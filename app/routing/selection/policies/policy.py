@@ -32,13 +32,14 @@ class Scores(msgspec.Struct, frozen=True, gc=False):
 
     With a forecast (`has_forecast`) besides: `results`: see `cost_kernels.py`; `best`: the
     candidate to choose; `most_cached_tokens`: the largest number of prompt tokens cached at any
-    candidate.
+    candidate; `least_runs`: the least number of runs at any.
     """
 
     costs: Costs
     results: Floats | None = None
     best: int | None = None
     most_cached_tokens: float = 0.0
+    least_runs: float = math.inf
 
     def ttft_ms(self, row: int) -> float:
         """The predicted time to the first token at a candidate, if there are `results`."""

@@ -14,9 +14,11 @@ LATE = NetworkConditions(dispatch_delay_ms=2.0, event_delay_ms=5.0, ledger_lag_m
 REQUESTS = 100
 
 
-def shares(tokens: int, workers: int, conditions: NetworkConditions) -> Counter[str]:
+def shares(
+    tokens: int, workers: int, conditions: NetworkConditions, apart_ms: float = 0.0
+) -> Counter[str]:
     """Requests by worker."""
-    rows = [TraceRow(0.0, tokens, 50, [number]) for number in range(REQUESTS)]
+    rows = [TraceRow(number * apart_ms, tokens, 50, [number]) for number in range(REQUESTS)]
     run = SimulationRun("predictive", workers, conditions=conditions)
     return Counter(each.worker for each in run_requests(PreparedTrace(rows), run))
 
@@ -33,6 +35,15 @@ def test_equal_short_requests_at_once_are_spread_evenly(
         even = REQUESTS / workers
         assert len(found) == workers
         assert all(0.9 * even <= count <= 1.1 * even for count in found.values()), found
+
+
+@pytest.mark.parametrize("apart_ms", [1, 2, 5, 20])
+@pytest.mark.parametrize("tokens", [1, 80])
+def test_equal_short_requests_in_a_row_are_spread_evenly(tokens: int, apart_ms: float) -> None:
+    for conditions in (DEFAULT_CONDITIONS, LATE, LATE._replace(routers=3)):
+        found = shares(tokens, 4, conditions, apart_ms)
+        assert min(found.values()) >= 22, found
+        assert max(found.values()) <= 28, found
 
 
 def test_workers_without_curves_are_spread_evenly_too() -> None:

@@ -201,6 +201,41 @@ def test_prompts_that_wait_for_longer_than_a_step_of_decode_are_in_the_step_unde
     assert (found.delay_ms, found.stall_ms) == (0, 3 * 15)
 
 
+def test_step_that_has_begun_with_half_a_chance_is_awaited_by_half() -> None:
+    # Half of the step of decode, 6.05, that the other prompt found: its own has begun, 12 + 6.05
+    # long and a quarter of 6.05 ago, or begins a quarter of 6.05 later and is shared
+    row = JOINING | {"joining_ms": 3, "shares_steps": True}
+    begun = 3 / 6.05
+    found = one(row)
+    waits = (18.05 - 1.5, (6.05 - 3) / 2 + 2)
+    assert found.wait_ms == pytest.approx(begun * waits[0] + (1 - begun) * waits[1])
+    assert found.stall_ms == pytest.approx(0.7 * 3 * (begun * 15 + (1 - begun) * 5))
+    assert found.delay_ms == pytest.approx((1 - begun) * 5)
+
+
+def test_prompts_of_a_full_chunk_are_not_delayed_by_the_next_one() -> None:
+    row = JOINING | {"joining_runs": 4, "joining_tokens": 1200, "prefill_runs": 4}
+    row |= {"prefill_tokens": 1200, "open_runs": 5}
+    # 200 of 1200 tokens are in a second step, which 500 more make 5 ms longer
+    assert one(row).delay_ms == pytest.approx(4 * 200 / 1200 * 5)
+
+
+def test_more_runs_than_elsewhere_cost_up_to_half_a_step() -> None:
+    few, more, many = ({"open_runs": runs, "prefill_runs": runs} for runs in (20, 21, 30))
+    costs = predicted(few, more, many, send=replace(ASK, least_runs=UNKNOWN)).costs
+    alone = [predicted(row).costs[0] for row in (few, more, many)]
+    step_ms = [10 + 5 + 10 * runs * 50 / 10_000 for runs in (21, 30)]
+    extra = [a - b for a, b in zip(costs, alone, strict=True)]
+    assert extra == pytest.approx([0, step_ms[0] / 2 / 3, step_ms[1] / 2])
+
+
+def test_others_decode_more_slowly_for_the_whole_answer_and_the_next_request() -> None:
+    row = {"open_runs": 2, "prompt_tokens": 900, "shares_steps": True}
+    for followups, lasting in ((1.0, 1), (1.5, 1.5), (9.0, 2)):
+        found = one(row, replace(ASK, expected_followups=followups))
+        assert found.slower_ms == pytest.approx(lasting * 2 * 200 * 0.6)
+
+
 def test_prompts_that_join_wait_for_the_step_under_way() -> None:
     row = JOINING | {"prefill_runs": 3, "prefill_tokens": 1200, "busy_ms": 4.0}
     # 1000 tokens are under way: 20 + 6.05, of which 4 are over
