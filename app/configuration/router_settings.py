@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, field_validator
 
 from kvlane.app.configuration.setting_values import unique_name
-from kvlane.app.routing.policy_names import PolicyName
+from kvlane.app.routing.policy_names import Objective, PolicyName, QueueOrder
 from kvlane.app.routing.queueing.fair_share import ClassConfig
 
 
@@ -112,11 +112,10 @@ class RouterSettings(BaseModel):
         ge=0,
         description="policy dynamo: softmax temperature of the selection; 0 takes the lowest cost",
     )
-    decode_weight: float = Field(
-        0.01,
-        ge=0,
-        description="policy predictive: weight of decode time, summed over requests, relative to "
-        "time to first token",
+    objective: Objective = Field(
+        "balanced",
+        description="policy predictive: what counts: the time to the first token (first-token), "
+        "the time to the last one (throughput), or relative losses of both alike (balanced)",
     )
     max_queue_wait_s: float = Field(
         10,

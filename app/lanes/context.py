@@ -75,10 +75,15 @@ def routing_config(settings: Settings) -> RoutingConfig:
     # Without a queue, a request that waits for a better place would be refused while another one is
     # free.
     max_queue_wait_s = settings.max_queue_wait_s if settings.max_queued_requests else 0.0
-    predicting = PredictiveWeights(settings.decode_weight, max_queue_wait_s * 1000)
+    predicting = PredictiveWeights(max_hold_ms=max_queue_wait_s * 1000)
     transfers = TransferSpeed(settings.transfer_bandwidth, settings.transfer_latency_ms)
     return RoutingConfig(
-        settings.policy, weights, predicting, settings.session_affinity_tolerance, transfers
+        settings.policy,
+        weights,
+        predicting,
+        settings.session_affinity_tolerance,
+        transfers,
+        settings.objective,
     )
 
 

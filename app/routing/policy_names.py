@@ -15,6 +15,10 @@ PolicyName = Literal[
     "direct",
 ]
 """Each is a module in `app/routing/selection/policies/`, in the order of docs and reports."""
+QueueOrder = Literal["sjf", "fcfs", "wspt", "edf"]
+"""Orders of waiting requests; see `app/routing/queueing/pending.py`."""
+Objective = Literal["first-token", "balanced", "throughput"]
+"""What counts most; see `app/routing/queueing/objective.py`."""
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 BATCH_POLICY: Final = "batch"
 """Policy in the records of batch requests (`batch_placement.py`); no setting chooses it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from kvlane.app.routing.selection.request_features import latency_targets
 from kvlane.app.simulation.simulated_request import SimulatedRequest
 from kvlane.app.simulation.simulated_worker import SimulatedWorker
 
@@ -17,7 +19,8 @@ class RunMetrics(NamedTuple):
 
     `reuse`: cache hit rate, as a share of all prompt tokens. `ttft`: since arrival, queueing
     included. `itl`: over all tokens but the first ones; `itl_p99`: of all steps of the workers,
-    None if unknown. `e2e`: from arrival to last token.
+    None if unknown. `e2e`: from arrival to last token. `on_time`: the share of the requests with a
+    target of the time to a first token that met it, None if there are none.
     """
 
     requests: int
@@ -29,6 +32,7 @@ class RunMetrics(NamedTuple):
     e2e_mean: float
     e2e_p99: float
     itl_p99: float | None = None
+    on_time: float | None = None
 
 
 def metrics_of(
@@ -54,7 +58,18 @@ def metrics_of(
         e2e_mean=float(e2e.mean()),
         e2e_p99=float(np.percentile(e2e, 99)),
         itl_p99=_gap_percentile(workers, 99) if between else None,
+        on_time=_on_time(requests, ttft.tolist()),
     )
+
+
+def _on_time(requests: Sequence[SimulatedRequest], ttfts_ms: Sequence[float]) -> float | None:
+    targets = [latency_targets(each.request.prompt.request)[0] for each in requests]
+    met = [
+        ttft_ms <= target_ms
+        for target_ms, ttft_ms in zip(targets, ttfts_ms, strict=True)
+        if target_ms < math.inf
+    ]
+    return sum(met) / len(met) if met else None
 
 
 def _gap_percentile(workers: Sequence[SimulatedWorker], percent: float) -> float | None:

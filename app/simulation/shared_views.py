@@ -195,9 +195,12 @@ def finished_record(
     output_tokens: int,
     phase: Phase = "aggregated",
     attempt: int = 0,
+    ttft_ms: float = 0.0,
+    itl_ms: float = 0.0,
 ) -> Finished:
-    """Ledger record of a last token."""
+    """Ledger record of a last token, `ttft_ms` from the time at which its worker got the request
+    to the first one, and `itl_ms` between tokens, in the mean."""
     return Finished(
         id=request_id, attempt=attempt, phase=phase, worker=worker.name, epoch=worker.epoch,
-        code="length", output_tokens=output_tokens,
+        code="length", output_tokens=output_tokens, ttft_ms=ttft_ms, itl_ms=itl_ms,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.policy_names import Objective, QueueOrder
 from kvlane.app.routing.selection.handover_rules import HandOverRules
 from kvlane.app.routing.selection.policies.registry import SIMULATED
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
@@ -42,7 +43,7 @@ class SimulationRun(NamedTuple):
     `curves`: of all engines. `warmup_requests`: leading requests that are not in the figures.
     `prefill_workers`: so many compute prompts, the others only decode; 0: each does both.
     `handover_rules`: when prompts are handed over; None: never, or with such workers always.
-    `decode_weight`: of policy predictive, None for the default.
+    `objective`, `queue_order`: of policy predictive.
     """
 
     policy: str
@@ -55,21 +56,26 @@ class SimulationRun(NamedTuple):
     warmup_requests: int = 0
     prefill_workers: int = 0
     handover_rules: HandOverRules | None = None
-    decode_weight: float | None = None
+    objective: Objective = "balanced"
+    queue_order: QueueOrder = "sjf"
 
 
 class PreparedTrace:
     """The requests of a trace, prepared once for any number of runs."""
 
-    def __init__(self, rows: Sequence[TraceRow]) -> None:
+    def __init__(self, rows: Sequence[TraceRow], ttft_targets_ms: Sequence[float] = ()) -> None:
+        """`ttft_targets_ms`: targets of the time to a first token, of the requests in turn."""
         self.rows = rows
-        self._requests = {False: trace_requests(rows)}
+        self._targets_ms = ttft_targets_ms
+        self._requests = {False: trace_requests(rows, ttft_targets_ms=ttft_targets_ms)}
 
     def requests_for(self, policy: str) -> list[TraceRequest]:
         """The requests, with sessions if the policy uses them."""
         in_sessions = uses_sessions(policy)
         if in_sessions not in self._requests:
-            self._requests[in_sessions] = trace_requests(self.rows, with_sessions=in_sessions)
+            self._requests[in_sessions] = trace_requests(
+                self.rows, with_sessions=in_sessions, ttft_targets_ms=self._targets_ms
+            )
         return self._requests[in_sessions]
 
     @property
@@ -112,15 +118,13 @@ def run_requests(trace: PreparedTrace, run: SimulationRun) -> list[SimulatedRequ
 def _simulator(
     trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None]
 ) -> Simulator:
-    tuning = parse_policy(run.policy)
-    if run.decode_weight is not None:
-        weights = tuning.predictive_weights._replace(decode_weight=run.decode_weight)
-        tuning = tuning._replace(predictive_weights=weights)
+    tuning = parse_policy(run.policy)._replace(objective=run.objective)
     coming = schedule_arrivals(trace.rows, trace.requests_for(tuning.policy), run.pace, run.seed)
     shape = EngineLimits(CHUNK_TOKENS, run.cache_blocks, curves=run.curves)
     return new_simulator(
         coming, run.workers, shape, tuning, run.seed, progress, run.conditions,
         prefill_workers=run.prefill_workers, handover_rules=run.handover_rules,
+        queue_order=run.queue_order,
     )  # fmt: skip
 
 
@@ -163,6 +167,7 @@ def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str
         "ttft_ms": {"mean": found.ttft_mean, "p50": found.ttft_p50, "p99": found.ttft_p99},
         "itl_ms": {"mean": found.itl_mean, "p99": found.itl_p99},
         "e2e_ms": {"mean": found.e2e_mean, "p99": found.e2e_p99},
+        "on_time": found.on_time,
         "wall_s": wall_s,
     }
 
@@ -172,8 +177,10 @@ def _circumstances(run: SimulationRun) -> Iterator[str]:
     usual = SimulationRun("", 0)
     if run.handover_rules is not None:
         yield "free roles"
-    if run.decode_weight is not None:
-        yield f"decode weight {run.decode_weight:g}"
+    if run.objective != usual.objective:
+        yield f"objective {run.objective}"
+    if run.queue_order != usual.queue_order:
+        yield f"queue order {run.queue_order}"
     if run.prefill_workers:
         yield f"{run.prefill_workers} prefill + {run.workers - run.prefill_workers} decode"
     if run.cache_blocks != usual.cache_blocks:

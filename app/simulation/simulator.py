@@ -25,6 +25,7 @@ from zlib import crc32
 
 from kvlane.app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from kvlane.app.engine.simulated.step import release_held
+from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.router_queue import QueueConfig, RouterQueue
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.selection.handover_rules import (
@@ -211,7 +212,12 @@ class Simulator:
             self._unfinished -= 1
             phase: Phase = "decode" if sequence.is_received else "aggregated"
             output_tokens = simulated.request.output_tokens
-            end = finished_record(simulated.id, worker, output_tokens, phase)
+            came_ms = simulated.sent_ms + self.conditions.dispatch_delay_ms
+            end = finished_record(
+                simulated.id, worker, output_tokens, phase,
+                ttft_ms=simulated.first_token_ms - came_ms,
+                itl_ms=(now_ms - simulated.first_token_ms) / max(output_tokens - 1, 1),
+            )  # fmt: skip
             self._write(simulated, end, now_ms)
 
     def _plan(self, now_ms: float) -> None:
@@ -430,6 +436,7 @@ def new_simulator(
     *,
     prefill_workers: int = 0,
     handover_rules: HandOverRules | None = None,
+    queue_order: QueueOrder = "sjf",
 ) -> Simulator:
     """A run of a trace on equal workers with empty caches. `batch`: the work beside it.
 
@@ -462,7 +469,8 @@ def new_simulator(
         fleet, shape, keys, publishes_curves=conditions.publishes_curves, roles=roles,
         transfer_bytes_per_token=bytes_per_token,
     )  # fmt: skip
-    queue_config = QueueConfig(config, handover_rules=handover_rules or DEFAULT_RULES)
+    rules = handover_rules or DEFAULT_RULES
+    queue_config = QueueConfig(config, order=queue_order, handover_rules=rules)
     if batch is not None:
         queue_config = queue_config._replace(batch_bounds=batch.bounds)
     ledger, routers = SimulatedLedger(), []

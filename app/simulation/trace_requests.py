@@ -15,7 +15,7 @@ from kvlane.app.routing.selection.policies.registry import POLICIES
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
-from kvlane.streams.request import NO_HINTS, Hints, Request, SessionControl
+from kvlane.streams.request import NO_HINTS, Hints, Request, RouterParams, SessionControl
 
 MODEL = "simulated"
 SIMULATION_SECRET = derive_secret(LOOPBACK_SECRET)
@@ -60,19 +60,28 @@ def uses_sessions(policy: str) -> bool:
 
 
 def trace_requests(
-    rows: Sequence[TraceRow], *, with_sessions: bool = False, block_size: int = CHUNK_TOKENS
+    rows: Sequence[TraceRow],
+    *,
+    with_sessions: bool = False,
+    block_size: int = CHUNK_TOKENS,
+    ttft_targets_ms: Sequence[float] = (),
 ) -> list[TraceRequest]:
     """The requests of a trace, in its order. `with_sessions`: with session ids.
 
-    `block_size`: tokens of a block, for which `hash_ids` has one id each.
+    `block_size`: tokens of a block, for which `hash_ids` has one id each. `ttft_targets_ms`:
+    targets of the time to a first token, of the requests in turn.
     """
+    targets = [RouterParams(ttft_target=target_ms) for target_ms in ttft_targets_ms]
+    wishes: Sequence[RouterParams | None] = targets or [None]
     return [
-        _traced(number, row, block_size, in_session=with_sessions)
+        _traced(number, row, block_size, wishes[number % len(wishes)], in_session=with_sessions)
         for number, row in enumerate(rows)
     ]
 
 
-def _traced(number: int, row: TraceRow, block_size: int, *, in_session: bool) -> TraceRequest:
+def _traced(
+    number: int, row: TraceRow, block_size: int, targets: RouterParams | None, *, in_session: bool
+) -> TraceRequest:
     chunks = row.hash_ids[: row.input_length // block_size]
     local: NDArray[np.uint64] = np.array(chunks, np.uint64) * SPREAD
     hints = NO_HINTS
@@ -80,7 +89,7 @@ def _traced(number: int, row: TraceRow, block_size: int, *, in_session: bool) ->
         hints = Hints(session_control=SessionControl(session_id=_session(row)))
     return TraceRequest(
         PromptHashes.from_hashes(
-            Request(id=f"{number:06}", model=MODEL, hints=hints),
+            Request(id=f"{number:06}", model=MODEL, hints=hints, router=targets),
             row.input_length,
             local,
             block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 from kvlane.app.commands import console as screen
+from kvlane.app.routing.policy_names import Objective, QueueOrder
 
 if TYPE_CHECKING:
     from kvlane.app.traces.mooncake_trace import TraceRow
@@ -84,6 +86,20 @@ def simulate(
     learn_performance: Annotated[
         bool, typer.Option("--learn-performance", help="Routers learn the engines' performance.")
     ] = False,
+    objective: Annotated[
+        Objective, typer.Option(help="As KVLANE_OBJECTIVE, for policy predictive.")
+    ] = "balanced",
+    queue_order: Annotated[
+        QueueOrder, typer.Option(help="As KVLANE_QUEUE_ORDER, for policy predictive.")
+    ] = "sjf",
+    ttft_target: Annotated[
+        str,
+        typer.Option(
+            metavar="MS[,MS...]",
+            help="Targets of the time to a first token, of the requests in turn; the table has the "
+            "share that met theirs.",
+        ),
+    ] = "",
     slowdown: Annotated[
         float, typer.Option(help="Factor on the times of engines.", min=0.01, max=100.0)
     ] = 1.0,
@@ -172,12 +188,12 @@ def simulate(
         _show_mix(_rows(trace, requests, rate, trace_seed), batch, workers, speed, blocks, json)
         return
     _can_draw(plot)
-    played = PreparedTrace(_rows(trace, requests, rate, trace_seed))
+    played = PreparedTrace(_rows(trace, requests, rate, trace_seed), _targets_ms(ttft_target))
     compile_all()
     like = SimulationRun(
         "", workers, ArrivalRate(speed, jitter), cache_blocks=blocks, conditions=conditions,
         curves=curves_from(PerfCurves().coefficients(1 / slowdown)) or PerfCurves(),
-        prefill_workers=prefill_workers,
+        prefill_workers=prefill_workers, objective=objective, queue_order=queue_order,
     )  # fmt: skip
     console = screen.make_console()
     rows = []
@@ -207,8 +223,9 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
     )
     has_seeds = any(row["seed"] for row in rows)
     seed = ("seed",) if has_seeds else ()
+    on_time = ("on time",) if rows[0]["on_time"] is not None else ()
     times = ("TTFT ms", "p50", "p99", "ITL ms", "p99 ", "E2E ms", "p99  ")
-    table = screen.plain_table("policy", *seed, "reuse", *times)
+    table = screen.plain_table("policy", *seed, "reuse", *times, *on_time)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -219,6 +236,7 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
             *seed,
             f"{row['reuse']:.1%}",
             *(f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in figures),
+            *([f"{row['on_time']:.1%}"] if on_time else []),
         )
     console.print(table)
     console.print(
@@ -293,10 +311,21 @@ def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None
         raise typer.BadParameter(f"--trace {e}") from e
 
 
+def _targets_ms(text: str) -> list[float]:
+    """Raises BadParameter for anything but times."""
+    try:
+        targets_ms = [float(each) for each in text.split(",") if text]
+    except ValueError:
+        targets_ms = [0.0]
+    if not all(0 < each < math.inf for each in targets_ms):
+        raise typer.BadParameter("--ttft-target takes milliseconds, joined by commas")
+    return targets_ms
+
+
 def _refuse_others(context: typer.Context) -> None:
     """Raises BadParameter for options that contradict --from-ledger."""
     own = ("trace", "batch", "requests", "rate", "trace_seed", "workers", "speed", "jitter",
-           "blocks", "slowdown", "plot")  # fmt: skip
+           "blocks", "slowdown", "plot", "objective", "queue_order", "ttft_target")  # fmt: skip
     for name in own:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

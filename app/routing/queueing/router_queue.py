@@ -39,6 +39,7 @@ from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQ
 from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
 from kvlane.app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
 from kvlane.app.routing.queueing.pending import (
+from kvlane.app.routing.queueing.objective import DecodeWeight
     MAX_WAKEUPS,
     LaneRequest,
     QueueOrder,
@@ -120,9 +121,8 @@ class RouterQueue:
         index: KvIndexView, config: QueueConfig,
     ) -> None:  # fmt: skip
         bound, rules = config.bound, config.handover_rules
-        self.config = config.routing
-        no_queueing = self.config.predictive_weights._replace(max_hold_ms=0.0)
-        self._without_queueing = self.config._replace(predictive_weights=no_queueing)
+        self._decode_weight = DecodeWeight(config.routing.objective)
+        self._use_weight(config.routing)
         self.handover_rules = rules
         self._classes = FairQueue(config.classes)
         self._wake_ups = WakeUps[RequestKey]()
@@ -275,6 +275,14 @@ class RouterQueue:
         return bool(places) and self._reserved.has_reservations(places)
 
     def dry_run(self, request: LaneRequest, now_ms: int) -> Decision:
+    def _use_weight(self, config: RoutingConfig) -> None:
+        """Take the present weight of decode, by the objective."""
+        weights = config.predictive_weights._replace(decode_weight=self._decode_weight.value)
+        self.config = config._replace(predictive_weights=weights)
+        self._without_queueing = config._replace(
+            predictive_weights=weights._replace(max_hold_ms=0.0)
+        )
+
         """The decision for a request now, without a reservation or any other effect."""
         return self._plan(request, now_ms, self._without_queueing)
 
@@ -481,6 +489,9 @@ class RouterQueue:
         """A record of the ledger was applied; old records only train the estimates."""
         self._performance.on_record(record)
         self.herd_avoidance.on_record(record)
+        self._decode_weight.on_record(record)
+        if self._decode_weight.value != self.config.predictive_weights.decode_weight:
+            self._use_weight(self.config)
         if is_replay:
             return
         self.worker_capacity.on_record(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvlane.app.routing.policy_names import has_forecast
+from kvlane.app.routing.policy_names import Objective, has_forecast
 from kvlane.streams.request import RouterConfigOverride
 
 
@@ -42,7 +42,7 @@ class TransferSpeed(NamedTuple):
 
 class RoutingConfig(NamedTuple):
     """The policy of a deployment and its settings. `session_affinity_tolerance`: a factor on
-    `Policy.session_tolerance`.
+    `Policy.session_tolerance`. `objective`: by which a router sets the weight of decode.
     """
 
     policy: str = "predictive"
@@ -50,6 +50,7 @@ class RoutingConfig(NamedTuple):
     predictive_weights: PredictiveWeights = PredictiveWeights()
     session_affinity_tolerance: float = 1.0
     transfer_speed: TransferSpeed = TransferSpeed()
+    objective: Objective = "balanced"
 
     @property
     def queues_for_places(self) -> bool:

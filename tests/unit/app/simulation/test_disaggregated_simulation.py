@@ -11,11 +11,7 @@ import pytest
 
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
-from kvlane.app.routing.selection.routing_config import (
-    PredictiveWeights,
-    RoutingConfig,
-    TransferSpeed,
-)
+from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
 from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import metrics_of
 from kvlane.app.simulation.simulated_request import SimulatedRequest
@@ -122,7 +118,7 @@ def test_free_roles_hand_over_what_costs_less_apart_and_hold_no_block_at_the_end
     rows += [row(1500 + 400 * n, 30_000, 20, 1_000_000 * n + 999_000) for n in range(1, 11)]
     rows.sort(key=lambda each: each.timestamp)
     arrivals = schedule_arrivals(rows, trace_requests(rows), ArrivalRate(), 0)
-    config = RoutingConfig(predictive_weights=PredictiveWeights(decode_weight=0.1))
+    config = RoutingConfig(objective="throughput")
     slow = NetworkConditions(transfer=TransferSpeed(bytes_per_s=12.5e9))
     replay = new_simulator(
         arrivals, 4, ENGINE, config, 0, conditions=slow, handover_rules=DEFAULT_RULES
