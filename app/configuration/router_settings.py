@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, Field, field_validator
 
 from kvlane.app.configuration.setting_values import unique_name
@@ -83,18 +81,21 @@ class RouterSettings(BaseModel):
         description="time that requests wait while their model has no worker, counted from the "
         "first that found none, in seconds; then they end with no_workers until there is a worker",
     )
-    queue_order: Literal["sjf", "fcfs", "wspt"] = Field(
+    queue_order: QueueOrder = Field(
         "sjf",
         description="policy predictive: order of queued requests within one strict priority and "
         "queue class: sjf takes the shortest prefill first, fcfs the earliest arrival, wspt the "
-        "shortest prefill divided by 1 + priority_jump (nvext.agent_hints)",
+        "shortest prefill divided by 1 + priority_jump (nvext.agent_hints); edf, of all classes, "
+        "the earliest deadline by the targets of the time to a first token (nvext.router, or "
+        "ttft_target_ms in KVLANE_QUEUE_CLASSES)",
     )
     queue_classes: dict[str, ClassConfig] = Field(
         {},
         description="share of the workers for each class of queued requests, as a JSON object by "
         'class name (header x-queue-class, or the tenant\'s): {"reports": {"weight": 0.2, '
         '"max_queued_requests": 1000, "max_queued_tokens": 1000000}}; weights are '
-        "relative to the 1 of all other classes, limits are per router",
+        "relative to the 1 of all other classes, limits are per router; ttft_target_ms is for "
+        "KVLANE_QUEUE_ORDER=edf",
     )
     policy: PolicyName = Field(
         "predictive",
@@ -154,4 +155,6 @@ class RouterSettings(BaseModel):
                 raise ValueError(f"{name!r}: give a weight above 0")
             if min(share.max_queued_requests, share.max_queued_tokens) < 0:
                 raise ValueError(f"{name!r}: give bounds of 0 or more")
+            if share.ttft_target_ms is not None and not share.ttft_target_ms > 0:
+                raise ValueError(f"{name!r}: give a ttft_target_ms above 0")
         return value

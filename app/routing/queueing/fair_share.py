@@ -67,11 +67,13 @@ class QueueEntry(msgspec.Struct, Generic[K], frozen=True, gc=False):
 
 
 class ClassConfig(NamedTuple):
-    """The weight of a class, and how much of it may wait in one router."""
+    """The weight of a class, how much of it may wait in one router, and the target of the time to a
+    first token, by which it goes with queue order edf."""
 
     weight: float = 1.0
     max_queued_requests: int = UNBOUNDED
     max_queued_tokens: int = UNBOUNDED
+    ttft_target_ms: float | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +103,10 @@ class FairQueue:
             if name in self._shares:
                 return QueueKey(request.model, name)
         return QueueKey(request.model)
+
+    def ttft_target_ms(self, queue: QueueKey) -> float | None:
+        """The target of the time to a first token of a class, if it has one."""
+        return self._shares[queue.class_name].ttft_target_ms
 
     def waiting_queues(self, *models: str) -> list[QueueKey]:
         """The queues of these models in which requests wait."""

@@ -9,8 +9,11 @@ their classes (`fair_share.py`), and then by one of
                 waiting makes a request `AGING_RATE` milliseconds shorter, so that none starves
     fcfs        in the order of arrival
     wspt        as sjf, but each prefill divided by 1 + priority_jump
+    edf         the earliest deadline first, of all classes: arrival and the target of the time to
+                a first token, of the request, its class, or `NO_TARGET_MS`. A request whose prefill
+                would end past its deadline comes after all that can meet theirs
 
-A `priority_jump` counts as waiting time in all three orders.
+A `priority_jump` counts as waiting time in all orders.
 
 So requests that look for a place at one moment are all planned before one of them goes
 (`joint_planning.py`): otherwise the shortest of several concurrent requests would wait behind
@@ -23,11 +26,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import islice
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.fair_share import (
     NO_COST,
     FairQueue,
@@ -41,10 +47,16 @@ from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Phase
 
-QueueOrder: TypeAlias = Literal["sjf", "fcfs", "wspt"]
-
 AGING_RATE = 0.05
 """A request that has waited for a second goes before one that is 50 ms shorter."""
+
+NO_TARGET_MS = 10_000.0
+"""edf: the target of a request that has none; so long a request is queued at most, by default."""
+LATE_MS = 1e15
+"""edf: added to the deadline of a request that cannot meet it any more."""
+
+MIN_STARTS = 64
+"""edf: remembered times below which those of requests that have gone are not dropped."""
 
 MAX_WAKEUPS = 16
 """Requests that retry after one record, and in a router after all records of one turn of its event
@@ -103,8 +115,8 @@ LaneRequest: TypeAlias = PendingRequest[RequestKey]
 class PendingEntry(msgspec.Struct, frozen=True, gc=False):
     """A request with a reservation. `arrival`: its position in the order of arrival.
 
-    The lowest `negated_priority` goes first; then, within a class, the lowest `order`, which never
-    changes, since all requests age at the same rate.
+    The lowest `negated_priority` goes first; then, within a class, the lowest `order`. All requests
+    age at the same rate, so it changes only where a deadline can no longer be met (`pass_time`).
     """
 
     arrival: int
@@ -129,6 +141,9 @@ class ReservedRequests(Generic[K]):
         self._classes = classes or FairQueue()
         self._entries: dict[K, PendingEntry] = {}
         self._columns = ReservationColumns()
+        self._now_ms = 0.0
+        self._latest_starts: list[tuple[float, int, K]] = []
+        """edf: a heap of the times until which requests have to begin, with arrival and key."""
         self._by_worker: dict[str, dict[WorkerRank, _Lines[K]]] = {}
 
     def __len__(self) -> int:
@@ -138,7 +153,7 @@ class ReservedRequests(Generic[K]):
         """The order in which some requests go: the planned ones, then the others by precedence."""
         entries, looking = self._entries, list(looking)
         order = list(self._in_turn([each.key for each in looking if each.key in entries]))
-        others = [_turn_of(wanted) for wanted in looking if wanted.key not in entries]
+        others = [self._turn_of(wanted) for wanted in looking if wanted.key not in entries]
         order += self._classes.in_dispatch_order(others)
         return order
 
@@ -164,7 +179,8 @@ class ReservedRequests(Generic[K]):
         else:
             strict, since_ms = wanted.priority
             jump_s = (wanted.since_ms - since_ms) / 1000
-            self.add(key, wanted.arrival, since_ms, planned, strict, jump_s, wanted.cost)
+            since_ms, cost = self._due(wanted, since_ms)
+            self.add(key, wanted.arrival, since_ms, planned, strict, jump_s, cost)
         woken: list[K] = []
         for place, first in firsts.items():
             if (now_first := self.next_for(place)) != first:
@@ -203,8 +219,8 @@ class ReservedRequests(Generic[K]):
     ) -> None:  # fmt: skip
         """Replace the reservation of a request.
 
-        `since_ms`: when it counts as arrived, with the jump; `arrival`, `negated_priority` and
-        `cost` as in `PendingEntry`.
+        `since_ms`: when it counts as arrived, with the jump, or its deadline with edf; `arrival`,
+        `negated_priority` and `cost` as in `PendingEntry`.
         """
         self.remove(key)
         turn = planned.prefill_ms + AGING_RATE * since_ms
@@ -212,12 +228,61 @@ class ReservedRequests(Generic[K]):
             turn = since_ms
         elif self._queue_order == "wspt":
             turn += planned.prefill_ms / (1 + max(jump_s, 0.0)) - planned.prefill_ms
-        entry = self._entries[key] = PendingEntry(arrival, planned, negated_priority, turn, cost)
-        self._columns.set(arrival, planned)
-        place = planned.worker_rank
+        elif self._queue_order == "edf":
+            turn, latest_start_ms = since_ms, since_ms - planned.prefill_ms
+            if latest_start_ms < self._now_ms:
+                turn += LATE_MS
+            else:
+                self._remember_start(latest_start_ms, arrival, key)
+        self._insert(key, PendingEntry(arrival, planned, negated_priority, turn, cost))
+
+    def _insert(self, key: K, entry: PendingEntry) -> None:
+        self._entries[key] = entry
+        self._columns.set(entry.arrival, entry.reservation)
+        place = entry.reservation.worker_rank
         lines = self._by_worker.setdefault(place.worker, {}).setdefault(place, {})
-        line = lines.setdefault((negated_priority, cost.queue), [])
-        insort(line, (entry.order, arrival, key))
+        line = lines.setdefault((entry.negated_priority, entry.cost.queue), [])
+        insort(line, (entry.order, entry.arrival, key))
+
+    def _remember_start(self, latest_start_ms: float, arrival: int, key: K) -> None:
+        if len(self._latest_starts) > 2 * len(self._entries) + MIN_STARTS:
+            self._latest_starts = sorted(
+                (entry.order - entry.reservation.prefill_ms, entry.arrival, each)
+                for each, entry in self._entries.items()
+                if entry.order < LATE_MS
+            )
+        heappush(self._latest_starts, (latest_start_ms, arrival, key))
+
+    def pass_time(self, now_ms: float) -> Sequence[K]:
+        """Let requests that can no longer meet their deadlines go behind those that can; returns
+        those that are first now at their places, and were not."""
+        self._now_ms = now_ms
+        woken: list[K] = []
+        while self._latest_starts and self._latest_starts[0][0] < now_ms:
+            latest_start_ms, _, key = heappop(self._latest_starts)
+            entry = self._entries.get(key)
+            if entry is None or entry.order - entry.reservation.prefill_ms != latest_start_ms:
+                continue  # it went, or was planned again since
+            place = entry.reservation.worker_rank
+            first = self.next_for(place)
+            self.remove(key)
+            self._insert(key, replace(entry, order=entry.order + LATE_MS))
+            if (now_first := self.next_for(place)) not in (None, first):
+                woken.append(now_first)
+        return woken
+
+    def _due(self, wanted: PendingRequest[K], since_ms: float) -> tuple[float, ShareCost]:
+        """The time by which a request is ordered, and its line: with edf its deadline, in one line
+        for all classes."""
+        cost = wanted.cost
+        if self._queue_order != "edf":
+            return since_ms, cost
+        wishes = wanted.prompt.request.router
+        target_ms = None if wishes is None else wishes.ttft_target
+        if target_ms is None:
+            target_ms = self._classes.ttft_target_ms(wanted.queue_key)
+        due_ms = since_ms + (NO_TARGET_MS if target_ms is None else target_ms)
+        return due_ms, replace(cost, queue=QueueKey(cost.queue.model))
 
     def remove(self, key: K) -> None:
         """Remove a request, if it is there."""
@@ -282,7 +347,7 @@ class ReservedRequests(Generic[K]):
             for key, entry in entries
         )
 
-
-def _turn_of(wanted: PendingRequest[K]) -> QueueEntry[K]:
-    strict, since_ms = wanted.priority
-    return QueueEntry(wanted.key, wanted.cost, strict, (since_ms, wanted.arrival))
+    def _turn_of(self, wanted: PendingRequest[K]) -> QueueEntry[K]:
+        strict, since_ms = wanted.priority
+        since_ms, cost = self._due(wanted, since_ms)
+        return QueueEntry(wanted.key, cost, strict, (since_ms, wanted.arrival))

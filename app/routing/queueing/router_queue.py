@@ -33,16 +33,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.batch_class import BatchClass, batch_run
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, FairQueue, QueueKey
 from kvlane.app.routing.queueing.herd_avoidance import HerdAvoidance
 from kvlane.app.routing.queueing.joint_planning import PlannedOrder, PlanningContext, plan_together
-from kvlane.app.routing.queueing.pending import (
 from kvlane.app.routing.queueing.objective import DecodeWeight
+from kvlane.app.routing.queueing.pending import (
     MAX_WAKEUPS,
     LaneRequest,
-    QueueOrder,
     RequestKey,
     ReservedRequests,
 )
@@ -177,6 +177,7 @@ class RouterQueue:
         batch = [key for key, request in self._looking.items() if request.is_batch]
         self._looking = {}
         self._wakeups_left = MAX_WAKEUPS
+        self._wake_ups.wake(self._reserved.pass_time(now_ms))
         try:
             planned = self._plan_together(looking, now_ms)
         except Exception:
@@ -274,7 +275,6 @@ class RouterQueue:
         places = [place for pool in pools for place in pool.table.worker_ranks]
         return bool(places) and self._reserved.has_reservations(places)
 
-    def dry_run(self, request: LaneRequest, now_ms: int) -> Decision:
     def _use_weight(self, config: RoutingConfig) -> None:
         """Take the present weight of decode, by the objective."""
         weights = config.predictive_weights._replace(decode_weight=self._decode_weight.value)
@@ -283,6 +283,7 @@ class RouterQueue:
             predictive_weights=weights._replace(max_hold_ms=0.0)
         )
 
+    def dry_run(self, request: LaneRequest, now_ms: int) -> Decision:
         """The decision for a request now, without a reservation or any other effect."""
         return self._plan(request, now_ms, self._without_queueing)
 
@@ -488,10 +489,10 @@ class RouterQueue:
     def on_record(self, record: LogRecord, now_ms: int, *, is_replay: bool = False) -> None:
         """A record of the ledger was applied; old records only train the estimates."""
         self._performance.on_record(record)
-        self.herd_avoidance.on_record(record)
         self._decode_weight.on_record(record)
         if self._decode_weight.value != self.config.predictive_weights.decode_weight:
             self._use_weight(self.config)
+        self.herd_avoidance.on_record(record)
         if is_replay:
             return
         self.worker_capacity.on_record(record)

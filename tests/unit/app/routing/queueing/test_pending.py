@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.fair_share import (
     DEFAULT_CLASS,
     ClassConfig,
@@ -14,12 +15,7 @@ from kvlane.app.routing.queueing.fair_share import (
     ShareCost,
 )
 from kvlane.app.routing.queueing.joint_planning import PlanningContext, plan_together
-from kvlane.app.routing.queueing.pending import (
-    MAX_WAKEUPS,
-    PendingRequest,
-    QueueOrder,
-    ReservedRequests,
-)
+from kvlane.app.routing.queueing.pending import MAX_WAKEUPS, PendingRequest, ReservedRequests
 from kvlane.app.routing.selection.decision import (
     Decision,
     Forecast,
@@ -38,7 +34,7 @@ from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.silent_workers import SilentWorkers
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import CandidateRows
-from kvlane.streams.request import Hints, Request
+from kvlane.streams.request import Hints, Request, RouterParams
 from tests.harness.routing_harness import SECRET, reserved
 
 W1, W2 = WorkerRank("w1", 1), WorkerRank("w2", 2)
@@ -120,6 +116,57 @@ def test_order_of_the_queue_is_a_setting_and_strict_priority_comes_first(
         prompt = PromptHashes(Request(id=key, hints=hints))
         held.reserve(PendingRequest(key, number, prompt, 0, 100 * number), planned(W1, prefill_ms))
     assert held.in_dispatch_order() == went
+
+
+QUEUE = QueueKey("m")
+
+
+def with_target(
+    key: str, number: int, since_ms: int, target_ms: float | None, queue: QueueKey = QUEUE
+) -> PendingRequest[str]:
+    wishes = None if target_ms is None else RouterParams(ttft_target=target_ms)
+    prompt = PromptHashes(Request(id=key, router=wishes))
+    return PendingRequest(key, number, prompt, 0, since_ms, queue_key=queue)
+
+
+def test_earliest_deadline_goes_first_of_all_classes() -> None:
+    classes = FairQueue({"chat": ClassConfig(weight=0.1, ttft_target_ms=300.0)})
+    held = ReservedRequests[str]("edf", classes)
+    coming = [
+        with_target("none", 0, 0, None), with_target("own", 1, 100, 500.0),
+        with_target("class", 2, 200, None, QueueKey("m", "chat")),
+        with_target("both", 3, 300, 250.0, QueueKey("m", "chat")),
+    ]  # fmt: skip
+    assert held.dispatch_order(coming) == ["class", "both", "own", "none"]
+    for each in coming:
+        held.reserve(each, planned(W1, 20.0))
+    assert held.in_dispatch_order() == ["class", "both", "own", "none"]
+    assert held.next_for(W1) == "class"
+
+
+def test_request_that_cannot_meet_its_target_goes_behind_those_that_can() -> None:
+    held = ReservedRequests[str]("edf")
+    for number, (key, target_ms) in enumerate((("a", 100.0), ("b", 150.0), ("c", 400.0))):
+        held.reserve(with_target(key, number, 0, target_ms), planned(W1, 90.0))
+    assert held.pass_time(10) == []
+    assert held.in_dispatch_order() == ["a", "b", "c"]
+    assert held.pass_time(11) == ["b"], "it is first now"
+    assert held.pass_time(61) == ["c"]
+    assert held.in_dispatch_order() == ["c", "a", "b"]
+    held.reserve(with_target("d", 4, 60, 95.0), planned(W1, 90.0))
+    assert held.pass_time(66) == ["c"]
+    held.reserve(with_target("a", 0, 0, 100.0), planned(W1, 30.0))
+    assert held.in_dispatch_order() == ["a", "c", "b", "d"], "30 ms of prefill are in time again"
+    assert held.pass_time(10_000) == ["c", "a"]
+    assert held.in_dispatch_order() == ["a", "b", "d", "c"], "by deadline among themselves"
+
+
+def test_times_of_requests_that_have_gone_are_forgotten() -> None:
+    held = ReservedRequests[str]("edf")
+    for number in range(1000):
+        held.reserve(with_target("a", 0, 0, 1e9), planned(W1, float(number)))
+    assert len(held._latest_starts) < 200
+    assert held.in_dispatch_order() == ["a"]
 
 
 def test_least_served_class_goes_first() -> None:
