@@ -431,6 +431,20 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("keys",),
         ),
         Mutation(
+            "limits-kept",
+            "limits",
+            "a limit counts requests until they end",
+            edge.ended_requests_count_on,
+            scenarios=("limits",),
+        ),
+        Mutation(
+            "batches-apart",
+            "limits",
+            "batches of a tenant in the order of the log, over all gateways",
+            edge.batches_count_at_each_gateway,
+            scenarios=("limits",),
+        ),
+        Mutation(
             "replies-awaited",
             "held",
             "results that wait for no topic of a client",

@@ -68,6 +68,8 @@ FOUND_BY = {
     "revoked-kept": (1,),
     "any-tenant": (4,),
     "tenants-meet": (4,),
+    "limits-kept": (0,),
+    "batches-apart": (11,),
     "replies-awaited": (7,),
     "reply-early": (33,),
     "reply-again": (17,),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from kvlane.app.access.key_file import KeyFile, new_key, write_key_file
+from kvlane.app.access.key_file import KeyFile, Tenant, new_key, write_key_file
 from workbench.testing.simulated_process import SimulatedProcess
 from workbench.testing.virtual_time import VirtualLoop
 
 TENANTS = ("acme", "zenith")
+LIMITED, LIMITS = "frugal", Tenant(requests=2, batches=1)
+"""A tenant with limits, of the scenario `limits`."""
 NOTICE_S = 2.0
 """Time in which a gateway that runs follows a change of the file."""
 
@@ -17,17 +19,18 @@ NOTICE_S = 2.0
 class SimulatedKeys:
     """One valid key of each tenant, and all earlier ones."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: VirtualLoop, *, has_limits: bool) -> None:
         self._loop = loop
         self._folder = tempfile.TemporaryDirectory()
         self.path = Path(self._folder.name) / "keys.json"
-        self._file = KeyFile()
+        tenants = (*TENANTS, *((LIMITED,) if has_limits else ()))
+        self._file = KeyFile({LIMITED: LIMITS} if has_limits else {})
         self._valid: dict[str, str] = {}
         self._changed_s: dict[str, float] = {}
         """When each key became valid, or was revoked."""
-        self.paths: dict[str, list[str]] = {tenant: [] for tenant in TENANTS}
+        self.paths: dict[str, list[str]] = {tenant: [] for tenant in tenants}
         """Paths of the answers, files and batch jobs of each tenant."""
-        for tenant in TENANTS:
+        for tenant in tenants:
             self.rotate(tenant)
 
     def close(self) -> None:

@@ -42,6 +42,16 @@ class EventHistory:
         event = (timestamp_ms, source, offset, entries)
         self._events.append((self._loop.time(), PROCESS.get(), event))
 
+    def appended(self, topic: str) -> Iterator[MemoryRecord]:
+        """The records of a topic in the order of their appends, over all its partitions."""
+        for _, _, event in self._events:
+            if not isinstance(event, str) and event[1].topic == topic:
+                timestamp_ms, source, first, entries = event
+                for offset, entry in enumerate(entries, first):
+                    yield MemoryRecord(
+                        *source, offset, timestamp_ms, entry.key, entry.value, entry.headers
+                    )
+
     def digest(self) -> str:
         """A hash of the whole history: equal for equal runs."""
         return hashlib.blake2b(repr(self._events).encode(), digest_size=16).hexdigest()

@@ -79,8 +79,8 @@ class SimulatedWorld:
         self.parameters = shape
         self.settings = shape.settings
         self.keys: SimulatedKeys | None = None
-        if "keys" in shape.scenarios:
-            self.keys = SimulatedKeys(loop)
+        if shape.scenarios & {"keys", "limits"}:
+            self.keys = SimulatedKeys(loop, has_limits="limits" in shape.scenarios)
             secret = SecretStr("the same for all gateways, and long enough")
             changes = {"api_keys_file": self.keys.path, "stream_secret": secret}
             self.settings = self.settings.model_copy(update=changes)

@@ -53,6 +53,7 @@ Scenario = Literal[
     "replies",
     "absence",
     "keys",
+    "limits",
     "batch",
     "caches",
     "roles",
@@ -71,6 +72,7 @@ Scenario = Literal[
     absence       all processes of one kind, one of them, or the brokers are away for longer than
                   ended ids are kept and requests may take
     keys          HTTP clients of two tenants, whose API keys are revoked and replaced
+    limits        a tenant with limits asks in parallel, at several gateways, for answers and jobs
     clock skew    the clocks of brokers differ by more than the time-out of workers, and partitions
                   move to other leaders more often; those of processes always differ by more
     batch         batch prompts, and collectors of results
@@ -91,6 +93,7 @@ ADDED_SHARES: Mapping[Scenario, float] = {
     "batch jobs": 0.05,
     "compaction": 0.05,
     "clock skew": 0.05,
+    "limits": 0.04,
 }
 """Shares that are drawn apart, so that the other seeds keep their worlds."""
 FEATURE_SHARES: Mapping[str, float] = {"caches": 0.25, "batch": 0.2, "roles": 0.2}
@@ -295,10 +298,11 @@ class WorldParameters(NamedTuple):
         scenarios = frozenset(wanted)
         shape = self.with_take_overs() if "take-overs" in scenarios else self
         has_http = scenarios & {"long answers", "choices", "batch jobs", "keys"}
-        has_results = scenarios & {"batch jobs", "replies", "absence"}
+        has_results = scenarios & {"batch jobs", "replies", "absence", "limits"}
+        gateways = 2 if "limits" in scenarios else int(bool(has_http))
         shape = shape._replace(
             scenarios=scenarios,
-            gateways=max(shape.gateways, 1 if has_http else 0),
+            gateways=max(shape.gateways, gateways),
             preprocessors=max(shape.preprocessors, int(bool(has_results))),
             collectors=max(shape.collectors, int(bool(has_results))),
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvlane.app.access import quota
+from kvlane.app.batches import batch_view
 from kvlane.app.http.openai import stream_resume
 from kvlane.app.http.server import authentication
 from kvlane.app.lanes import admission, owner
@@ -138,6 +140,19 @@ def tenants_share_sessions_and_caches() -> Iterator[Replacement]:
         return msgspec.structs.replace(request, tenant=self.tenant)
 
     yield authentication.Caller, "with_tenant", with_tenant
+
+
+def ended_requests_count_on() -> Iterator[Replacement]:
+    yield quota.QuotaLease, "release", lambda *_: None
+
+
+def batches_count_at_each_gateway() -> Iterator[Replacement]:
+    original = batch_view.BatchView._is_later
+
+    def is_later(self: Any, source: Any, job: Any) -> bool:
+        return original(self, source, msgspec.structs.replace(job, most_open=0))
+
+    yield batch_view.BatchView, "_is_later", is_later
 
 
 # --- readers -------------------------------------------------------------------------------------

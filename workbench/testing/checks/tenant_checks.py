@@ -15,7 +15,7 @@ from workbench.testing.simulated_world import SimulatedWorld
 
 def tenant_violations(world: SimulatedWorld) -> Iterator[str]:
     """Violations, as texts."""
-    if "keys" not in world.parameters.scenarios:
+    if world.keys is None:
         return
     tenants: dict[str, set[str]] = defaultdict(set)
     for lane in range(world.parameters.lanes):

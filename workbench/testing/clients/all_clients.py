@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from workbench.testing.clients.http_clients import HttpClients
 from workbench.testing.clients.job_clients import JobClient, JobClients
 from workbench.testing.clients.kafka_clients import ExpectedRequest, KafkaClients
+from workbench.testing.clients.limit_clients import LimitClients
 from workbench.testing.clients.received_answer import AnswerReader
 from workbench.testing.clients.stream_readers import StreamReaders
 from workbench.testing.simulated_world import SimulatedWorld
@@ -21,6 +22,8 @@ class Clients:
         self._http = HttpClients(world)
         self._readers = StreamReaders(world, self._kafka)
         self._jobs = JobClients(world)
+        self.limited = LimitClients(world)
+        """Those of the tenant with limits."""
 
     @property
     def requests(self) -> Mapping[str, ExpectedRequest]:
@@ -48,4 +51,5 @@ class Clients:
         self._http.start()
         self._readers.start()
         self._jobs.start()
+        self.limited.start()
         return publishing

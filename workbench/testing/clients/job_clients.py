@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from workbench.testing.api_keys import TENANTS, ClientKey
+from workbench.testing.api_keys import LIMITED, TENANTS, ClientKey
 from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
 from workbench.testing.clients.kafka_clients import TEXTS
 from workbench.testing.simulated_process import SimulatedProcess
@@ -23,6 +23,8 @@ from workbench.testing.virtual_time import process_context
 from workbench.testing.world_parameters import MODELS
 
 MAX_JOBS, MAX_LINES = 2, 6
+LIMITED_JOBS = 3
+"""Jobs that a tenant with limits creates at the same time."""
 CANCEL_SHARE = 0.25
 CHECK_S = 2.0
 READ_TIMEOUT_S = 15.0
@@ -35,7 +37,11 @@ _FORM = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
 class JobClient:
     """One job: `names` are the custom ids of its lines."""
 
-    def __init__(self, world: SimulatedWorld, number: int, rng: random.Random) -> None:
+    def __init__(
+        self, world: SimulatedWorld, number: int, rng: random.Random, *, is_limited: bool = False
+    ) -> None:
+        """`is_limited`: of the tenant with limits; all its jobs begin at the same time."""
+        self.is_limited = is_limited
         self.name = f"job-client-{number}"
         self.names = [f"line-{n}" for n in range(rng.randint(1, MAX_LINES))]
         self.job: dict[str, Any] = {}
@@ -46,11 +52,13 @@ class JobClient:
         self.unexpected_errors: list[str] = []
         self._world = world
         self._rng = rng
-        self._begins_s = rng.random() * world.parameters.faults_s * 0.7
+        begins = random.Random(f"{world.seed} limited jobs") if is_limited else rng
+        self._begins_s = begins.random() * world.parameters.faults_s * 0.7
         self._key: ClientKey | None = None
         if world.keys is not None:
             tenants = random.Random(f"{world.seed} {self.name} tenant")
-            self._key = ClientKey(world.keys, tenants.choice(TENANTS))
+            tenant = LIMITED if is_limited else tenants.choice(TENANTS)
+            self._key = ClientKey(world.keys, tenant)
         self._cancels_after_s = 10 * rng.random() if rng.random() < CANCEL_SHARE else None
         self._input = b"".join(self._line(name) for name in self.names)
 
@@ -117,7 +125,8 @@ class JobClient:
                     self._world.history.add_event(f"{self.name} gets {status} {content!r}")
                     if status == HTTPStatus.CONFLICT and path.endswith("/cancel"):
                         return await self._call("GET", path.removesuffix("/cancel"))
-                    is_error = status < HTTPStatus.INTERNAL_SERVER_ERROR
+                    is_reached = self.is_limited and status == HTTPStatus.TOO_MANY_REQUESTS
+                    is_error = status < HTTPStatus.INTERNAL_SERVER_ERROR and not is_reached
                     if is_error and (self._key is None or status != HTTPStatus.UNAUTHORIZED):
                         self.unexpected_errors.append(f"{status} {content!r}")
             await self._world.clock.sleep(CHECK_S * self._rng.random())
@@ -146,6 +155,11 @@ class JobClients:
         self.clients = [
             JobClient(world, n, random.Random(f"{world.seed} job {n}"))
             for n in range(rng.randint(1, MAX_JOBS) if has_jobs else 0)
+        ]
+        self.clients += [
+            JobClient(world, n, random.Random(f"{world.seed} limited job {n}"), is_limited=True)
+            for n in range(MAX_JOBS, MAX_JOBS + LIMITED_JOBS)
+            if "limits" in world.parameters.scenarios
         ]
         self._loop = world.loop
 

@@ -1,0 +1,81 @@
+"""HTTP clients of a tenant with limits: they ask in parallel, and again while one is reached."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import aclosing
+from http import HTTPStatus
+
+import msgspec
+
+from workbench.testing.api_keys import LIMITED, ClientKey
+from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
+from workbench.testing.clients.kafka_clients import TEXTS
+from workbench.testing.simulated_world import SimulatedWorld
+from workbench.testing.virtual_time import process_context
+from workbench.testing.world_parameters import MODELS
+
+CLIENTS, REQUESTS_EACH = 6, 2
+READ_TIMEOUT_S, RETRY_PAUSE_S = 15.0, 1.0
+PATH = "/v1/completions"
+
+
+class LimitClients:
+    """The clients of a seed; none without the scenario."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self._world = world
+        self._rng = rng = random.Random(f"{world.seed} limits")
+        self._begins_s = rng.random() * world.parameters.faults_s * 0.7
+        has_limits = "limits" in world.parameters.scenarios
+        self.waiting = {f"limited-{n}" for n in range(CLIENTS if has_limits else 0)}
+        """Names of those that still ask."""
+        self.open: Counter[str] = Counter()
+        """Responses that have begun and not ended, by gateway."""
+        self.most: Counter[str] = Counter()
+        """The most of them at a time."""
+
+    def start(self) -> None:
+        for name in sorted(self.waiting):
+            context = process_context("limited")
+            self._world.loop.create_task(self._run(name), name=name, context=context)
+
+    async def _run(self, name: str) -> None:
+        assert self._world.keys is not None
+        key = ClientKey(self._world.keys, LIMITED)
+        await self._world.clock.sleep(self._begins_s)
+        for _ in range(REQUESTS_EACH):
+            while not await self._is_answered(name, key):
+                await self._world.clock.sleep(RETRY_PAUSE_S * self._rng.random())
+        self.waiting.discard(name)
+
+    async def _is_answered(self, name: str, key: ClientKey) -> bool:
+        world, rng = self._world, self._rng
+        up = [node for node in world.running("gateway") if node.state == "up"]
+        if not up:
+            return False
+        gateway = rng.choice(up)
+        body = {
+            "model": rng.choice(MODELS[: world.parameters.models]),
+            "prompt": rng.choice(TEXTS),
+            "max_tokens": rng.choice((3, 7, 20)),
+            "stream": True,
+        }
+        call = HttpCall("POST", PATH, msgspec.json.encode(body), key.headers)
+        try:
+            async with aclosing(http_exchange(gateway, call, READ_TIMEOUT_S)) as parts:
+                status = (await anext(parts))["status"]
+                world.history.add_event(f"{name} gets {status} at {gateway.label}")
+                if status != HTTPStatus.OK:
+                    return False
+                self.open[gateway.label] += 1
+                self.most[gateway.label] = max(self.open[gateway.label], self.most[gateway.label])
+                try:
+                    async for _ in parts:
+                        pass
+                finally:
+                    self.open[gateway.label] -= 1
+        except Disconnected:
+            return False
+        return True
