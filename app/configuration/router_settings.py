@@ -108,6 +108,21 @@ class RouterSettings(BaseModel):
     prefill_load_scale: float = Field(
         1.0, ge=0, description="policy dynamo: weight of a prefill block, in decode blocks"
     )
+    host_cache_weight: float = Field(
+        0.75, ge=0, le=1, description="policy dynamo: weight of a prompt block cached on the host"
+    )
+    disk_cache_weight: float = Field(
+        0.25, ge=0, le=1, description="policy dynamo: weight of a prompt block cached on disk"
+    )
+    active_request_weight: float = Field(
+        0.0, ge=0, description="policy dynamo: cost of each request of a worker, in decode blocks"
+    )
+    overlap_decay: float = Field(
+        0.0,
+        ge=0,
+        description="policy dynamo: how much less a cached block counts at a worker with more "
+        "prefill than the least loaded one: 1 halves it for one prompt more; 0: never",
+    )
     router_temperature: float = Field(
         0.0,
         ge=0,

@@ -70,6 +70,10 @@ def routing_config(settings: Settings) -> RoutingConfig:
     weights = DynamoWeights(
         overlap_score_credit=settings.overlap_score_credit,
         prefill_load_scale=settings.prefill_load_scale,
+        host_weight=settings.host_cache_weight,
+        disk_weight=settings.disk_cache_weight,
+        active_request_weight=settings.active_request_weight,
+        overlap_decay=settings.overlap_decay,
         temperature=settings.router_temperature,
     )
     # Without a queue, a request that waits for a better place would be refused while another one is

@@ -32,8 +32,9 @@ class Dynamo(Policy):
     unit = "blocks"
     summary = (
         "the documented cost of NVIDIA Dynamo's KV router: prefill and decode load in blocks, "
-        "cached blocks credited (`KVLANE_OVERLAP_SCORE_CREDIT`, `KVLANE_PREFILL_LOAD_SCALE`, "
-        "`KVLANE_ROUTER_TEMPERATURE`)"
+        "cached blocks credited (`KVLANE_OVERLAP_SCORE_CREDIT`, `KVLANE_HOST_CACHE_WEIGHT`, "
+        "`KVLANE_DISK_CACHE_WEIGHT`, `KVLANE_OVERLAP_DECAY`, `KVLANE_PREFILL_LOAD_SCALE`, "
+        "`KVLANE_ACTIVE_REQUEST_WEIGHT`, `KVLANE_ROUTER_TEMPERATURE`)"
     )
 
     def features(
