@@ -473,6 +473,34 @@ MUTATIONS: dict[str, Mutation] = {
             "rejecting requests that no worker can run",
             edge.no_objections,
         ),
+        Mutation(
+            "grammar-at-root",
+            "wrong",
+            "a grammar that accepts the tokens so far",
+            worker.grammar_is_not_advanced,
+            scenarios=("agents",),
+        ),
+        Mutation(
+            "ids-drawn",
+            "parts",
+            "ids of calls that follow from the request",
+            worker.ids_of_calls_are_drawn,
+            scenarios=("agents",),
+        ),
+        Mutation(
+            "delta-dropped",
+            "parts",
+            "replays that end where readers are",
+            worker.replay_drops_a_delta,
+            scenarios=("agents",),
+        ),
+        Mutation(
+            "data-again",
+            "parts",
+            "replays whose parts are not shown again",
+            worker.replay_shows_its_data_again,
+            scenarios=("agents",),
+        ),
     )
 }
 

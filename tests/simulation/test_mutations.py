@@ -76,6 +76,10 @@ FOUND_BY = {
     "any-model": (0,),
     "any-lane": (69,),
     "no-objections": (8,),
+    "grammar-at-root": (2, 4),
+    "ids-drawn": (0, 1),
+    "delta-dropped": (1, 2),
+    "data-again": (1, 2),
 }
 SEARCH = 1000
 """How many seeds are tried before a rule counts as not checked; the rarest shows in one of 200."""

@@ -11,6 +11,8 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from msgspec.structs import replace
+
 from kvlane.app.engine.interface import (
     Engine,
     EngineDead,
@@ -23,6 +25,7 @@ from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.engine.simulated.engine import SimulatedEngine
 from kvlane.app.engine.simulated.transfers import KvTransfers, TransferModel
 from kvlane.app.serving.engine_health import PROBE
+from kvlane.app.text.byte_level import encode_bytes
 from kvlane.streams.clock import Clock
 from kvlane.streams.records import EngineConfig, EngineStats
 from kvlane.streams.request import Request
@@ -64,6 +67,25 @@ def cached_engine(
     )
 
 
+class ChoiceGrammar:
+    """The grammar of an answer that has one choice: its state, and no token so far, decides about
+    the next token, as in engines that begin each grammar at its root."""
+
+    def __init__(self, request: Request, taken_tokens: int) -> None:
+        """`taken_tokens`: tokens of the answer that the grammar accepts first."""
+        form = request.sampling.guided_decoding
+        self._tokens = encode_bytes("".join(form.choice or ())) if form is not None else []
+        self._accepted = taken_tokens
+
+    def guide(self, output: EngineOutput) -> EngineOutput:
+        """The output with the tokens of the form; of a request without one, as it is."""
+        if not self._tokens:
+            return output
+        size, length = len(output.token_ids), len(self._tokens)
+        first, self._accepted = self._accepted, self._accepted + size
+        return output.with_tokens(self._tokens[(first + n) % length] for n in range(size))
+
+
 class FlakyEngine(Engine):
     """Injects failures from its seed until `calm` is set; `running` counts streams, not probes."""
 
@@ -85,18 +107,20 @@ class FlakyEngine(Engine):
         return self._engine.stats()
 
     async def start(self, worker_id: str) -> EngineConfig:
-        return await self._engine.start(worker_id)
+        return replace(await self._engine.start(worker_id), continues_guided=True)
 
     async def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         """The stream of the wrapped engine, with stalls and failures."""
+        grammar = ChoiceGrammar(request, context.taken_tokens)
+        request = replace(request, sampling=replace(request.sampling, guided_decoding=None))
         self.running += not request.is_probe
         try:
             async with aclosing(self._engine.generate(request, context)) as outputs:
                 async for output in outputs:
                     await self._stumble(context.request_id)
-                    yield output
+                    yield grammar.guide(output)
         finally:
             self.running -= not request.is_probe
 

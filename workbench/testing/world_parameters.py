@@ -57,6 +57,7 @@ Scenario = Literal[
     "batch",
     "caches",
     "roles",
+    "agents",
 ]
 """Scenarios that a seed adds to its world, several at a time:
 
@@ -78,6 +79,7 @@ Scenario = Literal[
     batch         batch prompts, and collectors of results
     caches        engines cache, and indexers follow their events
     roles         workers that only compute prompts, and others that go on with them
+    agents        answers with reasoning and tool calls, some of them with guided decoding
 """
 SCENARIO_SHARES: Mapping[Scenario, float] = {
     "long answers": 0.1,
@@ -94,6 +96,7 @@ ADDED_SHARES: Mapping[Scenario, float] = {
     "compaction": 0.05,
     "clock skew": 0.05,
     "limits": 0.04,
+    "agents": 0.1,
 }
 """Shares that are drawn apart, so that the other seeds keep their worlds."""
 FEATURE_SHARES: Mapping[str, float] = {"caches": 0.25, "batch": 0.2, "roles": 0.2}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
 
 from kvlane.app import worker
 from kvlane.app.http.openai import active_streams
-from kvlane.app.serving import chunk_writer, registration, run_queue
+from kvlane.app.serving import chunk_writer, registration, run_executor, run_queue
+from kvlane.app.text import answer_parsers, parsed_stream
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.errors import AppendFailed
 from kvlane.streams.ports import Appended, Partition
@@ -27,7 +29,8 @@ def finished_before_the_last_ack() -> Iterator[Replacement]:
     async def finish(
         self: Any, last: chunk_writer.FinalChunk, text: str = "", data: Sequence[Any] = ()
     ) -> None:
-        assert not data, "no request of a simulated world has parsers"
+        if data:
+            self._add_asides(data)
         self._text += text
         self._last = last
         self.sent_off = True
@@ -115,3 +118,57 @@ def snapshot_ahead_of_its_state() -> Iterator[Replacement]:
         return taken._replace(header=msgspec.structs.replace(taken.header, position=position))
 
     yield snapshot_writer, "capture", capture_shifted
+
+
+# --- answers of agents ---------------------------------------------------------------------------
+
+
+def grammar_is_not_advanced() -> Iterator[Replacement]:
+    request_of = run_executor.RunExecutor._request
+
+    def begin_at_the_root(self: Any, run: Any) -> Any:
+        request = request_of(self, run)
+        run.context.taken_tokens = 0
+        return request
+
+    yield run_executor.RunExecutor, "_request", begin_at_the_root
+
+
+def ids_of_calls_are_drawn() -> Iterator[Replacement]:
+    numbers = count()
+
+    def draw(_request_id: str, _number: int) -> str:
+        return f"call_{next(numbers)}"
+
+    yield answer_parsers, "call_id", draw
+
+
+def replay_drops_a_delta() -> Iterator[Replacement]:
+    feed = parsed_stream.ParsedStream.feed
+
+    def drop_the_next(self: Any, token_ids: Sequence[int]) -> Any:
+        is_replay = not hasattr(self, "replayed")
+        piece = feed(self, token_ids)
+        if is_replay:
+            self.replayed = bool(token_ids)
+        elif self.replayed and piece.data:
+            self.replayed = False
+            return piece._replace(data=piece.data[1:])
+        return piece
+
+    yield parsed_stream.ParsedStream, "feed", drop_the_next
+
+
+def replay_shows_its_data_again() -> Iterator[Replacement]:
+    feed = parsed_stream.ParsedStream.feed
+
+    def show_again(self: Any, token_ids: Sequence[int]) -> Any:
+        is_replay = not hasattr(self, "replayed")
+        piece = feed(self, token_ids)
+        if is_replay:
+            self.replayed = tuple(msgspec.structs.replace(d, at=0) for d in piece.data)
+            return piece
+        again, self.replayed = self.replayed, ()
+        return piece._replace(data=(*again, *piece.data))
+
+    yield parsed_stream.ParsedStream, "feed", show_again

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Any
 
 from kvlane.app.engine.echo import echo_answer
 from kvlane.app.lanes.failover import MAX_STALLS
+from kvlane.app.preprocess.models.byte_model import ByteModel
 from kvlane.app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
 from kvlane.app.text.byte_level import ByteDetokenizer
+from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens
 from kvlane.streams.errors import RecordError
 from kvlane.streams.memory.partition_log import MemoryRecord
@@ -40,14 +43,15 @@ from workbench.testing.clients.kafka_clients import ExpectedRequest
 from workbench.testing.clients.received_answer import AnswerReader, ReceivedAnswer
 from workbench.testing.simulated_world import SimulatedWorld
 
-COMPLETE = ("stop", "length")
+COMPLETE = ("stop", "length", "tool_calls")
 MAX_LATE_S = 10.0
 """Longest time for which a record of a router that is no longer the owner is under way."""
 
 
 def stream_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
     """Violations, as texts."""
-    shown = shown_streams(world)
+    asides: dict[str, list[Any]] = defaultdict(list)
+    shown = shown_streams(world, asides)
     causes = _Causes(world)
     dead_letters = {r.key for p in range(4) for r in world.broker.records(DEAD_LETTERS, p)}
     for key, source in world.malformed.items():
@@ -55,20 +59,24 @@ def stream_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
             yield f"poison: {key!r} of {source} did not go to the dead letters"
     questions = {**clients.requests, **_called(world, clients)}
     for request_id, question in questions.items():
-        yield from _misread(question, shown[request_id], causes)
+        yield from _misread(question, shown[request_id], asides[request_id], causes)
     for reader in clients.readers:
         yield from _misheard(reader, shown, causes)
     yield from _misrouted(world, questions)
     yield from _run_again(world)
 
 
-def shown_streams(world: SimulatedWorld) -> dict[str, Transcript]:
-    """By request, its stream as readers have seen it."""
+def shown_streams(
+    world: SimulatedWorld, asides: dict[str, list[Any]] | None = None
+) -> dict[str, Transcript]:
+    """By request, its stream as readers have seen it. `asides` gets the parts of `Chunk.data`."""
     shown: dict[str, Transcript] = defaultdict(Transcript)
     for lane in range(world.parameters.lanes):
         for raw in world.all_records(RESPONSES, lane):
             if isinstance(record := decode_or_none(raw), Chunk | Fence | End):
-                shown[record.id].apply(record)
+                piece = shown[record.id].apply(record)
+                if asides is not None and isinstance(piece, Chunk) and piece.data:
+                    asides[record.id] += [data.delta for data in piece.data]
     return shown
 
 
@@ -112,7 +120,9 @@ def _called(world: SimulatedWorld, clients: Clients) -> dict[str, ExpectedReques
     }
 
 
-def _misread(question: ExpectedRequest, seen: Transcript, causes: _Causes) -> Iterator[str]:
+def _misread(
+    question: ExpectedRequest, seen: Transcript, asides: list[Any], causes: _Causes
+) -> Iterator[str]:
     request_id = question.request.id
     if not seen.is_over:
         yield f"hanging: {request_id} never ends (shown {seen.shown_tokens} tokens)"
@@ -127,6 +137,9 @@ def _misread(question: ExpectedRequest, seen: Transcript, causes: _Causes) -> It
     if seen.tokens != due:
         expected = question.expected_tokens
         yield f"wrong: {request_id} ({code}) shows {seen.tokens}, expected {expected}"
+    elif question.request.parsing is not None:
+        if (seen.text, asides) not in _parts(question.request, seen, is_whole=whole):
+            yield f"parts: {request_id} ({code}) shows {seen.text!r} and {asides}"
     elif seen.text not in _texts(seen):
         yield f"text: {request_id} ({code}) shows {seen.text!r} for {seen.tokens}"
     elif whole and (code == "length") != (question.request.stop.max_tokens is not None):
@@ -179,6 +192,18 @@ def _texts(seen: Transcript) -> tuple[str, ...]:
     visible = text.push(seen.tokens)
     whole = visible + text.end()
     return (whole,) if seen.end is None else (visible, whole)
+
+
+def _parts(
+    request: Request, seen: Transcript, *, is_whole: bool
+) -> tuple[tuple[str, list[Any]], ...]:
+    """The possible content and asides of the tokens shown; an end may drop parts that are held."""
+    assert request.parsing is not None
+    stream = ParsedStream(ByteModel().text_stream(request), request.parsing, request.id)
+    piece, end = stream.feed(seen.tokens), stream.end()
+    visible = (piece.text, [data.delta for data in piece.data])
+    whole = (piece.text + end.text, visible[1] + [data.delta for data in end.data])
+    return (whole,) if is_whole else (visible, whole)
 
 
 def _misrouted(world: SimulatedWorld, questions: dict[str, ExpectedRequest]) -> Iterator[str]:

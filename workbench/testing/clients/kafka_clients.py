@@ -25,7 +25,13 @@ from kvlane.streams.prompt import Prompt, encode_prompt
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Cancel, Refused
-from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.request import (
+    AnswerParsing,
+    GuidedDecoding,
+    Request,
+    SamplingOptions,
+    StopConditions,
+)
 from kvlane.streams.topics import BATCH, PROMPTS, REQUESTS
 from workbench.testing.simulated_world import SimulatedWorld
 from workbench.testing.virtual_time import VirtualClock, process_context
@@ -33,6 +39,13 @@ from workbench.testing.world_parameters import DEAD_REPLIES, MODELS, OPEN_REPLIE
 
 ENDLESS_PROMPT_DEADLINE_S = 20.0
 TEXTS = ("abc", "kvlane", "né", "→✓", "a", "tokens, please")
+AGENT_TEXTS = (
+    '<think>a</think>b<tool_call>{"name": "f", "arguments": {"c": 1}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+    "<think>no call</think>plain <tool_call>text",
+)
+"""Prompts that the engines echo."""
+AGENT_REQUESTS = (2, 5)
 NO_DEADLINE_S = 600.0
 BATCH_DEADLINE_S = 86_400.0
 """Time limit of batch prompts that wait for a part that is away."""
@@ -96,6 +109,10 @@ class KafkaClients:
         batch_within_s = BURST_S if world.parameters.peak_s else within_s / 2
         for number in range(world.parameters.batch_requests):
             self._draw_batch(batch_rng, f"b{number}", batch_rng.random() * batch_within_s)
+        if "agents" in world.parameters.scenarios:
+            agent_rng = random.Random(f"{world.seed} agents")
+            for number in range(agent_rng.randint(*AGENT_REQUESTS)):
+                self._draw_agent(agent_rng, f"agent{number}", agent_rng.random() * within_s)
         if world.parameters.peak_s is not None:
             self._draw_peak(random.Random(f"{world.seed} peak"), *world.parameters.peak_s)
         self._publications.sort(key=lambda p: p.at_s)
@@ -186,6 +203,27 @@ class KafkaClients:
         if cancelled:
             cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
             self._publish_at(at + rng.expovariate(0.3), request_id, BATCH, cancel)
+
+    def _draw_agent(self, rng: random.Random, request_id: str, at: float) -> None:
+        """A request whose answer has reasoning and calls, in half of the cases with a form."""
+        text = rng.choice(AGENT_TEXTS)
+        prompt = [*encode_bytes(text), ASSISTANT]
+        max_tokens = rng.choice((None, None, rng.randrange(1, len(text))))
+        form = GuidedDecoding(choice=(text[:max_tokens],)) if rng.random() < 0.5 else None
+        request = Request(
+            id=request_id,
+            model=rng.choice(MODELS[: self._world.parameters.models]),
+            token_ids=pack_tokens(prompt),
+            deadline_s=min(NO_DEADLINE_S, self._world.parameters.settings.max_lifetime_s),
+            stop=StopConditions(max_tokens=max_tokens),
+            sampling=SamplingOptions(guided_decoding=form),
+            parsing=AnswerParsing(tools="hermes", reasoning="qwen3"),
+        )
+        self.requests[request_id] = ExpectedRequest(
+            request, echo_answer(prompt, max_tokens), is_cancelled=False,
+            may_expire=bool(self._world.parameters.peak_s or self._world.parameters.absence),
+        )  # fmt: skip
+        self._publish_at(at, request_id, REQUESTS, entry_of(request, request_id))
 
     def _draw_reply_topic(self) -> str:
         """The topic that a prompt names for its reply; "" for none."""
