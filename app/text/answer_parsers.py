@@ -42,7 +42,7 @@ class AnswerPart(NamedTuple):
     """A part of an answer: content, or the fields of a delta of OpenAI's form."""
 
     content: str = ""
-    delta: Mapping[str, Any] | None = None
+    delta: dict[str, Any] | None = None
 
 
 Emit = Callable[[AnswerPart], None]
@@ -98,6 +98,8 @@ class AnswerParser:
         return self._take()
 
     def _take(self) -> list[AnswerPart]:
+        if not self._parts:
+            return self._parts
         parts = self._parts.copy()
         self._parts.clear()
         return parts
@@ -152,7 +154,7 @@ class HermesParser(ContentParser):
         return bool(self._max_calls) and self.calls >= self._max_calls and self._call is None
 
     def push(self, text: str) -> None:
-        while text and not self.is_full:
+        while text and not (self._max_calls and self.is_full):
             text = self._push_content(text) if self._call is None else self._push_call(text)
 
     def end(self) -> None:
@@ -166,6 +168,9 @@ class HermesParser(ContentParser):
 
     def _push_content(self, text: str) -> str:
         """Read content up to the next call; returns the text behind its tag."""
+        if not (self.calls or self._held or self._awaits_end_tag or CALL[0] in text):
+            self._emit(AnswerPart(text))
+            return ""
         text, self._held = self._held + text, ""
         if self._awaits_end_tag:
             stripped = text.lstrip()
@@ -298,6 +303,9 @@ class ReasoningParser:
         return text
 
     def _push_reasoning(self, text: str) -> str:
+        if not self._held and END_OF_THINK[0] not in text:
+            self._emit_reasoning(text)
+            return ""
         before, rest, is_found = split_at_tag(self._held + text, END_OF_THINK)
         self._emit_reasoning(before)
         if is_found:
@@ -326,6 +334,8 @@ def split_at_tag(text: str, tag: str) -> TagSplit:
     The caller puts `rest` before the next piece of text. So the places of tags do not depend on the
     borders between pieces.
     """
+    if tag[0] not in text:
+        return TagSplit(text, "", is_found=False)
     before, found, rest = text.partition(tag)
     if found:
         return TagSplit(before, rest, is_found=True)

@@ -59,20 +59,21 @@ class ParsedStream:
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Content and data of these tokens, and the end. After the end, only its reasons."""
-        before, parts = self._text.tokens, list[AnswerPart]()
+        text, parser, parts = self._text, self._parser, list[AnswerPart]()
+        before, is_reasoning = text.tokens, parser.is_reasoning
         for token_id in token_ids:
             if self.ended is not None:
                 break
-            was_reasoning = self._parser.is_reasoning
-            parts += self._parser.push(self._text.feed((token_id,)).text)
-            self.reasoning_tokens += was_reasoning or self._parser.is_reasoning
-            if self._text.ended is not None:
-                parts += self._parser.end()
-                reason = self._text.ended.finish_reason or "stop"
-                self.ended = self._text.ended._replace(finish_reason=self.finish_reason(reason))
-            elif self._parser.is_complete:
+            parts += parser.push(text.feed((token_id,)).text)
+            was_reasoning, is_reasoning = is_reasoning, parser.is_reasoning
+            self.reasoning_tokens += was_reasoning or is_reasoning
+            if text.ended is not None:
+                parts += parser.end()
+                reason = text.ended.finish_reason or "stop"
+                self.ended = text.ended._replace(finish_reason=self.finish_reason(reason))
+            elif parser.is_complete:
                 self.ended = TextPiece("", 0, "tool_calls")
-        piece = self._piece(parts)._replace(tokens=self._text.tokens - before)
+        piece = self._piece(parts, text.tokens - before)
         if self.ended is None:
             return piece
         return piece._replace(
@@ -82,7 +83,7 @@ class ParsedStream:
     def feed_text(self, text: str) -> TextPiece:
         """As `feed`, of text without token ids, which counts as one token."""
         self.reasoning_tokens += self._parser.is_reasoning
-        piece = self._piece(self._parser.push(text))._replace(tokens=1)
+        piece = self._piece(self._parser.push(text), 1)
         if not self._parser.is_complete:
             return piece
         self.ended = TextPiece("", 0, "tool_calls")
@@ -92,18 +93,18 @@ class ParsedStream:
         """What was kept back, for an answer that its engine has ended."""
         if self.ended is not None:
             return TextPiece("", 0)
-        return self._piece(self._parser.push(self._text.end().text) + self._parser.end())
+        return self._piece(self._parser.push(self._text.end().text) + self._parser.end(), 0)
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
         """As `TextStream.finish_reason`."""
         return "tool_calls" if reason == "stop" and self._parser.calls else reason
 
-    def _piece(self, parts: Iterable[AnswerPart]) -> TextPiece:
+    def _piece(self, parts: Iterable[AnswerPart], tokens: int) -> TextPiece:
         content, data = "", list[PassthroughDelta]()
-        for part in parts:
-            content += part.content
-            if part.delta is not None:
-                data.append(PassthroughDelta(at=len(content), delta=dict(part.delta)))
+        for text, delta in parts:
+            content += text
+            if delta is not None:
+                data.append(PassthroughDelta(at=len(content), delta=delta))
         self.chars += len(content)
         self.items += len(data)
-        return TextPiece(content, 0, data=tuple(data))
+        return TextPiece(content, tokens, data=tuple(data))
