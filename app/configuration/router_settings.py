@@ -75,6 +75,11 @@ class RouterSettings(BaseModel):
         description="end requests that cannot be decoded in the domain of their prefill worker; "
         "otherwise that domain is preferred",
     )
+    preferred_transfer_domain: str = Field(
+        "",
+        description="a second topology domain, such as rack, that is preferred for a transfer "
+        "besides the one of KVLANE_TRANSFER_DOMAIN; empty: none",
+    )
     no_worker_timeout_s: float = Field(
         120,
         ge=0,

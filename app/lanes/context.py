@@ -104,6 +104,7 @@ def _handover_rules(settings: Settings) -> HandOverRules:
         settings.enforce_disaggregation,
         settings.transfer_domain,
         settings.transfer_domain_required,
+        settings.preferred_transfer_domain,
     )
 
 

@@ -23,7 +23,6 @@ from kvlane.app.lanes.scheduling.scheduler import wait_for_room
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.selection.decision import Placement, Rejection
-from kvlane.app.routing.selection.eligibility import domain_taint
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.app.routing.worker_rank import WorkerRank
@@ -197,10 +196,7 @@ class Dispatcher:
         """The work of the decode worker."""
         rules = self._context.queue.handover_rules
         member = self._context.fleet.members.get(handover.prefill.worker)
-        taint = None
-        if rules.domain and member is not None:
-            taint = domain_taint(member.card.taints, rules.domain)
-        return handover.decode_work(taint, rules)
+        return handover.decode_work(() if member is None else member.card.taints, rules)
 
     async def _reject(self, request_id: str, why: Rejection) -> None:
         again_s = RETRY_AFTER_BY_CODE.get(why.code)

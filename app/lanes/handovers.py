@@ -8,11 +8,15 @@ bootstrap path it is due at once: decode waits for the blocks in a room of the p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
-from kvlane.app.routing.selection.handover_rules import HandOverRules, decode_request, within_domain
+from kvlane.app.routing.selection.handover_rules import (
+    HandOverRules,
+    decode_request,
+    within_domains,
+)
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.streams.records import LogRecord, PrefillDone, WorkerCard
 from kvlane.streams.request import BootstrapInfo
@@ -43,15 +47,15 @@ class HandOver(NamedTuple):
     cached_tokens: int = 0
     bootstrap: BootstrapInfo | None = None
 
-    def decode_work(self, taint: str | None, rules: HandOverRules) -> RemainingWork:
-        """The work of the decode worker. `taint`: of the prefill worker, in the transfer domain."""
+    def decode_work(self, taints: Sequence[str], rules: HandOverRules) -> RemainingWork:
+        """The work of the decode worker. `taints`: of the prefill worker."""
         request = decode_request(
             self.rest.request,
             self.prefill.worker,
             self.bootstrap or self.params,
             self.cached_tokens,
         )
-        return self.rest._replace(request=within_domain(request, taint, rules))
+        return self.rest._replace(request=within_domains(request, taints, rules))
 
 
 class HandOvers:

@@ -620,6 +620,29 @@ async def test_preferred_domain_overrides_the_weight_of_the_client(world: Memory
 
 
 @scenario_test
+async def test_decode_is_in_the_required_zone_and_preferably_in_the_rack(
+    world: MemoryWorld,
+) -> None:
+    near = ("topology/zone=a", "topology/rack=7")
+    prefill = FakeWorker(world, "p", role="prefill", taints=near)
+    FakeWorker(world, "d0", role="decode", taints=("topology/zone=a", "topology/rack=8"))
+    FakeWorker(world, "d1", role="decode", taints=("topology/zone=b", "topology/rack=7"))
+    decode = FakeWorker(world, "d2", role="decode", taints=near)
+    await start_router(
+        world, transfer_domain="zone", transfer_domain_required=True,
+        preferred_transfer_domain="rack",
+    )  # fmt: skip
+    asked = RoutingConstraints(preferred_taints={"topology/rack=7": 0.1, "gpu=x": 2.0})
+    append_record(world, REQUESTS, replace(LONG, hints=Hints(routing_constraints=asked)))
+    prefill.hand_over(await assigned(world, prefill), PARAMS)
+    got = (await assigned(world, decode)).request.hints.routing_constraints
+    assert got == RoutingConstraints(
+        required_taints=("topology/zone=a",),
+        preferred_taints={"topology/rack=7": 1.0, "gpu=x": 2.0},
+    )
+
+
+@scenario_test
 async def test_domain_without_taints_adds_no_constraint(world: MemoryWorld) -> None:
     prefill, decode = workers(world)
     await start_router(world, transfer_domain="zone")

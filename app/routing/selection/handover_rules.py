@@ -13,7 +13,7 @@ finds the prompt in a cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,7 @@ class HandOverRules(NamedTuple):
     not cached at a decode worker. `is_enforced`: it is handed over always, or not served. `domain`:
     topology domain within which caches are transferred, "" for any; `is_domain_required`: else only
     preferred; then a prefill worker takes prompts only while its domain has a decode worker.
+    `preferred_domain`: another one, preferred within it.
     """
 
     min_tokens: int = 2048
@@ -66,6 +67,7 @@ class HandOverRules(NamedTuple):
     is_enforced: bool = False
     domain: str = ""
     is_domain_required: bool = False
+    preferred_domain: str = ""
 
 
 DEFAULT_RULES = HandOverRules()
@@ -189,10 +191,9 @@ def _choose(
         return None
     card = state.fleet.members[prefill.candidate.worker].card
     transfer_ms = expected_transfer_ms(prompt.tokens, card.config, state, config)
-    taint = domain_taint(card.taints, rules.domain) if rules.domain else None
     request = decode_request(prompt.request, prefill.candidate.worker, b"", 0)
     decoded = PromptHashes.from_hashes(
-        within_domain(request, taint, rules), prompt.tokens, NO_HASHES, 1
+        within_domains(request, card.taints, rules), prompt.tokens, NO_HASHES, 1
     )
     decode = best(decoded, "decode", transfer_ms)
     if decode is None:
@@ -289,16 +290,20 @@ def decode_request(
     return replace(request, prefill_result=result)
 
 
-def within_domain(request: Request, taint: str | None, rules: HandOverRules) -> Request:
-    """The request with the constraint that decode is in the domain of the prefill worker, which has
-    this taint; the request as it is without a domain."""
-    if taint is None:
-        return request
+def within_domains(request: Request, taints: Sequence[str], rules: HandOverRules) -> Request:
+    """The request with the constraints that decode is near the prefill worker, which has these
+    taints: in its domain, and rather in its preferred one; as it is without either."""
+    taint = domain_taint(taints, rules.domain) if rules.domain else None
+    nearer = domain_taint(taints, rules.preferred_domain) if rules.preferred_domain else None
     asked = request.hints.routing_constraints or RoutingConstraints()
-    if rules.is_domain_required:
-        required = tuple(dict.fromkeys((*asked.required_taints, taint)))
-        merged = replace(asked, required_taints=required)
-    else:
-        preferred = {**asked.preferred_taints, taint: PREFERRED_DOMAIN_WEIGHT}
-        merged = replace(asked, preferred_taints=preferred)
+    required, preferred = asked.required_taints, asked.preferred_taints
+    if taint is not None and rules.is_domain_required:
+        required = tuple(dict.fromkeys((*required, taint)))
+    elif taint is not None:
+        preferred = {**preferred, taint: PREFERRED_DOMAIN_WEIGHT}
+    if nearer is not None:
+        preferred = {**preferred, nearer: PREFERRED_DOMAIN_WEIGHT}
+    if taint is None and nearer is None:
+        return request
+    merged = replace(asked, required_taints=required, preferred_taints=preferred)
     return replace(request, hints=replace(request.hints, routing_constraints=merged))
