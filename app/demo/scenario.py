@@ -174,10 +174,8 @@ class DemoScenario(DemoSession):
         )
 
     async def _show_agent(self) -> bool:
-        """An agent with two tools: its worker is killed in the middle of the second call.
-
-        True when each call arrived once and whole.
-        """
+        """An agent with two tools: its worker is killed in the middle of the second call. True when
+        each call arrived once and whole."""
         self.show_title("The worker of an agent is killed in the middle of a tool call")
         folder, path = agent_scene.script_file()
         with folder:

@@ -37,8 +37,6 @@ def has_forecast(policy: str) -> bool:
 
 
 def adds_load(policy: str) -> bool:
-    """Whether a decision adds the tokens of its prompt to the load of its worker.
-
-    With policy direct the caller balances the load.
-    """
+    """Whether a decision adds the tokens of its prompt to the load of its worker. With policy
+    direct the caller balances the load."""
     return policy not in _UNCOUNTED

@@ -356,10 +356,8 @@ class RunExecutor:
     async def _hand_over(
         self, run: Run, stream: ChunkStream, announced: asyncio.Task[None]
     ) -> RunEnd:
-        """Compute the prompt and publish the engine's transfer. Raises EngineErrors.
-
-        No reader has seen anything of it, so every failure leaves the request to its router.
-        """
+        """Compute the prompt and publish the engine's transfer. Raises EngineErrors. No reader has
+        seen anything of it, so every failure leaves the request to its router."""
         clock, request = self._ctx.clock, self._request(run)
         request = replace(request, stop=replace(request.stop, max_tokens=1, min_tokens=0))
         run.started_at = clock.now()
@@ -446,10 +444,8 @@ class RunExecutor:
         return RunEnd(_CODES[reason], message=ended.message)
 
     def _text_stream(self, assignment: Assignment, taken: Sequence[int]) -> AnswerText:
-        """The decoder of an answer, after the tokens that readers have.
-
-        Raises EngineError if it does not give the text and the data that readers have.
-        """
+        """The decoder of an answer, after the tokens that readers have. Raises EngineError if it
+        does not give the text and the data that readers have."""
         request = assignment.request
         if request.parsing is None:
             return self._model.text_stream(request, taken)

@@ -54,10 +54,8 @@ class AnswerParser:
     def __init__(
         self, parsing: AnswerParsing, request_id: str, engine_calls: CallsFactory | None = None
     ) -> None:
-        """`engine_calls`: the parsers of calls that the engine has (`Engine.calls_parser`).
-
-        Raises ValueError for a parser or a version that this worker lacks.
-        """
+        """`engine_calls`: the parsers of calls that the engine has (`Engine.calls_parser`). Raises
+        ValueError for a parser or a version that this worker lacks."""
         if parsing.version != PARSER_VERSION:
             raise ValueError(
                 f"the answer is parsed by version {parsing.version} of the rules, and this worker "
@@ -253,10 +251,8 @@ class HermesParser(ContentParser):
 
 
 class ReasoningParser:
-    """Reasoning between tags at the beginning of an answer; what follows is content.
-
-    The first tag may stand in the prompt. An answer that does not begin with it has no reasoning.
-    """
+    """Reasoning between tags at the beginning of an answer; what follows is content. The first tag
+    may stand in the prompt. An answer that does not begin with it has no reasoning."""
 
     def __init__(self, content: ContentParser, emit: Emit, parsing: AnswerParsing) -> None:
         self._content = content

@@ -49,10 +49,8 @@ class NewForms:
     async def first(
         self, outputs: AsyncGenerator[EngineOutput, None], key: FormKey, context: GenerateContext
     ) -> EngineOutput | None:
-        """The first output of a new form, once it has a place; None for a known form.
-
-        Raises InvalidRequest if there is none within COMPILE_TIMEOUT_S.
-        """
+        """The first output of a new form, once it has a place; None for a known form. Raises
+        InvalidRequest if there is none within COMPILE_TIMEOUT_S."""
         if key in self._compiled:
             return None
         place, limit = object(), asyncio.timeout(COMPILE_TIMEOUT_S)

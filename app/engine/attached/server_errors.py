@@ -52,9 +52,7 @@ class ServerSilent(ConnectionBroken):
 
 class ResponseTooLarge(ServerFailed):
     """The server sent more than the limit of one event, or of one answer.
-
-    KVLANE_ATTACH_MAX_RESPONSE_BYTES bounds answers.
-    """
+    KVLANE_ATTACH_MAX_RESPONSE_BYTES bounds answers."""
 
 
 class ServerOverloaded(ServerFailed, EngineFull):

@@ -198,9 +198,7 @@ class VllmEngine(Engine):
 
     async def drain(self) -> None:
         """Wait until other engines have fetched the blocks held for them, or the last lease ends.
-
-        Pauses vLLM, which is the only way to be notified when it holds no more blocks.
-        """
+        Pauses vLLM, which is the only way to be notified when it holds no more blocks."""
         if self._last_transfer_at is not None:
             lease_s = _transfer_lease_s(self._llm.vllm_config.kv_transfer_config) or 0.0
             with contextlib.suppress(TimeoutError):

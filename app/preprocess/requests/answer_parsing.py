@@ -48,10 +48,8 @@ def with_parsing(
     requests: Sequence[Request],
     prompts: Sequence[str | None],
 ) -> tuple[Request, ...]:
-    """The requests of a body with the parsing of their answers. Raises InvalidPrompt.
-
-    `prompts`: their texts, where they are known.
-    """
+    """The requests of a body with the parsing of their answers. Raises InvalidPrompt. `prompts`:
+    their texts, where they are known."""
     form = _calls_form(asked, parsers)
     if form is not None:
         requests = [
@@ -98,10 +96,8 @@ def _calls_form(request: OpenAIRequest, parsers: ModelParsers) -> GuidedDecoding
 def parsing_of(
     request: OpenAIRequest, parsers: ModelParsers, prompt: str | None
 ) -> AnswerParsing | None:
-    """The parsing of the answers to a prompt; None for plain text. Raises InvalidPrompt.
-
-    `prompt`: its text, if it is known.
-    """
+    """The parsing of the answers to a prompt; None for plain text. Raises InvalidPrompt. `prompt`:
+    its text, if it is known."""
     body = request.body
     if not isinstance(body, ChatBody):
         return None

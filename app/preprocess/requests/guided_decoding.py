@@ -37,10 +37,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def guided_decoding_of(body: GenerationBody) -> GuidedDecoding | None:
-    """The requested form, or None.
-
-    Raises InvalidPrompt for two forms, and for a malformed one.
-    """
+    """The requested form, or None. Raises InvalidPrompt for two forms, and for a malformed one."""
     wanted = {field: value for field, value in _wishes(body).items() if value is not None}
     if not wanted:
         return None

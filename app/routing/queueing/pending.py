@@ -97,9 +97,7 @@ class PendingRequest(msgspec.Struct, Generic[K], frozen=True, gc=False):
     @property
     def priority(self) -> tuple[int, float]:
         """Lower goes first: strict priority before all else, then the older request.
-
-        `priority_jump` makes a request older, in seconds.
-        """
+        `priority_jump` makes a request older, in seconds."""
         hints = self.prompt.request.hints
         return -(hints.strict_priority or 0), self.since_ms - 1000 * (hints.priority_jump or 0)
 
@@ -165,9 +163,7 @@ class ReservedRequests(Generic[K]):
 
     def reserve(self, wanted: PendingRequest[K], planned: Reservation | None) -> Sequence[K]:
         """Set or clear the reservation of a request; returns the requests that must retry for it.
-
-        These are, at each place concerned, the request that is first now and the one that was.
-        """
+        These are, at each place concerned, the request that is first now and the one that was."""
         key = wanted.key
         before = self._entries.get(key)
         if planned == (before and before.reservation):
@@ -201,10 +197,8 @@ class ReservedRequests(Generic[K]):
         return planned.retry_at_ms
 
     def to_wake(self, worker: str, most: int = MAX_WAKEUPS) -> Sequence[K]:
-        """Requests to retry after a record of a worker, in order: those for it; all, if few.
-
-        At most `most`, but always the next request of each of its places.
-        """
+        """Requests to retry after a record of a worker, in order: those for it; all, if few. At
+        most `most`, but always the next request of each of its places."""
         if len(self._entries) <= most:
             return self.in_dispatch_order()
         places = self._by_worker.get(worker, {})

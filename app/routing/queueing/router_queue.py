@@ -96,10 +96,8 @@ FIRST_PHASES: tuple[Phase, ...] = ("aggregated", "prefill")
 
 
 class QueueConfig(NamedTuple):
-    """The settings of a queue. `classes`: of requests that share the workers.
-
-    `counts_output`: whether output tokens of running requests count as load.
-    """
+    """The settings of a queue. `classes`: of requests that share the workers. `counts_output`:
+    whether output tokens of running requests count as load."""
 
     routing: RoutingConfig
     bound: QueueSize = QueueSize(UNBOUNDED, UNBOUNDED, UNBOUNDED)

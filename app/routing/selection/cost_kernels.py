@@ -297,9 +297,7 @@ def _settle(
     found: Floats,
 ) -> float:
     """Cached tokens of the prompt, prefill of the rest alone, and wait for others, of each option.
-
-    Returns the largest number of cached tokens.
-    """
+    Returns the largest number of cached tokens."""
     most = 0.0
     for i in range(len(spots)):
         worth = blocks[i, 0] + (HOST_SHARE * blocks[i, 1] + DISK_SHARE * blocks[i, 2])

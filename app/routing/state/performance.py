@@ -165,10 +165,8 @@ class FadingSums:
 
 
 class PrefillShares:
-    """The part of its time that each worker lately spends on prefill: decode is slower there.
-
-    A prefill counts with its expected time when it is assigned, and fades with `SHARE_DECAY_MS`.
-    """
+    """The part of its time that each worker lately spends on prefill: decode is slower there. A
+    prefill counts with its expected time when it is assigned, and fades with `SHARE_DECAY_MS`."""
 
     def __init__(self) -> None:
         self._sums = FadingSums(SHARE_DECAY_MS)

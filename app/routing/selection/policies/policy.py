@@ -69,10 +69,8 @@ class RecordedPolicy:
 
 
 class Policy(RecordedPolicy, ABC):
-    """A policy that a router can have.
-
-    `summary`: its row in docs/routing.md; `is_simulated`: whether a simulation can choose it.
-    """
+    """A policy that a router can have. `summary`: its row in docs/routing.md; `is_simulated`:
+    whether a simulation can choose it."""
 
     summary: ClassVar[str]
     is_simulated: ClassVar[bool] = True
