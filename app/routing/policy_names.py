@@ -30,8 +30,8 @@ _WITH_FORECAST = frozenset({"predictive"})
 def has_forecast(policy: str) -> bool:
     """Whether scores hold a forecast (`Scores.results`), recorded with its inputs.
 
-    Then requests may be queued for a busy place, are planned together with the costs of policy
-    predictive (`app/routing/queueing/joint_planning.py`), and one worker is compared with two.
+    Then requests may be queued for a busy place, are planned together
+    (`app/routing/queueing/joint_planning.py`), and one worker is compared with two.
     """
     return policy in _WITH_FORECAST
 

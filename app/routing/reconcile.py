@@ -1,9 +1,9 @@
 """Reconciliation: the next action for a request, as a pure function of the logs' state.
 
-`next_action` is level-triggered: it depends on the state, not on the change, so it may be called
-at any time by any router; `next_action_times` gives the times until which the result stays the same
-if no record arrives. A router that crashes in the middle of an action leaves a state in which the
-same action is due for the next owner. Acting twice is harmless by the stream reconstruction rule.
+`next_action` is level-triggered, so any router may call it at any time; `next_action_times` gives
+the times until which the result stays the same if no record arrives. After a crash in the middle of
+an action the same action is due for the next owner; acting twice is harmless by the stream
+reconstruction rule.
 
     state of the request                                            action
     ended, or its id unknown (no origin)                            nothing
@@ -16,13 +16,12 @@ same action is due for the next owner. Acting twice is harmless by the stream re
     a run assigned long ago and not started                         Verify
     a run started, but not in its worker's later heartbeat          Verify
     a prefill handed off, and no decode assigned                    Decode
-    a prefill failed, lost or missing, whose decode has no token    as if no decode existed
+    a prefill failed, lost or missing, whose decode has no token    the action of the prefill alone
     otherwise (running well, or ended by the worker)                nothing
 
-Cancel is not in the table: a Cancel stays uncommitted in `requests` until its Ended is written, so
-the next owner reads it again. Preemption is not in the table either: whether a batch run gives way
-depends on other requests (`app/routing/queueing/batch_class.py`); one that does is restarted
-with the next attempt.
+Not in the table: a Cancel, which stays uncommitted in `requests` until its Ended is written, so the
+next owner reads it again; and preemption, which depends on other requests
+(`app/routing/queueing/batch_class.py`) and restarts a run with the next attempt.
 """
 
 from __future__ import annotations
@@ -172,9 +171,9 @@ def is_run_listed(fleet: Fleet, request_id: str, run_id: RunId) -> bool:
 def _current_runs(state: RequestState) -> Sequence[tuple[RunId, RunStatus]]:
     """The runs of the present attempt that determine the action; decode, where there is one.
 
-    On the bootstrap path the prefill does, too, until decode has a token: decode waits for the
-    blocks of a prefill that has not ended. A refused run counts only where there is no other: a
-    full worker has shown nothing to readers, so its refusal is no reason to fence another run.
+    On the bootstrap path the prefill too, until decode has a token, since decode waits for its
+    blocks. A refused run counts only where there is no other: a full worker has shown nothing to
+    readers.
     """
     runs = [(k, run) for k, run in state.runs.items() if k.attempt == state.attempt]
     prefills = _without_refused([x for x in runs if x[0].phase == "prefill"])

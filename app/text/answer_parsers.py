@@ -5,10 +5,8 @@
                                         └─────► content
 
 A parser gets the text of one token at a time. Its parts are a function of the text up to there, so
-a worker that continues an answer finds the parts that readers have.
-
-The names of parsers are those of vLLM for the same forms of text. `auto` reads the form from the
-chat template of the model.
+a worker that continues an answer finds the parts that readers have. Names are those of vLLM for the
+same forms of text; `auto` reads the form from the chat template.
 """
 
 from __future__ import annotations
@@ -327,8 +325,7 @@ class TagSplit(NamedTuple):
 def split_at_tag(text: str, tag: str) -> TagSplit:
     """Split a text at the first occurrence of a tag, or before its possible beginning at the end.
 
-    The caller puts `rest` before the next piece of text. So the places of tags do not depend on the
-    borders between pieces.
+    The caller puts `rest` before the next piece, so the places of tags do not depend on the pieces.
     """
     if tag[0] not in text:
         return TagSplit(text, "", is_found=False)

@@ -1,7 +1,7 @@
 """The parts of an answer: content, reasoning and tool calls, from the tokens of its engine.
 
-`ParsedStream` has the interface of `TextStream`, and adds the items of `Chunk.data`. It parses the
-visible text token by token, so the items after a token are a function of the tokens up to it.
+`ParsedStream` has the interface of `TextStream`, and adds the items of `Chunk.data`, a function of
+the tokens up to them.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
                             its cores ─► zmq_publisher.py ─► event_receiver.py ─► listener
                             its steps ─► stats.py ─► heartbeats
 
-The same code serves GPUs and CPUs; the device and its use are chosen by vLLM or its engine
-arguments. vLLM generates tokens only: text and stop strings are handled by
-`app/text/stop_conditions.py`, as for all engines. Adapters are loaded at the start; an
-adapter that is loaded into vLLM later is not served.
+For GPUs and CPUs, as vLLM or its engine arguments choose. Text and stop strings are handled by
+`app/text/stop_conditions.py`. Adapters are loaded at the start; one that is loaded into vLLM later
+is not served.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ class VllmLimits(NamedTuple):
 class VllmEngine(Engine):
     """vLLM in this process. `source`: a folder or a name that vLLM can load, served as `model`.
 
-    `adapters`: folders of LoRA adapters by name; loaded at the start, and fixed from then on.
-    `arguments`: of `vllm.AsyncEngineArgs`; they override `limits`.
+    `adapters`: folders of LoRA adapters by name. `arguments`: of `vllm.AsyncEngineArgs`; they
+    override `limits`.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Encoder of the server-sent events of one response, from the pieces of its answers.
+"""Encoder of the server-sent events of one response, from the pieces of its answers. Pure.
 
-Pure: pieces in, bytes out. Owns the choices and the token times of the response. The task of a
-response and the reader of the log both use it, one at a time
-(`app/http/openai/response_writer.py`).
+Owns the choices and the token times of the response. Its task and the reader of the log both use
+it, one at a time (`app/http/openai/response_writer.py`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """HTTP responses of completions: server-sent events while tokens arrive, or one JSON object.
 
-The first piece decides the status. A failure before it has its own status, a later one is an error
-event in the form of its endpoint: a stream never ends without an event. Comments are sent during
-pauses, so that proxies do not close the connection.
+The first piece decides the status. A later failure is an error event in the form of the endpoint: a
+stream never ends without an event. Comments during pauses keep proxies from closing the connection.
 
     reader of the log ──piece──► sink: event ──► socket            while the task waits, and
                          └─────► task: events ──► ASGI ──► socket  if the sink leaves the piece
 
 The task sends the head, the first event, the last one, and all that a full socket has delayed.
-Between them the reader of the log writes each event to the client's socket, if the server offers
-that (`app/http/server/exchange.py`).
+Between them the reader writes each event to the socket, if the server offers that
+(`app/http/server/exchange.py`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Fair queueing: how classes of requests share the workers, and how much of each may wait.
 
-A request names its class, or belongs to the class of its tenant; all other requests form one class
-with weight 1 and no bounds. Among the requests that wait for a model, after strict priority, the
-class with the lowest virtual time goes first: prompt tokens served, divided by its weight. So while
-all of them wait, classes get tokens in proportion to their weights, however much each asks for
-(start-time fair queueing, Goyal, Vin and Cheng 1996). A class that becomes backlogged starts at the
-current virtual time, so idle classes cannot accumulate credit, and nothing that was served while no
-request waited is held against a class.
+A request names its class, or belongs to the class of its tenant; all others form one class with
+weight 1 and no bounds. Among the requests that wait for a model, after strict priority, the class
+with the lowest virtual time goes first: prompt tokens served, divided by its weight (start-time
+fair queueing, Goyal, Vin and Cheng 1996). A class that becomes backlogged starts at the current
+virtual time: idle classes accumulate no credit, and nothing that was served without a queue counts.
 
 A class is charged when a place is found, also if the worker refuses then. A class whose waiting
-requests fit nowhere, being pinned perhaps, falls behind and is preferred afterwards.
-
-Owns the virtual time and the waiting load of each class, in this router alone. Never here: the
-order within a class.
+requests fit nowhere falls behind and is preferred afterwards. In this router alone; `pending.py`
+has the order within a class.
 """
 
 from __future__ import annotations

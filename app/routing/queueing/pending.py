@@ -1,9 +1,9 @@
-"""Pending requests of a router, with the place reserved for each.
+"""Pending requests of a router, with the place reserved for each, and the order among them.
 
-Owns the order among them. Requests are planned in arrival order, each seeing the reservations of
-the others (`reservations_of_others`), so that no two claim the same place. They are dispatched in a
-different order (`in_dispatch_order`): by strict priority, highest first, by the virtual times of
-their classes (`fair_share.py`), and then by one of
+Requests are planned in arrival order, each with the reservations of the others
+(`reservations_of_others`), so that no two claim the same place. They are dispatched in another
+order (`in_dispatch_order`): by strict priority, highest first, by the virtual times of their
+classes (`fair_share.py`), and then by one of
 
     sjf         the shortest prefill first, which minimizes the mean wait; each millisecond of
                 waiting makes a request `AGING_RATE` milliseconds shorter, so that none starves
@@ -13,13 +13,9 @@ their classes (`fair_share.py`), and then by one of
                 a first token, of the request, its class, or `NO_TARGET_MS`. A request whose prefill
                 would end past its deadline comes after all that can meet theirs
 
-A `priority_jump` counts as waiting time in all orders.
-
-So requests that look for a place at one moment are all planned before one of them goes
-(`joint_planning.py`): otherwise the shortest of several concurrent requests would wait behind
-whichever was read first.
-
-Never here: whether a request may go, which `select.py` decides, and any clock.
+A `priority_jump` counts as waiting time in all orders. Requests that look for a place at one
+moment are all planned before one goes (`joint_planning.py`): otherwise the shortest would wait
+behind the one that was read first. `select.py` decides whether a request may go.
 """
 
 from __future__ import annotations

@@ -9,19 +9,17 @@ Plain and synchronous: times are arguments, and the caller acts on the results. 
 the same object. Batch requests have rules of their own (`batch_class.py`), and go last in a pass.
 
 Requests wait in the router, since one that is queued at a worker can no longer be moved. Their
-number is bounded, also by class: `waiting.is_full` means that one more has to be refused,
-`waiting.must_defer` that one from Kafka has to wait in the log.
+number is bounded, also by class: one more is refused if `waiting.is_full`, and one from Kafka waits
+in the log if `waiting.must_defer`.
 
 When a worker frees a place, the first waiting request of each phase that it serves is woken, by
-priority, class and age. If that request finds a place, the next one is woken, since there may be
-more. Every second each request retries by itself, less often where many wait. While computed
-prompts wait to be decoded, new ones wait behind them, so the bound holds for both.
+priority, class and age; if it finds a place, the next one is woken. Every second each request
+retries by itself, less often where many wait. While computed prompts wait to be decoded, new ones
+wait behind them, so the bound holds for both.
 
-A request that policy predictive queues for a place retries when that is predicted free; see
-`pending.py`, also for the requests that a record wakes. Requests that look at one moment, such as
-those of one poll, are planned together in a pass before one of them goes.
-
-Never here: futures, the cost of waiting, and the end of a request.
+A request that policy predictive queues for a place retries when that is predicted free
+(`pending.py`). Requests that look at one moment are planned together in a pass before one of them
+goes.
 """
 
 from __future__ import annotations
@@ -203,9 +201,9 @@ class RouterQueue:
     def decide(self, request: LaneRequest, now_ms: int) -> Decision:
         """Decide about a request of the last pass: a place, a wait, or a rejection.
 
-        A place is free until the next decision, so the caller counts the request there before. It
-        was planned for a place in the pass, and is planned again, now for good: a request that was
-        planned together with it and went before may have taken that place.
+        It is planned again, now for good, since a request of the same pass may have taken its
+        place. A place is free until the next decision, so the caller counts the request there
+        before.
         """
         if request.is_batch:
             awaited = self.ranks_with_reservations()

@@ -1,11 +1,11 @@
 """Costs of places, option by option: the loops of policies predictive and dynamo.
 
-The formulas, with the meaning of their letters, are in `predictive.py` and `dynamo.py`. Each
-number is made of its own option's alone, so it is the same to the bit among other options.
+The formulas, with the meaning of their letters, are in `predictive.py` and `dynamo.py`. Each number
+is made of its own option's alone, so it is the same to the bit among other options.
 
-`spots`: f64 (options, FEATURES), a row a place; counts and tokens are whole numbers. `blocks`: f64
-(options, 3), leading blocks of the prompt by tier. `found`: f64 (options, RESULTS), the output.
-Calling a kernel takes about 0.3 us, and 0.05 for each array: so there are few, with few arrays.
+`spots`: f64 (options, FEATURES), a row a place. `blocks`: f64 (options, 3), leading blocks of the
+prompt by tier. `found`: f64 (options, RESULTS), the output. A call of a kernel takes about 0.3 us,
+and 0.05 for each array: so there are few, with few arrays.
 """
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ MAX_WEIGHT = 1e6
 class RequestFeatures(msgspec.Struct, frozen=True, gc=False):
     """A request as policies see it. `prompt_tokens`: all tokens that are to be computed or loaded.
 
-    `dispatched_count`: number of requests this router has dispatched, for policies that go in turn.
-    `least_prefill_tokens`: the least of all options. `output_tokens`: expected length of its
-    answer, `mean_output_tokens`: of any answer. `most_cached_tokens`: the largest number of prompt
-    tokens cached at any one option, `least_runs`: the least number of runs there; UNKNOWN if not
-    computed yet. `expected_followups`: see
-    `PerformanceModel`. Targets: the request's own, for the time to its first token and between
-    tokens. `part`: of the request, see `cost_kernels.py`; `transfer_ms`: until its prompt is there.
+    `dispatched_count`: requests this router has dispatched, for policies that go in turn.
+    `least_prefill_tokens`: of all options. `output_tokens`: expected length of its answer,
+    `mean_output_tokens`: of any answer. `most_cached_tokens`: cached at any one option,
+    `least_runs`: at any one; UNKNOWN if not computed yet. `expected_followups`: see
+    `PerformanceModel`. Targets: for the time to its first token and between tokens. `part`: see
+    `cost_kernels.py`; `transfer_ms`: until its prompt is there.
     """
 
     id: str

@@ -5,11 +5,9 @@ speed is measured by the first tokens of runs that found no prefill before them,
 factor on the curve: a median of few ratios, which no single wait changes much.
 
 An unmeasured worker is assumed to be as fast as the fastest worker of its kind
-(`candidate_table.py`), so that it receives traffic and gets measured. By its curve alone it would
-get none where others have turned out to be faster than theirs. (On the conversation trace, 8
-workers twice as fast as the published curve, three were left out, and the mean TTFT was 1.087 times
-that with true curves on cards; it is 1.00 times now: `kvlane bench simulate --full`.) For the
-same reason a worker that was skipped for long, perhaps because it was slow once, loses its factor.
+(`candidate_table.py`), so that it receives traffic and gets measured: by its curve alone it would
+get none where others have turned out to be faster than theirs (three of 8 workers, mean TTFT 1.087
+times as long). For the same reason a worker that was skipped for long loses its factor.
 
 Owns the estimates; `predictive.py` uses them. Reads no clock: times are in records.
 """
@@ -219,13 +217,13 @@ class _Begun(msgspec.Struct, frozen=True, gc=False):
 class PerformanceModel:
     """The estimates from the ledger.
 
-    `slowdown`: of those workers that were measured, over all their epochs: one that starts again
-    has the same hardware. `mean_output_tokens`: mean length of an answer. `mean_prefill_ms`: mean
-    prefill of an interactive run at its worker, without its wait. `expected_followups`: how
-    many requests one comes to, itself included, since others go on where its prompt ends: with a
-    share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 / (1 - s), up to
-    `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill. `transfer_token_ms`: time that
-    the transfer of a KV cache takes per token of the prompt, None until it is measured.
+    `slowdown`: of measured workers, over all their epochs, which have the same hardware.
+    `mean_output_tokens`: mean length of an answer. `mean_prefill_ms`: mean prefill of an
+    interactive run at its worker, without its wait. `expected_followups`: requests that one leads
+    to, itself included: with a share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 /
+    (1 - s), up to `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill.
+    `transfer_token_ms`: time that the transfer of a KV cache takes per prompt token, None until it
+    is measured.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 A policy is one module in this folder with the instance `POLICY`, which
 `app/routing/selection/policies/registry.py` imports, and its name in `app/routing/policy_names.py`.
-Eligibility is decided before (`eligibility.py`), and costs become a choice in the same way for all
-(`choice.py`). Candidates are columns, because a policy looks at every worker.
+`eligibility.py` comes before, `choice.py` makes the choice. Candidates are columns, because a
+policy looks at every worker.
 """
 
 from __future__ import annotations

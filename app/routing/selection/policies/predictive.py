@@ -4,13 +4,12 @@
          + decode_weight · (stall of the others' decode + slower steps for them + g · own decode)
          + what comes later + replication / f + balance
 
-Requests wait in the router, since one in a worker's queue can no longer be moved: a request planned
-for a place stays here until that is predicted free, unless it shares a step; the order is that of
-`pending.py`. A request is planned with the reservations of all others here: the delay that two of
-them cause each other at one place counts for both, so each new plan lowers the sum. (With those
-that came before it alone, of many at once the last ones had to take what was left: 8 workers, mean
-E2E 2749 ms for 2699, p99 TTFT 1683 for 1648.) Everything is a function of the arguments; without
-knowledge of caches it comes to the least load in predicted milliseconds.
+A request planned for a place stays in the router until that is predicted free, unless it shares a
+step, since one in a worker's queue can no longer be moved; the order is that of `pending.py`. It is
+planned with the reservations of all others here, which count the delay that two of them cause each
+other for both, so each new plan lowers the sum. (Counting earlier requests only was worse: mean E2E
+2749 instead of 2699 ms on 8 workers.) Everything is a function of the arguments; without knowledge
+of caches it comes to the least load in predicted milliseconds.
 
 With L tokens of prompt, n of them to be computed here (at least one) and N not on the device here,
 o tokens of answer, O the mean answer, C the capacity, t = prompts there + runs · O / 2 the tokens
@@ -45,12 +44,8 @@ A prompt shares a step if its tokens take less time there than the constant part
 the decode in that. A step with prompts ends with their first tokens, and the next one begins.
 
 The cached part of a prompt needs no more room (N, not L): t counts shared blocks as often as runs
-use them. Where no other run uses them, the cache is fuller than it seems; but to wait for room that
-is there costs more. Agents with tools, on three workers with room for a few of their prompts: mean
-TTFT 775 ms with L, 248 with N (simulated; policy dynamo: 457).
-
-The sums are done by `cost_kernels.py`, one number an option, each made of its own option's alone:
-so it is the same to the bit among other options.
+use them. Where no other run uses them, the cache is fuller than it seems, but waiting for space
+that is in fact free costs more (agents with tools: mean TTFT 775 ms with L, 248 with N).
 """
 
 from __future__ import annotations
@@ -102,9 +97,9 @@ class Prediction(Scores, frozen=True, gc=False):
     def hold_ms(self) -> Floats:
         """For how long holding the request pays, if it is to go there; 0: it may go.
 
-        Infinite if a run has to end there first: the uncached part of the prompt and an answer
-        would not fit, and would block all requests behind it in the worker. A prompt so short that
-        sharing a step costs less than the step itself goes at once.
+        Infinite if a run has to end there first: the uncached prompt and an answer would not fit,
+        and would block all requests behind. A prompt so short that sharing a step costs less than
+        the step goes at once.
         """
         return np.maximum(self.results[:, cost_kernels.HOLD], 0.0)
 
