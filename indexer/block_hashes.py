@@ -8,8 +8,6 @@ the XXH3-64 hash of bytes b with seed s:
   little endian
 - seed = 1337 + H(LoRA name, 0) if there is one + H(cache salt, 1) if there is one, mod 2^64
 - sequence_0 = local_0, sequence_i = H(sequence_{i-1}, local_i as u64; 1337): chained, without salt
-- for models with speculative heads (`eagle`), block i covers block_size + 1 tokens from
-  i · block_size on, and there are (len - 1) // block_size blocks
 
 Sequence hashes are for exchange with other systems; the index looks up `indexer/block_keys.py`.
 """
@@ -49,7 +47,6 @@ def hash_blocks(
     lora_name: str = "",
     cache_salt: str = "",
     mm_hashes: Sequence[Collection[int] | None] | None = None,
-    eagle: bool = False,
     seed: int = BASE_SEED,
 ) -> BlockHashes:
     """Local and sequence hashes of a prompt's whole blocks.
@@ -60,7 +57,6 @@ def hash_blocks(
         lora_name, cache_salt: prompts that differ in one of these share no hash.
         mm_hashes: for each block the u64 hashes of the multimodal objects in it; blocks beyond
             the list have none.
-        eagle: hash each block with one more token, as engines with EAGLE drafts do.
         seed: start value, the same for all that compare hashes.
 
     Raises ValueError for tokens out of range or a block size below 1.
@@ -70,7 +66,7 @@ def hash_blocks(
     """
     local = local_hashes(
         tokens, block_size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=mm_hashes,
-        eagle=eagle, seed=seed,
+        seed=seed,
     )  # fmt: skip
     return BlockHashes(local, sequence_hashes(local, seed=seed))
 
@@ -82,18 +78,16 @@ def local_hashes(
     lora_name: str = "",
     cache_salt: str = "",
     mm_hashes: Sequence[Collection[int] | None] | None = None,
-    eagle: bool = False,
     seed: int = BASE_SEED,
 ) -> NDArray[np.uint64]:
     """Only the local hashes; see `hash_blocks`."""
     column = token_array(tokens)
     seed = block_seed(lora_name, cache_salt, seed)
-    size = block_size + eagle
-    hashes = np.empty(block_count(len(column), block_size, eagle=eagle), np.uint64)
-    hash_rows(column, size, block_size, seed, hashes)
+    hashes = np.empty(block_count(len(column), block_size), np.uint64)
+    hash_rows(column, block_size, block_size, seed, hashes)
     for i, objects in enumerate((mm_hashes or ())[: len(hashes)]):
         if objects:
-            row = column[i * block_size :][:size].tobytes()
+            row = column[i * block_size :][:block_size].tobytes()
             row += np.array(sorted(set(objects)), "<u8").tobytes()
             hash_rows(np.frombuffer(row, U32), len(row) // 4, 0, seed, hashes[i : i + 1])
     return hashes
@@ -146,8 +140,8 @@ def token_array(tokens: Tokens) -> NDArray[np.uint32]:
     return np.ascontiguousarray(column)
 
 
-def block_count(tokens: int, block_size: int, *, eagle: bool = False) -> int:
+def block_count(tokens: int, block_size: int) -> int:
     """Number of whole blocks of a prompt. Raises ValueError."""
     if block_size < 1:
         raise ValueError(f"block size {block_size} must be at least 1")
-    return max(tokens - eagle, 0) // block_size
+    return tokens // block_size

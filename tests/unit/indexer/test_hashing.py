@@ -166,12 +166,11 @@ def test_vectors_with_multimodal_objects(objects: list[int], first: int) -> None
     lora_name=st.sampled_from(["", "adapter-ä"]),
     cache_salt=st.sampled_from(["", "tenant-a"]),
     objects=st.lists(st.none() | st.sets(st.integers(0, 2**64 - 1), max_size=3), max_size=4),
-    eagle=st.booleans(),
     seed=seeds,
 )
 def test_local_hashes_agree_with_the_formula(
     tokens: list[int], size: int, lora_name: str, cache_salt: str,
-    objects: list[set[int] | None], eagle: bool, seed: int,
+    objects: list[set[int] | None], seed: int,
 ) -> None:  # fmt: skip
     salted = seed
     if lora_name:
@@ -179,13 +178,13 @@ def test_local_hashes_agree_with_the_formula(
     if cache_salt:
         salted += xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
     expected = []
-    for i in range(max(len(tokens) - eagle, 0) // size):
-        data = np.array(tokens[size * i :][: size + eagle], "<u4").tobytes()
+    for i in range(len(tokens) // size):
+        data = np.array(tokens[size * i :][:size], "<u4").tobytes()
         held = objects[i] if i < len(objects) else None
         data += np.array(sorted(held or ()), "<u8").tobytes()
         expected.append(xxhash.xxh3_64_intdigest(data, salted % 2**64))
     found = local_hashes(
-        tokens, size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=objects, eagle=eagle,
+        tokens, size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=objects,
         seed=seed,
     )  # fmt: skip
     assert found.tolist() == expected
@@ -221,16 +220,6 @@ def test_objects_in_the_dropped_tail_change_no_hash() -> None:
 def test_salt_and_adapter_leave_the_chain_unsalted() -> None:
     hashes = hash_blocks(TOKENS, 4, cache_salt="tenant-a")
     assert hashes.sequence.tolist() == sequence_hashes(hashes.local).tolist()
-
-
-@pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
-def test_speculative_heads_overlap_blocks_by_one_token(length: int, blocks: int) -> None:
-    tokens = list(range(length))
-    expected = [
-        xxhash.xxh3_64_intdigest(np.array(tokens[4 * i : 4 * i + 5], "<u4").tobytes(), 1337)
-        for i in range(blocks)
-    ]
-    assert hash_blocks(tokens, 4, eagle=True).local.tolist() == expected
 
 
 def test_identifier_of_64_hex_digits_is_its_own_hash() -> None:
