@@ -218,6 +218,7 @@ async def test_field_that_is_not_honoured_is_refused_by_name(
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert response.json()["error"]["message"].startswith(f"{named}: ")
+    assert "image" not in response.json()["error"]["message"]
 
 
 async def test_errors_have_the_classes_of_the_client() -> None:

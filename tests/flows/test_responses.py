@@ -226,6 +226,29 @@ async def test_field_that_is_not_honoured_is_refused_by_name(
     assert refused.value.param.startswith(named)
 
 
+async def test_body_that_is_nested_too_deep_is_refused() -> None:
+    call = '{"type": "tool_use", "id": "a", "name": "b", "input": %s}'
+    turns = (
+        '{"role": "user", "content": "a"}',
+        '{"role": "assistant", "content": [%s]}' % call,  # noqa: UP031 - braces are JSON's
+        '{"role": "user", "content": "text"}',
+    )
+    bodies = {
+        "responses": '{"model": "scripted", "input": "text", "user": %s}',
+        "messages": f'{{"model": "scripted", "max_tokens": 5, "messages": [{",".join(turns)}]}}',
+    }
+    kind = {"content-type": "application/json"}
+    async with (
+        memory_deployment(ScriptedEngine(SCRIPT)) as deployment,
+        httpx.AsyncClient(base_url=deployment.url, timeout=20, headers=kind) as http,
+    ):
+        for levels in (400, 800, 1500, 5000):
+            nested = levels * '{"a":' + "1" + levels * "}"
+            for path, text in bodies.items():
+                answer = await http.post(f"/v1/{path}", content=text % nested)
+                assert answer.status_code in (200, 400), (path, levels, answer.text)
+
+
 async def test_errors_have_the_classes_of_the_client() -> None:
     async with memory_deployment(ScriptedEngine(SCRIPT)) as deployment, client_of(deployment) as ai:
         with pytest.raises(openai.NotFoundError, match="other"):

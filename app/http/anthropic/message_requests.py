@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from kvlane.app.http.openai.passthrough_fields import JsonObject
@@ -105,10 +105,18 @@ class ToolResultBlock(_Part):
     content: TextBlocks | None = None
 
 
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(
-        "type",
+        _type_of,
         custom_error_type="block",
         custom_error_message="must be a block of the type text, thinking, tool_use or tool_result",
     ),

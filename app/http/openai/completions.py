@@ -25,7 +25,9 @@ from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
 from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.request_reader import (
+    TOO_DEEP,
     check_supported,
     prepare,
     read_request,
@@ -104,7 +106,10 @@ class Completions:
         caller.count_request()
         async with self._bodies.read(request) as body:
             fields, values = await run_cooperatively(parse_body(body))
-            body_read = read(fields)
+            try:
+                body_read = read(fields)
+            except RecursionError:
+                raise InvalidPrompt("", TOO_DEEP) from None
             fields = body_read.fields
             as_is = parts.served_models.kind(fields.get("model")) != "tokens"
             parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -66,7 +67,7 @@ class _Item(BaseModel):
 class InputMessage(_Item):
     """A message, also one of an earlier answer."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
 
@@ -102,7 +103,10 @@ class ReasoningItem(_Item):
 
 
 def _type_of(value: Any) -> Any:
-    return value.get("type", "message") if isinstance(value, dict) else "message"
+    """The type of an item or a tool; the items of older clients have none."""
+    if not isinstance(value, dict):
+        return getattr(value, "type", None)
+    return value.get("type") or "message"
 
 
 Item = Annotated[
@@ -147,9 +151,9 @@ class NamespaceTool(_Item):
 
 
 ResponseTool = Annotated[
-    FunctionTool | NamespaceTool,
+    Annotated[FunctionTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")],
     Discriminator(
-        "type",
+        _type_of,
         custom_error_type="tool",
         custom_error_message="must be a function or a namespace of functions: tools that OpenAI "
         "runs are not offered",
@@ -218,10 +222,10 @@ class ResponseRequest(NamedTuple):
     body: ResponsesBody
     fields: Mapping[str, Any]
 
-    def shown(self) -> JsonObject:
-        """The fields of the request that come back with the response."""
+    def shown(self) -> dict[str, msgspec.Raw]:
+        """The fields of the request that come back with the response, as JSON."""
         fields = self.fields
-        return {name: fields.get(name) for name in _SHOWN} | {
+        values = {name: fields.get(name) for name in _SHOWN} | {
             "metadata": fields.get("metadata") or {},
             "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
             "tool_choice": fields.get("tool_choice") or "auto",
@@ -230,6 +234,7 @@ class ResponseRequest(NamedTuple):
             "store": False,
             "truncation": "disabled",
         }
+        return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
 
     def functions(self) -> list[FunctionTool]:
         """The functions, also those in namespaces."""
