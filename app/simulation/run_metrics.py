@@ -20,7 +20,8 @@ class RunMetrics(NamedTuple):
     `reuse`: cache hit rate, as a share of all prompt tokens. `ttft`: since arrival, queueing
     included. `itl`: over all tokens but the first ones; `itl_p99`: of all steps of the workers,
     None if unknown. `e2e`: from arrival to last token. `on_time`: the share of the requests with a
-    target of the time to a first token that met it, None if there are none.
+    target of the time to a first token that met it, None if there are none. `ttft_error_p50` to
+    `itl_error_p90`: of |predicted - measured| / measured, None without predictions.
     """
 
     requests: int
@@ -33,6 +34,10 @@ class RunMetrics(NamedTuple):
     e2e_p99: float
     itl_p99: float | None = None
     on_time: float | None = None
+    ttft_error_p50: float | None = None
+    ttft_error_p90: float | None = None
+    itl_error_p50: float | None = None
+    itl_error_p90: float | None = None
 
 
 def metrics_of(
@@ -59,6 +64,7 @@ def metrics_of(
         e2e_p99=float(np.percentile(e2e, 99)),
         itl_p99=_gap_percentile(workers, 99) if between else None,
         on_time=_on_time(requests, ttft.tolist()),
+        **_errors(requests),
     )
 
 
@@ -70,6 +76,23 @@ def _on_time(requests: Sequence[SimulatedRequest], ttfts_ms: Sequence[float]) ->
         if target_ms < math.inf
     ]
     return sum(met) / len(met) if met else None
+
+
+def _errors(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
+    """The errors of predictions, by field."""
+    ttft = [(r.predicted_ttft_ms, r.first_token_ms - r.sent_ms) for r in requests]
+    itl = [
+        (r.predicted_itl_ms, (r.last_token_ms - r.first_token_ms) / (r.request.output_tokens - 1))
+        for r in requests
+        if r.request.output_tokens > 1
+    ]
+    found: dict[str, float] = {}
+    for name, pairs in (("ttft", ttft), ("itl", itl)):
+        errors = [abs(a - b) / b for a, b in pairs if a and b > 0]
+        if errors:
+            p50, p90 = np.percentile(errors, (50, 90)).tolist()
+            found |= {f"{name}_error_p50": p50, f"{name}_error_p90": p90}
+    return found
 
 
 def _gap_percentile(workers: Sequence[SimulatedWorker], percent: float) -> float | None:

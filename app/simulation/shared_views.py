@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvlane.app.engine.simulated.batch import EngineLimits, StepResult
+from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.queueing.router_queue import RouterQueue
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.state.fleet import Fleet
@@ -61,6 +64,7 @@ class SharedViews:
         transfer_bytes_per_token: int | None = None,
     ) -> None:
         self.fleet = Fleet()
+        self._publishes_curves = publishes_curves
         self.silent = SilentWorkers(self.fleet, math.inf)
         self.kv_index = KvIndexView(SIMULATION_SECRET)
         self._unread: dict[SimulatedWorker, list[CacheEvent]] = {}
@@ -90,6 +94,13 @@ class SharedViews:
         for worker, events in self._unread.items():
             self._apply_events(worker, events)
         self._unread.clear()
+
+    def on_changed_engines(self, curves: PerfCurves) -> None:
+        """Publish cards with the curves that the engines have now, if cards have any."""
+        coefficients = curves.coefficients() if self._publishes_curves else None
+        for member in list(self.fleet.members.values()):
+            config = replace(member.card.config, curve=coefficients)
+            self._apply(self.fleet, REGISTRY, replace(member.card, config=config), 0.0)
 
     def add_chunks(self, chunks: Sequence[int], keys: Sequence[int]) -> None:
         """Keys of chunks that are no part of the trace."""

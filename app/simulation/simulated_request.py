@@ -13,8 +13,9 @@ from kvlane.app.simulation.trace_requests import TraceRequest
 class SimulatedRequest:
     """A simulated request; times in ms since the start, NEVER until they are known.
 
-    `router`: its number. `cached_tokens`: at its first admission. `held`: its prefill worker and
-    sequence there, until the blocks are transferred.
+    `router`: its number. `cached_tokens`: at its first admission. `predicted_ttft_ms`,
+    `predicted_itl_ms`: by its decision, 0 for none. `held`: its prefill worker and sequence there,
+    until the blocks are transferred.
     """
 
     request: TraceRequest
@@ -25,6 +26,8 @@ class SimulatedRequest:
     first_token_ms: float = NEVER
     last_token_ms: float = NEVER
     cached_tokens: int = 0
+    predicted_ttft_ms: float = 0.0
+    predicted_itl_ms: float = 0.0
     prefill_worker: str = ""
     held: tuple[SimulatedWorker, BatchSequence] | None = None
 

@@ -26,6 +26,7 @@ from kvlane.app.engine.simulated.fast_forward import (
     fast_forward,
 )
 from kvlane.app.engine.simulated.step import add_sequence, remove_sequence, run_step
+from kvlane.app.perf_curves import PerfCurves
 
 NEVER = math.inf
 
@@ -71,6 +72,11 @@ class SimulatedWorker:
         """Remove a request at the end of the current step; `removed` returns it then."""
         self._removals.append(sequence)
         self._end_after_current(now_ms)
+
+    def change_curves(self, curves: PerfCurves, now_ms: float) -> None:
+        """Let the engine have other curves from its next step on."""
+        self._end_after_current(now_ms)
+        self.state.limits = self.state.limits._replace(curves=curves)
 
     def removed(self) -> list[RemovedSequence]:
         """Remove the runs marked for removal that have not ended; not during a step."""

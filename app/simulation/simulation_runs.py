@@ -43,7 +43,8 @@ class SimulationRun(NamedTuple):
     `curves`: of all engines. `warmup_requests`: leading requests that are not in the figures.
     `prefill_workers`: so many compute prompts, the others only decode; 0: each does both.
     `handover_rules`: when prompts are handed over; None: never, or with such workers always.
-    `objective`, `queue_order`: of policy predictive.
+    `objective`, `queue_order`: of policy predictive. `later_curves`: of all engines from the arrival
+    in the middle on; None: as before.
     """
 
     policy: str
@@ -58,6 +59,7 @@ class SimulationRun(NamedTuple):
     handover_rules: HandOverRules | None = None
     objective: Objective = "balanced"
     queue_order: QueueOrder = "sjf"
+    later_curves: PerfCurves | None = None
 
 
 class PreparedTrace:
@@ -121,11 +123,14 @@ def _simulator(
     tuning = parse_policy(run.policy)._replace(objective=run.objective)
     coming = schedule_arrivals(trace.rows, trace.requests_for(tuning.policy), run.pace, run.seed)
     shape = EngineLimits(CHUNK_TOKENS, run.cache_blocks, curves=run.curves)
-    return new_simulator(
+    simulator = new_simulator(
         coming, run.workers, shape, tuning, run.seed, progress, run.conditions,
         prefill_workers=run.prefill_workers, handover_rules=run.handover_rules,
         queue_order=run.queue_order,
     )  # fmt: skip
+    if run.later_curves is not None:
+        simulator.change_engines(coming[len(coming) // 2].at_ms, run.later_curves)
+    return simulator
 
 
 def run_metrics(
@@ -168,6 +173,12 @@ def result_row(run: SimulationRun, found: RunMetrics, wall_s: float) -> dict[str
         "itl_ms": {"mean": found.itl_mean, "p99": found.itl_p99},
         "e2e_ms": {"mean": found.e2e_mean, "p99": found.e2e_p99},
         "on_time": found.on_time,
+        "prediction_error": {
+            "ttft_p50": found.ttft_error_p50,
+            "ttft_p90": found.ttft_error_p90,
+            "itl_p50": found.itl_error_p50,
+            "itl_p90": found.itl_error_p90,
+        },
         "wall_s": wall_s,
     }
 
@@ -189,6 +200,8 @@ def _circumstances(run: SimulationRun) -> Iterator[str]:
     if run.curves != usual.curves:
         a, b, c = run.curves.prefill
         yield f"prefill {a:.3g} n^2 + {b:.3g} n + {c:.3g} ms"
+    if run.later_curves is not None:
+        yield "other curves from the middle on"
     if not run.conditions.publishes_curves:
         yield "curves unknown"
     if run.warmup_requests:

@@ -25,6 +25,7 @@ from zlib import crc32
 
 from kvlane.app.engine.simulated.batch import BatchSequence, EngineLimits, StepResult
 from kvlane.app.engine.simulated.step import release_held
+from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.policy_names import QueueOrder
 from kvlane.app.routing.queueing.router_queue import QueueConfig, RouterQueue
 from kvlane.app.routing.selection.decision import Placement
@@ -128,6 +129,20 @@ class Simulator:
                 if self._events.run_actions(news):
                     self._last_event_ms = news
                 self._plan(news)
+
+    def change_engines(self, at_ms: float, curves: PerfCurves) -> None:
+        """Let all engines have other curves from then on."""
+
+        def change() -> None:
+            for worker in self.workers:
+                before = worker.ends_at_ms
+                worker.change_curves(curves, at_ms)
+                self._on_changed(worker, before)
+            self.shared_views.on_changed_engines(curves)
+            for router in self.routers:
+                router.queue.on_fleet_changed()
+
+        self._events.delay(0.0, at_ms, change)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -243,6 +258,9 @@ class Simulator:
         router, phase = self.routers[simulated.router], placement.phase
         worker = self.workers[placement.worker_rank.epoch]
         simulated.worker, simulated.sent_ms = worker.name, now_ms
+        if phase == "aggregated":
+            simulated.predicted_ttft_ms = placement.forecast.ttft_ms
+            simulated.predicted_itl_ms = placement.forecast.itl_ms
         delay_ms = self.conditions.dispatch_delay_ms
         if phase == "decode":
             delay_ms += self.conditions.transfer_ms(simulated.request.prompt.tokens)

@@ -98,11 +98,12 @@ class Assigned(RunRecord, frozen=True):
     `prefill_tokens`: its part of the worker's prefill until it is done. `params`: the policy's
     settings in force. `candidate_rows`: the best candidates, and the chosen one; earlier versions
     and captures have them in `listed`; `candidates` reads both. `held_ms`: how long the request had
-    waited in the router, `ttft_ms_predicted`: the predicted time to its first token; both by policy
-    predictive. `known_ms`: append time of the youngest ledger record that its router had read.
-    `choice`: whether to hand over, where costs decided. `is_preemptible`: whether a run of class
-    batch gives way; not if no other run could continue its answer. `is_prompt`: whether the request
-    came from Kafka, so that copies of it may come for days.
+    waited in the router, `ttft_ms_predicted`: the predicted time to its first token,
+    `itl_ms_predicted`: between its tokens; by policy predictive. `known_ms`: append time of the
+    youngest ledger record that its router had read. `choice`: whether to hand over, where costs
+    decided. `is_preemptible`: whether a run of class batch gives way; not if no other run could
+    continue its answer. `is_prompt`: whether the request came from Kafka, so that copies of it may
+    come for days.
     """
 
     origin: RequestOffset
@@ -129,6 +130,7 @@ class Assigned(RunRecord, frozen=True):
     choice: HandOverChoice | None = None
     candidate_rows: CandidateRows | None = None
     is_prompt: bool = False
+    itl_ms_predicted: float = 0.0
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -239,6 +239,13 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
             *([f"{row['on_time']:.1%}"] if on_time else []),
         )
     console.print(table)
+    for row in rows:
+        if (error := row["prediction_error"])["itl_p90"] is not None:
+            console.print(
+                f"{row['policy']}: error of the predicted TTFT {error['ttft_p50']:.1%} (median), "
+                f"{error['ttft_p90']:.1%} (p90); of the predicted ITL {error['itl_p50']:.1%}, "
+                f"{error['itl_p90']:.1%}"
+            )
     console.print(
         "reuse: prompt tokens found in a cache; times are means unless named otherwise", style="dim"
     )

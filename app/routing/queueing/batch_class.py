@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.fair_share import FairQueue
 from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
@@ -56,6 +57,7 @@ class _SearchInputs(NamedTuple):
     run_changes: int
     interactive: WorkerLoad
     slowdown: float
+    curves: PerfCurves | None
     mean_output_tokens: float
 
 
@@ -177,7 +179,8 @@ class BatchClass:
         state = self._routing_state(now_ms)
         inputs = _SearchInputs(
             self._fleet.version, runs.changes.count, state.committed.load(rank),
-            state.slowdown.get(rank.worker, 1.0), state.mean_output_tokens,
+            state.slowdown.get(rank.worker, 1.0), state.curves.get(rank.worker),
+            state.mean_output_tokens,
         )  # fmt: skip
         found = self._giving_way.get(rank)
         if found is None or found[0] != inputs:
@@ -213,9 +216,7 @@ class BatchClass:
         member = self._fleet.members.get(rank.worker)
         if member is None or member.epoch != rank.epoch:
             return []
-        profile = profile_from_card(member.card.config)._replace(
-            slowdown=state.slowdown.get(rank.worker, 1.0)
-        )
+        profile = state.profile_of(rank.worker, profile_from_card(member.card.config))
         return runs_to_preempt(
             profile,
             interactive_load,

@@ -303,7 +303,7 @@ def _work(
 ) -> RankWork:
     rank = row.worker_rank
     interactive = state.committed.load(rank).add(state.unconfirmed.load(rank))
-    profile = row.profile._replace(slowdown=state.slowdown.get(rank.worker, 1.0))
+    profile = state.profile_of(rank.worker, row.profile)
     return RankWork(profile, interactive, runs.load(rank), state.mean_output_tokens, output_tokens)
 
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.candidates import Candidates, Reservations
 from kvlane.app.routing.selection.choice import rank_hashes
@@ -37,6 +38,7 @@ _SPOT_BYTES = 8 * cost_kernels.FEATURES
 NO_ROW = -1
 """The row of places of other pools."""
 NO_SLOWDOWNS: Mapping[str, float] = MappingProxyType({})
+NO_CURVES: Mapping[str, PerfCurves] = MappingProxyType({})
 
 
 class CandidateSpec(Protocol):
@@ -76,7 +78,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     not read back. `heartbeats`: heartbeats by worker, `changed_heartbeats`: their changes,
     `count_output_tokens`: whether they count. `slowdown`: of measured workers, `TrackedDict` if it
     can change. `stagger_ms`: by worker, the delay of this router behind others; an immutable
-    mapping.
+    mapping. `curves`: learned ones by worker, which change together with `slowdown`.
     """
 
     committed: ActiveLoad
@@ -86,6 +88,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     count_output_tokens: bool = True
     slowdown: Mapping[str, float] = NO_SLOWDOWNS
     stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
+    curves: Mapping[str, PerfCurves] = NO_CURVES
 
     def is_same(self, others: TableInputs) -> bool:
         """Whether these are the same objects; their content is not compared."""
@@ -95,6 +98,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
             and self.changed_heartbeats is others.changed_heartbeats
             and self.count_output_tokens is others.count_output_tokens
             and self.slowdown is others.slowdown and self.stagger_ms is others.stagger_ms
+            and self.curves is others.curves
         )  # fmt: skip
 
 
@@ -137,7 +141,8 @@ class CandidateTable:
         for spot, row in zip(self.features, rows, strict=True):
             spot[cost_kernels.SHARING] = 1.0
             spot[cost_kernels.SLOWDOWN :] = profile_columns(row.profile)
-        self._profiles = [row.profile for row in rows]
+        self._card_profiles = [row.profile for row in rows]
+        self._profiles = [*self._card_profiles]
         self._ranks = [row.rank_count for row in rows]
         self._outputs = [0] * len(rows)
         self._unmeasured = set(range(len(rows)))
@@ -293,8 +298,9 @@ class CandidateTable:
 
     def _read_slowdown(self, sources: TableInputs, workers: Iterable[str]) -> None:
         for worker in workers:
-            slowdown = sources.slowdown.get(worker)
+            slowdown, curves = sources.slowdown.get(worker), sources.curves.get(worker)
             for n in self._rows_of.get(worker, ()):
+                self._set_curves(n, curves)
                 if slowdown is None:
                     self._unmeasured.add(n)
                 else:
@@ -302,6 +308,14 @@ class CandidateTable:
                     self.features[n, cost_kernels.SLOWDOWN] = slowdown
         if self._unmeasured:
             self._assume_slowdown()
+
+    def _set_curves(self, n: int, learned: PerfCurves | None) -> None:
+        """Let a row have these curves, or those of its card."""
+        curves = self._card_profiles[n].curves if learned is None else learned
+        if curves is not self._profiles[n].curves:
+            self._profiles[n] = profile = self._profiles[n]._replace(curves=curves)
+            self.curves[n] = recorded_curve(profile)
+            self.features[n, cost_kernels.CURVE :] = curves.coefficients()
 
     def _assume_slowdown(self) -> None:
         """Take an unmeasured worker to be like the fastest with the same curve; see

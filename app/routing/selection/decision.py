@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.policy_names import adds_load
 from kvlane.app.routing.selection import cost_kernels
-from kvlane.app.routing.selection.candidate_table import NO_SLOWDOWNS, CandidateTable
+from kvlane.app.routing.selection.candidate_table import NO_CURVES, NO_SLOWDOWNS, CandidateTable
 from kvlane.app.routing.selection.candidates import Candidates
 from kvlane.app.routing.selection.cost_kernels import Floats, Ints
 from kvlane.app.routing.selection.eligibility import CandidatePools
@@ -23,7 +24,12 @@ from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
-from kvlane.app.routing.state.performance import DEFAULT_OUTPUT_TOKENS, PrefillShares, RecentPrefill
+from kvlane.app.routing.state.performance import (
+    DEFAULT_OUTPUT_TOKENS,
+    EngineProfile,
+    PrefillShares,
+    RecentPrefill,
+)
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Candidate, CandidateRows, EndCode, HandOverChoice, Phase
 
@@ -63,7 +69,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     held here. `stagger_ms`: see `TableInputs`.
     `count_output_tokens`: whether output tokens of running requests count as load.
     `expected_followups`, `prefill_shares`, `recent_prefill`, `transfer_token_ms`: see
-    `PerformanceModel`. `batch_runs`: those by the ledger.
+    `PerformanceModel`. `batch_runs`: those by the ledger. `curves`: learned ones, by worker.
     """
 
     fleet: Fleet
@@ -82,18 +88,27 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     transfer_token_ms: float | None = None
     recent_prefill: RecentPrefill | None = None
     batch_runs: BatchRuns | None = None
+    curves: Mapping[str, PerfCurves] = NO_CURVES
+
+    def profile_of(self, worker: str, card_profile: EngineProfile) -> EngineProfile:
+        """The profile of a worker as learned; `card_profile`: that by its card."""
+        return card_profile._replace(
+            curves=self.curves.get(worker, card_profile.curves),
+            slowdown=self.slowdown.get(worker, 1.0),
+        )
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
     """The forecast of policy predictive. `hold_ms`: for how long holding the request pays, from
     now; `waited_ms`: how long it has been queued; `ttft_ms`: time to its first token if it goes
-    now.
+    now; `itl_ms`: mean time between its tokens, 0 if it makes none.
     """
 
     reservation: Reservation | None = None
     hold_ms: int = 0
     waited_ms: int = 0
     ttft_ms: float = 0.0
+    itl_ms: float = 0.0
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -173,6 +188,7 @@ def forecast(
     since_ms: float,
     config: RoutingConfig,
     deadline_ms: float | None,
+    itl_ms: float = 0.0,
 ) -> Forecast:
     """The forecast for a request at the chosen place. `found`: a row of `Prediction.results`.
 
@@ -196,7 +212,7 @@ def forecast(
             )
     left_ms = min(left_ms, planned.hold_until_ms - now_ms)
     ttft_ms = found[cost_kernels.WAIT] + found[cost_kernels.PREFILL]
-    return Forecast(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms)
+    return Forecast(planned, max(math.ceil(left_ms), 0), int(now_ms - since_ms), ttft_ms, itl_ms)
 
 
 def wait_for_rank(outlook: Forecast, now_ms: int) -> Wait | None:

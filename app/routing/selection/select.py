@@ -133,7 +133,10 @@ def select_worker(
     if scores.results is not None:
         since_ms = state.now_ms if queued_since_ms is None else queued_since_ms
         result: list[float] = scores.results[chosen].tolist()
-        outlook = forecast(result, options, chosen, state.now_ms, since_ms, config, deadline_ms)
+        itl_ms = _itl_ms(result, features, state, options.worker_ranks[chosen].worker)
+        outlook = forecast(
+            result, options, chosen, state.now_ms, since_ms, config, deadline_ms, itl_ms
+        )
         if (wait := wait_for_rank(outlook, state.now_ms)) is not None:
             return wait
     overlap_blocks = int(sum(options.blocks[chosen].tolist()))
@@ -161,6 +164,16 @@ def added_prefill(policy: str, params: Mapping[str, float], tokens: int, cached:
     if not (adds_load(policy) and params.get("track_prefill_tokens", 1.0)):
         return 0
     return tokens - cached if params.get("assume_kv_reuse", 1.0) else tokens
+
+
+def _itl_ms(
+    found: Sequence[float], features: RequestFeatures, state: RoutingState, worker: str
+) -> float:
+    """Expected mean time between tokens: a step of decode, with the prefill of others beside it."""
+    itl_ms = found[cost_kernels.DECODE] / max(features.output_tokens, 1.0)
+    if features.part == cost_kernels.WHOLE and state.prefill_shares is not None:
+        itl_ms /= 1.0 - state.prefill_shares.share(worker, state.now_ms)
+    return itl_ms
 
 
 def part_of(phase: Phase) -> int:
@@ -317,7 +330,7 @@ def refreshed_table(pool: CandidatePool, state: RoutingState) -> CandidateTable:
     sources = TableInputs(
         state.committed, state.unconfirmed, state.fleet.heartbeats, state.fleet.changed_heartbeats,
         state.count_output_tokens,
-        state.slowdown, state.stagger_ms,
+        state.slowdown, state.stagger_ms, state.curves,
     )  # fmt: skip
     pool.table.refresh(sources, state.now_ms)
     if pool.has_transfers and pool.has_curves and state.prefill_shares is not None:

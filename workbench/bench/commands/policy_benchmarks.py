@@ -70,17 +70,35 @@ def traffic(
         Path | None, typer.Option(help="Cache results in this file; cached runs are not repeated.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: one per CPU.", min=0)] = 0,
+    foreign: Annotated[
+        bool,
+        typer.Option(
+            "--foreign", help="Instead: engines of other shapes, learned against known ones."
+        ),
+    ] = False,
     json: Json = None,
 ) -> None:
     """All policies on many kinds of traffic, relative to the best one of each; simulated.
 
     Short prompts at random times and in bursts, chats with long answers, the generated traces, and
     with --trace the conversation trace. Quick: one seed, three fleets of that trace; --full: three
-    seeds and four fleets. Exit code 1 if a threshold is missed.
+    seeds and four fleets. With --foreign, engines with a larger constant, a steeper line, a square
+    and a change of speed, learned and known. Exit code 1 if a threshold is missed.
     """
     from workbench.bench.routing.policy_traffic import FULL, QUICK, bench_traffic
+    from workbench.bench.routing.result_cache import ResultCache
 
     scale, at_a_time = FULL if full else QUICK, jobs or os.cpu_count() or 1
+    if foreign:
+        from workbench.bench.foreign_engines import bench_foreign_engines
+
+        report = measure(
+            "traffic",
+            lambda _, progress: bench_foreign_engines(progress, ResultCache(keep), at_a_time),
+            json,
+        )
+        require_passed(report)
+        return
     report = measure(
         "traffic",
         lambda out, progress: bench_traffic(scale, trace, out, progress, keep, at_a_time),

@@ -8,6 +8,7 @@ import pytest
 
 from kvlane.app.commands.simulation.report import Report
 from kvlane.app.simulation.synthetic_traces import TraceSize
+from workbench.bench import foreign_engines
 from workbench.bench.routing import policy_simulation, policy_traffic
 from workbench.bench.routing.policy_traffic import (
     OWN_POLICY,
@@ -17,6 +18,7 @@ from workbench.bench.routing.policy_traffic import (
     TrafficRow,
     generated_scenarios,
 )
+from workbench.bench.routing.result_cache import ResultCache
 
 
 def test_ratios_are_to_the_best_other_policy_of_each_figure() -> None:
@@ -50,3 +52,20 @@ def test_every_policy_runs_on_every_kind_of_traffic(monkeypatch: pytest.MonkeyPa
     assert {row["traffic"] for row in report.rows} == {some[0].name}
     assert len(report.thresholds) == 4
     assert sum(parts) == pytest.approx(1)
+
+
+def test_foreign_engines_are_learned_and_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = foreign_engines.foreign_engines()
+    some = {name: engines[name] for name in ("linear x 4", "slower")}
+    monkeypatch.setattr(foreign_engines, "foreign_engines", lambda: some)
+    monkeypatch.setattr(foreign_engines, "TRAFFIC", {"short-prompts": 40.0})
+    monkeypatch.setattr(foreign_engines, "WARM_UP_PER_WORKER", 30)
+    monkeypatch.setattr(policy_simulation, "TraceSize", lambda: TraceSize(240))
+    parts: list[float] = []
+    report = asyncio.run(foreign_engines.bench_foreign_engines(parts.append, ResultCache(None)))
+    assert [row["engine"] for row in report.rows] == list(some)
+    assert sum(parts) == pytest.approx(1)
+    linear, _ = report.rows
+    assert linear["learned to known"]["TTFT"] == pytest.approx(1, abs=0.1)
+    assert linear["TTFT error"]["p50"] < 0.2
+    assert len(report.thresholds) == len(some) * 6
