@@ -72,7 +72,7 @@ from kvlane.app.routing.state.batch_runs import BatchRunKey, BatchRuns
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
-from kvlane.app.routing.state.performance import PerformanceModel
+from kvlane.app.routing.state.performance import PerformanceModel, WorkerKind, profile_from_card
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.app.routing.state.silent_workers import SilentWorkers
 from kvlane.app.routing.worker_rank import WorkerRank
@@ -327,6 +327,7 @@ class RouterQueue:
             prefill_shares=performance.prefill_shares,
             transfer_token_ms=performance.transfer_token_ms,
             recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
+            curves=performance.curves,
             stagger_ms=self.herd_avoidance.stagger_ms(
                 self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
             ),
@@ -508,6 +509,10 @@ class RouterQueue:
             for name, member in self._fleet.members.items()
             if any(can_take(member.card, phase) for phase in FIRST_PHASES)
         ]
+        self._performance.set_kinds({
+            name: WorkerKind(member.card.model, profile_from_card(member.card.config))
+            for name, member in self._fleet.members.items()
+        })  # fmt: skip
         self.worker_capacity.on_fleet_changed()
         self.batch.on_fleet_changed()
         self._wake_ups.wake_lines()

@@ -2,7 +2,11 @@
 
 The prior is the curve on a worker's card (`EngineConfig.curve`), else the published curve. The real
 speed is measured by the first tokens of runs that found no prefill before them, and becomes one
-factor on the curve: a median of few ratios, which no single wait changes much.
+factor on the curve: a median of few ratios, which no single wait changes much. Where runs show
+another shape, workers of one kind get curves of their own (`step_model.py`), and the factors are on
+these. Curves are fitted to the last runs in order of time, whichever lane they are read from first,
+so routers that have read the same records have the same ones; the median takes ratios in the order
+of reading.
 
 An unmeasured worker is assumed to be as fast as the fastest worker of its kind
 (`candidate_table.py`), so that it receives traffic and gets measured: by its curve alone it would
@@ -15,15 +19,18 @@ Owns the estimates; `predictive.py` uses them. Reads no clock: times are in reco
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvlane.app.perf_curves import PerfCurves, curves_from
 from kvlane.app.routing.policy_names import has_forecast
 from kvlane.app.routing.state.change_log import TrackedDict
+from kvlane.app.routing.state.step_model import Answer, FirstToken, WorkerRuns, fit_steps
 from kvlane.streams.records import (
     Assigned,
     Candidate,
@@ -45,6 +52,9 @@ PREFILL_WINDOW = 200
 """Runs over which the mean prefill is taken."""
 MAX_RATIOS, MIN_RATIOS = 32, 5
 """Most and fewest runs of which a factor is the median."""
+CHANGE = 1.5
+"""How much slower or faster MIN_RATIOS runs in a row show a change of the engine, so that the runs
+before them count no more."""
 EXPLORATION_INTERVAL = 100
 """Decisions in a row without a worker, per candidate, before it is tried again: so at most
 MIN_RATIOS of EXPLORATION_INTERVAL requests explore."""
@@ -60,6 +70,11 @@ MAX_SHARE = 0.95
 RECENT_MS, MIN_RECENT_MS = 60_000.0, 5_000.0
 """Time over which the offered load of prefill is taken, and the shortest one at the beginning: it
 decides on whole workers, which take seconds to change their work."""
+RUN_WINDOW, RUN_WINDOW_OF_KIND, MIN_RUN_WINDOW = 128, 1024, 16
+"""Runs of a worker, and of all workers of a kind, from which curves are fitted."""
+FIT_INTERVAL_MS, LATE_MS = 1000, 1000
+"""How often curves are fitted, by the time of the ledger; and how much later than others the
+records of a lane may be read without another fit."""
 MAX_REMEMBERED = 10_000
 """Bound on workers, and on runs without a first token; the oldest are dropped."""
 
@@ -136,8 +151,18 @@ class SlowdownEstimate:
         """Add the ratio of a run; one that is not a positive number is ignored."""
         if math.isfinite(ratio) and ratio > 0:
             self._ratios.append(ratio)
+            if self._has_changed():
+                while len(self._ratios) > MIN_RATIOS:
+                    self._ratios.popleft()
             if len(self._ratios) >= MIN_RATIOS:
                 self.value = sorted(self._ratios)[len(self._ratios) // 2]
+
+    def _has_changed(self) -> bool:
+        """Whether the last ratios, all on one side, are of another speed."""
+        if self.value is None:
+            return False
+        recent = [*self._ratios][-MIN_RATIOS:]
+        return min(recent) > CHANGE * self.value or max(recent) * CHANGE < self.value
 
 
 class FadingSums:
@@ -205,13 +230,47 @@ class RecentPrefill:
 
 
 class _Begun(msgspec.Struct, frozen=True, gc=False):
-    """A run that found no prefill before it: its length, its worker, and a decode step there; of a
-    decode the steps until its first token."""
+    """A run without a first token: its length, its worker, and a decode step there; of a decode the
+    steps until its first token. `context`: tokens in the cache there, 0 if nothing was decoded.
+    `found_none`: no other prompt was before it.
+    """
 
     worker: str
     tokens: int
     pace: EngineProfile
     decode_ms: float
+    context: float
+    found_none: bool
+
+
+class WorkerKind(NamedTuple):
+    """Workers that share learned curves: they serve one model, and their cards are alike."""
+
+    model: str
+    profile: EngineProfile
+
+
+class _Runs(NamedTuple):
+    """The last runs of a worker, in order of time, whichever lane they were read from first."""
+
+    first_tokens: list[FirstToken]
+    answers: list[Answer]
+
+    def before(self, at_ms: int, size: int) -> WorkerRuns:
+        """The last `size` of each before a time."""
+        first = bisect_left(self.first_tokens, (at_ms,))
+        answer = bisect_left(self.answers, (at_ms,))
+        return WorkerRuns(
+            self.first_tokens[max(first - size, 0) : first],
+            self.answers[max(answer - size, 0) : answer],
+        )
+
+
+class _Learned(msgspec.Struct):
+    """The workers of a kind, and the time up to which runs are in its curves, in intervals."""
+
+    workers: list[str]
+    until: int = 0
 
 
 class PerformanceModel:
@@ -243,6 +302,29 @@ class PerformanceModel:
         self._answers = OUTPUT_WEIGHT
         self._learned: OrderedDict[str, SlowdownEstimate] = OrderedDict()
         self._begun: OrderedDict[RunKey, _Begun] = OrderedDict()
+        self._answering: OrderedDict[RunKey, int] = OrderedDict()
+        """Times of the first tokens of runs that are not over."""
+        self._runs: OrderedDict[str, _Runs] = OrderedDict()
+        self._kind_of: Mapping[str, WorkerKind] = {}
+        self._kinds: dict[WorkerKind, _Learned] = {}
+        self.curves: dict[str, PerfCurves] = {}
+        """By worker, the curves of its kind where the ledger has shown others than its card."""
+
+    def set_kinds(self, kind_of: Mapping[str, WorkerKind]) -> None:
+        """Set the kind of each worker of the fleet."""
+        if kind_of == self._kind_of:
+            return
+        before, self._kind_of, self._kinds = self._kinds, kind_of, {}
+        for worker, kind in sorted(kind_of.items()):
+            if kind not in self._kinds:
+                until = before[kind].until if kind in before else 0
+                self._kinds[kind] = _Learned([], until)
+            self._kinds[kind].workers.append(worker)
+        for worker in [*self.curves]:
+            if worker not in kind_of:
+                self._forget_curves(worker)
+        for kind in self._kinds:
+            self._fit(kind)
 
     def on_record(self, fact: LogRecord) -> None:
         """A record of the ledger was applied; other records change nothing."""
@@ -264,15 +346,9 @@ class PerformanceModel:
                 self._prefilled[record.id, record.attempt] = True
                 while len(self._prefilled) > MAX_REMEMBERED:
                     self._prefilled.popitem(last=False)
-            self._measure(record)
+            self._measure(record, fact)
         elif type(record) is Finished:
-            self._begun.pop(record.run_key, None)
-            # Embeddings have no length, and answers without a token are no measure of it.
-            if record.code in ("stop", "length") and record.output_tokens:
-                self._answers = min(self._answers + 1, OUTPUT_WINDOW)
-                self.mean_output_tokens += (
-                    record.output_tokens - self.mean_output_tokens
-                ) / self._answers
+            self._end(record, fact)
 
     @property
     def transfer_token_ms(self) -> float | None:
@@ -303,17 +379,21 @@ class PerformanceModel:
         is_decode = decision.phase == "decode"
         if not is_decode:
             self._pass_over(decision)
-        if chosen is None or chosen.prefill_runs:
+        if chosen is None or (is_decode and chosen.prefill_runs):
             return
-        if not is_decode and profile.slowdown != 1.0:
-            profile = profile._replace(slowdown=1.0)  # which the run measures
+        if not is_decode:  # which the run measures
+            kind = self._kind_of.get(decision.worker)
+            curves = profile.curves if kind is None else kind.profile.curves
+            profile = profile._replace(slowdown=1.0, curves=curves)
         tokens = chosen.prompt_tokens + chosen.open_runs * self.mean_output_tokens / 2
         step_ms = profile.decode_ms(tokens) if chosen.open_runs else 0.0
         if is_decode:  # the rest of the step under way, and the first one of its own
             step_ms = step_ms / 2 + profile.decode_ms(tokens + decision.prompt_tokens)
+        is_decoding = chosen.open_runs > chosen.prefill_runs
         self._begun[decision.run_key] = _Begun(
-            decision.worker, decision.prompt_tokens + decision.base_tokens, profile, step_ms
-        )
+            decision.worker, decision.prompt_tokens + decision.base_tokens, profile, step_ms,
+            tokens if is_decoding else 0.0, not chosen.prefill_runs,
+        )  # fmt: skip
         while len(self._begun) > MAX_REMEMBERED:
             self._begun.popitem(last=False)
 
@@ -330,9 +410,10 @@ class PerformanceModel:
             learned.skipped_count = 0 if worker == decision.worker else learned.skipped_count + 1
             if learned.skipped_count > most:
                 del self._learned[worker]
+                self._runs.pop(worker, None)
                 self.slowdown.discard(worker)
 
-    def _measure(self, done: PrefillDone) -> None:
+    def _measure(self, done: PrefillDone, fact: LogRecord) -> None:
         begun = self._begun.pop(done.run_key, None)
         if begun is None or begun.worker != done.worker:
             return
@@ -341,12 +422,89 @@ class PerformanceModel:
             self._transfers.append(took_ms / max(begun.tokens, 1))
             return
         tokens = max(begun.tokens - done.cached_tokens, 1)
+        self._answering[done.run_key] = fact.timestamp_ms
+        while len(self._answering) > MAX_REMEMBERED:
+            self._answering.popitem(last=False)
+        self._add_run(done.worker, FirstToken(
+            fact.timestamp_ms, fact.offset, done.prefill_ms, tokens, begun.context, begun.tokens,
+            begun.found_none,
+        ))  # fmt: skip
+        if not begun.found_none:
+            return
         expected_ms = begun.pace.prefill_ms(tokens, begun.decode_ms) + begun.decode_ms / 2
         if expected_ms > 0:
             if (learned := self._learned.get(done.worker)) is None:
                 learned = self._learned[done.worker] = SlowdownEstimate()
             learned.observe(done.prefill_ms / expected_ms)
-            if learned.value is not None:
+            if learned.value is not None and done.worker not in self.curves:
                 self.slowdown[done.worker] = learned.value
             while len(self._learned) > MAX_REMEMBERED:
                 self.slowdown.discard(self._learned.popitem(last=False)[0])
+
+    # --- curves of kinds -------------------------------------------------------------------------
+
+    def _end(self, end: Finished, fact: LogRecord) -> None:
+        self._begun.pop(end.run_key, None)
+        since_ms = self._answering.pop(end.run_key, None)
+        if since_ms is not None and end.output_tokens > 1 and end.itl_ms > 0:
+            steps = end.output_tokens - 1
+            took_ms = steps * end.itl_ms
+            answer = Answer(fact.timestamp_ms, fact.offset, since_ms, took_ms, steps)
+            self._add_run(end.worker, answer)
+        # Embeddings have no length, and answers without a token are no measure of it.
+        if end.code in ("stop", "length") and end.output_tokens:
+            self._answers = min(self._answers + 1, OUTPUT_WINDOW)
+            self.mean_output_tokens += (end.output_tokens - self.mean_output_tokens) / self._answers
+
+    def _add_run(self, worker: str, run: FirstToken | Answer) -> None:
+        if not (math.isfinite(run.took_ms) and run.took_ms > 0):
+            return
+        if (runs := self._runs.get(worker)) is None:
+            runs = self._runs[worker] = _Runs([], [])
+            if len(self._runs) > MAX_REMEMBERED:
+                self._runs.popitem(last=False)
+        kept: list[Any] = runs.first_tokens if isinstance(run, FirstToken) else runs.answers
+        insort(kept, run)
+        del kept[: -2 * RUN_WINDOW]
+        kind = self._kind_of.get(worker)
+        if kind is not None:
+            learned, until = self._kinds[kind], (run.at_ms - LATE_MS) // FIT_INTERVAL_MS
+            is_late = run.at_ms < learned.until * FIT_INTERVAL_MS
+            if until > learned.until or is_late:
+                learned.until = max(until, learned.until)
+                self._fit(kind)
+
+    def _fit(self, kind: WorkerKind) -> None:
+        """Fit the curves of a kind again, by the runs up to its time."""
+        learned = self._kinds[kind]
+        size = max(RUN_WINDOW_OF_KIND // len(learned.workers), MIN_RUN_WINDOW)
+        size = min(size, RUN_WINDOW)
+        known = {
+            worker: runs.before(learned.until * FIT_INTERVAL_MS, size)
+            for worker in learned.workers
+            if (runs := self._runs.get(worker)) is not None
+        }
+        profile = kind.profile
+        fit = fit_steps(known, profile.curves, profile.chunk_tokens, profile.capacity_tokens)
+        for worker in learned.workers:
+            if fit is None:
+                self._forget_curves(worker)
+                continue
+            if self.curves.get(worker) != fit.curves:
+                self.curves[worker] = fit.curves
+                self.slowdown.changes.record(worker)  # which tables read together with it
+            if worker in fit.factors:
+                self.slowdown[worker] = fit.factors[worker]
+            else:
+                self.slowdown.discard(worker)
+
+    def _forget_curves(self, worker: str) -> None:
+        """Let a worker have the curves of its card again, with the factor on them."""
+        if self.curves.pop(worker, None) is None:
+            return
+        self.slowdown.changes.record(worker)
+        estimate = self._learned.get(worker)
+        if estimate is None or estimate.value is None:
+            self.slowdown.discard(worker)
+        else:
+            self.slowdown[worker] = estimate.value

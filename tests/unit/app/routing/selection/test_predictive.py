@@ -619,6 +619,29 @@ def test_worker_is_predicted_by_its_own_curve_and_its_learned_slowdown(
     }
 
 
+def test_worker_is_predicted_by_learned_curves_until_they_are_forgotten(
+    routing: RoutingHarness,
+) -> None:
+    routing.worker("w1", engine={"curve": CURVES.coefficients()})
+    routing.worker("w2", engine={"curve": CURVES.coefficients()})
+    slowness, curves = TrackedDict(), {"w1": PerfCurves(prefill=(0.0, 0.5, 90.0))}
+    known = {"slowdown": slowness, "curves": curves}
+    decision = routing.chosen(PREDICTIVE, known=known)
+    assert decision.worker_rank.worker == "w2"
+    assert {c.worker: c.curve for c in decision.candidates} == {
+        "w1": curves["w1"].coefficients(), "w2": CURVES.coefficients(),
+    }  # fmt: skip
+    record = to_assigned(decision)
+    assert recompute_choice(record) == decision.worker_rank
+    recalled = reconstruct(record)
+    assert recalled is not None
+    assert recalled.scores.costs.tolist() == [c.cost for c in record.candidates]
+    del curves["w1"]
+    slowness.changes.record("w1")
+    decision = routing.chosen(PREDICTIVE, known=known)
+    assert {c.curve for c in decision.candidates} == {CURVES.coefficients()}
+
+
 def test_unmeasured_worker_counts_as_the_fastest_of_its_kind(routing: RoutingHarness) -> None:
     for worker in ("w1", "w2", "w3", "w4"):
         routing.worker(worker)

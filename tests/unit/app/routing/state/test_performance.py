@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from kvlane.app.routing.state.performance import (
     EngineProfile,
     PerformanceModel,
     SlowdownEstimate,
+    WorkerKind,
     profile_from_card,
 )
 from kvlane.streams.records import (
@@ -80,7 +82,15 @@ def test_invalid_ratio_is_not_learned(ratio: float) -> None:
 
 @given(st.floats(0.01, 100), st.lists(st.floats(0.001, 1e6), max_size=MAX_RATIOS // 2 - 1))
 def test_minority_however_wrong_changes_nothing(truth: float, wrong: list[float]) -> None:
-    assert observed(*[truth] * MAX_RATIOS, *wrong) == truth
+    between = [ratio for each in wrong for ratio in (each, truth)]
+    assert observed(*[truth] * MAX_RATIOS, *between) == truth
+
+
+def test_change_of_speed_is_seen_after_a_few_runs() -> None:
+    assert observed(*[1.0] * MAX_RATIOS, *[2.0] * (MIN_RATIOS - 1)) == 1.0
+    assert observed(*[1.0] * MAX_RATIOS, *[2.0] * MIN_RATIOS) == 2.0
+    assert observed(*[2.0] * MAX_RATIOS, *[0.9] * MIN_RATIOS) == 0.9
+    assert observed(*[1.0] * MAX_RATIOS, *[1.4] * MIN_RATIOS) == 1.0, "a small one comes with time"
 
 
 def measured(
@@ -215,3 +225,78 @@ def test_numbers_are_curves_and_back() -> None:
     twice = curves_from(PerfCurves().coefficients(speedup=2.0))
     assert twice is not None
     assert twice.prefill_ms(1000) == pytest.approx(PerfCurves().prefill_ms(1000) / 2)
+
+
+KIND = WorkerKind("m", EngineProfile(chunk_tokens=8192, capacity_tokens=100_000))
+
+
+def foreign_runs(count: int, engine: PerfCurves) -> list[LogRecord]:
+    """Records of runs on idle workers of one kind, in order of time."""
+    facts: list[LogRecord] = []
+    for n in range(count):
+        worker, tokens, at_ms = f"w{n % 2}", 100 + 37 * (n % 50), 400 * n
+        run: dict[str, Any] = {
+            "id": f"r{n}",
+            "attempt": 0,
+            "phase": "aggregated",
+            "worker": worker,
+            "epoch": 3,
+        }
+        begun = replace(
+            assigned(f"r{n}"), worker=worker, prompt_tokens=tokens, base_tokens=0,
+            listed=(Candidate(worker, 3), Candidate("w9", 3)),
+        )  # fmt: skip
+        took_ms, itl_ms = engine.prefill_ms(tokens), engine.decode_ms(tokens / 100_000)
+        done = PrefillDone(run=1, prefill_ms=took_ms, **run)
+        end = Finished(code="stop", output_tokens=11, itl_ms=itl_ms, **run)
+        last_ms = at_ms + int(took_ms + 10 * itl_ms) + 1
+        facts += [
+            LogRecord(2 * n, at_ms, begun), LogRecord(2 * n + 1, at_ms + int(took_ms), done),
+            LogRecord(2 * n + 2, last_ms, end),
+        ]  # fmt: skip
+    return sorted(facts, key=lambda fact: fact.timestamp_ms)
+
+
+FOREIGN = PerfCurves((4e-7, 0.06, 16.5), (-100.0, 216.0, 5.74))
+
+
+def test_workers_of_a_kind_get_the_curves_that_their_runs_show() -> None:
+    paces = PerformanceModel()
+    paces.set_kinds({"w0": KIND, "w1": KIND, "new": KIND, "other": WorkerKind("n", KIND.profile)})
+    for fact in foreign_runs(60, FOREIGN):
+        paces.on_record(fact)
+    assert set(paces.curves) == {"w0", "w1", "new"}
+    assert len({*paces.curves.values()}) == 1
+    for tokens in (100, 1000, 2000):
+        found_ms = paces.curves["new"].prefill_ms(tokens) * paces.slowdown["w0"]
+        assert found_ms == pytest.approx(FOREIGN.prefill_ms(tokens), rel=0.05)
+    assert "new" not in paces.slowdown, "it counts as the fastest of its kind"
+    paces.set_kinds({"w0": KIND, "w1": WorkerKind("n", KIND.profile)})
+    assert "new" not in paces.curves
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+@settings(max_examples=4)
+def test_lanes_read_in_any_order_give_the_same_curves(seed: int, lanes: int) -> None:
+    facts, rng = foreign_runs(40, FOREIGN), Random(seed)
+    by_lane = [[f for f in facts if hash_of(f) % lanes == lane] for lane in range(lanes)]
+
+    def curves(in_order: list[LogRecord]) -> tuple[dict[str, PerfCurves], dict[str, float]]:
+        paces = PerformanceModel()
+        paces.set_kinds({"w0": KIND, "w1": KIND})
+        for fact in in_order:
+            paces.on_record(fact)
+        return paces.curves, {worker: paces.slowdown[worker] for worker in paces.curves}
+
+    mixed: list[LogRecord] = []
+    while left := [lane for lane in by_lane if lane]:
+        mixed.append(rng.choice(left).pop(0))
+    found = curves(facts)
+    assert found[0]
+    assert curves(mixed) == found
+
+
+def hash_of(fact: LogRecord) -> int:
+    """A number by the id of the request, whose records are in one lane."""
+    assert isinstance(fact.record, Assigned | PrefillDone | Finished)
+    return int(fact.record.id[1:]) * 7919

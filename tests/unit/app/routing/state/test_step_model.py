@@ -1,0 +1,202 @@
+"""Tests of the step model: equations of runs, and curves fitted to engines of other shapes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.routing.state import step_model
+from kvlane.app.routing.state.performance import EngineProfile
+from kvlane.app.routing.state.step_model import (
+    JOINT_MS,
+    Answer,
+    FirstToken,
+    StepFit,
+    WorkerRuns,
+    fit_steps,
+)
+
+CHUNK, CAPACITY = 2048, 200_000
+PRIOR = PerfCurves()
+SHAPES = {
+    "constant": PerfCurves((4.2e-7, 1.518e-2, 66.0), (-25.74, 54.01, 22.96)),
+    "linear": PerfCurves((4.2e-7, 6.07e-2, 16.5), (-102.96, 216.04, 5.74)),
+    "quadratic": PerfCurves((8.4e-6, 1.518e-2, 16.5), (-25.74, 54.01, 5.74)),
+}
+
+
+def runs_of(
+    curves: PerfCurves, count: int, seed: int = 0, factor: float = 1.0, wrong: float = 0.0
+) -> WorkerRuns:
+    """Runs of an engine, one prompt after the other; `wrong`: share of ten times too long ones."""
+    rng, profile = Random(seed), EngineProfile(curves, factor, CHUNK, CAPACITY)
+    firsts, answers, now_ms = [], [], 0
+    for n in range(count):
+        tokens, context = rng.randint(20, 6000), rng.choice((0, rng.randint(1000, 150_000)))
+        step_ms = profile.decode_ms(context) if context else 0.0
+        took_ms = rng.random() * step_ms + profile.prefill_ms(tokens, step_ms)
+        took_ms *= 10.0 if rng.random() < wrong else 1.0
+        now_ms += int(took_ms) + 50
+        firsts.append(FirstToken(now_ms, 2 * n, took_ms, tokens, float(context), tokens, True))
+        since_ms, steps = now_ms, rng.randint(20, 200)
+        took_ms = steps * profile.decode_ms(context + tokens + steps / 2)
+        now_ms += int(took_ms) + 50
+        answers.append(Answer(now_ms, 2 * n + 1, since_ms, took_ms, steps))
+    return WorkerRuns(firsts, answers)
+
+
+def fitted(runs: dict[str, WorkerRuns]) -> StepFit | None:
+    return fit_steps(runs, PRIOR, CHUNK, CAPACITY)
+
+
+def prefill_error(found: PerfCurves, truth: PerfCurves, factor: float = 1.0) -> float:
+    return max(
+        abs(found.prefill_ms(tokens) * factor / truth.prefill_ms(tokens) - 1)
+        for tokens in (50, 500, 2000)
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shape_of_a_foreign_engine_is_found(shape: str) -> None:
+    truth = SHAPES[shape]
+    found = fitted({"w1": runs_of(truth, 60), "w2": runs_of(truth, 60, 1)})
+    assert found is not None
+    assert prefill_error(found.curves, truth) < 0.06
+    for usage in (0.1, 0.5):
+        assert found.curves.decode_ms(usage) == pytest.approx(truth.decode_ms(usage), rel=0.06)
+    assert list(found.factors) == ["w1", "w2"]
+    assert max(abs(factor - 1) for factor in found.factors.values()) < 0.03
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_true_prior_with_a_factor_stays(factor: float) -> None:
+    assert fitted({"w1": runs_of(PRIOR, 60, factor=factor), "w2": runs_of(PRIOR, 60, 1)}) is None
+
+
+def test_few_runs_change_nothing() -> None:
+    assert fitted({}) is None
+    assert fitted({"w1": WorkerRuns([], [])}) is None
+    assert fitted({"w1": runs_of(SHAPES["linear"], 11)}) is None
+
+
+def test_outliers_do_not_move_the_coefficients() -> None:
+    truth = SHAPES["linear"]
+    found = fitted({"w1": runs_of(truth, 120, wrong=0.2)})
+    assert found is not None
+    assert prefill_error(found.curves, truth) < 0.06
+
+
+def test_slower_worker_of_a_kind_has_a_factor_of_its_own() -> None:
+    truth = SHAPES["quadratic"]
+    found = fitted({
+        name: runs_of(truth, 60, n, 2.0 if name == "w3" else 1.0)
+        for n, name in enumerate(("w1", "w2", "w3"))
+    })  # fmt: skip
+    assert found is not None
+    assert found.factors["w3"] / found.factors["w1"] == pytest.approx(2.0, rel=0.05)
+    assert prefill_error(found.curves, truth, found.factors["w1"]) < 0.06
+
+
+def test_worker_that_became_slower_counts_as_it_is_now() -> None:
+    truth = SHAPES["linear"]
+    before, after = runs_of(truth, 60), runs_of(truth, 12, 1, factor=2.0)
+    late_ms = before.answers[-1].at_ms
+    changed = WorkerRuns(
+        [*before.first_tokens, *(f._replace(at_ms=f.at_ms + late_ms) for f in after.first_tokens)],
+        [
+            *before.answers,
+            *(
+                a._replace(at_ms=a.at_ms + late_ms, since_ms=a.since_ms + late_ms)
+                for a in after.answers
+            ),
+        ],
+    )
+    found = fitted({"w1": changed})
+    assert found is not None
+    assert prefill_error(found.curves, truth, found.factors["w1"] / 2.0) < 0.06
+
+
+def reference_terms(runs: WorkerRuns, bend: float) -> list[tuple[list[float], float]]:
+    """The equations of a worker, run by run."""
+
+    def chunks(tokens: float) -> tuple[float, float, float]:
+        whole, rest = divmod(tokens, CHUNK)
+        return whole * CHUNK**2 + rest**2, tokens, whole + (rest > 0)
+
+    def bent(tokens: float) -> float:
+        usage = min(tokens / CAPACITY, 1.0)
+        return (bend * usage + 1) * usage
+
+    steps: list[list[FirstToken]] = []
+    for first in runs.first_tokens:
+        if steps and first.at_ms - steps[-1][-1].at_ms <= JOINT_MS:
+            steps[-1].append(first)
+        else:
+            steps.append([first])
+    found = []
+    for step in steps:
+        measured = [first for first in step if first.found_none]
+        if not measured:
+            continue
+        longest = max(measured, key=lambda first: first.took_ms)
+        squares, tokens, count = chunks(sum(first.tokens for first in step))
+        beside = (count + 0.5) * (longest.context > 0)
+        terms = [squares, tokens, count, beside * bent(longest.context), beside]
+        found.append((terms, longest.took_ms))
+    for answer in runs.answers:
+        between = [
+            chunks(sum(first.tokens for first in step))
+            for step in steps
+            if answer.since_ms + JOINT_MS < step[0].at_ms <= answer.at_ms
+        ]
+        sums = [sum(each[n] for each in between) for n in range(3)]
+        seen = [f for f in runs.first_tokens if answer.since_ms <= f.at_ms <= answer.at_ms]
+        held = sum(f.context for f in seen) + seen[0].prompt_tokens + answer.steps / 2
+        load = bent(held / len(seen))
+        found.append(([*sums, answer.steps * load, answer.steps], answer.took_ms))
+    return found
+
+
+FIRSTS = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 2, 3, 40]), st.integers(1, 9000),
+        st.sampled_from([0.0, 5000.0, 300_000.0]), st.booleans(), st.integers(0, 3),
+    ),
+    min_size=1, max_size=12,
+)  # fmt: skip
+
+
+@given(FIRSTS, st.floats(-0.5, 0.5))
+def test_equations_are_those_of_a_plain_reading(
+    rows: list[tuple[int, int, float, bool, int]], bend: float
+) -> None:
+    firsts, answers, now_ms = [], [], 0
+    for n, (later_ms, tokens, context, found_none, lasts) in enumerate(rows):
+        now_ms += later_ms
+        firsts.append(FirstToken(now_ms, n, 10.0 + n, tokens, context, tokens + 16, found_none))
+        if lasts and later_ms:  # else the place of its first token is not unique
+            answers.append(Answer(now_ms + 30 * lasts, 100 + n, now_ms, 25.0 + n, 7 * lasts))
+    runs = WorkerRuns(firsts, sorted(answers))
+    expected = reference_terms(runs, bend)
+    found = step_model._equations(runs, CHUNK, CAPACITY, bend)
+    got = sorted(zip(found.terms.tolist(), found.took_ms.tolist(), strict=True))
+    assert len(got) == len(expected)
+    for (terms, took_ms), (wanted, wanted_ms) in zip(got, sorted(expected), strict=True):
+        assert took_ms == wanted_ms
+        assert terms == pytest.approx(wanted)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+def test_non_negative_solution_has_no_better_neighbour(seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, wanted = rng.normal(size=(12, size)), rng.normal(size=12)
+    matrix, vector = rows.T @ rows + 0.1 * np.eye(size), rows.T @ wanted
+    found = step_model._non_negative(matrix, vector)
+    assert (found >= 0).all()
+    slope = matrix @ found - vector
+    assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-6
