@@ -327,7 +327,7 @@ class RouterQueue:
             prefill_shares=performance.prefill_shares,
             transfer_token_ms=performance.transfer_token_ms,
             recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
-            curves=performance.curves,
+            curves=performance.curves, step_shares=performance.step_shares,
             stagger_ms=self.herd_avoidance.stagger_ms(
                 self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
             ),

@@ -68,8 +68,8 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     `slowdown`: by worker, see `EngineProfile`. `reservations`: those of the other requests that are
     held here. `stagger_ms`: see `TableInputs`.
     `count_output_tokens`: whether output tokens of running requests count as load.
-    `expected_followups`, `prefill_shares`, `recent_prefill`, `transfer_token_ms`: see
-    `PerformanceModel`. `batch_runs`: those by the ledger. `curves`: learned ones, by worker.
+    `expected_followups`, `prefill_shares`, `step_shares`, `recent_prefill`, `transfer_token_ms`:
+    see `PerformanceModel`. `batch_runs`: those by the ledger. `curves`: learned ones, by worker.
     """
 
     fleet: Fleet
@@ -89,6 +89,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     recent_prefill: RecentPrefill | None = None
     batch_runs: BatchRuns | None = None
     curves: Mapping[str, PerfCurves] = NO_CURVES
+    step_shares: PrefillShares | None = None
 
     def profile_of(self, worker: str, card_profile: EngineProfile) -> EngineProfile:
         """The profile of a worker as learned; `card_profile`: that by its card."""

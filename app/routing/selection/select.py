@@ -171,8 +171,8 @@ def _itl_ms(
 ) -> float:
     """Expected mean time between tokens: a step of decode, with the prefill of others beside it."""
     itl_ms = found[cost_kernels.DECODE] / max(features.output_tokens, 1.0)
-    if features.part == cost_kernels.WHOLE and state.prefill_shares is not None:
-        itl_ms /= 1.0 - state.prefill_shares.share(worker, state.now_ms)
+    if features.part == cost_kernels.WHOLE and state.step_shares is not None:
+        itl_ms /= 1.0 - state.step_shares.share(worker, state.now_ms)
     return itl_ms
 
 

@@ -280,7 +280,8 @@ class PerformanceModel:
     `mean_output_tokens`: mean length of an answer. `mean_prefill_ms`: mean prefill of an
     interactive run at its worker, without its wait. `expected_followups`: requests that one leads
     to, itself included: with a share s of all prompt tokens in some cache, 1 + s + s² + ... = 1 /
-    (1 - s), up to `MAX_FOLLOWUPS`. `recent_prefill`: the offered load of prefill.
+    (1 - s), up to `MAX_FOLLOWUPS`. `prefill_shares`: with each prefill alone, `step_shares`: with
+    prompts that join a step in that. `recent_prefill`: the offered load of prefill.
     `transfer_token_ms`: time that the transfer of a KV cache takes per prompt token, None until it
     is measured.
     """
@@ -292,7 +293,7 @@ class PerformanceModel:
         self._prefills = 0
         """Runs of which that is the mean, up to the window."""
         self.expected_followups = 1.0
-        self.prefill_shares = PrefillShares()
+        self.prefill_shares, self.step_shares = PrefillShares(), PrefillShares()
         self.recent_prefill = RecentPrefill()
         self._transfers = deque[float](maxlen=MAX_RATIOS)
         self._prefilled: OrderedDict[tuple[str, int], bool] = OrderedDict()
@@ -337,6 +338,10 @@ class PerformanceModel:
                 self._count_prefill(record, prefill_ms, fact.timestamp_ms)
                 if chosen is not None and has_forecast(record.policy):
                     self.prefill_shares.add(record.worker, prefill_ms, fact.timestamp_ms)
+                    step_ms = prefill_ms
+                    if chosen.joining_runs:  # whose step it shares
+                        step_ms -= min(pace.slowdown * pace.curves.prefill[2], prefill_ms)
+                    self.step_shares.add(record.worker, step_ms, fact.timestamp_ms)
                 self._share(record)
                 self._begin(record, chosen, pace)
             elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
