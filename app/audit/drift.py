@@ -1,7 +1,7 @@
 """Drift: error of the predicted cache hits and times to first token, against the engines' figures.
 
-    Assigned    predicted: cached prompt tokens, and time to first token
-    Finished    actual: the same two figures
+    Assigned    predicted: cached prompt tokens, time to first token, time between tokens
+    Finished    actual: the same three figures
 
 A view of the ledger over the last `WINDOW_MS`, the same in every router. While the index of a cache
 is right, the error is at most `MAX_ERROR_BLOCKS` blocks for 95 % of its runs (`is_within_limit`),
@@ -34,20 +34,33 @@ _COMPLETE = frozenset({"stop", "length", "handed_off"})
 
 class PredictionError(msgspec.Struct, frozen=True, gc=False):
     """Absolute errors of one run: cached tokens in blocks; time to first token in ms, if one was
-    predicted.
+    predicted. `ttft_share`, `itl_share`: of the times to first token and between tokens, as shares
+    of the measured ones.
     """
 
     at_ms: int
     blocks: float
     ttft_ms: float | None
+    ttft_share: float | None
+    itl_share: float | None
+
+
+class ErrorShares(NamedTuple):
+    """Median and 90th percentile of |predicted - measured| / measured."""
+
+    median: float
+    p90: float
 
 
 class DriftSummary(NamedTuple):
-    """95th percentiles of the absolute errors of some runs. None: too few runs."""
+    """95th percentiles of the absolute errors of some runs, and the shares of the measured times
+    that they are. None: too few runs."""
 
     runs: int = 0
     blocks: float | None = None
     ttft_ms: float | None = None
+    ttft_error: ErrorShares | None = None
+    itl_error: ErrorShares | None = None
 
     @property
     def is_within_limit(self) -> bool | None:
@@ -61,6 +74,7 @@ class _Expected(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
     block_size: int
     ttft_ms: float
+    itl_ms: float
 
 
 class DriftTracker:
@@ -82,7 +96,7 @@ class DriftTracker:
     def _expect(self, decision: Assigned) -> None:
         self._expected[decision.run_key] = _Expected(
             decision.worker, decision.epoch, decision.cached_tokens_predicted, decision.block_size,
-            decision.ttft_ms_predicted,
+            decision.ttft_ms_predicted, decision.itl_ms_predicted,
         )  # fmt: skip
         while len(self._expected) > MAX_OPEN_DECISIONS:
             self._expected.popitem(last=False)
@@ -96,7 +110,15 @@ class DriftTracker:
             found = self._differences[end.worker] = deque(maxlen=MAX_RUNS)
             if len(self._differences) > _WORKERS:
                 self._differences.popitem(last=False)
-        found.append(PredictionError(at_ms, tokens / expected.block_size, ttft_ms))
+        found.append(
+            PredictionError(
+                at_ms,
+                tokens / expected.block_size,
+                ttft_ms,
+                error_share(expected.ttft_ms, end.ttft_ms),
+                error_share(expected.itl_ms, end.itl_ms),
+            )
+        )
 
     def workers_with_runs(self, now_ms: int) -> list[str]:
         for worker, found in list(self._differences.items()):
@@ -116,7 +138,11 @@ class DriftTracker:
             if each.at_ms > since_ms
         ]
         ttft_ms = [each.ttft_ms for each in found if each.ttft_ms is not None]
-        return DriftSummary(len(found), _p95([each.blocks for each in found]), _p95(ttft_ms))
+        return DriftSummary(
+            len(found), _percentile(95, [each.blocks for each in found]), _percentile(95, ttft_ms),
+            _shares([each.ttft_share for each in found]),
+            _shares([each.itl_share for each in found]),
+        )  # fmt: skip
 
 
 class DriftAlarm:
@@ -138,8 +164,21 @@ class DriftAlarm:
         return changed
 
 
-def _p95(values: Sequence[float]) -> float | None:
-    """95th percentile (nearest rank); None for too few values."""
+def error_share(predicted_ms: float, measured_ms: float | None) -> float | None:
+    """|predicted - measured| / measured; None if either is missing."""
+    if not predicted_ms or not measured_ms:
+        return None
+    return abs(predicted_ms - measured_ms) / measured_ms
+
+
+def _shares(found: Sequence[float | None]) -> ErrorShares | None:
+    values = [each for each in found if each is not None]
+    median, p90 = _percentile(50, values), _percentile(90, values)
+    return None if median is None or p90 is None else ErrorShares(median, p90)
+
+
+def _percentile(percent: int, values: Sequence[float]) -> float | None:
+    """A percentile (nearest rank); None for too few values."""
     if len(values) < MIN_RUNS:
         return None
-    return sorted(values)[-(-95 * len(values) // 100) - 1]
+    return sorted(values)[-(-percent * len(values) // 100) - 1]

@@ -55,6 +55,7 @@ class RunOutcome(NamedTuple):
     cached_tokens: int | None = None
     ttft_ms: float | None = None
     code: str | None = None
+    itl_ms: float | None = None
 
 
 class ExplainedDecision(NamedTuple):
@@ -161,8 +162,9 @@ def _decided(
                 outcome = outcome._replace(
                     cached_tokens=record.cached_tokens, ttft_ms=record.ttft_ms
                 )
-            code = record.code if isinstance(record, Finished) else outcome.code
-            actual[run] = outcome._replace(code=code)
+            if isinstance(record, Finished):
+                outcome = outcome._replace(code=record.code, itl_ms=record.itl_ms or None)
+            actual[run] = outcome
     steps = []
     for fact in ledger:
         step, record = _step(source, fact), fact.record

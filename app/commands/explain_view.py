@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvlane.app.audit.cost_terms import DecisionReasons
+from kvlane.app.audit.drift import error_share
 from kvlane.app.audit.time_range import format_time
 from kvlane.app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
 from kvlane.app.audit.unknown_ids import explain_unknown
@@ -128,18 +129,28 @@ def timeline_json(timeline: RequestTimeline) -> dict[str, Any]:
 
 def _summary(decisions: list[ExplainedDecision]) -> Table:
     shown = plain_table(
-        "attempt", "worker", "why", "cached: expected", "actual", "ttft: expected", "actual"
-    )
+        "attempt", "worker", "why", "cached: expected", "actual", "ttft: expected", "actual",
+        "itl: expected", "actual",
+    )  # fmt: skip
     for record, reasons, actual in decisions:
         why = "no inputs recorded" if reasons is None else reasons.words
-        expected_ms = f"{record.ttft_ms_predicted:.1f} ms" if record.ttft_ms_predicted else "-"
         shown.add_row(
             _attempt(record), f"[bold]{escape_text(_place(record))}[/]", escape_text(why),
             f"{record.cached_tokens_predicted} tokens",
-            "-" if actual.cached_tokens is None else f"{actual.cached_tokens}", expected_ms,
-            "-" if actual.ttft_ms is None else f"{actual.ttft_ms:.1f} ms",
+            "-" if actual.cached_tokens is None else f"{actual.cached_tokens}",
+            *_compared(record.ttft_ms_predicted, actual.ttft_ms),
+            *_compared(record.itl_ms_predicted, actual.itl_ms),
         )  # fmt: skip
     return shown
+
+
+def _compared(expected_ms: float, actual_ms: float | None) -> tuple[str, str]:
+    """A predicted time, and the measured one with the error of the prediction."""
+    expected = f"{expected_ms:.1f} ms" if expected_ms else "-"
+    if actual_ms is None:
+        return expected, "-"
+    error = error_share(expected_ms, actual_ms)
+    return expected, f"{actual_ms:.1f} ms" + ("" if error is None else f" ({error:.0%} off)")
 
 
 def _attempt(record: Assigned) -> str:

@@ -92,6 +92,8 @@ class DemoSession:
     def show_runs(self, *runs: PolicyRun) -> None:
         self._console.print()
         self.show(policy_comparison.comparison_table(runs))
+        for line in policy_comparison.prediction_lines(runs):
+            self._console.print(line, style="dim", highlight=False)
 
     async def wait_for_outcome(self, request_id: str) -> None:
         """Wait for the end of a request in the ledger, at most `OUTCOME_TIMEOUT_S`."""

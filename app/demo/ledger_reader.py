@@ -8,13 +8,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
+from kvlane.app.audit.drift import error_share
 from kvlane.streams.codecs import AnyRecord, decode
 from kvlane.streams.errors import RecordError
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.range_reader import tail
 from kvlane.streams.records import Assigned, Finished, PrefillDone
 from kvlane.streams.topics import LEDGER
+
+
+class TimeErrors(NamedTuple):
+    """Of the predicted times to first token and between tokens, as shares of the measured ones."""
+
+    ttft: float | None = None
+    itl: float | None = None
 
 
 class LedgerDecisions:
@@ -27,6 +36,7 @@ class LedgerDecisions:
         self._prefill_cached: dict[str, int] = {}
         """Of prompts that were handed over: to a decode worker, all of their tokens are cached."""
         self._handed_over: set[str] = set()
+        self._errors: dict[str, TimeErrors] = {}
 
     @property
     def handed_over_requests(self) -> int:
@@ -48,6 +58,9 @@ class LedgerDecisions:
         """Prompt tokens that the engine found in its cache; None before the run has ended. Of a
         prompt that was handed over, those that the prefill worker found."""
         return self._cached.get(request_id)
+
+    def prediction_errors(self, request_id: str) -> TimeErrors:
+        return self._errors.get(request_id, TimeErrors())
 
     async def end_positions(self) -> dict[Partition, int]:
         """Start positions: the present ends of the ledger."""
@@ -75,3 +88,9 @@ class LedgerDecisions:
                 self._handed_over.add(fact.id)
             case Finished(attempt=0) if fact.phase != "prefill":
                 self._cached[fact.id] = self._prefill_cached.get(fact.id, fact.cached_tokens)
+                made = next((d for d in self.decisions(fact.id) if d.run_key == fact.run_key), None)
+                if made is not None and made.phase == "aggregated":
+                    self._errors[fact.id] = TimeErrors(
+                        error_share(made.ttft_ms_predicted, fact.ttft_ms),
+                        error_share(made.itl_ms_predicted, fact.itl_ms),
+                    )

@@ -6,7 +6,7 @@ Replays the requests at their times, through Kafka. All figures are from the eng
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -36,6 +36,8 @@ class PolicyRun(NamedTuple):
     cached_share: float
     busiest_worker_share: float
     """Share of requests on the worker with the most."""
+    prediction_errors: Mapping[str, Sequence[float]]
+    """By name, errors of predicted times as shares of the measured ones; empty without any."""
 
 
 async def replay_trace(
@@ -64,11 +66,16 @@ async def replay_trace(
                 tasks.append(task)
     answers = [task.result() for task in tasks]
     took_s = clock.now() - began
+    found = [decisions.prediction_errors(a.id) for a in answers]
+    errors = {
+        "TTFT": [each.ttft for each in found if each.ttft is not None],
+        "ITL": [each.itl for each in found if each.itl is not None],
+    }
     cached = sum(decisions.cached_tokens(a.id) or 0 for a in answers)
     where = [decisions.workers_of(a.id)[-1:] for a in answers]
     busiest = max(where.count(w) for w in where)
     prompts = sum(a.prompt_tokens for a in answers)
-    return PolicyRun(policy, answers, took_s, cached / prompts, busiest / len(answers))
+    return PolicyRun(policy, answers, took_s, cached / prompts, busiest / len(answers), errors)
 
 
 async def _awaited(answer: Awaitable[DemoAnswer]) -> DemoAnswer:
@@ -93,6 +100,20 @@ def comparison_table(runs: Sequence[PolicyRun]) -> Table:
             f"{s.duration_s:.0f} s",
         )
     return shown
+
+
+def prediction_lines(runs: Sequence[PolicyRun]) -> list[str]:
+    """A line for each policy that predicts times: how wrong it was."""
+    lines = []
+    for run in runs:
+        shown = [
+            f"{name} {percentile(errors, 0.5):.0%} (median), {percentile(errors, 0.9):.0%} (p90)"
+            for name, errors in run.prediction_errors.items()
+            if errors
+        ]
+        if shown:
+            lines.append(f"{run.policy}: error of the prediction, {'; '.join(shown)}")
+    return lines
 
 
 def explain_decisions(run: PolicyRun, decisions: LedgerDecisions) -> list[str]:

@@ -153,6 +153,19 @@ class DriftCollector(Collector):
             ((labels, now.ttft_ms / 1000) for labels, now in drifts if now.ttft_ms is not None),
         )
         yield gauges(
+            "kvlane_router_drift_prediction_error_ratio",
+            "Difference between the expected and the measured time to first token (ttft) and "
+            "between tokens (itl), as a share of the measured one: median and 90th percentile",
+            f"{_LABELS} time quantile",
+            (
+                ([*labels, time, quantile], share)
+                for labels, now in drifts
+                for time, error in (("ttft", now.ttft_error), ("itl", now.itl_error))
+                if error is not None
+                for quantile, share in zip(("0.5", "0.9"), error, strict=True)
+            ),
+        )
+        yield gauges(
             "kvlane_router_drift_alert",
             "1 if kvlane_router_drift_p95_cached_blocks is above 1 block: the index "
             "differs from this cache",

@@ -43,8 +43,8 @@ class SimulationRun(NamedTuple):
     `curves`: of all engines. `warmup_requests`: leading requests that are not in the figures.
     `prefill_workers`: so many compute prompts, the others only decode; 0: each does both.
     `handover_rules`: when prompts are handed over; None: never, or with such workers always.
-    `objective`, `queue_order`: of policy predictive. `later_curves`: of all engines from the arrival
-    in the middle on; None: as before.
+    `objective`, `queue_order`: of policy predictive. `later_curves`: of all engines from the
+    arrival in the middle on; None: as before.
     """
 
     policy: str

@@ -290,7 +290,7 @@ def test_explain_shows_every_input_of_a_decision(memory: MemoryBroker) -> None:
         "Shown", "Finished",
     ]  # fmt: skip
     assert "the least cost: w2 came next with 5 blocks more, mostly decode" in lines[3]
-    assert lines[3].split()[-6:] == ["0", "tokens", "2", "-", "12.5", "ms"]
+    assert lines[3].split()[-8:] == ["0", "tokens", "2", "-", "12.5", "ms", "-", "-"]
     (columns,) = (line for line in lines if "own prefill" in line)
     assert "cost blocks" in columns
     rows = [line.split() for line in lines if line.startswith("  *") or "6.50" in line]
@@ -318,7 +318,9 @@ def test_explain_writes_json(memory: MemoryBroker, tmp_path: Path) -> None:
     assert kvlane("explain", "job-17", "--json", str(file)).exit_code == 0
     timeline = json.loads(file.read_bytes())
     decision = next(step for step in timeline["steps"] if step["name"] == "Assigned")
-    assert decision["actual"] == {"cached_tokens": 2, "ttft_ms": 12.5, "code": None}
+    assert decision["actual"] == {
+        "cached_tokens": 2, "ttft_ms": 12.5, "code": None, "itl_ms": None,
+    }  # fmt: skip
     reasons = decision["reasons"]
     assert reasons["chosen"]["terms"] == {"own prefill": 1.5, "decode": 0.0}
     assert reasons["others"][0]["inputs"]["open_tokens"] == 12

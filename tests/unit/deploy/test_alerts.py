@@ -64,6 +64,13 @@ CASES: dict[str, tuple[Series, Series, int]] = {
         recorded("kvlane_router_drift_alert", W1, (0, 0), (600, 1), (840, 0)),
         900,
     ),
+    "KvlaneWrongPredictions": (
+        recorded("kvlane_router_drift_prediction_error_ratio",
+                 W1 | labelled(time="ttft", quantile="0.9"), (0, 0.3), (600, 1.4)),
+        recorded("kvlane_router_drift_prediction_error_ratio",
+                 W1 | labelled(time="ttft", quantile="0.9"), (0, 0.3), (600, 1.4), (1140, 0.3)),
+        1200,
+    ),
     "KvlaneWrongHashSecret": (
         recorded("kvlane_indexer_skipped_records_total", labelled(reason="wrong_secret"),
                  (0, 0), (600, 1)),

@@ -16,6 +16,7 @@ from kvlane.app.audit.drift import (
     WINDOW_MS,
     DriftSummary,
     DriftTracker,
+    ErrorShares,
 )
 from kvlane.streams.records import (
     Assigned,
@@ -105,7 +106,9 @@ def test_first_tokens_are_compared_where_one_was_expected() -> None:
     for n in range(40):
         write(drift, assigned(str(n), ttft_ms=0.0 if n % 2 else 50.0))
         write(drift, finished(str(n), ttft_ms=80.0))
-    assert drift.summary_of(["w1"], NOW_MS) == DriftSummary(40, 0.0, 30.0)
+    assert drift.summary_of(["w1"], NOW_MS) == DriftSummary(
+        40, 0.0, 30.0, ErrorShares(0.375, 0.375)
+    )
 
 
 @pytest.mark.parametrize("code", ["cancelled", "error", "broken", "worker_full", "expired"])
@@ -145,6 +148,19 @@ def test_memory_is_bounded() -> None:
     for n in range(MAX_RUNS + 100):
         run(drift, f"again {n}", 0, 0)
     assert drift.summary_of(["w1"], NOW_MS).runs == MAX_RUNS
+
+
+def test_errors_of_predictions_are_shares_of_the_measured_times() -> None:
+    drift = DriftTracker()
+    for n in range(40):
+        write(drift, assigned(str(n), ttft_ms=100.0 + n, itl_ms_predicted=20.0))
+        write(drift, finished(str(n), ttft_ms=50.0, itl_ms=0.0 if n < 10 else 25.0))
+    found = drift.summary_of(["w1"], NOW_MS)
+    assert found.ttft_error == pytest.approx((1.38, 1.7))
+    assert found.itl_error == pytest.approx((0.2, 0.2)), "answers of one token have no such time"
+    for n in range(MIN_RUNS):
+        run(drift, f"unpredicted {n}", 0, 0, worker="w2")
+    assert drift.summary_of(["w2"], NOW_MS).ttft_error is None
 
 
 CASES = st.lists(

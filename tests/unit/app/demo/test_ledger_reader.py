@@ -3,7 +3,8 @@ hand-overs."""
 
 from __future__ import annotations
 
-from kvlane.app.demo.ledger_reader import LedgerDecisions
+from kvlane.app.demo.ledger_reader import LedgerDecisions, TimeErrors
+from kvlane.app.demo.policy_comparison import PolicyRun, prediction_lines
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.memory.memory_log import MemoryLog
@@ -63,3 +64,28 @@ def test_failed_decode_is_no_hand_over() -> None:
     run(decisions, "aggregated", "d2", 0, attempt=1)
     assert decisions.handed_over_requests == 0
     assert decisions.answering_workers("a") == ["d1", "d2"]
+
+
+def test_prediction_is_compared_with_the_times_of_its_run() -> None:
+    decisions = ledger_decisions()
+    place = {"attempt": 0, "phase": "aggregated", "worker": "w1", "epoch": 1}
+    for name, predicted_ms in (("a", 60.0), ("b", 0.0)):
+        made = Assigned(
+            id=name, origin=ORIGIN, responses_from=0, deadline_ms=0,
+            ttft_ms_predicted=predicted_ms, itl_ms_predicted=predicted_ms / 10, **place,  # type: ignore[arg-type]
+        )  # fmt: skip
+        decisions.on_fact(made)
+        end = Finished(id=name, code="stop", ttft_ms=40.0, itl_ms=8.0, **place)  # type: ignore[arg-type]
+        decisions.on_fact(end)
+    assert decisions.prediction_errors("a") == TimeErrors(0.5, 0.25)
+    assert decisions.prediction_errors("b") == decisions.prediction_errors("c") == TimeErrors()
+
+
+def test_policies_that_predict_get_a_line_of_errors() -> None:
+    runs = [
+        PolicyRun("by cache", (), 1.0, 0.5, 0.5, {"TTFT": [0.1, 0.2, 0.4], "ITL": []}),
+        PolicyRun("in turn", (), 1.0, 0.5, 0.5, {"TTFT": [], "ITL": []}),
+    ]
+    assert prediction_lines(runs) == [
+        "by cache: error of the prediction, TTFT 20% (median), 40% (p90)"
+    ]
