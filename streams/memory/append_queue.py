@@ -80,7 +80,7 @@ class AppendQueue:
 
     def _arrive(self, sending: _Sending) -> None:
         client, broker = self._client, self._client.broker
-        sending.fate = broker.faults.fate(client.client_id, *self._log.name)
+        sending.fate = broker.faults.fate(client.client_id, *self._log.name, len(sending.entries))
         if sending.fate is AppendFate.LOST or not broker.available:
             return
         if sending.fate in (AppendFate.LATE, AppendFate.OVERTAKEN):

@@ -52,8 +52,8 @@ class BrokerFaults:
         """Whether an append had left its process when the process was killed."""
         return False
 
-    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
-        """Asked when an append reaches the broker."""
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
+        """Asked when an append of so many entries reaches the broker."""
         return AppendFate.KEPT
 
     def answered(self, client: str, operation: Operation) -> bool:

@@ -85,7 +85,7 @@ class MemoryTransactionalWriter:
         finally:
             self._in_transit = None
         first = entries[0]
-        fate = faults.fate(client, first.topic, first.partition or 0)
+        fate = faults.fate(client, first.topic, first.partition or 0, len(entries))
         if not connection.broker.available or fate is AppendFate.LOST:
             raise AppendFailed(f"{self._name}: the transaction was aborted")
         if fate in (AppendFate.LATE, AppendFate.OVERTAKEN):

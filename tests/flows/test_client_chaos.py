@@ -30,7 +30,7 @@ class Weather(ScriptedFaults):
     def answer_s(self, client: str, operation: Operation) -> float:
         return self._rng.choice((0.0, 0.001, 0.02, 0.3))
 
-    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
         return self._rng.choice(
             (
                 AppendFate.KEPT,

@@ -117,7 +117,7 @@ class Outage(BrokerFaults):
         self.partitions = set(partitions)
         self.tries = 0
 
-    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
         if Partition(topic, partition) not in self.partitions:
             return AppendFate.KEPT
         self.tries += 1

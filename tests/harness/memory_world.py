@@ -41,7 +41,7 @@ class ScriptedFaults(BrokerFaults):
     def next_fates(self, topic: str, *fates: AppendFate) -> None:
         self.fates.setdefault(topic, deque()).extend(fates)
 
-    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
         fates = self.fates.get(topic)
         return fates.popleft() if fates else AppendFate.KEPT
 

@@ -53,7 +53,7 @@ class SeededFaults(BrokerFaults):
     def departed(self, client: str) -> bool:
         return self._rng.random() < 0.5
 
-    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
         if self.is_over or topic != RESULTS:
             return AppendFate.KEPT
         troubles = (AppendFate.LOST, AppendFate.UNREPORTED, AppendFate.LATE)

@@ -62,7 +62,7 @@ class NetworkFaults(BrokerFaults):
         self.dead_topics: frozenset[str] = frozenset()
         """Topics whose brokers are gone for ever: nothing is appended there."""
         self.repeated: Counter[str] = Counter()
-        """By topic, the appends that a client may have repeated without a fault of its own."""
+        """By topic, the records that a client may have repeated without a fault of its own."""
         self.leader_of: Callable[[str, int], int] = lambda *_: 0
         """The number of the broker that leads a partition of a topic."""
 
@@ -93,7 +93,7 @@ class NetworkFaults(BrokerFaults):
             return self._random() * climate.max_latency_s
         return draw * climate.usual_latency_s
 
-    def fate(self, client: str, topic: str, partition: int) -> AppendFate:
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
         if topic in self.dead_topics or (
             self.cut_links and (client, self.leader_of(topic, partition)) in self.cut_links
         ):
@@ -107,7 +107,7 @@ class NetworkFaults(BrokerFaults):
             (AppendFate.OVERTAKEN, climate.reordered),
         ):
             if (draw := draw - likely) < 0:
-                self.repeated[topic] += fate in _REPEATED
+                self.repeated[topic] += entries * (fate in _REPEATED)
                 return fate
         return AppendFate.KEPT
 

@@ -55,6 +55,8 @@ ENDLESS_TOKENS = 2000
 BURST_S = 1.5
 PEAK_OVERLAP = 0.8
 """Part of the longest time limit after which a peak sends its requests again."""
+REPEATED_WITHIN = 0.3
+"""Part of `dedup_window_s` within which a client repeats a request."""
 UNSERVED_MODEL = "nobody's"
 """A model that no worker serves."""
 
@@ -164,7 +166,7 @@ class KafkaClients:
             cancel = entry_of(Cancel(id=request_id, reason="of the client"), request_id)
         self._publish_at(at, request_id, topic, entry)
         while rng.random() < 0.2:
-            self._publish_at(at + rng.expovariate(0.3), request_id, topic, entry)
+            self._publish_at(at + self._repeat_s(rng), request_id, topic, entry)
         if cancelled:
             for _ in range(rng.choice((1, 1, 2))):
                 # Often at once, so that both come with the same poll.
@@ -199,7 +201,7 @@ class KafkaClients:
         topic = PROMPTS if rng.random() < 0.2 else BATCH
         self._publish_at(at, request_id, topic, entry)
         while rng.random() < 0.2:
-            self._publish_at(at + rng.expovariate(0.3), request_id, topic, entry)
+            self._publish_at(at + self._repeat_s(rng), request_id, topic, entry)
         if cancelled:
             cancel = encode_prompt(Prompt(id=request_id, kind="cancel"))
             self._publish_at(at + rng.expovariate(0.3), request_id, BATCH, cancel)
@@ -255,6 +257,11 @@ class KafkaClients:
                 over_s = min(ends_s, at_s + shape.settings.max_lifetime_s)
                 cancel = Cancel(id=request_id, reason="the peak is over")
                 self._publish_at(over_s, request_id, REQUESTS, entry_of(cancel, request_id))
+
+    def _repeat_s(self, rng: random.Random) -> float:
+        """Time until a client sends a request again: its id is known then, also where the copy is
+        appended late."""
+        return min(rng.expovariate(0.3), REPEATED_WITHIN * self._world.settings.dedup_window_s)
 
     def _publish_at(self, at: float, request_id: str, topic: str, entry: Entry) -> None:
         self._publications.append(Publication(at, request_id, topic, entry))
