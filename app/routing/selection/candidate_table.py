@@ -309,9 +309,10 @@ class CandidateTable:
         if self._unmeasured:
             self._assume_slowdown()
 
-    def _set_curves(self, n: int, learned: PerfCurves | None) -> None:
+    def _set_curves(self, n: int, curves: PerfCurves | None) -> None:
         """Let a row have these curves, or those of its card."""
-        curves = self._card_profiles[n].curves if learned is None else learned
+        if curves is None:
+            curves = self._card_profiles[n].curves
         if curves is not self._profiles[n].curves:
             self._profiles[n] = profile = self._profiles[n]._replace(curves=curves)
             self.curves[n] = recorded_curve(profile)

@@ -30,12 +30,13 @@ def bytes_of(policy: str, workers: int, *, has_own_curves: bool = False) -> int:
     return len(value)
 
 
-@pytest.mark.parametrize(("policy", "most"), [("predictive", 2950), ("dynamo", 1750)])
+@pytest.mark.parametrize(("policy", "most"), [("predictive", 3200), ("dynamo", 1750)])
 def test_decision_among_many_takes_a_few_kilobytes(policy: str, most: int) -> None:
+    """`predictive` records the prompts of each candidate that share its next step: 16 bytes."""
     among_64 = bytes_of(policy, 64)
     assert among_64 < most
     assert bytes_of(policy, 512) < among_64 * 1.02, "only the best candidates are recorded"
 
 
 def test_curves_of_their_own_take_a_third_more() -> None:
-    assert bytes_of("predictive", 64, has_own_curves=True) < 4000
+    assert bytes_of("predictive", 64, has_own_curves=True) < 4250
