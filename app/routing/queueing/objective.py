@@ -20,6 +20,8 @@ FIRST_TOKEN_WEIGHT: Final = 0.01
 THROUGHPUT_WEIGHT: Final = 0.2
 WINDOW = 1000
 """Answers over which the means are taken."""
+LONGEST_MS = 3.6e6
+"""An hour; a time beyond it, or one that is no number, is not of an answer."""
 INITIAL_TTFT_MS, INITIAL_DECODE_MS, INITIAL_ANSWERS = 100.0, 4800.0, 50
 """The means before an answer was seen, which count as so many."""
 
@@ -40,12 +42,15 @@ class DecodeWeight:
         """A record of the ledger was applied."""
         record = fact.record
         if type(record) is Assigned:
-            if record.service_class != "batch" and record.phase != "decode" and not record.attempt:
+            is_first = record.phase != "decode" and not record.attempt
+            if is_first and record.service_class != "batch" and 0 <= record.held_ms <= LONGEST_MS:
                 self._held_ms += (record.held_ms - self._held_ms) / self._answers
-        elif type(record) is Finished and record.output_tokens > 1 and record.ttft_ms:
+        elif type(record) is Finished and record.output_tokens > 1:
+            decode_ms = record.itl_ms * (record.output_tokens - 1)
+            if not (0 < record.ttft_ms <= LONGEST_MS and 0 <= decode_ms <= LONGEST_MS):
+                return
             self._answers = min(self._answers + 1, WINDOW)
             self._ttft_ms += (record.ttft_ms - self._ttft_ms) / self._answers
-            decode_ms = record.itl_ms * (record.output_tokens - 1)
             self._decode_ms += (decode_ms - self._decode_ms) / self._answers
             if self._objective == "balanced":
                 self._update()

@@ -70,6 +70,7 @@ MAX_SHARE = 0.95
 RECENT_MS, MIN_RECENT_MS = 60_000.0, 5_000.0
 """Time over which the offered load of prefill is taken, and the shortest one at the beginning: it
 decides on whole workers, which take seconds to change their work."""
+SHORTEST_RUN_MS, LONGEST_RUN_MS = 0.001, 3.6e6
 RUN_WINDOW, RUN_WINDOW_OF_KIND, MIN_RUN_WINDOW = 128, 1024, 16
 """Runs of a worker, and of all workers of a kind, from which curves are fitted."""
 FIT_INTERVAL_MS, LATE_MS = 1000, 1000
@@ -462,7 +463,7 @@ class PerformanceModel:
             self.mean_output_tokens += (end.output_tokens - self.mean_output_tokens) / self._answers
 
     def _add_run(self, worker: str, run: FirstToken | Answer) -> None:
-        if not (math.isfinite(run.took_ms) and run.took_ms > 0):
+        if not SHORTEST_RUN_MS <= run.took_ms <= LONGEST_RUN_MS:
             return
         if (runs := self._runs.get(worker)) is None:
             runs = self._runs[worker] = _Runs([], [])

@@ -47,6 +47,12 @@ def test_balanced_weight_begins_with_usual_latencies_and_ignores_answers_of_one_
     assert weight.value == 0.02
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0, 1e300])
+def test_odd_times_leave_the_weight_as_it_is(odd: float) -> None:
+    assert weight_after("balanced", 100, odd, 9) == weight_after("balanced", 0, 1, 1)
+    assert weight_after("balanced", 100, 50, odd) == weight_after("balanced", 0, 1, 1)
+
+
 def test_other_objectives_have_a_weight_of_their_own() -> None:
     first_token, throughput = (
         weight_after(objective, 100, 500, 9) for objective in ("first-token", "throughput")
