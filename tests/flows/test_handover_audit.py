@@ -144,10 +144,9 @@ async def test_explain_shows_the_candidates_and_outcome_of_each_phase(world: Mem
     out = StringIO()
     assert show_timeline(timeline, Console(file=out, width=200))
     lines = [line.split() for line in out.getvalue().splitlines()]
-    summary = {tuple(row[:3]): row[-2:] for row in lines if row[:1] == ["0"]}
-    assert summary == {
-        ("0", "prefill", "p"): ["2000.0", "ms"],
-        ("0", "decode", "d"): ["5000.0", "ms"],
-    }
+    summary = {tuple(row[:3]): " ".join(row) for row in lines if row[:1] == ["0"]}
+    assert summary.keys() == {("0", "prefill", "p"), ("0", "decode", "d")}
+    assert " 2000.0 ms " in summary["0", "prefill", "p"]
+    assert " 5000.0 ms " in summary["0", "decode", "d"]
     assert [row[1] for row in lines if row[:1] == ["*"]] == ["p", "d"]
     assert "differs" not in out.getvalue()

@@ -160,7 +160,7 @@ async def test_features_that_the_engine_lacks_are_refused_by_their_field(
     await world.wait_until(lambda: len(sent(world, Refused)) == 2)
     got = {r.id: r.message for r in sent(world, Refused)}
     assert got["a"].startswith("body.logprobs: the engine of this model")
-    assert got["b"].startswith("body.response_format: the engine of this model")
+    assert got["b"].startswith("body.response_format: the engine of worker w-m")
 
 
 @scenario_test

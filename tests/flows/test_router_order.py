@@ -48,10 +48,10 @@ def watch_appends(world: MemoryWorld) -> list[str]:
     topics: list[str] = []
     fate = world.faults.fate
 
-    def watched(client: str, topic: str, partition: int) -> AppendFate:
+    def watched(client: str, topic: str, partition: int, entries: int) -> AppendFate:
         if topic != KV_EVENTS:
             topics.append(topic)
-        return fate(client, topic, partition)
+        return fate(client, topic, partition, entries)
 
     world.faults.fate = watched  # type: ignore[method-assign]
     return topics
