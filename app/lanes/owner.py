@@ -497,6 +497,15 @@ def _objection(request: Request) -> str:
         return f"deadline_s must be a time in seconds, not {request.deadline_s}"
     if len(request.token_ids) % TOKEN_BYTES:
         return "token_ids are not whole numbers of 4 bytes"
+    numbers = {"priority_jump": request.hints.priority_jump}
+    if request.router is not None:
+        numbers |= {
+            "ttft_target": request.router.ttft_target,
+            "itl_target": request.router.itl_target,
+        }
+    for name, value in numbers.items():
+        if value is not None and not math.isfinite(value):  # it would have no place in an order
+            return f"{name} must be a number, not {value}"
     return ""
 
 

@@ -23,7 +23,7 @@ from kvlane.streams.records import (
     RequestOffset,
     Started,
 )
-from kvlane.streams.request import Request
+from kvlane.streams.request import Hints, Request, RouterParams
 from kvlane.streams.topics import DEAD_LETTERS, LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.fake_worker import (
     PROMPT,
@@ -66,6 +66,24 @@ async def test_invalid_deadline_is_refused(world: MemoryWorld, deadline_s: float
     (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
     assert end.code == "invalid"
     assert "deadline_s" in end.message
+    await assert_serves(world, router, worker)
+
+
+@pytest.mark.parametrize("name", ["priority_jump", "ttft_target", "itl_target"])
+@partial(scenario_test, lanes=1)
+async def test_times_that_are_no_numbers_are_refused(world: MemoryWorld, name: str) -> None:
+    """They would have no place in the order of the queue."""
+    worker = FakeWorker(world)
+    router = await start_router(world)
+    hints, targets = Hints(), RouterParams()
+    if name == "priority_jump":
+        hints = Hints(priority_jump=math.nan)
+    else:
+        targets = RouterParams(**{name: math.nan})
+    append_record(world, REQUESTS, Request(id="a", model="demo", hints=hints, router=targets))
+    (end,) = await wait_for_items(world, lambda: read_records(world, RESPONSES, End))
+    assert end.code == "invalid"
+    assert name in end.message
     await assert_serves(world, router, worker)
 
 
