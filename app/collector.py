@@ -123,8 +123,8 @@ class Collector(ObservedProcess):
         """A lane was assigned to this collector."""
         self._lanes[claim.partition] = LaneCollector(self._context, claim)
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        self._lanes[claim.partition].on_request_record(fact)
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
+        self._lanes[claim.partition].on_request_record(log_record)
 
     def on_released(self, claim: PartitionClaim) -> None:
         self._lanes.pop(claim.partition).close()

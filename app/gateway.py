@@ -130,9 +130,9 @@ class Gateway:
         self._library.refresh()
         self._ctx.spawn("loop delay", self._metrics.loop_delay.watch(self._ctx.clock))
 
-    def _applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
+    def _applied(self, source: Partition, log_records: Sequence[LogRecord]) -> None:
         """Update models after new records of the registry."""
-        self._served.on_records(source, facts)
+        self._served.on_records(source, log_records)
         if self._registry.caught_up:  # earlier records are mostly outdated
             self._library.refresh()
 

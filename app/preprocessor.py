@@ -312,11 +312,11 @@ class Preprocessor(ObservedProcess):
         end = (await self._log.end_offsets(source.topic, [source.partition]))[source.partition]
         return max(0, end - INITIAL_REPORTS)
 
-    def _applied(self, _: Partition, facts: Sequence[LogRecord]) -> None:
+    def _applied(self, _: Partition, log_records: Sequence[LogRecord]) -> None:
         """Update models after new records of the registry."""
-        for fact in facts:
-            if isinstance(fact.record, WorkerCard):
-                self._models.on_worker_card(fact.record)
+        for log_record in log_records:
+            if isinstance(log_record.record, WorkerCard):
+                self._models.on_worker_card(log_record.record)
         if self._registry.caught_up:  # earlier records are mostly outdated
             self._look_for_models()
 

@@ -224,29 +224,29 @@ class Router(ObservedProcess):
         """A lane was assigned to this router."""
         self._owners[claim.partition] = LaneOwner(self._context, claim)
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        self._owners[claim.partition].on_request_record(fact)
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
+        self._owners[claim.partition].on_request_record(log_record)
 
     def on_released(self, claim: PartitionClaim) -> None:
         self._owners.pop(claim.partition).close()
 
     # --- records of the views --------------------------------------------------------------------
 
-    def _ledger_applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
+    def _ledger_applied(self, source: Partition, log_records: Sequence[LogRecord]) -> None:
         owner = self._owners.get(source.partition)
         is_replay = not self._context.ledger_follower.caught_up
         context = self._context
         listeners: list[LedgerListener] = [context.scheduler, self._drift]
         if owner is not None:
             listeners.append(owner)
-        for fact in facts:
+        for log_record in log_records:
             for listener in listeners:
-                listener.on_record(fact, is_replay=is_replay)
+                listener.on_record(log_record, is_replay=is_replay)
             if owner is not None and not is_replay:
-                context.metrics.requests.on_record(fact, self._model_of)
+                context.metrics.requests.on_record(log_record, self._model_of)
         if self._ledger.batch_runs and not is_replay:
             now_ms = self._broker_clock.now_ms()
-            for place in _assigned_places(facts):
+            for place in _assigned_places(log_records):
                 self._reconcile_each(context.queue.batch.giving_way_on(place, now_ms))
 
     def _reconcile_each(self, request_ids: Iterable[str]) -> None:
@@ -255,12 +255,12 @@ class Router(ObservedProcess):
             if owner is not None:
                 owner.reconcile(request_id)
 
-    def _fleet_applied(self, _: Partition, facts: Sequence[LogRecord]) -> None:
+    def _fleet_applied(self, _: Partition, log_records: Sequence[LogRecord]) -> None:
         context, is_news = self._context, self._context.fleet_follower.caught_up
         broker_ms = None if is_news else self._broker_clock.now_ms()
-        self._silent_workers.on_records(facts, self._ctx.clock.now(), broker_ms)
-        for fact in facts:
-            beat = fact.record
+        self._silent_workers.on_records(log_records, self._ctx.clock.now(), broker_ms)
+        for log_record in log_records:
+            beat = log_record.record
             if isinstance(beat, WorkerCard):
                 context.model_availability.on_card(beat.model)
             elif isinstance(beat, ModelCard):
@@ -362,9 +362,9 @@ class Router(ObservedProcess):
         return await self._log.offset_at(source.topic, source.partition, max(0, since_ms))
 
 
-def _assigned_places(facts: Sequence[LogRecord]) -> dict[WorkerRank, None]:
+def _assigned_places(log_records: Sequence[LogRecord]) -> dict[WorkerRank, None]:
     """The places of new decisions, in their order."""
-    records = (fact.record for fact in facts)
+    records = (r.record for r in log_records)
     return {
         WorkerRank(record.worker, record.epoch, record.rank): None
         for record in records

@@ -113,7 +113,7 @@ class Worker(ObservedProcess):
         self._fatal_reason = ""
         """Why this process is about to end with an error; "" otherwise."""
         self._runs: RunQueue | None = None
-        self._early_facts: list[LogRecord] = []
+        self._early_records: list[LogRecord] = []
         """Records of the registry that were read between two epochs, and may end the next one: a
         repeated append of its first card."""
         self._slot = Partition(ASSIGNMENTS, 0)
@@ -307,9 +307,12 @@ class Worker(ObservedProcess):
         if self._watch.unhealthy_reason or self._fatal_reason:
             self._runs.reject_new()
         log.info("worker %s serves slot %d as epoch %d", self.id, self._slot.partition, epoch)
-        facts, self._early_facts = self._early_facts, []
+        log_records, self._early_records = self._early_records, []
         registration = self._registration
-        if any(interpret(f, registration.card, registration.card_offset) == "renew" for f in facts):
+        if any(
+            interpret(f, registration.card, registration.card_offset) == "renew"
+            for f in log_records
+        ):
             self._restart_epoch("a record in the registry ended it while it began")
         await self._send_heartbeat()
 
@@ -420,19 +423,19 @@ class Worker(ObservedProcess):
     async def _on_registry_record(self, record: Record) -> None:
         """Apply one record of the registry. Raises WorkerIdTaken, ModelMismatch."""
         try:
-            fact = LogRecord(record.offset, record.timestamp, decode(record))
+            log_record = LogRecord(record.offset, record.timestamp, decode(record))
         except RecordError as e:  # broken, or written by a newer version
             log.debug("registry offset %d skipped: %s", record.offset, e)
             return
-        if isinstance(fact.record, ModelCard):
-            self._model.check(fact.record)
+        if isinstance(log_record.record, ModelCard):
+            self._model.check(log_record.record)
         registration = self._registration
-        match interpret(fact, registration.card, registration.card_offset):
+        match interpret(log_record, registration.card, registration.card_offset):
             case "rewrite" if self._runs is not None:  # between two epochs it is written anyway
                 log.warning("worker %s: its card was overwritten; writing it again", self.id)
                 await registration.rewrite_card()
             case "renew" if self._runs is None:
-                self._early_facts.append(fact)
+                self._early_records.append(log_record)
             case "renew":
                 self._restart_epoch("a record in the registry ended it")
             case "stop":

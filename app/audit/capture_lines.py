@@ -119,37 +119,41 @@ class _Reading:
         later = await self._bounds(LEDGER, to_ms, to_ms + MAX_LIFETIME_MS)
         self._kept = await self._oldest(REQUESTS)
         total = requests.size + decided.size
-        async with aclosing(self._facts(requests, partial(_later, progress, 0, total))) as facts:
-            async for source, fact in facts:
-                if isinstance(fact.record, Request) and self._is_first(source, fact, fact.record):
-                    yield self._captured_request(fact, fact.record)
+        async with aclosing(
+            self._log_records(requests, partial(_later, progress, 0, total))
+        ) as log_records:
+            async for source, log_record in log_records:
+                if isinstance(log_record.record, Request) and self._is_first(
+                    source, log_record, log_record.record
+                ):
+                    yield self._captured_request(log_record, log_record.record)
         report = partial(_later, progress, requests.size, total)
-        async with aclosing(self._facts(decided, report)) as facts:
-            async for source, fact in facts:
-                if isinstance(fact.record, Assigned):
-                    yield self._decided(source, fact, fact.record)
-                elif (line := self._followed(fact)) is not None:
+        async with aclosing(self._log_records(decided, report)) as log_records:
+            async for source, log_record in log_records:
+                if isinstance(log_record.record, Assigned):
+                    yield self._decided(source, log_record, log_record.record)
+                elif (line := self._followed(log_record)) is not None:
                     yield line
-        async with aclosing(self._facts(later)) as facts:
-            async for _, fact in facts:
+        async with aclosing(self._log_records(later)) as log_records:
+            async for _, log_record in log_records:
                 if not self._open:
                     break
-                if (line := self._followed(fact)) is not None:
+                if (line := self._followed(log_record)) is not None:
                     yield line
 
     # --- the log ---------------------------------------------------------------------------------
 
-    async def _facts(
+    async def _log_records(
         self, bounds: _Bounds, progress: Progress = lambda _done, _total: None
     ) -> AsyncGenerator[tuple[Partition, LogRecord], None]:
         reading = read_range(self._log, self._clock, *bounds, progress=progress)
         decoding = RecordDecoder(self._log, self._clock)
         async with aclosing(reading) as pieces:
             async for source, some, _ in pieces:
-                facts = await decoding.decode_records(source, some)
-                self.unread += len(some) - len(facts)
-                for fact in facts:
-                    yield source, fact
+                log_records = await decoding.decode_records(source, some)
+                self.unread += len(some) - len(log_records)
+                for log_record in log_records:
+                    yield source, log_record
 
     async def _bounds(self, topic: str, from_ms: int, to_ms: int) -> _Bounds:
         starts, ends = await self._oldest(topic), {}
@@ -168,26 +172,26 @@ class _Reading:
         source = Partition(REGISTRY, 0)
         ends = await self._log.end_offsets(REGISTRY, [0])
         async with aclosing(
-            self._facts(_Bounds(await self._oldest(REGISTRY), {source: ends[0]}))
-        ) as facts:
-            async for _, fact in facts:
-                self._fleet.apply(source, [fact], fact.offset + 1)
-                self._on_registry_record(fact)
+            self._log_records(_Bounds(await self._oldest(REGISTRY), {source: ends[0]}))
+        ) as log_records:
+            async for _, log_record in log_records:
+                self._fleet.apply(source, [log_record], log_record.offset + 1)
+                self._on_registry_record(log_record)
 
     # --- workers ---------------------------------------------------------------------------------
 
-    def _on_registry_record(self, fact: LogRecord) -> None:
+    def _on_registry_record(self, log_record: LogRecord) -> None:
         """Start, continue or end an epoch of a worker."""
-        record = fact.record
+        record = log_record.record
         if isinstance(record, WorkerCard):
-            epoch = fact.offset if record.epoch is None else record.epoch
-            epochs, since_ms = self._epochs.setdefault(record.id, []), fact.timestamp_ms
+            epoch = log_record.offset if record.epoch is None else record.epoch
+            epochs, since_ms = self._epochs.setdefault(record.id, []), log_record.timestamp_ms
             if epochs and epochs[-1].epoch == epoch:
                 since_ms = epochs.pop().since_ms
             self._end_epoch(record.id, since_ms)
             epochs.append(_Epoch(record, epoch, since_ms))
         elif isinstance(record, Tombstone) and record.key.startswith("worker/"):
-            self._end_epoch(record.key.removeprefix("worker/"), fact.timestamp_ms)
+            self._end_epoch(record.key.removeprefix("worker/"), log_record.timestamp_ms)
 
     def _end_epoch(self, worker: str, at_ms: int) -> None:
         epochs = self._epochs.get(worker)
@@ -222,39 +226,47 @@ class _Reading:
 
     # --- lines -----------------------------------------------------------------------------------
 
-    def _is_first(self, source: Partition, fact: LogRecord, request: Request) -> bool:
+    def _is_first(self, source: Partition, log_record: LogRecord, request: Request) -> bool:
         """Whether a request is not a duplicate."""
-        requested_ms, since_ms = self._requested_ms[source], fact.timestamp_ms - DEDUP_WINDOW_MS
+        requested_ms, since_ms = (
+            self._requested_ms[source],
+            log_record.timestamp_ms - DEDUP_WINDOW_MS,
+        )
         while requested_ms and next(iter(requested_ms.values())) < since_ms:
             requested_ms.popitem(last=False)
         is_first = request.id not in requested_ms
         if is_first:
-            requested_ms[request.id] = fact.timestamp_ms
+            requested_ms[request.id] = log_record.timestamp_ms
         return is_first
 
-    def _captured_request(self, fact: LogRecord, request: Request) -> CapturedRequest:
+    def _captured_request(self, log_record: LogRecord, request: Request) -> CapturedRequest:
         size = self._block_size(request.model)
         names = prompt_keys(PromptHashes(request).local_hashes(size), self._secret)
         return CapturedRequest(
-            id=request.id, at_ms=fact.timestamp_ms, model=request.model, block_size=size,
+            id=request.id, at_ms=log_record.timestamp_ms, model=request.model, block_size=size,
             prompt_tokens=request.prompt_tokens, blocks=names.astype(BLOCK_HASH).tobytes(),
             max_tokens=request.stop.max_tokens, hints=request.hints,
-            router_config_override=request.router_config_override,
+            router_config_override=request.router_config_override
         )  # fmt: skip
 
-    def _decided(self, source: Partition, fact: LogRecord, decision: Assigned) -> CapturedDecision:
+    def _decided(
+        self, source: Partition, log_record: LogRecord, decision: Assigned
+    ) -> CapturedDecision:
         self._open[decision.id] = None
         origin = decision.origin
         kept = self._kept.get(Partition(origin.topic, origin.partition))
         self.without_request += kept is not None and origin.offset < kept
         full = decision.with_candidates(decision.candidates)
         return CapturedDecision(
-            at_ms=fact.timestamp_ms, lane=source.partition, offset=fact.offset, decision=full
+            at_ms=log_record.timestamp_ms,
+            lane=source.partition,
+            offset=log_record.offset,
+            decision=full,
         )
 
-    def _followed(self, fact: LogRecord) -> AnyCaptureLine | None:
+    def _followed(self, log_record: LogRecord) -> AnyCaptureLine | None:
         """The line of an outcome of a decision of the period; None for other records."""
-        at_ms, record = fact.timestamp_ms, fact.record
+        at_ms, record = log_record.timestamp_ms, log_record.record
         if not isinstance(record, PrefillDone | Finished | records.Ended):
             return None
         is_open = record.id in self._open

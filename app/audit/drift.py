@@ -82,8 +82,8 @@ class DriftTracker:
         self._expected: OrderedDict[RunKey, _Expected] = OrderedDict()
         self._differences: OrderedDict[str, deque[PredictionError]] = OrderedDict()
 
-    def on_record(self, fact: LogRecord, *, is_replay: bool = False) -> None:  # noqa: ARG002  old runs count
-        record = fact.record
+    def on_record(self, log_record: LogRecord, *, is_replay: bool = False) -> None:  # noqa: ARG002  old runs count
+        record = log_record.record
         if type(record) is Assigned:
             # Engines count the blocks that a decode worker has fetched as cached, too.
             if record.block_size and record.has_candidates and record.phase != "decode":
@@ -91,12 +91,12 @@ class DriftTracker:
         elif type(record) is Finished:
             expected = self._expected.pop(record.run_key, None)
             if expected is not None and record.code in _COMPLETE:
-                self._add_difference(fact.timestamp_ms, expected, record)
+                self._add_difference(log_record.timestamp_ms, expected, record)
 
     def _expect(self, decision: Assigned) -> None:
         self._expected[decision.run_key] = _Expected(
             decision.worker, decision.epoch, decision.cached_tokens_predicted, decision.block_size,
-            decision.ttft_ms_predicted, decision.itl_ms_predicted,
+            decision.ttft_ms_predicted, decision.itl_ms_predicted
         )  # fmt: skip
         while len(self._expected) > MAX_OPEN_DECISIONS:
             self._expected.popitem(last=False)

@@ -90,12 +90,12 @@ async def rebuild_view(
     for source in sources:
         view.apply(source, (), starts[source])
     async for source, some, position in read_range(log, clock, starts, ends, progress=progress):
-        facts = await decoding.decode_records(source, some)
-        decoded = [fact.record for fact in facts]
+        log_records = await decoding.decode_records(source, some)
+        decoded = [r.record for r in log_records]
         holders |= {CacheId(each.worker, each.rank) for each in decoded if isinstance(each, Blocks)}
         records[source] += len(some)
-        malformed[source] += len(some) - len(facts)
-        view.apply(source, facts, position)
+        malformed[source] += len(some) - len(log_records)
+        view.apply(source, log_records, position)
     states = [
         PartitionState(
             *source, starts[source], ends[source], records[source], malformed[source],

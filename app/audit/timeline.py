@@ -112,13 +112,13 @@ async def explain_request(
             break
     requests, ledger = (found[topic] for topic in (REQUESTS, LEDGER))
     readers = _Readers(Partition(RESPONSES, lane))
-    for fact in found[RESPONSES]:
-        readers.take(fact)
+    for log_record in found[RESPONSES]:
+        readers.take(log_record)
     readers.close()
-    is_unread = not ledger and all(isinstance(fact.record, Cancel) for fact in requests)
+    is_unread = not ledger and all(isinstance(r.record, Cancel) for r in requests)
     steps = _in_order(
         await _prompt_steps(log, clock, request_id, progress) if is_unread else [],
-        [_step(Partition(REQUESTS, lane), fact) for fact in requests],
+        [_step(Partition(REQUESTS, lane), r) for r in requests],
         _decided(Partition(LEDGER, lane), ledger, requests),
         readers.steps,
     )
@@ -148,13 +148,13 @@ def _decided(
     source: Partition, ledger: Sequence[LogRecord], received: Sequence[LogRecord]
 ) -> list[TimelineStep]:
     """The steps of the ledger; decisions with their reasons and outcomes."""
-    requests = [fact.record for fact in received if isinstance(fact.record, Request)]
+    requests = [r.record for r in received if isinstance(r.record, Request)]
     session = None
     if requests:
         control = requests[0].hints.session_control
         session = control.session_id if control else ""
     actual: dict[tuple[RunKey, str], RunOutcome] = {}
-    for record in [fact.record for fact in ledger]:
+    for record in [r.record for r in ledger]:
         if isinstance(record, PrefillDone | Finished):
             run = (record.run_key, record.worker)
             outcome = actual.get(run, RunOutcome())
@@ -166,8 +166,8 @@ def _decided(
                 outcome = outcome._replace(code=record.code, itl_ms=record.itl_ms or None)
             actual[run] = outcome
     steps = []
-    for fact in ledger:
-        step, record = _step(source, fact), fact.record
+    for log_record in ledger:
+        step, record = _step(source, log_record), log_record.record
         if isinstance(record, Assigned):
             run = (record.run_key, record.worker)
             decision = ExplainedDecision(
@@ -211,10 +211,10 @@ async def _stretches(log: Log, lane: int, drawn_ms: int | None) -> tuple[dict[Pa
     return starts, bounds, ends
 
 
-def _step(source: Partition, fact: LogRecord) -> TimelineStep:
-    record = fact.record
+def _step(source: Partition, log_record: LogRecord) -> TimelineStep:
+    record = log_record.record
     return TimelineStep(
-        fact.timestamp_ms, source, fact.offset, type(record).__name__, fields_of(record)
+        log_record.timestamp_ms, source, log_record.offset, type(record).__name__, fields_of(record)
     )
 
 
@@ -254,16 +254,16 @@ class _Readers:
         self._shown: list[tuple[LogRecord, Chunk]] = []
         """Chunks of the current run."""
 
-    def take(self, fact: LogRecord) -> None:
-        record = fact.record
+    def take(self, log_record: LogRecord) -> None:
+        record = log_record.record
         if not isinstance(record, Chunk | Fence | End):
             return
         if not isinstance(record, Chunk):
             self.close()
-            self.steps.append(_step(self._source, fact))
+            self.steps.append(_step(self._source, log_record))
         piece = self._transcript.apply(record)
         if isinstance(piece, Chunk):
-            self._shown.append((fact, piece))
+            self._shown.append((log_record, piece))
             self.ending = piece.finish_reason or ""
         elif isinstance(piece, End):
             self.ending = f"{piece.code} {piece.message}".strip()

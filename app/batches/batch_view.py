@@ -85,10 +85,10 @@ class BatchView:
 
     # --- the view --------------------------------------------------------------------------------
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
         seen = self._seen.setdefault(source.partition, {})
-        for fact in facts:
-            record = fact.record
+        for log_record in log_records:
+            record = log_record.record
             if isinstance(record, Tombstone):
                 key = record.key
                 self._remove(source, key)
@@ -106,7 +106,7 @@ class BatchView:
                 self._cancels[record.id] = record.at_s
             else:
                 continue
-            _touch(seen, key, fact.timestamp_ms)
+            _touch(seen, key, log_record.timestamp_ms)
         self._positions[source] = position
 
     def _counts(self, source: Partition, key: str, is_later: bool = True) -> bool:  # noqa: FBT001, FBT002

@@ -73,24 +73,26 @@ class LedgerDecisions:
             async for records in batches:
                 for record in records:
                     try:
-                        fact = decode(record)
+                        decoded = decode(record)
                     except RecordError:
                         continue
-                    self.on_fact(fact)
+                    self.on_record(decoded)
 
-    def on_fact(self, fact: AnyRecord) -> None:
-        match fact:
+    def on_record(self, record: AnyRecord) -> None:
+        match record:
             case Assigned():
-                self._assigned[fact.id].append(fact)
+                self._assigned[record.id].append(record)
             case PrefillDone(phase="prefill", attempt=0):
-                self._prefill_cached[fact.id] = fact.cached_tokens
+                self._prefill_cached[record.id] = record.cached_tokens
             case PrefillDone(phase="decode"):
-                self._handed_over.add(fact.id)
-            case Finished(attempt=0) if fact.phase != "prefill":
-                self._cached[fact.id] = self._prefill_cached.get(fact.id, fact.cached_tokens)
-                made = next((d for d in self.decisions(fact.id) if d.run_key == fact.run_key), None)
+                self._handed_over.add(record.id)
+            case Finished(attempt=0) if record.phase != "prefill":
+                self._cached[record.id] = self._prefill_cached.get(record.id, record.cached_tokens)
+                made = next(
+                    (d for d in self.decisions(record.id) if d.run_key == record.run_key), None
+                )
                 if made is not None and made.phase == "aggregated":
-                    self._errors[fact.id] = TimeErrors(
-                        error_share(made.ttft_ms_predicted, fact.ttft_ms),
-                        error_share(made.itl_ms_predicted, fact.itl_ms),
+                    self._errors[record.id] = TimeErrors(
+                        error_share(made.ttft_ms_predicted, record.ttft_ms),
+                        error_share(made.itl_ms_predicted, record.itl_ms),
                     )

@@ -61,7 +61,7 @@ class ViewStopped(Exception):
 class LedgerListener(Protocol):
     """A part of a router that reacts to records of the ledger, after they were applied."""
 
-    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
+    def on_record(self, log_record: LogRecord, *, is_replay: bool) -> None:
         """A record was applied. `is_replay`: it was read while the router was catching up."""
 
 

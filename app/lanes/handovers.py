@@ -99,17 +99,17 @@ class HandOvers:
             self._count_awaited(1)
         return begun
 
-    def on_record(self, fact: LogRecord, lag_ms: int = 0) -> None:
+    def on_record(self, log_record: LogRecord, lag_ms: int = 0) -> None:
         """A record of the ledger was applied: the prompt may be computed. `lag_ms`: by how much the
         clock of the ledger's leader is behind broker time."""
-        done = fact.record
+        done = log_record.record
         if not (isinstance(done, PrefillDone) and done.phase == "prefill"):
             return
         known = self._open.get(done.id)
         run = RunId(done.attempt, "prefill", done.worker, done.epoch)
         if known is None or known.prefill != run or known.bootstrap is not None:
             return
-        ended_ms, left_ms = fact.timestamp_ms + lag_ms, float(self._timeout_ms)
+        ended_ms, left_ms = log_record.timestamp_ms + lag_ms, float(self._timeout_ms)
         if done.lease_until_ms:
             left_ms = min(left_ms, LEASE_SHARE * (done.lease_until_ms - ended_ms))
         until_ms = max(ended_ms + int(left_ms), 1)

@@ -87,16 +87,16 @@ class LaneOwner:
 
     # --- from outside ----------------------------------------------------------------------------
 
-    def on_request_record(self, fact: LogRecord) -> None:
+    def on_request_record(self, log_record: LogRecord) -> None:
         """A record of `requests` arrived in this lane.
 
         Raises RecordError for one of another lane: its reader waits there, so here it would run in
         vain.
         """
-        record = fact.record
+        record = log_record.record
         assert isinstance(record, Request | Cancel | Refused), "the intake lets no other types pass"
-        if fact.offset >= self._unread_end:
-            self._requests_clock.observe(fact.timestamp_ms)
+        if log_record.offset >= self._unread_end:
+            self._requests_clock.observe(log_record.timestamp_ms)
         if (lane := lane_of(record.id, self._context.partitions[REQUESTS])) != self._lane:
             raise RecordError(
                 f"{record.id!r} belongs in lane {lane}, not in {self._lane}: "
@@ -104,14 +104,14 @@ class LaneOwner:
             )
         job = self._jobs.get(record.id)
         if job is None:
-            self._start(record.id, partial(self._take, fact), fact)
+            self._start(record.id, partial(self._take, log_record), log_record)
             self._backpressure.pause_if_clogged(self._appending_jobs)
             return
-        self._put_behind(fact, record)
+        self._put_behind(log_record, record)
         if isinstance(record, Cancel) and record.id in self._waits.cancellable_ids:
             job.cancel()  # `_ended` goes on with the Cancel
 
-    def _put_behind(self, fact: LogRecord, record: Request | Cancel | Refused) -> None:
+    def _put_behind(self, log_record: LogRecord, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
 
         One of each kind waits. Another one, or a Request whose first is being admitted, is done at
@@ -120,19 +120,19 @@ class LaneOwner:
         waiting = self._records_behind.setdefault(record.id, deque())
         again = isinstance(record, Request) and record.id in self._arrived
         if again or any(type(w.record) is type(record) for w in waiting):
-            self.claim.mark_done(fact.offset)
+            self.claim.mark_done(log_record.offset)
         else:
-            waiting.append(fact)
+            waiting.append(log_record)
 
     def _has_cancel(self, request_id: str) -> bool:
         return any(isinstance(w.record, Cancel) for w in self._records_behind.get(request_id, ()))
 
-    def on_record(self, fact: LogRecord, *, is_replay: bool) -> None:
+    def on_record(self, log_record: LogRecord, *, is_replay: bool) -> None:
         if not is_replay:
-            self._ledger_clock.observe(fact.timestamp_ms)
-        if isinstance(fact.record, LedgerRecord):
-            self._dispatcher.handovers.on_record(fact, self._ledger_clock.lag_ms)
-            self.reconcile(fact.record.id)
+            self._ledger_clock.observe(log_record.timestamp_ms)
+        if isinstance(log_record.record, LedgerRecord):
+            self._dispatcher.handovers.on_record(log_record, self._ledger_clock.lag_ms)
+            self.reconcile(log_record.record.id)
 
     def reconcile(self, request_id: str) -> None:
         """Find the action that is due for one request, if any, and start it."""
@@ -311,13 +311,15 @@ class LaneOwner:
         s.resume(self.claim)
         self.reconcile_all()
 
-    def _start(self, request_id: str, work: JobFactory, fact: LogRecord | None = None) -> None:
-        """Begin a job; `fact` is the record that it handles, done when the job is."""
-        if fact is not None and isinstance(fact.record, Request):
-            self._backpressure.add_prompt(request_id, fact.record.prompt_bytes)
+    def _start(
+        self, request_id: str, work: JobFactory, log_record: LogRecord | None = None
+    ) -> None:
+        """Begin a job; `log_record` is the record that it handles, done when the job is."""
+        if log_record is not None and isinstance(log_record.record, Request):
+            self._backpressure.add_prompt(request_id, log_record.record.prompt_bytes)
         job = self._context.ctx.spawn(
             f"lane {self._lane} {request_id}",
-            self._run(request_id, work, None if fact is None else fact.offset),
+            self._run(request_id, work, None if log_record is None else log_record.offset),
         )
         self._jobs[request_id] = job
         job.add_done_callback(lambda _: self._ended(request_id, job))
@@ -382,12 +384,12 @@ class LaneOwner:
             self._records_behind.pop(request_id, None)
             self.reconcile(request_id)
             return
-        fact = next((w for w in waiting if isinstance(w.record, Cancel)), waiting[0])
-        waiting.remove(fact)
-        self._start(request_id, partial(self._take, fact), fact)
+        log_record = next((w for w in waiting if isinstance(w.record, Cancel)), waiting[0])
+        waiting.remove(log_record)
+        self._start(request_id, partial(self._take, log_record), log_record)
 
-    async def _take(self, fact: LogRecord) -> None:
-        record = fact.record
+    async def _take(self, log_record: LogRecord) -> None:
+        record = log_record.record
         if isinstance(record, Cancel):
             await self._cancel(record)
             return
@@ -395,17 +397,17 @@ class LaneOwner:
         if isinstance(record, Request):
             for replaced in self._renewed.pop(record.id, ()):
                 self.claim.mark_done(replaced)
-        if await self._is_repetition(fact, record):
+        if await self._is_repetition(log_record, record):
             return
-        self._termination.offsets[record.id] = fact.offset
+        self._termination.offsets[record.id] = log_record.offset
         if record.queued_ms or isinstance(record, Refused):
             self._termination.prompts.add(record.id)
         if isinstance(record, Request):
-            await self._admit(fact, record)
+            await self._admit(log_record, record)
         else:
             await self._termination.end(record.id, record.code, record.message)
 
-    async def _is_repetition(self, fact: LogRecord, record: Request | Refused) -> bool:
+    async def _is_repetition(self, log_record: LogRecord, record: Request | Refused) -> bool:
         """True if the id of a record is taken: the record is a duplicate, and needs nothing.
 
         If the ledger has forgotten the end of the id, it gets another one, by which collectors know
@@ -413,23 +415,23 @@ class LaneOwner:
         """
         if self._is_known(record.id):
             return True
-        appended_ms = record.queued_ms or fact.timestamp_ms
+        appended_ms = record.queued_ms or log_record.timestamp_ms
         if not self._context.ledger.is_repetition(self._lane, record.id, appended_ms):
             return False
         await self._termination.write_terminal(record.id, "seen")
         return True
 
-    async def _admit(self, fact: LogRecord, request: Request) -> None:
+    async def _admit(self, log_record: LogRecord, request: Request) -> None:
         """Assign a request, or end it. Raises RenewalDue for a batch request that waited in the log
         for half its time there."""
         s = self._context
-        self._arrived[request.id] = fact.offset
+        self._arrived[request.id] = log_record.offset
         if request.service_class == "batch":
             self._batch_arrived.add(request.id)
         if objection := _objection(request):
             await self._termination.end(request.id, "invalid", objection)
             return
-        appended_ms = fact.timestamp_ms + self._requests_clock.lag_ms
+        appended_ms = log_record.timestamp_ms + self._requests_clock.lag_ms
         deadline_ms, renewal_ms = _time_limits(appended_ms, request, s.settings)
         if s.broker_clock.now_ms() >= renewal_ms:
             raise RenewalDue(request)
@@ -438,7 +440,7 @@ class LaneOwner:
                 request.id, "deadline", "its deadline passed before it was read"
             )
         else:
-            origin = RequestOffset(topic=REQUESTS, partition=self._lane, offset=fact.offset)
+            origin = RequestOffset(topic=REQUESTS, partition=self._lane, offset=log_record.offset)
             start = s.response_end_offsets[self._lane]
             rest = RemainingWork(request, 0, origin, start, deadline_ms, renewal_ms=renewal_ms)
             await self._dispatcher.assign(rest)

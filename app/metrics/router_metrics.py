@@ -77,19 +77,19 @@ class RequestMetrics:
         while len(self._open) > MAX_TRACKED_REQUESTS:
             self._open.popitem(last=False)
 
-    def on_record(self, fact: LogRecord, model_of: Callable[[str], str]) -> None:
+    def on_record(self, log_record: LogRecord, model_of: Callable[[str], str]) -> None:
         """A new ledger record of a lane of this router; `model_of`: the model of a worker."""
-        match fact.record:
+        match log_record.record:
             case Assigned(id=key, attempt=attempt, phase=phase):
                 if (request := self._open.get(key)) is not None:
                     request.is_served = True
                     if attempt == 0 and phase != "decode":
-                        self._queue.labels(request.label).observe(_seconds(request, fact))
+                        self._queue.labels(request.label).observe(_seconds(request, log_record))
             case PrefillDone(id=key, phase=phase) if phase != "prefill":
                 request = self._open.get(key)
                 if request is not None and not request.has_first_token:
                     request.has_first_token = True
-                    self._ttft.labels(request.label).observe(_seconds(request, fact))
+                    self._ttft.labels(request.label).observe(_seconds(request, log_record))
             case Finished(id=key, code=code, worker=worker) as run if run.phase != "prefill":
                 if code not in TERMINAL_CODES or run.retryable:
                     return
@@ -107,9 +107,9 @@ class RequestMetrics:
         return "" if request is None else request.label
 
 
-def _seconds(request: _Open, fact: LogRecord) -> float:
+def _seconds(request: _Open, log_record: LogRecord) -> float:
     """Time since receipt; not below 0, which clocks that differ would give."""
-    return max(0, fact.timestamp_ms - request.received_ms) / 1000
+    return max(0, log_record.timestamp_ms - request.received_ms) / 1000
 
 
 _LABELS = "model worker"

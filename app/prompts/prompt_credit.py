@@ -168,15 +168,15 @@ class PromptCredit:
 
     # --- View ------------------------------------------------------------------------------------
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
         self._position = position
-        for fact in facts:
-            if isinstance(fact.record, RouterCapacity):
+        for log_record in log_records:
+            if isinstance(log_record.record, RouterCapacity):
                 # The first read returns old reports, too; their age is counted from the newest.
                 # A broker's clock may go back: that makes none younger than the newest.
-                age_ms = max(0, facts[-1].timestamp_ms - fact.timestamp_ms)
-                self._reported(fact.record, age_ms / 1000)
-        if facts:
+                age_ms = max(0, log_records[-1].timestamp_ms - log_record.timestamp_ms)
+                self._reported(log_record.record, age_ms / 1000)
+        if log_records:
             self.credit_changed.notify_all()
 
     def _reported(self, report: RouterCapacity, age_s: float) -> None:

@@ -87,17 +87,21 @@ class LaneCollector:
             task.cancel()
         self._context.ctx.spawn(f"close writer of lane {self.lane}", self._writer.close())
 
-    def on_request_record(self, fact: LogRecord) -> None:
+    def on_request_record(self, log_record: LogRecord) -> None:
         """A record of `requests`. Raises RecordError when it belongs in another lane: no router
         runs it here, so it never gets a reply."""
-        record = fact.record
+        record = log_record.record
         assert isinstance(record, Request | Cancel | Refused), "no other types are read"
         if lane_of(record.id, self._lane_count) != self.lane:
             raise RecordError(f"{record.id!r} belongs in another lane")
-        done = self._results.add_request(fact)
-        if done == fact.offset and not isinstance(record, Cancel) and record.result is not None:
+        done = self._results.add_request(log_record)
+        if (
+            done == log_record.offset
+            and not isinstance(record, Cancel)
+            and record.result is not None
+        ):
             reply = record.result.reply
-            self._writer.mark_finished(fact.offset, record.id, fact.timestamp_ms, reply)
+            self._writer.mark_finished(log_record.offset, record.id, log_record.timestamp_ms, reply)
         elif done is not None:
             self.claim.mark_done(done)
 

@@ -82,22 +82,22 @@ class LaneResults:
         self._finished[request_id] = WrittenResult(written.at_ms)
         return written
 
-    def add_request(self, fact: LogRecord) -> int | None:
+    def add_request(self, log_record: LogRecord) -> int | None:
         """Take a record of `requests`; returns the offset of the record that is done with it.
 
         Its own if it needs no result, else that of the record in whose place it is. None for a
         request that waits for its result, or for the reply to one that is in the log.
         """
-        record = fact.record
+        record = log_record.record
         if not isinstance(record, Request | Refused) or record.result is None:
-            return fact.offset
-        if self._is_finished(record.id, record.queued_ms or fact.timestamp_ms):
-            return fact.offset
+            return log_record.offset
+        if self._is_finished(record.id, record.queued_ms or log_record.timestamp_ms):
+            return log_record.offset
         if (known := self._pending.get(record.id)) is not None:
             is_renewed = isinstance(record, Request) and record.is_renewed and known.is_silent
-            return known.renew(fact) if is_renewed else fact.offset
-        pending = PendingResult(fact, record, record.result)
-        pending.may_be_cut = fact.offset < self.cut_below
+            return known.renew(log_record) if is_renewed else log_record.offset
+        pending = PendingResult(log_record, record, record.result)
+        pending.may_be_cut = log_record.offset < self.cut_below
         self._pending[record.id] = self._by_key[record.id.encode()] = pending
         return None
 

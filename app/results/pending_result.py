@@ -50,11 +50,13 @@ _MAX_DEADLINE_S = 1e9
 class PendingResult:
     """A request whose result is not written yet. `offset`: of its record in `requests`."""
 
-    def __init__(self, fact: LogRecord, record: Request | Refused, options: ResultOptions) -> None:
+    def __init__(
+        self, log_record: LogRecord, record: Request | Refused, options: ResultOptions
+    ) -> None:
         self.id = record.id
-        self.offset = fact.offset
+        self.offset = log_record.offset
         self.options = options
-        self.appended_ms = fact.timestamp_ms
+        self.appended_ms = log_record.timestamp_ms
         self.is_renewed = isinstance(record, Request) and record.is_renewed
         """Whether its record takes the place of an earlier one."""
         self.ended_ms = 0
@@ -62,7 +64,7 @@ class PendingResult:
         """Whether records of its reply may have been deleted before they were read."""
         self._is_cut = False
         asked = record if isinstance(record, Request) else Request(id=record.id)
-        self.begun_ms = record.queued_ms or fact.timestamp_ms
+        self.begun_ms = record.queued_ms or log_record.timestamp_ms
         """The append time of its prompt, or of its record without one."""
         self.due_ms = self.begun_ms + _deadline_ms(asked.deadline_s)
         """Broker time at which a router ends it at the latest, while there is one."""
@@ -99,10 +101,10 @@ class PendingResult:
         is_spelled = self._spelling is not None and self._choice.shown_tokens > 0
         return self._model_name if is_spelled else None
 
-    def renew(self, fact: LogRecord) -> int:
+    def renew(self, log_record: LogRecord) -> int:
         """Take another record in the place of its own; returns the offset of the latter."""
-        replaced, self.offset = self.offset, fact.offset
-        self.appended_ms, self.is_renewed = fact.timestamp_ms, True
+        replaced, self.offset = self.offset, log_record.offset
+        self.appended_ms, self.is_renewed = log_record.timestamp_ms, True
         return replaced
 
     def apply(self, record: Chunk | Fence | End, at_ms: int) -> bool:

@@ -56,12 +56,16 @@ async def search_ledger(
         log.info("lane %d: requests without a reply are looked up again: %s", lane, e)
         return findings
     for pending in unanswered:
-        if not (facts := _facts(records.get(pending.id.encode(), ()))):
+        if not (log_records := _log_records(records.get(pending.id.encode(), ()))):
             continue
-        origin, is_over = _origin(facts), _is_over(pending.id, facts)
+        origin, is_over = _origin(log_records), _is_over(pending.id, log_records)
         if origin is not None and _is_other(pending, origin):
             findings.repetitions.append(pending)
-        elif origin is None and _is_seen(facts) and not (pending.is_lost and _has_end(facts)):
+        elif (
+            origin is None
+            and _is_seen(log_records)
+            and not (pending.is_lost and _has_end(log_records))
+        ):
             # A router found the end of another record with this id among older ones. Where that end
             # is here as well, and the reply was deleted, this may be the record that it is of.
             findings.repetitions.append(pending)
@@ -90,32 +94,32 @@ async def _records(
     return found
 
 
-def _facts(records: Sequence[Record]) -> list[LogRecord]:
-    facts = []
+def _log_records(records: Sequence[Record]) -> list[LogRecord]:
+    log_records = []
     for record in records:
         try:
             decoded = decode(record)
         except RecordError:
             continue
         if isinstance(decoded, LedgerRecord):
-            facts.append(LogRecord(record.offset, record.timestamp, decoded))
-    return facts
+            log_records.append(LogRecord(record.offset, record.timestamp, decoded))
+    return log_records
 
 
-def _origin(facts: Sequence[LogRecord]) -> int | None:
+def _origin(log_records: Sequence[LogRecord]) -> int | None:
     """The offset of the request that was run; None without a run."""
-    runs = (fact.record for fact in facts if isinstance(fact.record, Assigned | Started))
+    runs = (r.record for r in log_records if isinstance(r.record, Assigned | Started))
     first = next(runs, None)
     return None if first is None else first.origin.offset
 
 
-def _has_end(facts: Sequence[LogRecord]) -> bool:
+def _has_end(log_records: Sequence[LogRecord]) -> bool:
     """Whether a request with the id ended, other than as one that was seen before."""
-    return any(isinstance(fact.record, Ended) and fact.record.code != "seen" for fact in facts)
+    return any(isinstance(r.record, Ended) and r.record.code != "seen" for r in log_records)
 
 
-def _is_seen(facts: Sequence[LogRecord]) -> bool:
-    return any(isinstance(fact.record, Ended) and fact.record.code == "seen" for fact in facts)
+def _is_seen(log_records: Sequence[LogRecord]) -> bool:
+    return any(isinstance(r.record, Ended) and r.record.code == "seen" for r in log_records)
 
 
 def _is_other(pending: PendingResult, origin: int) -> bool:
@@ -124,8 +128,8 @@ def _is_other(pending: PendingResult, origin: int) -> bool:
     return origin != pending.offset
 
 
-def _is_over(request_id: str, facts: Sequence[LogRecord]) -> bool:
+def _is_over(request_id: str, log_records: Sequence[LogRecord]) -> bool:
     ledger = LedgerState(NO_LIMIT_MS)
-    ledger.apply(Partition(LEDGER, 0), facts, 0)
+    ledger.apply(Partition(LEDGER, 0), log_records, 0)
     state = ledger.request(0, request_id)
     return state is not None and state.is_finished

@@ -37,14 +37,14 @@ def registry_key(worker: str) -> str:
     return f"worker/{worker}"
 
 
-def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
+def interpret(log_record: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
     """The action for a registry record; this worker's newest card is at offset `written_at`."""
-    record = fact.record
+    record = log_record.record
     if isinstance(record, WorkerCard) and record.id == card.id:
-        epoch = fact.offset if record.epoch is None else record.epoch
+        epoch = log_record.offset if record.epoch is None else record.epoch
         own = record.life == card.life
     elif isinstance(record, Tombstone) and record.key == registry_key(card.id):
-        epoch = fact.offset if record.epoch is None else record.epoch
+        epoch = log_record.offset if record.epoch is None else record.epoch
         own = True  # a tombstone ends an epoch without claiming the id
     else:
         return "none"
@@ -53,7 +53,7 @@ def interpret(fact: LogRecord, card: WorkerCard, written_at: int) -> CardAction:
         return "renew" if own else "stop"
     if isinstance(record, Tombstone) and epoch == card.epoch:
         return "renew"
-    return "rewrite" if epoch < card.epoch and fact.offset > written_at else "none"
+    return "rewrite" if epoch < card.epoch and log_record.offset > written_at else "none"
 
 
 def worker_card(

@@ -61,7 +61,7 @@ class RecordDecoder:
     async def decode_records(self, source: Partition, records: Sequence[Record]) -> list[LogRecord]:
         """The decoded records, in order, without malformed ones. Raises NewerRecord, with its
         position, for one that no operator has skipped."""
-        facts: list[LogRecord] = []
+        log_records: list[LogRecord] = []
         for record in records:
             try:
                 record_body = decode_for_topic(source.topic, record)
@@ -76,8 +76,8 @@ class RecordDecoder:
                     raise NewerRecord(e.required, e.version, place) from None
                 self._skip(source, record.offset, e)
             else:
-                facts.append(LogRecord(record.offset, record.timestamp, record_body))
-        return facts
+                log_records.append(LogRecord(record.offset, record.timestamp, record_body))
+        return log_records
 
     def _skip(self, source: Partition, offset: int, error: RecordError) -> None:
         kind = (source.topic, type(error).__name__)

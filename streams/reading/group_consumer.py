@@ -220,8 +220,8 @@ class RecordHandler(Protocol):
     def on_claimed(self, claim: PartitionClaim) -> None:
         """A partition is assigned. It is not read before `GroupConsumer.resume(claim)`."""
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        """The next record. Each needs a `claim.mark_done(fact.offset)`, at any time. Raises
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
+        """The next record. Each needs a `claim.mark_done(log_record.offset)`, at any time. Raises
         RecordError to reject a record: it goes to dead-letters with that reason."""
 
     def on_released(self, claim: PartitionClaim) -> None:
@@ -367,8 +367,8 @@ class GroupConsumer:
                 continue  # fetched again by the client
             claim.deliver(record.offset)
             try:
-                fact = LogRecord(record.offset, record.timestamp, self._read(record))
-                self._lanes.on_record(claim, fact)
+                log_record = LogRecord(record.offset, record.timestamp, self._read(record))
+                self._lanes.on_record(claim, log_record)
             except RecordError as e:
                 if not self._writes_dead_letters:
                     claim.mark_done(record.offset)

@@ -311,17 +311,17 @@ class Follower:
             position = self._view.position(source) or 0
             if batch.position <= position:
                 continue  # fetched again by the client, or read again for another view
-            _, records, facts, end = batch.after(position)
-            self.applied += len(facts)
-            self.malformed += len(records) - len(facts)
+            _, records, log_records, end = batch.after(position)
+            self.applied += len(log_records)
+            self.malformed += len(records) - len(log_records)
             if records and self._broker_clock is not None:
                 self._broker_clock.observe(records[-1].timestamp)
-            self._take(source, facts, end)
+            self._take(source, log_records, end)
 
-    def _take(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        self._view.apply(source, facts, position)
-        if facts and self._on_applied is not None:
-            self._on_applied(source, facts)
+    def _take(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
+        self._view.apply(source, log_records, position)
+        if log_records and self._on_applied is not None:
+            self._on_applied(source, log_records)
         self._moved(source, position)
 
     def _moved(self, source: Partition, position: int) -> None:

@@ -35,12 +35,12 @@ takes longer to apply records than all views together to read them."""
 
 
 class DecodedBatch(NamedTuple):
-    """Consecutive records of one partition. `position` is the offset after them. `facts` are the
-    decoded ones, without malformed records."""
+    """Consecutive records of one partition. `position` is the offset after them.
+    `log_records` are the decoded ones, without malformed records."""
 
     source: Partition
     records: Sequence[Record]
-    facts: Sequence[LogRecord]
+    log_records: Sequence[LogRecord]
     position: int
 
     def after(self, position: int) -> DecodedBatch:
@@ -49,7 +49,7 @@ class DecodedBatch(NamedTuple):
             return self
         return self._replace(
             records=[record for record in self.records if record.offset >= position],
-            facts=[fact for fact in self.facts if fact.offset >= position],
+            log_records=[r for r in self.log_records if r.offset >= position],
         )
 
 

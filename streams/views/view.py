@@ -21,9 +21,9 @@ class MaterializedView(Protocol):
     def name(self) -> str:
         """The name of its snapshots."""
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        """Apply the next records of a partition; `position` is the offset after them. `facts` is in
-        offset order, and empty if only the position moves."""
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
+        """Apply the next records of a partition; `position` is the offset after them.
+        `log_records` are in offset order; there are none if only the position moves."""
 
     def position(self, source: Partition) -> int | None:
         """The next offset of a partition; None before the first `apply` or `restore`."""

@@ -122,8 +122,8 @@ async def test_artifact_is_whole_after_repeated_appends_and_compaction(
 def fleet(world: MemoryWorld) -> Fleet:
     """The view of a process that starts now."""
     view = Fleet()
-    facts = [LogRecord(r.offset, 0, decode(r)) for r in world.records(REGISTRY, 0)]
-    view.apply(Partition(REGISTRY, 0), facts, world.broker.log(REGISTRY, 0).end)
+    log_records = [LogRecord(r.offset, 0, decode(r)) for r in world.records(REGISTRY, 0)]
+    view.apply(Partition(REGISTRY, 0), log_records, world.broker.log(REGISTRY, 0).end)
     return view
 
 

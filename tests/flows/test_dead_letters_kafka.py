@@ -35,10 +35,10 @@ class Strict:
     def on_claimed(self, claim: PartitionClaim) -> None:
         self.intake.resume(claim)
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        if lane_of(fact.record.id, LANES) != claim.partition:  # type: ignore[union-attr]
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
+        if lane_of(log_record.record.id, LANES) != claim.partition:  # type: ignore[union-attr]
             raise RecordError("it belongs in another lane")
-        claim.mark_done(fact.offset)
+        claim.mark_done(log_record.offset)
 
     def on_released(self, claim: PartitionClaim) -> None:
         pass

@@ -142,10 +142,10 @@ async def test_answers_of_two_engines_are_those_of_one(
     ledger = await answered(settings, lengths, lambda _, clock: simulated(transfers, clock))
     assert {f.record.worker for f in ledger if isinstance(f.record, Assigned)} == set(ROLES)
     early = {f.record.id for f in ledger if is_phase(f, Assigned, "decode")}
-    for fact in ledger:
-        if is_phase(fact, PrefillDone, "prefill"):
-            decoded = next(f for f in ledger if is_decode_of(f, fact))
-            early -= {fact.record.id} if decoded.offset > fact.offset else set()
+    for log_record in ledger:
+        if is_phase(log_record, PrefillDone, "prefill"):
+            decoded = next(f for f in ledger if is_decode_of(f, log_record))
+            early -= {log_record.record.id} if decoded.offset > log_record.offset else set()
     assert bool(early) == (path == "bootstrap")
     if transfers is not None:
         failed = (transfers.taken_twice, transfers.taken_late, transfers.invalid)
@@ -198,7 +198,7 @@ async def test_answers_are_equal_while_prefill_and_decode_workers_die(
     ids, ledger, _ = await exchanged(
         settings, lengths, lambda _, clock: simulated(None, clock, speedup=2), roles, kill_workers
     )
-    decisions = [fact.record for fact in ledger if isinstance(fact.record, Assigned)]
+    decisions = [r.record for r in ledger if isinstance(r.record, Assigned)]
     assert {each.phase for each in decisions} == {"prefill", "decode"}
     assert {each.id for each in decisions} == set(ids)
     epochs = {(each.worker, each.epoch) for each in decisions}
@@ -221,7 +221,7 @@ async def test_workers_without_a_role_share_requests(kafka: Broker, topic_prefix
     ids, ledger, _ = await exchanged(
         settings, lengths, lambda name, clock: simulated(None, clock, CURVES[name]), FREE
     )
-    decisions = [fact.record for fact in ledger if isinstance(fact.record, Assigned)]
+    decisions = [r.record for r in ledger if isinstance(r.record, Assigned)]
     assert {each.id for each in decisions} == set(ids)
     workers = defaultdict(list)
     for each in decisions:
@@ -243,9 +243,9 @@ async def answered(
     """The ledger of prompts that were all handed over once."""
     ids, ledger, responses = await exchanged(settings, lengths, engine_of, ROLES)
     phases = defaultdict(list)
-    for fact in ledger:
-        if isinstance(fact.record, Assigned):
-            phases[fact.record.id].append(fact.record.phase)
+    for log_record in ledger:
+        if isinstance(log_record.record, Assigned):
+            phases[log_record.record.id].append(log_record.record.phase)
     assert [phases[name] for name in ids] == [["prefill", "decode"]] * len(ids)
     prefills = {str(f.record.run) for f in ledger if is_phase(f, Started, "prefill")}
     assert len(prefills) == len(ids)
@@ -280,10 +280,10 @@ async def exchanged(
     return ids, ledger, responses
 
 
-def is_decode_of(fact: LogRecord, prefilled: LogRecord) -> bool:
+def is_decode_of(log_record: LogRecord, prefilled: LogRecord) -> bool:
     """Whether a record is the decision about the decode of this prefill."""
-    return is_phase(fact, Assigned, "decode") and fact.record.id == prefilled.record.id
+    return is_phase(log_record, Assigned, "decode") and log_record.record.id == prefilled.record.id
 
 
-def is_phase(fact: LogRecord, kind: type, phase: str) -> bool:
-    return isinstance(fact.record, kind) and fact.record.phase == phase
+def is_phase(log_record: LogRecord, kind: type, phase: str) -> bool:
+    return isinstance(log_record.record, kind) and log_record.record.phase == phase

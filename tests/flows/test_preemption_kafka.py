@@ -44,8 +44,10 @@ async def preemptions(log: KafkaLog) -> list[str]:
     found: list[str] = []
     while any(reader.position(Partition(LEDGER, lane)) < end for lane, end in ends.items()):
         for records in (await reader.poll(1.0)).values():
-            facts = [decode(record) for record in records]
-            found += [f.id for f in facts if isinstance(f, Fencing) and f.reason == "preempted"]
+            log_records = [decode(record) for record in records]
+            found += [
+                f.id for f in log_records if isinstance(f, Fencing) and f.reason == "preempted"
+            ]
     await reader.close()
     return found
 

@@ -28,8 +28,8 @@ def run(results: ResultsHarness, request_id: str, offset: int, *, is_over: bool)
     finished = Finished(
         id=request_id, attempt=0, phase="aggregated", worker="w1", epoch=1, code="stop"
     )
-    facts = [assigned, finished] if is_over else [assigned]
-    results.world.append(LEDGER, lane, *facts, key=request_id)
+    log_records = [assigned, finished] if is_over else [assigned]
+    results.world.append(LEDGER, lane, *log_records, key=request_id)
 
 
 def delete_replies(results: ResultsHarness, lane: int) -> None:

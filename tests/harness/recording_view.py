@@ -30,14 +30,15 @@ class RecordingView:
         self.shares: dict[Partition, PartitionRecords] = {}
         self.forgotten = 0
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
         share = self.shares.setdefault(
-            source, PartitionRecords(position, position) if not facts else PartitionRecords(0, 0)
+            source,
+            PartitionRecords(position, position) if not log_records else PartitionRecords(0, 0),
         )
         assert position >= share.position, "positions never go back"
-        for fact in facts:
-            assert share.position <= fact.offset < position, "a record twice, or out of order"
-            share.seen.append((fact.offset, repr(fact.record)))
+        for log_record in log_records:
+            assert share.position <= log_record.offset < position, "a record twice, or out of order"
+            share.seen.append((log_record.offset, repr(log_record.record)))
         share.position = position
 
     def position(self, source: Partition) -> int | None:

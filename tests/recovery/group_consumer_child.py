@@ -163,22 +163,22 @@ class Lanes:
         self.intake.resume(claim)
         print(f"owns {claim.partition}", flush=True)  # noqa: T201
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
         self._points.reach("received")
-        task = asyncio.get_running_loop().create_task(self._answer(claim, fact))
+        task = asyncio.get_running_loop().create_task(self._answer(claim, log_record))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def on_released(self, claim: PartitionClaim) -> None:
         pass
 
-    async def _answer(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        assert isinstance(fact.record, Request | Refused)
-        await asyncio.sleep(0.1 * (3 - fact.offset % 4) + 0.2 * (fact.offset // 4 % 3))
-        ended = Ended(id=fact.record.id, code="seen")
-        await self._publisher.publish(LEDGER, fact.record.id, ended, claim.partition)
+    async def _answer(self, claim: PartitionClaim, log_record: LogRecord) -> None:
+        assert isinstance(log_record.record, Request | Refused)
+        await asyncio.sleep(0.1 * (3 - log_record.offset % 4) + 0.2 * (log_record.offset // 4 % 3))
+        ended = Ended(id=log_record.record.id, code="seen")
+        await self._publisher.publish(LEDGER, log_record.record.id, ended, claim.partition)
         self._points.reach("acknowledged")
-        claim.mark_done(fact.offset)
+        claim.mark_done(log_record.offset)
         self._points.reach("done")
 
 

@@ -179,9 +179,9 @@ def problems_of(seed: int) -> list[str]:
         logging.disable(logging.NOTSET)
 
 
-def _commit_early(self: LaneCollector, fact: Any) -> None:
-    self._results.add_request(fact)
-    self.claim.mark_done(fact.offset)
+def _commit_early(self: LaneCollector, log_record: Any) -> None:
+    self._results.add_request(log_record)
+    self.claim.mark_done(log_record.offset)
 
 
 async def _find_nothing(self: ResultWriter, since_ms: int) -> None:

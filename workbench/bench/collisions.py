@@ -58,9 +58,9 @@ def find_concurrent(ledger: Iterable[LogRecord]) -> ConcurrentDecisions:
     Decisions without recorded inputs, or without a read position, are ignored.
     """
     decisions = [
-        _Timed(fact.timestamp_ms, fact.record)
-        for fact in ledger
-        if isinstance(fact.record, Assigned) and fact.record.known_ms and has_inputs(fact.record)
+        _Timed(r.timestamp_ms, r.record)
+        for r in ledger
+        if isinstance(r.record, Assigned) and r.record.known_ms and has_inputs(r.record)
     ]
     decisions.sort(key=lambda each: each.at_ms)
     met: set[int] = set()

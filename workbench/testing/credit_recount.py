@@ -102,12 +102,14 @@ class CreditRecount:
         credit.acquire = self._observe_acquire  # type: ignore[method-assign]
         credit.apply = self._observe_apply  # type: ignore[method-assign]
 
-    def _observe_apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        for fact in facts:
-            if isinstance(fact.record, RouterCapacity):
-                age_ms = max(0, facts[-1].timestamp_ms - fact.timestamp_ms)
-                self._reports.append(ReadReport(fact.record, self._now() - age_ms / 1000))
-        self._apply(source, facts, position)
+    def _observe_apply(
+        self, source: Partition, log_records: Sequence[LogRecord], position: int
+    ) -> None:
+        for log_record in log_records:
+            if isinstance(log_record.record, RouterCapacity):
+                age_ms = max(0, log_records[-1].timestamp_ms - log_record.timestamp_ms)
+                self._reports.append(ReadReport(log_record.record, self._now() - age_ms / 1000))
+        self._apply(source, log_records, position)
 
     def _observe_acquire(self, lane: int, request: Request) -> CreditDebit | None:
         report = valid_report(self._reports, lane, self._now())

@@ -59,13 +59,13 @@ class ServedModels:
         self._models: dict[str, ServedModel] = {}
         self._as_of: int | None = None
 
-    def on_records(self, _: Partition, facts: Sequence[LogRecord]) -> None:
+    def on_records(self, _: Partition, log_records: Sequence[LogRecord]) -> None:
         """Keep the names of models in new records of the registry."""
-        for fact in facts:
-            if isinstance(fact.record, WorkerCard):
-                self._known[fact.record.model] = None
-            elif isinstance(fact.record, ModelCard):
-                self._known[fact.record.name] = None
+        for log_record in log_records:
+            if isinstance(log_record.record, WorkerCard):
+                self._known[log_record.record.model] = None
+            elif isinstance(log_record.record, ModelCard):
+                self._known[log_record.record.name] = None
         while len(self._known) > MAX_KNOWN_NAMES:
             self._known.pop(next(iter(self._known)))
 

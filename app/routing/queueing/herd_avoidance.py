@@ -92,8 +92,8 @@ class BurstDetector:
         arriving_ms = self._sum / len(self._others) * prefill_ms
         return arriving_ms > BURST_FACTOR * workers * self._interval_ms
 
-    def on_record(self, fact: LogRecord) -> None:
-        record = fact.record
+    def on_record(self, log_record: LogRecord) -> None:
+        record = log_record.record
         if type(record) is not Assigned or record.attempt or record.phase == "decode":
             return  # not the first decision of its request
         if record.service_class == "batch":
@@ -102,7 +102,7 @@ class BurstDetector:
         if abs(lag_ms - self._interval_ms) > LAG_TOLERANCE * self._interval_ms:
             self._interval_ms = lag_ms
             self._arrived.clear()
-        interval = (fact.timestamp_ms - record.held_ms) // self._interval_ms
+        interval = (log_record.timestamp_ms - record.held_ms) // self._interval_ms
         before = self._arrived.get(interval, 0)
         self._arrived[interval] = before + 1
         if len(self._arrived) > MAX_INTERVALS:
@@ -126,12 +126,12 @@ class HerdAvoidance:
         self._later: Mapping[str, float] = NO_STAGGER
         self._made_of: tuple[object, ...] = ()
 
-    def on_record(self, fact: LogRecord) -> None:
-        self._bursts.on_record(fact)
-        record = fact.record
+    def on_record(self, log_record: LogRecord) -> None:
+        self._bursts.on_record(log_record)
+        record = log_record.record
         if type(record) is Assigned and record.router not in ("", self._router):
             self._decided_ms.pop(record.router, None)
-            self._decided_ms[record.router] = fact.timestamp_ms
+            self._decided_ms[record.router] = log_record.timestamp_ms
             if len(self._decided_ms) > MAX_ROUTERS:
                 del self._decided_ms[next(iter(self._decided_ms))]
 

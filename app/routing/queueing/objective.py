@@ -38,9 +38,9 @@ class DecodeWeight:
         if objective == "balanced":
             self._update()
 
-    def on_record(self, fact: LogRecord) -> None:
+    def on_record(self, log_record: LogRecord) -> None:
         """A record of the ledger was applied."""
-        record = fact.record
+        record = log_record.record
         if type(record) is Assigned:
             is_first = record.phase != "decode" and not record.attempt
             if is_first and record.service_class != "batch" and 0 <= record.held_ms <= LONGEST_MS:

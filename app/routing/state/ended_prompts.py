@@ -158,10 +158,10 @@ class EndedPrompts:
             restarts=ends.restarts,
         )
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
         self._position = position
-        for fact in facts:
-            record = fact.record
+        for log_record in log_records:
+            record = log_record.record
             if not isinstance(record, EndedIds):
                 continue
             ends = self._of(record.lane)

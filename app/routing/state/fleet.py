@@ -119,68 +119,68 @@ class Fleet:
 
     # --- the view --------------------------------------------------------------------------------
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        for fact in facts:
-            record = fact.record
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
+        for log_record in log_records:
+            record = log_record.record
             if isinstance(record, Heartbeat):
-                self._beat(source, fact, record)
+                self._beat(source, log_record, record)
             elif isinstance(record, Lost):
-                self._mark_lost(source, fact, record)
+                self._mark_lost(source, log_record, record)
             elif isinstance(record, WorkerCard):
-                self._on_card(fact, record)
+                self._on_card(log_record, record)
             elif isinstance(record, ModelCard):
                 self.models[record.name] = record
                 self.version += 1
             elif isinstance(record, Tombstone):
-                self._remove(fact, record)
+                self._remove(log_record, record)
         self._positions[source] = position
 
-    def _on_card(self, fact: LogRecord, card: WorkerCard) -> None:
-        epoch = fact.offset if card.epoch is None else card.epoch
+    def _on_card(self, log_record: LogRecord, card: WorkerCard) -> None:
+        epoch = log_record.offset if card.epoch is None else card.epoch
         known = self.members.get(card.id)
         if (known and epoch < known.epoch) or epoch <= self._tombstoned.get(card.id, -1):
             return
-        since_ms = known.since_ms if known and known.epoch == epoch else fact.timestamp_ms
+        since_ms = known.since_ms if known and known.epoch == epoch else log_record.timestamp_ms
         self.members[card.id] = FleetMember(card, epoch, since_ms)
         self.version += 1
 
-    def _remove(self, fact: LogRecord, tombstone: Tombstone) -> None:
+    def _remove(self, log_record: LogRecord, tombstone: Tombstone) -> None:
         kind, _, name = tombstone.key.partition("/")
         self.version += 1
         if kind == "model":
             self.models.pop(name, None)
         if kind != "worker":
             return
-        epoch = fact.offset if tombstone.epoch is None else tombstone.epoch
+        epoch = log_record.offset if tombstone.epoch is None else tombstone.epoch
         self._tombstoned[name] = max(epoch, self._tombstoned.get(name, -1))
-        for forgotten in self._tombstone_times.touch(name, fact.timestamp_ms):
+        for forgotten in self._tombstone_times.touch(name, log_record.timestamp_ms):
             del self._tombstoned[forgotten]
         member = self.members.get(name)
         if member is not None and epoch >= member.epoch:
             del self.members[name]
 
-    def _beat(self, source: Partition, fact: LogRecord, beat: Heartbeat) -> None:
+    def _beat(self, source: Partition, log_record: LogRecord, beat: Heartbeat) -> None:
         known = self.heartbeats.get(beat.worker)
         if known is not None and beat.epoch < known.epoch:
             return
         running = {RunKey(r.id, r.attempt, r.phase): r.output_tokens for r in beat.running}
         self.heartbeats[beat.worker] = LastHeartbeat(
-            source.partition, fact.offset, fact.timestamp_ms,
-            beat.epoch, beat.slot_offset, beat.state, running, _counted(beat), _usage(beat),
+            source.partition, log_record.offset, log_record.timestamp_ms,
+            beat.epoch, beat.slot_offset, beat.state, running, _counted(beat), _usage(beat)
         )  # fmt: skip
         self.changed_heartbeats.record(beat.worker)
         if known is None or (known.epoch, known.state) != (beat.epoch, beat.state):
             self.version += 1
-        self._note(source, fact, beat.worker)
+        self._note(source, log_record, beat.worker)
 
-    def _mark_lost(self, source: Partition, fact: LogRecord, lost: Lost) -> None:
+    def _mark_lost(self, source: Partition, log_record: LogRecord, lost: Lost) -> None:
         self._lost[lost.worker] = max(lost.epoch, self._lost.get(lost.worker, -1))
         self.version += 1
-        self._note(source, fact, lost.worker)
+        self._note(source, log_record, lost.worker)
 
-    def _note(self, source: Partition, fact: LogRecord, worker: str) -> None:
+    def _note(self, source: Partition, log_record: LogRecord, worker: str) -> None:
         seen = self._last_seen.setdefault(source.partition, LastSeen())
-        for forgotten in seen.touch(worker, fact.timestamp_ms):
+        for forgotten in seen.touch(worker, log_record.timestamp_ms):
             self._expire(forgotten)
 
     def _expire(self, worker: str) -> None:

@@ -90,13 +90,13 @@ class KvIndexView:
 
     # --- the view --------------------------------------------------------------------------------
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
         self._found.clear()
-        for fact in facts:
-            record = fact.record
+        for log_record in log_records:
+            record = log_record.record
             if not isinstance(record, Blocks | Heartbeat | Lost):
                 continue
-            for gone in self._seen(source).touch(record.worker, fact.timestamp_ms):
+            for gone in self._seen(source).touch(record.worker, log_record.timestamp_ms):
                 self.blocks.drop_worker(source.partition, gone)
             if isinstance(record, Blocks):
                 self._take(source, record)

@@ -75,10 +75,10 @@ class LaneState:
             return RequestState(outcome.attempt, ended=outcome.code, last_ms=outcome.last_ms)
         return self.requests.get(request_id)
 
-    def apply(self, fact: LogRecord, loads: RunLoads) -> bool:
+    def apply(self, log_record: LogRecord, loads: RunLoads) -> bool:
         """Apply one record. Records after the end of a request, by any writer, change nothing.
         Returns whether the record ends a request that came from Kafka."""
-        record = fact.record
+        record = log_record.record
         if not isinstance(record, LedgerRecord):
             return False
         ends_prompt = False
@@ -86,12 +86,12 @@ class LaneState:
             state = self.requests.get(record.id)
             if state is None:
                 state = self.requests[record.id] = RequestState()
-            state.last_ms = fact.timestamp_ms
-            is_changed = apply_record(state, record, fact.timestamp_ms, loads)
+            state.last_ms = log_record.timestamp_ms
+            is_changed = apply_record(state, record, log_record.timestamp_ms, loads)
             if is_changed or record.id not in self.unfinished:
                 self.classify(record.id, state)
                 ends_prompt = state.is_prompt and record.id in self.finished
-        self._expire(fact.timestamp_ms, loads)
+        self._expire(log_record.timestamp_ms, loads)
         return ends_prompt
 
     def classify(self, request_id: str, state: RequestState) -> None:
@@ -222,16 +222,18 @@ class LedgerState:
             request_id, appended_ms
         ) or self.ended_prompts.is_repetition(lane, request_id, appended_ms)
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
         lane = self._lanes.setdefault(source.partition, self.lane(source.partition))
-        for fact in facts:
-            if lane.apply(fact, self.loads):
-                request_id = fact.record.id  # type: ignore[union-attr]
-                self.ended_prompts.add(source.partition, fact.offset, request_id, fact.timestamp_ms)
-            if type(fact.record) is Assigned:
-                self.sessions.apply(source.partition, fact.record, fact.timestamp_ms)
-        if facts:
-            self.last_append_ms = max(self.last_append_ms, facts[-1].timestamp_ms)
+        for log_record in log_records:
+            if lane.apply(log_record, self.loads):
+                request_id = log_record.record.id  # type: ignore[union-attr]
+                self.ended_prompts.add(
+                    source.partition, log_record.offset, request_id, log_record.timestamp_ms
+                )
+            if type(log_record.record) is Assigned:
+                self.sessions.apply(source.partition, log_record.record, log_record.timestamp_ms)
+        if log_records:
+            self.last_append_ms = max(self.last_append_ms, log_records[-1].timestamp_ms)
         lane.position = position
 
     def position(self, source: Partition) -> int | None:

@@ -328,21 +328,21 @@ class PerformanceModel:
         for kind in self._kinds:
             self._fit(kind)
 
-    def on_record(self, fact: LogRecord) -> None:
+    def on_record(self, log_record: LogRecord) -> None:
         """A record of the ledger was applied; other records change nothing."""
-        record = fact.record
+        record = log_record.record
         if type(record) is Assigned:
             chosen = record.chosen
             pace = EngineProfile() if chosen is None else recorded_profile(chosen)
             if record.phase != "decode":  # whose prompt comes from a prefill worker
                 prefill_ms = pace.prefill_ms(record.prefill_tokens)
-                self._count_prefill(record, prefill_ms, fact.timestamp_ms)
+                self._count_prefill(record, prefill_ms, log_record.timestamp_ms)
                 if chosen is not None and has_forecast(record.policy):
-                    self.prefill_shares.add(record.worker, prefill_ms, fact.timestamp_ms)
+                    self.prefill_shares.add(record.worker, prefill_ms, log_record.timestamp_ms)
                     step_ms = prefill_ms
                     if chosen.joining_runs:  # whose step it shares
                         step_ms -= min(pace.slowdown * pace.curves.prefill[2], prefill_ms)
-                    self.step_shares.add(record.worker, step_ms, fact.timestamp_ms)
+                    self.step_shares.add(record.worker, step_ms, log_record.timestamp_ms)
                 self._share(record)
                 self._begin(record, chosen, pace)
             elif self._prefilled.pop((record.id, record.attempt), False):  # else it waits for that
@@ -352,9 +352,9 @@ class PerformanceModel:
                 self._prefilled[record.id, record.attempt] = True
                 while len(self._prefilled) > MAX_REMEMBERED:
                     self._prefilled.popitem(last=False)
-            self._measure(record, fact)
+            self._measure(record, log_record)
         elif type(record) is Finished:
-            self._end(record, fact)
+            self._end(record, log_record)
 
     @property
     def transfer_token_ms(self) -> float | None:
@@ -419,7 +419,7 @@ class PerformanceModel:
                 self._runs.pop(worker, None)
                 self.slowdown.discard(worker)
 
-    def _measure(self, done: PrefillDone, fact: LogRecord) -> None:
+    def _measure(self, done: PrefillDone, log_record: LogRecord) -> None:
         begun = self._begun.pop(done.run_key, None)
         if begun is None or begun.worker != done.worker:
             return
@@ -428,12 +428,12 @@ class PerformanceModel:
             self._transfers.append(took_ms / max(begun.tokens, 1))
             return
         tokens = max(begun.tokens - done.cached_tokens, 1)
-        self._answering[done.run_key] = fact.timestamp_ms
+        self._answering[done.run_key] = log_record.timestamp_ms
         while len(self._answering) > MAX_REMEMBERED:
             self._answering.popitem(last=False)
         self._add_run(done.worker, FirstToken(
-            fact.timestamp_ms, fact.offset, done.prefill_ms, tokens, begun.context, begun.tokens,
-            begun.found_none,
+            log_record.timestamp_ms, log_record.offset, done.prefill_ms, tokens, begun.context,
+            begun.tokens, begun.found_none
         ))  # fmt: skip
         if not begun.found_none:
             return
@@ -449,13 +449,13 @@ class PerformanceModel:
 
     # --- curves of kinds -------------------------------------------------------------------------
 
-    def _end(self, end: Finished, fact: LogRecord) -> None:
+    def _end(self, end: Finished, log_record: LogRecord) -> None:
         self._begun.pop(end.run_key, None)
         since_ms = self._answering.pop(end.run_key, None)
         if since_ms is not None and end.output_tokens > 1 and end.itl_ms > 0:
             steps = end.output_tokens - 1
             took_ms = steps * end.itl_ms
-            answer = Answer(fact.timestamp_ms, fact.offset, since_ms, took_ms, steps)
+            answer = Answer(log_record.timestamp_ms, log_record.offset, since_ms, took_ms, steps)
             self._add_run(end.worker, answer)
         # Embeddings have no length, and answers without a token are no measure of it.
         if end.code in ("stop", "length") and end.output_tokens:

@@ -33,17 +33,17 @@ class SilentWorkers:
         """No worker falls silent before."""
 
     def on_records(
-        self, facts: Sequence[LogRecord], now_s: float, broker_ms: int | None = None
+        self, log_records: Sequence[LogRecord], now_s: float, broker_ms: int | None = None
     ) -> None:
         """Records of the fleet were applied at `now_s`.
 
         `broker_ms`: broker time, for records that may be old: a heartbeat counts as read when it
         was appended. Where its broker is behind, its worker counts as silent until the next.
         """
-        for fact in facts:
-            record = fact.record
+        for log_record in log_records:
+            record = log_record.record
             if isinstance(record, Heartbeat):
-                age_s = 0.0 if broker_ms is None else (broker_ms - fact.timestamp_ms) / 1000
+                age_s = 0.0 if broker_ms is None else (broker_ms - log_record.timestamp_ms) / 1000
                 self._on_heartbeat(record, now_s, now_s - max(age_s, 0.0))
             elif isinstance(record, WorkerCard):
                 self._on_card(record.id, now_s)

@@ -111,11 +111,11 @@ def any_model() -> Iterator[Replacement]:
 def any_lane() -> Iterator[Replacement]:
     received = owner.LaneOwner.on_request_record
 
-    def capture_shifted(self: Any, fact: Any) -> None:
+    def capture_shifted(self: Any, log_record: Any) -> None:
         try:
-            received(self, fact)
+            received(self, log_record)
         except RecordError:
-            self.claim.mark_done(fact.offset)
+            self.claim.mark_done(log_record.offset)
 
     yield owner.LaneOwner, "on_request_record", capture_shifted
 

@@ -71,10 +71,10 @@ def refusals_count_as_failures() -> Iterator[Replacement]:
 def cancel_done_when_read() -> Iterator[Replacement]:
     original = owner.LaneOwner._take
 
-    async def capture_shifted(self: Any, fact: Any) -> None:
-        if isinstance(fact.record, Cancel):
-            self.claim.mark_done(fact.offset)
-        await original(self, fact)
+    async def capture_shifted(self: Any, log_record: Any) -> None:
+        if isinstance(log_record.record, Cancel):
+            self.claim.mark_done(log_record.offset)
+        await original(self, log_record)
 
     yield owner.LaneOwner, "_take", capture_shifted
 
@@ -239,9 +239,9 @@ def ended_prompts_are_forgotten() -> Iterator[Replacement]:
 
 
 def commit_before_the_result() -> Iterator[Replacement]:
-    def take(self: Any, fact: Any) -> None:
-        self._results.add_request(fact)
-        self.claim.mark_done(fact.offset)
+    def take(self: Any, log_record: Any) -> None:
+        self._results.add_request(log_record)
+        self.claim.mark_done(log_record.offset)
 
     yield lane_collector.LaneCollector, "on_request_record", take
 
@@ -296,11 +296,11 @@ def handovers_never_expire() -> Iterator[Replacement]:
     yield run_queue.RunQueue, "_handoff_expired", lambda *_: None
     original = handovers.HandOvers.on_record
 
-    def on_record(self: Any, fact: Any, lag_ms: int) -> None:
-        original(self, fact, lag_ms)
-        known = self._open.get(fact.record.id)
+    def on_record(self: Any, log_record: Any, lag_ms: int) -> None:
+        original(self, log_record, lag_ms)
+        known = self._open.get(log_record.record.id)
         if known is not None and known.until_ms:
-            self._open[fact.record.id] = known._replace(until_ms=known.rest.deadline_ms)
+            self._open[log_record.record.id] = known._replace(until_ms=known.rest.deadline_ms)
 
     yield handovers.HandOvers, "on_record", on_record
 

@@ -177,10 +177,10 @@ class RouterBench:
             for view, topic in ((self._load, LEDGER), (KvIndexView(self._secret), KV_EVENTS))
         ]
 
-    def _applied(self, source: Partition, facts: Sequence[LogRecord]) -> None:
-        self._records.setdefault(source, []).extend(facts)
+    def _applied(self, source: Partition, log_records: Sequence[LogRecord]) -> None:
+        self._records.setdefault(source, []).extend(log_records)
         if source.topic == LEDGER:
-            self._ledger += facts
+            self._ledger += log_records
 
     async def warm_up(self) -> None:
         """Send bursts until every router has made a decision. Raises BenchFailed otherwise."""
@@ -211,9 +211,9 @@ class RouterBench:
             own = [view for view in (*views, *at_end) if view.router == name]
             wrong += differences(own, self._reference(name))
         first_ms: dict[str, int] = {}
-        for fact in self._ledger:
-            if isinstance(fact.record, PrefillDone) and fact.record.id in began_ms:
-                first_ms.setdefault(fact.record.id, fact.timestamp_ms)
+        for log_record in self._ledger:
+            if isinstance(log_record.record, PrefillDone) and log_record.record.id in began_ms:
+                first_ms.setdefault(log_record.record.id, log_record.timestamp_ms)
         return RouterPhase(
             routers=len(self.metrics_urls),
             arrivals=arrivals,
@@ -227,7 +227,7 @@ class RouterBench:
         )
 
     def _deciders(self) -> frozenset[str]:
-        decided = (fact.record for fact in self._ledger)
+        decided = (r.record for r in self._ledger)
         return frozenset(each.router for each in decided if isinstance(each, Assigned))
 
     def _reference(self, router: str) -> ReferenceState:

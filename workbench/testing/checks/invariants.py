@@ -167,8 +167,8 @@ def _different(world: SimulatedWorld) -> Iterator[str]:
         view = LedgerState(int(world.settings.dedup_window_s * 1000))
         raws = world.all_records(LEDGER, lane)
         records = [(r, decode_or_none(r)) for r in raws]
-        facts = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
-        view.apply(source, facts, len(raws))
+        log_records = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
+        view.apply(source, log_records, len(raws))
         states[lane] = _recent_state(view, source, since_ms)
     for label, router in _routers(world):
         for lane, state in states.items():

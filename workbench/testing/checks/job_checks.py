@@ -29,8 +29,8 @@ def open_jobs(world: SimulatedWorld) -> list[BatchJob]:
     for partition in range(world.broker.partitions[BATCH_JOBS]):
         raws = world.broker.records(BATCH_JOBS, partition)
         records = [(r, decode_or_none(r)) for r in raws]
-        facts = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
-        view.apply(Partition(BATCH_JOBS, partition), facts, len(raws))
+        log_records = [LogRecord(r.offset, r.timestamp, d) for r, d in records if d is not None]
+        view.apply(Partition(BATCH_JOBS, partition), log_records, len(raws))
     return view.open_jobs()
 
 

@@ -44,8 +44,8 @@ def compacted(*records: tuple[int, Any]) -> list[tuple[int, Any]]:
 def applied(*records: tuple[int, Any], now_ms: int = 0, view: BatchView | None = None) -> BatchView:
     view = view or BatchView(lambda: now_ms)
     at = view.position(SOURCE) or 0
-    facts = [LogRecord(at + n, at_ms, record) for n, (at_ms, record) in enumerate(records)]
-    view.apply(SOURCE, facts, at + len(facts))
+    log_records = [LogRecord(at + n, at_ms, record) for n, (at_ms, record) in enumerate(records)]
+    view.apply(SOURCE, log_records, at + len(log_records))
     return view
 
 

@@ -27,7 +27,7 @@ def run(
     attempt: int = 0,
 ) -> None:
     """The records of one run; without PrefillDone if it has failed."""
-    decisions.on_fact(
+    decisions.on_record(
         Assigned(
             id="a", attempt=attempt, phase=phase, worker=worker, epoch=1, origin=ORIGIN,
             responses_from=0, deadline_ms=0,
@@ -35,8 +35,8 @@ def run(
     )  # fmt: skip
     fields = {"id": "a", "attempt": attempt, "worker": worker, "epoch": 1, "run": 1}
     if code != "error":
-        decisions.on_fact(PrefillDone(phase=phase, cached_tokens=cached, **fields))  # type: ignore[arg-type]
-    decisions.on_fact(Finished(phase=phase, code=code, cached_tokens=cached, **fields))  # type: ignore[arg-type]
+        decisions.on_record(PrefillDone(phase=phase, cached_tokens=cached, **fields))  # type: ignore[arg-type]
+    decisions.on_record(Finished(phase=phase, code=code, cached_tokens=cached, **fields))  # type: ignore[arg-type]
 
 
 def test_cached_tokens_of_a_handed_over_request_are_those_of_its_prefill() -> None:
@@ -74,9 +74,9 @@ def test_prediction_is_compared_with_the_times_of_its_run() -> None:
             id=name, origin=ORIGIN, responses_from=0, deadline_ms=0,
             ttft_ms_predicted=predicted_ms, itl_ms_predicted=predicted_ms / 10, **place,  # type: ignore[arg-type]
         )  # fmt: skip
-        decisions.on_fact(made)
+        decisions.on_record(made)
         end = Finished(id=name, code="stop", ttft_ms=40.0, itl_ms=8.0, **place)  # type: ignore[arg-type]
-        decisions.on_fact(end)
+        decisions.on_record(end)
     assert decisions.prediction_errors("a") == TimeErrors(0.5, 0.25)
     assert decisions.prediction_errors("b") == decisions.prediction_errors("c") == TimeErrors()
 

@@ -29,8 +29,8 @@ def worker(name: str, model: str, context: int | None = None) -> WorkerCard:
 
 def models(*records: InternalRecord) -> ModelNames:
     fleet = Fleet()
-    facts = [LogRecord(offset, 0, record) for offset, record in enumerate(records)]
-    fleet.apply(Partition(REGISTRY, 0), facts, len(facts))
+    log_records = [LogRecord(offset, 0, record) for offset, record in enumerate(records)]
+    fleet.apply(Partition(REGISTRY, 0), log_records, len(log_records))
     return ModelNames(fleet)
 
 

@@ -47,12 +47,12 @@ class PublishedPrompts:
             router=router, requests=requests, tokens=100, bytes=1000, positions=positions
         )
         newest = RouterCapacity(router="another", positions={})
-        facts = [
+        log_records = [
             LogRecord(self._offset, 10_000 - age_ms, report),
             LogRecord(self._offset + 1, 10_000, newest),
         ]
         self._offset += 2
-        self.credit.apply(SOURCE, facts if age_ms else facts[:1], self._offset)
+        self.credit.apply(SOURCE, log_records if age_ms else log_records[:1], self._offset)
 
     def take(self, lane: int, count: int, tokens: int = 1) -> list[CreditDebit]:
         request = Request(id="a", token_ids=pack_tokens([1] * tokens))

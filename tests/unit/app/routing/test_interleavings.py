@@ -66,23 +66,23 @@ def _fleet(rng: random.Random) -> Fleet:
     running = tuple(
         RunProgress(id=i, attempt=rng.randint(0, 3), phase="aggregated") for i in REQUESTS
     )
-    facts: list[LogRecord] = [
+    log_records: list[LogRecord] = [
         LogRecord(
             n, 1000, Heartbeat(worker=w, epoch=rng.randint(0, 2), slot_offset=1, running=running)
         )
         for n, w in enumerate(("w1", "w2"))
     ]
     if rng.random() < 0.5:
-        facts.append(LogRecord(2, 1000, Lost(worker="w1", epoch=rng.randint(0, 2))))
-    fleet.apply(Partition("kv-events", 0), facts, len(facts))
+        log_records.append(LogRecord(2, 1000, Lost(worker="w1", epoch=rng.randint(0, 2))))
+    fleet.apply(Partition("kv-events", 0), log_records, len(log_records))
     return fleet
 
 
 def _lanes(records: list[Any]) -> dict[int, list[LogRecord]]:
     lanes: dict[int, list[LogRecord]] = {lane: [] for lane in LANES}
     for n, record in enumerate(records):
-        facts = lanes[REQUESTS[record.id]]
-        facts.append(LogRecord(len(facts), 1000 + n, record))
+        log_records = lanes[REQUESTS[record.id]]
+        log_records.append(LogRecord(len(log_records), 1000 + n, record))
     return lanes
 
 

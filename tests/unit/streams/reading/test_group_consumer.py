@@ -40,9 +40,9 @@ class Owner:
         self.intake: GroupConsumer | None = None
         self.at_once = at_once
         self.claims: dict[int, PartitionClaim] = {}
-        self.facts: list[tuple[int, LogRecord]] = []
+        self.log_records: list[tuple[int, LogRecord]] = []
         self.timeline: list[str] = []
-        self.hook: Callable[[PartitionClaim, LogRecord], None] = lambda claim, fact: None
+        self.hook: Callable[[PartitionClaim, LogRecord], None] = lambda claim, log_record: None
 
     def on_claimed(self, claim: PartitionClaim) -> None:
         self.timeline.append(f"opened {claim.partition} at {claim.start}")
@@ -51,11 +51,11 @@ class Owner:
             assert self.intake is not None
             self.intake.resume(claim)
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
-        self.facts.append((claim.partition, fact))
-        self.hook(claim, fact)
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
+        self.log_records.append((claim.partition, log_record))
+        self.hook(claim, log_record)
         if self.at_once:
-            claim.mark_done(fact.offset)
+            claim.mark_done(log_record.offset)
 
     def on_released(self, claim: PartitionClaim) -> None:
         self.timeline.append(f"closed {claim.partition}, lost {claim.is_lost}")
@@ -67,10 +67,10 @@ class Owner:
             self.intake.resume(claim)
 
     def ids(self) -> list[str]:
-        return [fact.record.id for _, fact in self.facts if isinstance(fact.record, Request)]
+        return [r.record.id for _, r in self.log_records if isinstance(r.record, Request)]
 
     def offsets(self, partition: int = 0) -> list[int]:
-        return [fact.offset for p, fact in self.facts if p == partition]
+        return [r.offset for p, r in self.log_records if p == partition]
 
 
 class Router:
@@ -90,7 +90,7 @@ class Router:
         return self
 
     async def received(self, count: int) -> Router:
-        await self.world.wait_until(lambda: len(self.owner.facts) >= count)
+        await self.world.wait_until(lambda: len(self.owner.log_records) >= count)
         return self
 
     async def kill(self) -> None:
@@ -172,7 +172,7 @@ async def test_lane_is_not_read_before_resume(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a"))
     router = await (await a_router(world)).owns(0, 1)
     await world.sleep(30)
-    assert router.owner.facts == []
+    assert router.owner.log_records == []
     router.owner.resume_all()
     await router.received(1)
 
@@ -184,7 +184,7 @@ async def test_waiting_lane_does_not_block_another_one(world: MemoryWorld) -> No
     router = await (await a_router(world)).owns(0, 1)
     router.intake.resume(router.owner.claims[1])
     await world.sleep(30)
-    assert [p for p, _ in router.owner.facts] == [1]
+    assert [p for p, _ in router.owner.log_records] == [1]
 
 
 @scenario_test
@@ -195,7 +195,7 @@ async def test_records_come_in_order_each_once(world: MemoryWorld) -> None:
     await router.received(1001)
     assert router.owner.offsets() == list(range(1001))
     stored = world.records(REQUESTS, 0)[-1]
-    assert router.owner.facts[-1][1] == LogRecord(1000, stored.timestamp, Cancel(id="r0"))
+    assert router.owner.log_records[-1][1] == LogRecord(1000, stored.timestamp, Cancel(id="r0"))
 
 
 @scenario_test
@@ -212,7 +212,7 @@ async def test_append_times_set_the_broker_clock_before_the_record_is_seen(
 ) -> None:
     log, owner, broker_clock = await world.connect(), Owner(at_once=True), BrokerClock(world.clock)
     seen: list[int] = []
-    owner.hook = lambda claim, fact: seen.append(broker_clock.now_ms())
+    owner.hook = lambda claim, log_record: seen.append(broker_clock.now_ms())
     await world.sleep(1)
     await Router(world, log, owner, broker_clock).owns(0, 1)
     world.append(REQUESTS, 0, *requests("a"))
@@ -225,7 +225,7 @@ async def test_append_times_set_the_broker_clock_before_the_record_is_seen(
 async def test_error_of_the_lanes_ends_the_intake(world: MemoryWorld) -> None:
     router = await a_router(world, at_once=True)
 
-    def fail(claim: PartitionClaim, fact: LogRecord) -> None:
+    def fail(claim: PartitionClaim, log_record: LogRecord) -> None:
         raise ZeroDivisionError
 
     router.owner.hook = fail
@@ -262,7 +262,7 @@ async def test_error_of_writing_a_dead_letter_ends_the_intake(world: MemoryWorld
 async def test_lane_revoked_by_its_own_record_gets_no_more_of_the_batch(world: MemoryWorld) -> None:
     world.append(REQUESTS, 0, *requests("a", "b", "c"))
     router = await (await a_router(world)).owns(0, 1)
-    router.owner.hook = lambda claim, fact: router.intake.revoked(frozenset([0]))
+    router.owner.hook = lambda claim, log_record: router.intake.revoked(frozenset([0]))
     router.owner.resume_all()
     await router.received(1)
     await world.sleep(1)
@@ -437,7 +437,7 @@ async def test_returning_lane_is_a_new_claim(world: MemoryWorld) -> None:
     assert now is not before
     first.intake.resume(before)  # too late: must not start the new claim
     await world.sleep(10)
-    assert len(first.owner.facts) == 2
+    assert len(first.owner.log_records) == 2
     first.intake.resume(now)
     await first.received(4)
     before.mark_done(0)
@@ -499,10 +499,14 @@ def test_malformed_record_is_refused_by_its_key(poison: Entry) -> None:
     async def scenario(world: MemoryWorld) -> None:
         world.append_raw(REQUESTS, 0, poison)
         router = await (await a_router(world, at_once=True)).received(1)
-        ((_, fact),) = router.owner.facts
-        assert isinstance(fact.record, Refused)
-        assert (fact.offset, fact.record.id, fact.record.code) == (0, "k", "invalid")
-        assert fact.record.message
+        ((_, log_record),) = router.owner.log_records
+        assert isinstance(log_record.record, Refused)
+        assert (log_record.offset, log_record.record.id, log_record.record.code) == (
+            0,
+            "k",
+            "invalid",
+        )
+        assert log_record.record.message
 
     scenario_test(scenario)()
 
@@ -526,7 +530,7 @@ def test_record_without_a_request_id_becomes_a_dead_letter_only(poison: Entry) -
         world.append_raw(REQUESTS, 0, poison)
         router = await a_router(world, at_once=True)
         await world.wait_until(lambda: committed(world) == {0: 1})
-        assert router.owner.facts == []
+        assert router.owner.log_records == []
         assert len(world.all_records(DEAD_LETTERS)) == 1
 
     scenario_test(scenario)()
@@ -579,8 +583,8 @@ async def test_paused_lane_gets_the_next_record_when_it_is_resumed(world: Memory
     world.append(REQUESTS, 1, *requests("other"))
     router = await a_router(world, at_once=True)
 
-    def pause_behind_b(claim: PartitionClaim, fact: LogRecord) -> None:
-        if isinstance(fact.record, Request) and fact.record.id == "b":
+    def pause_behind_b(claim: PartitionClaim, log_record: LogRecord) -> None:
+        if isinstance(log_record.record, Request) and log_record.record.id == "b":
             router.intake.pause(claim)
 
     router.owner.hook = pause_behind_b

@@ -67,10 +67,10 @@ class Owner:
         self.open.append(claim)
         self.seen[claim] = []
 
-    def on_record(self, claim: PartitionClaim, fact: LogRecord) -> None:
+    def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
         assert claim in self.open
-        self.seen[claim].append(fact.offset)
-        self.undone.append((claim, fact.offset))
+        self.seen[claim].append(log_record.offset)
+        self.undone.append((claim, log_record.offset))
 
     def on_released(self, claim: PartitionClaim) -> None:
         self.open.remove(claim)  # what is undone of it stays there: a late done must be harmless

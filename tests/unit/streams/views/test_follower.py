@@ -90,7 +90,7 @@ async def test_follower_is_not_caught_up_before_every_partition_is(world: Memory
     world.append(LEDGER, 1, *many(3 * RECORDS_PER_POLL))
     seen: list[tuple[bool, int]] = []
 
-    def note(source: Partition, facts: Sequence[LogRecord]) -> None:
+    def note(source: Partition, log_records: Sequence[LogRecord]) -> None:
         left = 3 * RECORDS_PER_POLL - (copy.view.position(LANE_1) or 0)
         seen.append((copy.follower.caught_up, left))
 
@@ -107,7 +107,10 @@ async def test_follower_catches_up_with_a_log_that_grows_as_fast_as_it_is_read(
     """The ends count that were there before the first poll."""
     world.append(LEDGER, 0, *many(2000))
     copy = await a_copy(
-        world, on_applied=lambda source, facts: world.append(LEDGER, 0, *many(len(facts))) and None
+        world,
+        on_applied=lambda source, log_records: (
+            world.append(LEDGER, 0, *many(len(log_records))) and None
+        ),
     )
     await copy.caught_up()
     assert (copy.view.position(LANE_0) or 0) < 4000
@@ -264,8 +267,8 @@ async def test_append_times_that_were_read_set_the_broker_clock(world: MemoryWor
 async def test_listener_is_called_after_each_record_is_applied(world: MemoryWorld) -> None:
     received: list[int] = []
 
-    def note(source: Partition, facts: Sequence[LogRecord]) -> None:
-        received.extend(fact.offset for fact in facts)
+    def note(source: Partition, log_records: Sequence[LogRecord]) -> None:
+        received.extend(r.offset for r in log_records)
         assert received == copy.view.offsets(LANE_0)
 
     world.append(LEDGER, 0, *many(3))
@@ -413,7 +416,7 @@ async def test_gap_at_the_end_is_passed_while_another_partition_is_busy(world: M
         world,
         REGISTRY,
         LANE_0,
-        on_applied=lambda source, facts: world.append(LEDGER, 0, *many(1)) and None,
+        on_applied=lambda source, log_records: world.append(LEDGER, 0, *many(1)) and None,
     )
     world.append(LEDGER, 0, *many(1))
     await asyncio.wait_for(copy.follower.wait_for(CARDS, 3), 5)

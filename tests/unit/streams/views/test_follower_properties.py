@@ -195,13 +195,13 @@ class Cards:
         self.cards: dict[str, str] = {}
         self.at: int | None = None
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
-        for fact in facts:
-            if isinstance(fact.record, Tombstone):
-                self.cards.pop(fact.record.key, None)
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
+        for log_record in log_records:
+            if isinstance(log_record.record, Tombstone):
+                self.cards.pop(log_record.record.key, None)
             else:
-                assert isinstance(fact.record, ModelCard)
-                self.cards[f"model/{fact.record.name}"] = repr(fact.record)
+                assert isinstance(log_record.record, ModelCard)
+                self.cards[f"model/{log_record.record.name}"] = repr(log_record.record)
         self.at = position
 
     def position(self, source: Partition) -> int | None:

@@ -35,7 +35,7 @@ class Blob:
     def __init__(self, data: bytes = b"", at: int | None = None) -> None:
         self.data, self.at = data, at
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
         self.at = position
 
     def position(self, source: Partition) -> int | None:
@@ -61,8 +61,8 @@ def noise(size: int, seed: int = 1) -> bytes:
 def a_tally(count: int, source: Partition = LANE_0) -> RecordingView:
     view = RecordingView()
     view.apply(source, (), 0)
-    facts = [LogRecord(i, 0, Ended(id=str(i), code="seen")) for i in range(count)]
-    view.apply(source, facts, count)
+    log_records = [LogRecord(i, 0, Ended(id=str(i), code="seen")) for i in range(count)]
+    view.apply(source, log_records, count)
     return view
 
 

@@ -45,14 +45,14 @@ def stored(worker: str, *keys: int) -> Blocks:
     )  # fmt: skip
 
 
-def facts(*records: InternalRecord) -> list[LogRecord]:
+def log_records(*records: InternalRecord) -> list[LogRecord]:
     return [LogRecord(offset, offset, record) for offset, record in enumerate(records)]
 
 
 LOG = {
-    LANES[0]: facts(assigned("a", "w1", 100), finished("a", "w1")),
-    LANES[1]: facts(assigned("b", "w1", 30), assigned("c", "w2", 7)),
-    EVENTS: facts(stored("w1", 17, 18)),
+    LANES[0]: log_records(assigned("a", "w1", 100), finished("a", "w1")),
+    LANES[1]: log_records(assigned("b", "w1", 30), assigned("c", "w2", 7)),
+    EVENTS: log_records(stored("w1", 17, 18)),
 }
 
 
@@ -66,7 +66,7 @@ def at(*offsets: int) -> dict[Partition, int]:
 
 def cache_of(*records: InternalRecord) -> dict[Partition, int]:
     index = KvIndexView(SECRET)
-    index.apply(EVENTS, facts(*records), len(records))
+    index.apply(EVENTS, log_records(*records), len(records))
     return {EVENTS: int(index.state_hash(EVENTS), 16) >> HASH_SHIFT}
 
 

@@ -34,8 +34,8 @@ def fleet(registry: dict[int, Any], events: list[Any], registry_end: int = 100) 
     """A fleet that has read these registry offsets and kv-events, one every 100 ms from 1000."""
     view = Fleet()
     view.apply(REGISTRY, [LogRecord(n, 500 + n, r) for n, r in registry.items()], registry_end)
-    facts = [LogRecord(n, 1000 + n * 100, r) for n, r in enumerate(events)]
-    view.apply(EVENTS, facts, len(events))
+    log_records = [LogRecord(n, 1000 + n * 100, r) for n, r in enumerate(events)]
+    view.apply(EVENTS, log_records, len(events))
     return view
 
 

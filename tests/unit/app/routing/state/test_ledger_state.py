@@ -406,12 +406,12 @@ def test_snapshot_restores_the_same_state_at_any_point(records: list[Any], at: i
 
 @given(st.lists(RECORDS, max_size=30), st.randoms(use_true_random=False))
 def test_batching_does_not_matter(records: list[Any], rng: random.Random) -> None:
-    facts = [LogRecord(n, 1000 + n * 10, r) for n, r in enumerate(records)]
+    log_records = [LogRecord(n, 1000 + n * 10, r) for n, r in enumerate(records)]
     load, at = LedgerState(dedup_window_ms=1_200_000), 0
     load.apply(LANE, [], 0)
-    while at < len(facts):
+    while at < len(log_records):
         size = rng.randint(1, 5)
-        load.apply(LANE, facts[at : at + size], min(at + size, len(facts)))
+        load.apply(LANE, log_records[at : at + size], min(at + size, len(log_records)))
         at += size
     assert load.state_hash(LANE) == applied(*records).state_hash(LANE)
 

@@ -232,7 +232,7 @@ KIND = WorkerKind("m", EngineProfile(chunk_tokens=8192, capacity_tokens=100_000)
 
 def foreign_runs(count: int, engine: PerfCurves) -> list[LogRecord]:
     """Records of runs on idle workers of one kind, in order of time."""
-    facts: list[LogRecord] = []
+    log_records: list[LogRecord] = []
     for n in range(count):
         worker, tokens, at_ms = f"w{n % 2}", 100 + 37 * (n % 50), 400 * n
         run: dict[str, Any] = {
@@ -250,11 +250,11 @@ def foreign_runs(count: int, engine: PerfCurves) -> list[LogRecord]:
         done = PrefillDone(run=1, prefill_ms=took_ms, **run)
         end = Finished(code="stop", output_tokens=11, itl_ms=itl_ms, **run)
         last_ms = at_ms + int(took_ms + 10 * itl_ms) + 1
-        facts += [
+        log_records += [
             LogRecord(2 * n, at_ms, begun), LogRecord(2 * n + 1, at_ms + int(took_ms), done),
-            LogRecord(2 * n + 2, last_ms, end),
+            LogRecord(2 * n + 2, last_ms, end)
         ]  # fmt: skip
-    return sorted(facts, key=lambda fact: fact.timestamp_ms)
+    return sorted(log_records, key=lambda log_record: log_record.timestamp_ms)
 
 
 FOREIGN = PerfCurves((4e-7, 0.06, 16.5), (-100.0, 216.0, 5.74))
@@ -263,8 +263,8 @@ FOREIGN = PerfCurves((4e-7, 0.06, 16.5), (-100.0, 216.0, 5.74))
 def test_workers_of_a_kind_get_the_curves_that_their_runs_show() -> None:
     paces = PerformanceModel()
     paces.set_kinds({"w0": KIND, "w1": KIND, "new": KIND, "other": WorkerKind("n", KIND.profile)})
-    for fact in foreign_runs(60, FOREIGN):
-        paces.on_record(fact)
+    for log_record in foreign_runs(60, FOREIGN):
+        paces.on_record(log_record)
     assert set(paces.curves) == {"w0", "w1", "new"}
     assert len({*paces.curves.values()}) == 1
     for tokens in (100, 1000, 2000):
@@ -278,25 +278,25 @@ def test_workers_of_a_kind_get_the_curves_that_their_runs_show() -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 @settings(max_examples=4)
 def test_lanes_read_in_any_order_give_the_same_curves(seed: int, lanes: int) -> None:
-    facts, rng = foreign_runs(40, FOREIGN), Random(seed)
-    by_lane = [[f for f in facts if hash_of(f) % lanes == lane] for lane in range(lanes)]
+    log_records, rng = foreign_runs(40, FOREIGN), Random(seed)
+    by_lane = [[f for f in log_records if hash_of(f) % lanes == lane] for lane in range(lanes)]
 
     def curves(in_order: list[LogRecord]) -> tuple[dict[str, PerfCurves], dict[str, float]]:
         paces = PerformanceModel()
         paces.set_kinds({"w0": KIND, "w1": KIND})
-        for fact in in_order:
-            paces.on_record(fact)
+        for log_record in in_order:
+            paces.on_record(log_record)
         return paces.curves, {worker: paces.slowdown[worker] for worker in paces.curves}
 
     mixed: list[LogRecord] = []
     while left := [lane for lane in by_lane if lane]:
         mixed.append(rng.choice(left).pop(0))
-    found = curves(facts)
+    found = curves(log_records)
     assert found[0]
     assert curves(mixed) == found
 
 
-def hash_of(fact: LogRecord) -> int:
+def hash_of(log_record: LogRecord) -> int:
     """A number by the id of the request, whose records are in one lane."""
-    assert isinstance(fact.record, Assigned | PrefillDone | Finished)
-    return int(fact.record.id[1:]) * 7919
+    assert isinstance(log_record.record, Assigned | PrefillDone | Finished)
+    return int(log_record.record.id[1:]) * 7919

@@ -125,7 +125,10 @@ def _lanes(steps: list[tuple[int, int, Assigned]]) -> dict[int, list[LogRecord]]
 
 def _read(lanes: dict[int, list[LogRecord]], rng: random.Random) -> LedgerState:
     """A router that read them, lane by lane and batch by batch as it happened."""
-    load, left = LedgerState(WINDOW_MS), {lane: list(facts) for lane, facts in lanes.items()}
+    load, left = (
+        LedgerState(WINDOW_MS),
+        {lane: list(log_records) for lane, log_records in lanes.items()},
+    )
     while any(left.values()):
         lane = rng.choice([lane for lane in left if left[lane]])
         batch, left[lane] = left[lane][:2], left[lane][2:]
@@ -139,7 +142,9 @@ def test_all_routers_with_the_same_records_agree(
 ) -> None:
     lanes = _lanes(steps)
     first, second = (_read(lanes, random.Random(seed)) for seed in (one, other))
-    end_ms = max((facts[-1].timestamp_ms for facts in lanes.values() if facts), default=0)
+    end_ms = max(
+        (log_records[-1].timestamp_ms for log_records in lanes.values() if log_records), default=0
+    )
     phases: tuple[Phase, ...] = ("aggregated", "prefill", "decode")
     for name, phase, after_ms in itertools.product(("s", "t"), phases, (0, 900, 20_000, 2**40)):
         sent = name, phase, end_ms + after_ms
@@ -154,11 +159,11 @@ def test_snapshot_holds_the_sessions(steps: list[tuple[int, int, Assigned]], at:
     rng = random.Random(1)
     straight, before = _read(_lanes(steps), rng), _read(_lanes(steps[:at]), rng)
     restored = LedgerState(WINDOW_MS)
-    for lane, facts in _lanes(steps).items():
+    for lane, log_records in _lanes(steps).items():
         source = Partition("ledger", lane)
         restored.restore(source, before.snapshot(source), before.position(source) or 0)
-        rest = facts[before.position(source) or 0 :]
-        restored.apply(source, rest, len(facts))
+        rest = log_records[before.position(source) or 0 :]
+        restored.apply(source, rest, len(log_records))
     end_ms = sum(after_ms for _, after_ms, _ in steps)
     phases: tuple[Phase, ...] = ("aggregated", "prefill")
     for name, phase in itertools.product(("s", "t"), phases):

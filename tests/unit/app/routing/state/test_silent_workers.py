@@ -42,9 +42,9 @@ class Reader:
         broker_ms: int | None = None,
     ) -> None:  # fmt: skip
         position = self.fleet.position(source) or 0
-        fact = LogRecord(position, at_ms, record)
-        self.fleet.apply(source, [fact], position + 1)
-        self.silent.on_records([fact], now_s, broker_ms)
+        log_record = LogRecord(position, at_ms, record)
+        self.fleet.apply(source, [log_record], position + 1)
+        self.silent.on_records([log_record], now_s, broker_ms)
 
 
 def test_worker_is_silent_after_its_time_and_until_its_next_heartbeat() -> None:
