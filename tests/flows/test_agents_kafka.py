@@ -1,102 +1,237 @@
-"""Tests of agents on a real Kafka: a call arrives once and whole, though its worker is killed."""
+"""Tests of agents on a real Kafka: each answer arrives once and whole, though its worker or its
+gateway is killed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import subprocess
 import sys
-from contextlib import AsyncExitStack, ExitStack
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import anthropic
+import httpx
+import httpx2
 import openai
 import pytest
 
+from examples.reattaching_client import ReattachingTransport
 from kvlane.app.gateway import Gateway
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.app.standalone import StandaloneProcess
+from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
-from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import AnyRecord, decode
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Fencing, Started
 from kvlane.streams.topics import LEDGER
-from tests.harness.kafka_processes import WAIT_S, app_process, provisioned
+from tests.harness.kafka_processes import WAIT_S, app_process, provisioned, wait_answered
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "agent_script.json"
-QUESTION = next(iter(json.loads(SCRIPT.read_text())))
-LANES, STREAMS = 2, 6
-TOOL = {"type": "function", "function": {"name": "weather"}}
+EXAMPLE = ROOT / "examples" / "agent_script.json"
+LANES = 2
+BEGUN_EVENTS = 12
+"""Events of a stream after which its worker or gateway may be killed."""
+CALLS = ('{"name": "weather", "arguments": {"city": "Köln"}}', '{"name": "now", "arguments": {}}')
+TAGGED = [f"<tool_call>\n{call}\n</tool_call>" for call in CALLS]
+SCRIPT = {
+    "one": f"<think>The weather decides.</think>I look at the weather first.\n{TAGGED[0]}",
+    "two": f"<think>Both of them.</think>{TAGGED[0]}\n{TAGGED[1]}",
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-async def streamed(client: openai.AsyncOpenAI, called: asyncio.Event) -> dict[str, str]:
-    """The texts of a streamed answer; sets `called` with its first call."""
-    texts = dict.fromkeys(("content", "reasoning", "id", "name", "arguments", "reason"), "")
-    events = await client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": QUESTION}], tools=[TOOL], stream=True
-    )  # type: ignore[call-overload]
-    async for event in events:
+class Case(NamedTuple):
+    """What a client asks for, in each form."""
+
+    question: str
+    choice: str = "auto"
+    is_parallel: bool = True
+    stream: bool = True
+
+
+class Call(NamedTuple):
+    id: str
+    name: str
+    arguments: str
+
+
+class Answer(NamedTuple):
+    content: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    reason: str
+
+
+CASES = (
+    Case("one"), Case("two"), Case("two", is_parallel=False), Case("one", "none"),
+    Case("two", stream=False),
+)  # fmt: skip
+_KOELN, _NOW = Call("", "weather", '{"city": "Köln"}'), Call("", "now", "{}")
+EXPECTED = {
+    CASES[0]: Answer("I look at the weather first.\n", "The weather decides.", (_KOELN,), "calls"),
+    CASES[1]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
+    CASES[2]: Answer("", "Both of them.", (_KOELN,), "calls"),
+    CASES[3]: Answer(SCRIPT["one"], "", (), "stop"),
+    CASES[4]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
+}
+
+
+class Clients(NamedTuple):
+    """The clients of a deployment, which reach its gateways in the same way."""
+
+    ai: openai.AsyncOpenAI
+    claude: anthropic.AsyncAnthropic
+
+
+class Progress:
+    """Counts the events of streams; `begun` once each stream is in the middle."""
+
+    def __init__(self, streams: int) -> None:
+        self._left = streams
+        self.begun = asyncio.Event()
+
+    def counter(self) -> Callable[[], None]:
+        """To be called with each event of a stream."""
+        events = 0
+
+        def count() -> None:
+            nonlocal events
+            events += 1
+            if events == BEGUN_EVENTS:
+                self._left -= 1
+                if not self._left:
+                    self.begun.set()
+
+        return count
+
+
+Form = Callable[[Clients, Case, Callable[[], None]], Coroutine[Any, Any, tuple[str, Answer]]]
+"""Asks for an answer; returns its id and the answer."""
+
+
+async def chat(clients: Clients, case: Case, count: Callable[[], None]) -> tuple[str, Answer]:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
+    body: Any = {
+        "model": "demo", "messages": [{"role": "user", "content": case.question}], "tools": tools,
+        "tool_choice": case.choice, "parallel_tool_calls": case.is_parallel, "stream": case.stream,
+    }  # fmt: skip
+    found = await clients.ai.chat.completions.create(**body)
+    if not case.stream:
+        return found.id, answer_of_chat(found)
+    fields = dict.fromkeys(("content", "reasoning_content", "reason", "id"), "")
+    calls: list[dict[str, str]] = []
+    async for event in found:
+        count()
         choice = event.choices[0]
-        texts["content"] += choice.delta.content or ""
-        texts["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
-        texts["reason"] += choice.finish_reason or ""
+        fields["id"], delta = event.id, choice.delta.to_dict()
+        for name in ("content", "reasoning_content"):
+            fields[name] += str(delta.get(name) or "")
+        fields["reason"] += choice.finish_reason or ""
         for call in choice.delta.tool_calls or []:
-            texts["id"] += call.id or ""
-            texts["name"] += call.function.name or ""
-            texts["arguments"] += call.function.arguments or ""
-            called.set()
-    return texts
+            if call.function.name:
+                assert call.index == len(calls), "a call begins once"
+                calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+            calls[call.index]["arguments"] += call.function.arguments or ""
+    return fields["id"], Answer(
+        fields["content"], fields["reasoning_content"], tuple(Call(**call) for call in calls),
+        fields["reason"].removeprefix("tool_"),
+    )  # fmt: skip
 
 
-async def streamed_message(
-    client: anthropic.AsyncAnthropic, called: asyncio.Event
-) -> dict[str, str]:
-    """The same of a message of Anthropic's API."""
-    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
-    kinds, arguments = list[str](), ""
-    async with client.messages.stream(
-        model="demo", max_tokens=500, messages=[{"role": "user", "content": QUESTION}], tools=tools
-    ) as stream:  # type: ignore[arg-type]
+def answer_of_chat(completion: Any) -> Answer:
+    choice = completion.choices[0]
+    return Answer(
+        choice.message.content or "", getattr(choice.message, "reasoning_content", None) or "",
+        tuple(
+            Call(call.id, call.function.name, call.function.arguments)
+            for call in choice.message.tool_calls or ()
+        ),
+        choice.finish_reason.removeprefix("tool_"),
+    )  # fmt: skip
+
+
+async def message(clients: Clients, case: Case, count: Callable[[], None]) -> tuple[str, Answer]:
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "now")]
+    choice = {"type": case.choice}
+    if case.choice == "auto":
+        choice["disable_parallel_tool_use"] = not case.is_parallel
+    body: Any = {
+        "model": "demo", "max_tokens": 500, "tools": tools, "tool_choice": choice,
+        "messages": [{"role": "user", "content": case.question}],
+    }  # fmt: skip
+    if not case.stream:
+        whole = await clients.claude.messages.create(**body)
+        return whole.id, answer_of_message(whole)
+    places = list[int]()
+    async with clients.claude.messages.stream(**body) as stream:
         async for event in stream:
+            count()
             if event.type == "content_block_start":
-                kinds.append(event.content_block.type)
-            elif event.type == "input_json":
-                arguments += event.partial_json
-                called.set()
-        message = await stream.get_final_message()
-    assert kinds == ["thinking", "text", "tool_use"]
-    thinking, text, call = message.content
-    return {
-        "content": text.text, "reasoning": thinking.thinking, "id": call.id, "name": call.name,
-        "arguments": arguments, "reason": message.stop_reason.replace("use", "calls"),
+                places.append(event.index)
+        whole = await stream.get_final_message()
+    assert places == [*range(len(whole.content))], "a block begins once"
+    return whole.id, answer_of_message(whole)
+
+
+def answer_of_message(whole: Any) -> Answer:
+    blocks = whole.content
+    return Answer(
+        "".join(block.text for block in blocks if block.type == "text"),
+        "".join(block.thinking for block in blocks if block.type == "thinking"),
+        tuple(
+            Call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+            for block in blocks if block.type == "tool_use"
+        ),
+        {"tool_use": "calls", "end_turn": "stop"}[whole.stop_reason],
+    )  # fmt: skip
+
+
+async def response(clients: Clients, case: Case, count: Callable[[], None]) -> tuple[str, Answer]:
+    tools = [{"type": "function", "name": name, "parameters": None} for name in ("weather", "now")]
+    body: Any = {
+        "model": "demo", "input": case.question, "tools": tools, "tool_choice": case.choice,
+        "parallel_tool_calls": case.is_parallel, "stream": case.stream,
     }  # fmt: skip
-
-
-async def streamed_response(client: openai.AsyncOpenAI, called: asyncio.Event) -> dict[str, str]:
-    """The same of a response of OpenAI's newer API."""
-    tools = [{"type": "function", "name": "weather", "parameters": None, "strict": None}]
-    arguments, numbers = "", list[int]()
-    events = await client.responses.create(model="demo", input=QUESTION, tools=tools, stream=True)  # type: ignore[call-overload]
-    async for event in events:
+    found = await clients.ai.responses.create(**body)
+    if not case.stream:
+        return found.id, answer_of_response(found)
+    numbers = list[int]()
+    async for event in found:
+        count()
         numbers.append(event.sequence_number)
-        if event.type == "response.function_call_arguments.delta":
-            arguments += event.delta
-            called.set()
-    assert numbers == sorted(set(numbers))
-    reasoning, message, call = event.response.output
-    assert event.response.status == "completed"
-    return {
-        "content": message.content[0].text, "reasoning": reasoning.content[0].text,
-        "id": call.call_id, "name": call.name, "arguments": arguments, "reason": "tool_calls",
-    }  # fmt: skip
+    assert numbers == sorted(set(numbers)), "an event comes once"
+    return event.response.id, answer_of_response(event.response)
+
+
+def answer_of_response(whole: Any) -> Answer:
+    assert whole.status == "completed"
+    items = whole.output
+    calls = tuple(
+        Call(item.call_id, item.name, item.arguments)
+        for item in items if item.type == "function_call"
+    )  # fmt: skip
+    return Answer(
+        whole.output_text,
+        "".join(item.content[0].text for item in items if item.type == "reasoning"),
+        calls,
+        "calls" if calls else "stop",
+    )
+
+
+FORMS: dict[str, tuple[Form, Callable[[Any], Answer], Any]] = {
+    "chat": (chat, answer_of_chat, openai.types.chat.ChatCompletion),
+    "message": (message, answer_of_message, anthropic.types.Message),
+    "response": (response, answer_of_response, openai.types.responses.Response),
+}
 
 
 async def ledger_of(log: KafkaLog) -> list[AnyRecord]:
@@ -112,75 +247,128 @@ async def ledger_of(log: KafkaLog) -> list[AnyRecord]:
     return found
 
 
-async def test_killed_worker_repeats_and_loses_no_part_of_a_call(
-    kafka: Broker, topic_prefix: str, tmp_path: Path
-) -> None:
+async def check_refusals(clients: Clients) -> None:
+    """The engine has no guided decoding, so calls cannot be enforced."""
+    forms = (("chat", openai), ("message", anthropic), ("response", openai))
+    for name, package in forms:
+        choice = "any" if name == "message" else "required"
+        with pytest.raises(package.BadRequestError, match="echo"):
+            await FORMS[name][0](clients, Case("one", choice), int)
+
+
+class Deployment(NamedTuple):
+    """Two workers and a gateway, each in a process, and another gateway in this one."""
+
+    log: KafkaLog
+    processes: dict[str, subprocess.Popen[bytes]]
+    url: str
+    killed_url: str
+
+
+@asynccontextmanager
+async def deployment(kafka: Broker, prefix: str, folder: Path) -> AsyncIterator[Deployment]:
     settings = Settings(
-        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
+        bootstrap_servers=kafka.bootstrap_servers, topic_prefix=prefix, lanes=LANES,
         router_id="r", status_port=None, http_port=0, hash_secret="tests", worker_timeout_s=3,
     )  # fmt: skip
+    (folder / "script.json").write_text(json.dumps(SCRIPT))
+    port = str(free_ports(1)[0])
     environment = os.environ | {
         "KVLANE_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
-        "KVLANE_TOPIC_PREFIX": topic_prefix,
+        "KVLANE_TOPIC_PREFIX": prefix,
         "KVLANE_LANES": str(LANES),
         "KVLANE_ENGINE": "echo",
-        "KVLANE_ECHO_SCRIPT": str(SCRIPT),
+        "KVLANE_ECHO_SCRIPT": str(folder / "script.json"),
         "KVLANE_HASH_SECRET": "tests",
         "KVLANE_STATUS_PORT": "",
+        "KVLANE_HTTP_PORT": port,
     }
+    kinds = {"w1": "worker", "w2": "worker", "g": "gateway"}
     async with provisioned(settings) as log, AsyncExitStack() as parts:
         with ExitStack() as processes:
-            workers = {
+            started = {
                 name: processes.enter_context(
                     app_process(
-                        "worker", tmp_path / f"{name}.log", environment | {"KVLANE_WORKER_ID": name}
+                        kind, folder / f"{name}.log", environment | {"KVLANE_WORKER_ID": name}
                     )
                 )
-                for name in ("w1", "w2")
+                for name, kind in kinds.items()
             }
-            started: list[Router | Gateway] = []
-            for kind in (Router, Gateway):
-                own = KafkaLog(settings.kafka_connection(kind.__name__), prefix=topic_prefix)
-                ctx = ProcessContext(kind.__name__)
-                await own.start()
-                parts.push_async_callback(own.close)
+            own: list[Router | Gateway] = []
+            for part in (Router, Gateway):
+                of_kind = KafkaLog(settings.kafka_connection(part.__name__), prefix=prefix)
+                ctx = ProcessContext(part.__name__)
+                await of_kind.start()
+                parts.push_async_callback(of_kind.close)
                 parts.push_async_callback(ctx.cancel_tasks)
-                started.append(kind(own, settings, ctx))
-                await started[-1].start()
-                parts.push_async_callback(started[-1].stop)
-            client = openai.AsyncOpenAI(base_url=f"{started[1].url}/v1", api_key="-", max_retries=0)
-            parts.push_async_callback(client.close)
-            claude = anthropic.AsyncAnthropic(base_url=started[1].url, api_key="-", max_retries=0)
-            parts.push_async_callback(claude.close)
-            clock = SystemClock()
-            async with asyncio.timeout(WAIT_S):
-                while not (await client.models.list()).data:
-                    await clock.sleep(0.1)
-            called = [asyncio.Event() for _ in range(STREAMS)]
-            forms = (
-                partial(streamed, client),
-                partial(streamed_message, claude),
-                partial(streamed_response, client),
+                own.append(part(of_kind, settings, ctx))
+                await own[-1].start()
+                parts.push_async_callback(own[-1].stop)
+            urls = own[1].url, f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient() as http:
+                for url in urls:
+                    models = f"{url}/v1/models"
+                    await wait_answered(started["g"], http, models, lambda got: got.json()["data"])
+            yield Deployment(log, started, *urls)
+
+
+@asynccontextmanager
+async def clients_of(urls: list[str]) -> AsyncIterator[Clients]:
+    """The clients of some gateways, of which they use the first that lives."""
+    async with httpx2.AsyncClient(transport=ReattachingTransport(urls)) as http:
+        yield Clients(
+            openai.AsyncOpenAI(
+                base_url=f"{urls[0]}/v1", api_key="-", http_client=http, timeout=WAIT_S
+            ),
+            anthropic.AsyncAnthropic(
+                base_url=urls[0], api_key="-", http_client=http, timeout=WAIT_S
+            ),
+        )
+
+
+async def test_killed_worker_and_killed_gateway_repeat_and_lose_nothing(
+    kafka: Broker, topic_prefix: str, tmp_path: Path
+) -> None:
+    async with (
+        deployment(kafka, topic_prefix, tmp_path) as parts,
+        clients_of([parts.url]) as safe,
+        clients_of([parts.killed_url, parts.url]) as moving,
+    ):
+        progress = Progress(2 * len(FORMS) * sum(case.stream for case in CASES))
+        answers = {
+            (name, case, place): asyncio.create_task(
+                FORMS[name][0](clients, case, progress.counter())
             )
-            answers = [
-                asyncio.create_task(forms[place % 3](event)) for place, event in enumerate(called)
-            ]
-            async with asyncio.timeout(WAIT_S):
-                await asyncio.gather(*(event.wait() for event in called))
-            victim = next(r.worker for r in await ledger_of(log) if isinstance(r, Started))
-            workers[victim].kill()
-            async with asyncio.timeout(WAIT_S):
-                results = await asyncio.gather(*answers)
-            assert any(isinstance(record, Fencing) for record in await ledger_of(log))
-    for texts in results:
-        assert len(texts.pop("id")) == len("call_") + 24
-        assert texts == {
-            "content": "I look at the weather first.\n",
-            "reasoning": "The weather decides.",
-            "name": "weather",
-            "arguments": '{"city": "Köln"}',
-            "reason": "tool_calls",
+            for name in FORMS
+            for case in CASES
+            for place, clients in enumerate((safe, moving))
         }
+        background = await moving.ai.responses.create(model="demo", input="one", background=True)
+        async with asyncio.timeout(WAIT_S):
+            await progress.begun.wait()
+        assert not any(task.done() for task in answers.values())
+        victim = next(r.worker for r in await ledger_of(parts.log) if isinstance(r, Started))
+        parts.processes[victim].kill()
+        parts.processes["g"].kill()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*answers.values())
+            await check_refusals(moving)
+            events = await moving.ai.responses.retrieve(
+                background.id, stream=True, starting_after=1
+            )
+            rest = [event async for event in events]
+        assert (rest[0].sequence_number, rest[-1].response.output_text) == (2, SCRIPT["one"])
+        assert any(isinstance(record, Fencing) for record in await ledger_of(parts.log))
+        async with httpx.AsyncClient(base_url=parts.url) as http:
+            for (name, case, _), task in answers.items():
+                answer_id, answer = task.result()
+                calls = tuple(call._replace(id="") for call in answer.calls)
+                assert answer._replace(calls=calls) == EXPECTED[case], (name, case)
+                assert len({call.id for call in answer.calls}) == len(calls)
+                query = {"form": name, "stream": "false"}
+                again = await http.get(f"/v1/streams/{answer_id}", params=query)
+                _, whole, kind = FORMS[name]
+                assert whole(kind.model_validate_json(again.text)) == answer, (name, case)
 
 
 async def test_agent_of_the_examples_calls_both_tools(
@@ -189,7 +377,7 @@ async def test_agent_of_the_examples_calls_both_tools(
     settings = Settings(
         bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
         worker_id="w", router_id="r", cache_dir=tmp_path, http_port=0, indexer_port=0,
-        engine="echo", echo_script=SCRIPT, echo_itl_ms=1,
+        engine="echo", echo_script=EXAMPLE, echo_itl_ms=1,
     )  # fmt: skip
     ctx = ProcessContext("standalone")
     async with provisioned(settings) as log:
