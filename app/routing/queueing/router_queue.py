@@ -319,6 +319,7 @@ class RouterQueue:
     ) -> RoutingState:
         """The state for a decision, with the reservations of `others`."""
         performance = self._performance
+        performance.refresh(now_ms)
         return RoutingState(
             self._fleet, self._pools, self._index, self._ledger.active_load, self.unconfirmed,
             now_ms, performance.mean_output_tokens, performance.slowdown, others,

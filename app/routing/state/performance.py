@@ -6,7 +6,8 @@ factor on the curve: a median of few ratios, which no single wait changes much. 
 another shape, workers of one kind get curves of their own (`step_model.py`), and the factors are on
 these. Curves are fitted to the last runs in order of time, whichever lane they are read from first,
 so routers that have read the same records have the same ones; the median takes ratios in the order
-of reading.
+of reading. A fit takes milliseconds, so records only mark curves as stale: they are fitted before a
+decision (`refresh`), once a second.
 
 An unmeasured worker is assumed to be as fast as the fastest worker of its kind
 (`candidate_table.py`), so that it receives traffic and gets measured: by its curve alone it would
@@ -74,8 +75,8 @@ SHORTEST_RUN_MS, LONGEST_RUN_MS = 0.001, 3.6e6
 RUN_WINDOW, RUN_WINDOW_OF_KIND, MIN_RUN_WINDOW = 128, 1024, 16
 """Runs of a worker, and of all workers of a kind, from which curves are fitted."""
 FIT_INTERVAL_MS, LATE_MS = 1000, 1000
-"""How often curves are fitted, by the time of the ledger; and how much later than others the
-records of a lane may be read without another fit."""
+"""How often curves are fitted, by the time of the ledger, or by the clock for records that are read
+late: by how much later than others in the ledger."""
 MAX_REMEMBERED = 10_000
 """Bound on workers, and on runs without a first token; the oldest are dropped."""
 
@@ -268,10 +269,23 @@ class _Runs(NamedTuple):
 
 
 class _Learned(msgspec.Struct):
-    """The workers of a kind, and the time up to which runs are in its curves, in intervals."""
+    """The workers of a kind. `until`: the time up to which runs count, `fitted`: in its curves, in
+    intervals of the ledger; `fitted_ms`: when they were fitted.
+    """
 
     workers: list[str]
     until: int = 0
+    fitted: int = 0
+    fitted_ms: int = 0
+    is_stale: bool = False
+
+    def is_due(self, now_ms: int) -> bool:
+        """Whether to fit now: at once if the ledger has come to the present's interval."""
+        if not self.is_stale:
+            return False
+        is_present = now_ms < (self.until + 1) * FIT_INTERVAL_MS + 2 * LATE_MS
+        waited_ms = now_ms - self.fitted_ms
+        return (self.until > self.fitted and is_present) or not 0 <= waited_ms < FIT_INTERVAL_MS
 
 
 class PerformanceModel:
@@ -318,15 +332,20 @@ class PerformanceModel:
             return
         before, self._kind_of, self._kinds = self._kinds, kind_of, {}
         for worker, kind in sorted(kind_of.items()):
-            if kind not in self._kinds:
-                until = before[kind].until if kind in before else 0
-                self._kinds[kind] = _Learned([], until)
-            self._kinds[kind].workers.append(worker)
+            if (learned := self._kinds.get(kind)) is None:
+                learned = self._kinds[kind] = before.get(kind, _Learned([]))
+                learned.workers, learned.is_stale = [], True
+            learned.workers.append(worker)
         for worker in [*self.curves]:
             if worker not in kind_of:
                 self._forget_curves(worker)
-        for kind in self._kinds:
-            self._fit(kind)
+
+    def refresh(self, now_ms: int) -> None:
+        """Fit stale curves, before a decision reads them."""
+        for kind, learned in self._kinds.items():
+            if learned.is_due(now_ms):
+                self._fit(kind.profile, learned)
+                learned.fitted, learned.fitted_ms, learned.is_stale = learned.until, now_ms, False
 
     def on_record(self, log_record: LogRecord) -> None:
         """A record of the ledger was applied; other records change nothing."""
@@ -477,12 +496,10 @@ class PerformanceModel:
             learned, until = self._kinds[kind], (run.at_ms - LATE_MS) // FIT_INTERVAL_MS
             is_late = run.at_ms < learned.until * FIT_INTERVAL_MS
             if until > learned.until or is_late:
-                learned.until = max(until, learned.until)
-                self._fit(kind)
+                learned.until, learned.is_stale = max(until, learned.until), True
 
-    def _fit(self, kind: WorkerKind) -> None:
+    def _fit(self, profile: EngineProfile, learned: _Learned) -> None:
         """Fit the curves of a kind again, by the runs up to its time."""
-        learned = self._kinds[kind]
         size = max(RUN_WINDOW_OF_KIND // len(learned.workers), MIN_RUN_WINDOW)
         size = min(size, RUN_WINDOW)
         known = {
@@ -490,7 +507,6 @@ class PerformanceModel:
             for worker in learned.workers
             if (runs := self._runs.get(worker)) is not None
         }
-        profile = kind.profile
         fit = fit_steps(known, profile.curves, profile.chunk_tokens, profile.capacity_tokens)
         for worker in learned.workers:
             if fit is None:

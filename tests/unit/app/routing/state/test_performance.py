@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvlane.app.perf_curves import PerfCurves, curves_from
+from kvlane.app.routing.state import performance
 from kvlane.app.routing.state.performance import (
     EXPLORATION_INTERVAL,
     MAX_RATIOS,
@@ -22,6 +23,7 @@ from kvlane.app.routing.state.performance import (
     WorkerKind,
     profile_from_card,
 )
+from kvlane.app.routing.state.step_model import StepFit, fit_steps
 from kvlane.streams.records import (
     Assigned,
     Candidate,
@@ -257,6 +259,7 @@ def foreign_runs(count: int, engine: PerfCurves) -> list[LogRecord]:
     return sorted(log_records, key=lambda log_record: log_record.timestamp_ms)
 
 
+LATER_MS = 1_000_000
 FOREIGN = PerfCurves((4e-7, 0.06, 16.5), (-100.0, 216.0, 5.74))
 
 
@@ -265,6 +268,7 @@ def test_workers_of_a_kind_get_the_curves_that_their_runs_show() -> None:
     paces.set_kinds({"w0": KIND, "w1": KIND, "new": KIND, "other": WorkerKind("n", KIND.profile)})
     for log_record in foreign_runs(60, FOREIGN):
         paces.on_record(log_record)
+    paces.refresh(LATER_MS)
     assert set(paces.curves) == {"w0", "w1", "new"}
     assert len({*paces.curves.values()}) == 1
     for tokens in (100, 1000, 2000):
@@ -272,7 +276,9 @@ def test_workers_of_a_kind_get_the_curves_that_their_runs_show() -> None:
         assert found_ms == pytest.approx(FOREIGN.prefill_ms(tokens), rel=0.05)
     assert "new" not in paces.slowdown, "it counts as the fastest of its kind"
     paces.set_kinds({"w0": KIND, "w1": WorkerKind("n", KIND.profile)})
-    assert "new" not in paces.curves
+    assert set(paces.curves) == {"w0", "w1"}, "until a decision"
+    paces.refresh(2 * LATER_MS)
+    assert set(paces.curves) == {"w0"}, "no run of the other kind has been read"
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
@@ -286,6 +292,9 @@ def test_lanes_read_in_any_order_give_the_same_curves(seed: int, lanes: int) -> 
         paces.set_kinds({"w0": KIND, "w1": KIND})
         for log_record in in_order:
             paces.on_record(log_record)
+            if rng.random() < 0.1:
+                paces.refresh(log_record.timestamp_ms)
+        paces.refresh(LATER_MS)
         return paces.curves, {worker: paces.slowdown[worker] for worker in paces.curves}
 
     mixed: list[LogRecord] = []
@@ -294,6 +303,54 @@ def test_lanes_read_in_any_order_give_the_same_curves(seed: int, lanes: int) -> 
     found = curves(log_records)
     assert found[0]
     assert curves(mixed) == found
+
+
+def test_late_records_lead_to_one_fit_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits: list[int] = []
+
+    def count_fits(runs: Any, *shape: Any) -> StepFit | None:
+        fits.append(len(runs))
+        return fit_steps(runs, *shape)
+
+    monkeypatch.setattr(performance, "fit_steps", count_fits)
+    log_records = foreign_runs(200, FOREIGN)
+    paces, now_ms = PerformanceModel(), log_records[-1].timestamp_ms
+    paces.set_kinds({"w0": KIND, "w1": KIND})
+    for lane in (0, 1):
+        for log_record in log_records:
+            if hash_of(log_record) % 2 == lane:
+                paces.on_record(log_record)
+                assert not fits, "records are read without a fit"
+    for log_record in log_records:
+        paces.on_record(log_record)
+        paces.refresh(now_ms)
+    assert len(fits) == 1
+    for log_record in foreign_runs(20, FOREIGN):
+        paces.on_record(log_record)
+        now_ms += 100
+        paces.refresh(now_ms)
+    assert len(fits) == 1 + 20 * 3 // 10
+    paces.refresh(LATER_MS)
+    before = len(fits)
+    paces.refresh(2 * LATER_MS)
+    assert len(fits) == before, "no run came"
+
+
+def test_catching_up_with_a_ledger_leads_to_one_fit_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits: list[Any] = []
+    monkeypatch.setattr(performance, "fit_steps", lambda *runs: fits.append(runs))
+    paces = PerformanceModel()
+    paces.set_kinds({"w0": KIND, "w1": KIND})
+    for log_record in foreign_runs(200, FOREIGN):
+        paces.on_record(log_record)
+        paces.refresh(LATER_MS)
+    assert len(fits) == 1
+    for log_record in foreign_runs(400, FOREIGN):
+        paces.on_record(log_record)
+        paces.refresh(log_record.timestamp_ms)
+    assert len(fits) > 50, "in the present, once a second of the ledger"
 
 
 def hash_of(log_record: LogRecord) -> int:
