@@ -171,24 +171,41 @@ FIRSTS = st.lists(
 )  # fmt: skip
 
 
-@given(FIRSTS, st.floats(-0.5, 0.5))
-def test_equations_are_those_of_a_plain_reading(
-    rows: list[tuple[int, int, float, bool, int]], bend: float
-) -> None:
+def drawn_runs(rows: list[tuple[int, int, float, bool, int]]) -> WorkerRuns:
     firsts, answers, now_ms = [], [], 0
     for n, (later_ms, tokens, context, found_none, lasts) in enumerate(rows):
         now_ms += later_ms
         firsts.append(FirstToken(now_ms, n, 10.0 + n, tokens, context, tokens + 16, found_none))
         if lasts and later_ms:  # else the place of its first token is not unique
             answers.append(Answer(now_ms + 30 * lasts, 100 + n, now_ms, 25.0 + n, 7 * lasts))
-    runs = WorkerRuns(firsts, sorted(answers))
-    expected = reference_terms(runs, bend)
-    found = step_model._equations(runs, CHUNK, CAPACITY, bend)
-    got = sorted(zip(found.terms.tolist(), found.took_ms.tolist(), strict=True))
-    assert len(got) == len(expected)
-    for (terms, took_ms), (wanted, wanted_ms) in zip(got, sorted(expected), strict=True):
-        assert took_ms == wanted_ms
-        assert terms == pytest.approx(wanted)
+    return WorkerRuns(firsts, sorted(answers))
+
+
+@given(st.lists(FIRSTS, min_size=1, max_size=3), st.floats(-0.5, 0.5))
+def test_equations_are_those_of_a_plain_reading(
+    drawn: list[list[tuple[int, int, float, bool, int]]], bend: float
+) -> None:
+    workers = [drawn_runs(rows) for rows in drawn]
+    found = step_model._equations(workers, CHUNK, CAPACITY, bend)
+    begin = 0
+    for runs, count in zip(workers, found.counts.tolist(), strict=True):
+        of_worker, begin = slice(begin, begin + count), begin + count
+        equations = zip(found.terms[of_worker], found.took_ms[of_worker], strict=True)
+        got = sorted((terms.tolist(), took_ms) for terms, took_ms in equations)
+        expected = sorted(reference_terms(runs, bend))
+        assert len(got) == len(expected)
+        for (terms, took_ms), (wanted, wanted_ms) in zip(got, expected, strict=True):
+            assert took_ms == wanted_ms
+            assert terms == pytest.approx(wanted)
+    assert begin == len(found.took_ms)
+
+
+@given(st.lists(st.lists(st.floats(-2, 2), max_size=7), min_size=1, max_size=4))
+def test_medians_of_rows_are_those_of_their_values(rows: list[list[float]]) -> None:
+    values = np.array([[*row, *[9.0] * (7 - len(row))] for row in rows])
+    counts = np.array([[len(row)] for row in rows])
+    found = step_model._medians(values, np.arange(7) < counts)
+    assert found.tolist() == [[float(np.median(row)) if row else 0.0] for row in rows]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
