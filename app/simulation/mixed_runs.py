@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlane.app.engine.simulated.batch import DECODE, EngineLimits
+from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
@@ -43,6 +44,7 @@ class MixedRun(NamedTuple):
     speed: float = 1.0
     cache_chunks: int = 2048
     bounds: BatchBounds = BatchBounds()
+    curves: PerfCurves = PerfCurves()
 
 
 class MixedMetrics(NamedTuple):
@@ -106,7 +108,7 @@ class Mix:
         bounds: BatchBounds,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Simulator:
-        limits = EngineLimits(BLOCK_TOKENS, self._run.cache_chunks * SPLIT)
+        limits = EngineLimits(BLOCK_TOKENS, self._run.cache_chunks * SPLIT, curves=self._run.curves)
         return new_simulator(
             arrivals, self._run.workers, limits, RoutingConfig("predictive"), 0, progress,
             batch=None if mode is None else BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS),

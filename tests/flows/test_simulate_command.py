@@ -39,6 +39,16 @@ def test_generated_trace_is_played_under_each_policy_and_seed(tmp_path: Path) ->
     assert rows[0].keys() >= {"requests", "reuse", "ttft_ms", "itl_ms", "e2e_ms", "wall_s"}
 
 
+def test_engines_of_another_profile_have_its_step_times(tmp_path: Path) -> None:
+    ttft_ms = []
+    for more in ([], ["--profile", "h100"]):
+        file = tmp_path / "found.json"
+        done = simulate(*GENERATED, "--policy", "predictive", *more, "--json", f"{file}")
+        assert done.exit_code == 0, done.output
+        ttft_ms.append(json.loads(file.read_bytes())["rows"][0]["ttft_ms"]["p50"])
+    assert ttft_ms[1] > ttft_ms[0] + 55 - 16.6, "the constant parts of both"
+
+
 @pytest.mark.parametrize(
     ("name", "begins"), [("it.html", b"<!doctype html>"), ("it.png", b"\x89PNG")]
 )

@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 
 from kvlane.app.commands import console as screen
+from kvlane.app.perf_curves import ProfileName
 from kvlane.app.routing.policy_names import Objective, QueueOrder
 
 if TYPE_CHECKING:
+    from kvlane.app.simulation.mixed_runs import MixedRun
     from kvlane.app.traces.mooncake_trace import TraceRow
 
 
@@ -100,6 +102,13 @@ def simulate(
             "share that met theirs.",
         ),
     ] = "",
+    profile: Annotated[
+        ProfileName,
+        typer.Option(
+            help="Step times of engines: as published by NVIDIA Dynamo, or fitted to vLLM with a "
+            "small model on an H100."
+        ),
+    ] = "published",
     slowdown: Annotated[
         float, typer.Option(help="Factor on the times of engines.", min=0.01, max=100.0)
     ] = 1.0,
@@ -129,7 +138,7 @@ def simulate(
     """Replay a trace on simulated workers, with the product's own routing and simulated engine.
 
     Needs no broker and no processes: an hour of requests takes seconds. The same arguments give the
-    same figures. Engine times are from NVIDIA Dynamo's published engine profile.
+    same figures.
 
     Examples:
 
@@ -146,7 +155,7 @@ def simulate(
     - `kvlane simulate --from-ledger -1h`: the last hour under other policies
     """
     from kvlane.app.commands.simulation.report import Report
-    from kvlane.app.perf_curves import PerfCurves, curves_from
+    from kvlane.app.perf_curves import PROFILES, curves_from
     from kvlane.app.simulation.network_conditions import NetworkConditions
     from kvlane.app.simulation.simulation_runs import (
         PreparedTrace,
@@ -184,16 +193,20 @@ def simulate(
     if prefill_workers and (workers is not None or batch):
         raise typer.BadParameter("--prefill-workers excludes --workers and --batch")
     workers = prefill_workers + decode_workers or workers or DEFAULT_WORKERS
+    curves = curves_from(PROFILES[profile].coefficients(1 / slowdown)) or PROFILES[profile]
     if batch:
-        _show_mix(_rows(trace, requests, rate, trace_seed), batch, workers, speed, blocks, json)
+        from kvlane.app.simulation.mixed_runs import MixedRun
+
+        mixed = MixedRun(workers, speed, blocks, curves=curves)
+        _show_mix(_rows(trace, requests, rate, trace_seed), batch, mixed, json)
         return
     _can_draw(plot)
     played = PreparedTrace(_rows(trace, requests, rate, trace_seed), _targets_ms(ttft_target))
     compile_all()
     like = SimulationRun(
         "", workers, ArrivalRate(speed, jitter), cache_blocks=blocks, conditions=conditions,
-        curves=curves_from(PerfCurves().coefficients(1 / slowdown)) or PerfCurves(),
-        prefill_workers=prefill_workers, objective=objective, queue_order=queue_order,
+        curves=curves, prefill_workers=prefill_workers, objective=objective,
+        queue_order=queue_order,
     )  # fmt: skip
     console = screen.make_console()
     rows = []
@@ -255,13 +268,11 @@ BATCH_REQUESTS = 20_000
 """Requests of a generated kind that differ; then they come again with other contents."""
 
 
-def _show_mix(
-    rows: list[TraceRow], batch: str, workers: int, speed: float, blocks: int, json: Path | None
-) -> None:
+def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None) -> None:
     """Print the comparison of modes of batch work."""
     from kvlane.app.commands.simulation.report import Report
     from kvlane.app.simulation.batch_work import MODES
-    from kvlane.app.simulation.mixed_runs import Mix, MixedRun, mixed_row
+    from kvlane.app.simulation.mixed_runs import Mix, mixed_row
     from kvlane.indexer.precompile import compile_all
 
     is_generated = batch.startswith("gen:")
@@ -270,7 +281,7 @@ def _show_mix(
     console = screen.make_console()
     with screen.progress_bar(console) as progress:
         bar = progress.add_task("", total=(1 + len(MODES)) * len(rows))
-        mix = Mix(rows, batch_rows, MixedRun(workers, speed, blocks))
+        mix = Mix(rows, batch_rows, run)
         found = mix.compare(MODES, lambda n: progress.advance(bar, n))
     report = Report("simulate", [mixed_row(each) for each in found], [])
     report.show(console)
@@ -332,7 +343,8 @@ def _targets_ms(text: str) -> list[float]:
 def _refuse_others(context: typer.Context) -> None:
     """Raises BadParameter for options that contradict --from-ledger."""
     own = ("trace", "batch", "requests", "rate", "trace_seed", "workers", "speed", "jitter",
-           "blocks", "slowdown", "plot", "objective", "queue_order", "ttft_target")  # fmt: skip
+           "blocks", "profile", "slowdown", "plot", "objective", "queue_order",
+           "ttft_target")  # fmt: skip
     for name in own:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

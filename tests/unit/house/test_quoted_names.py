@@ -40,11 +40,11 @@ CONSTANT = re.compile(r"(?<![\w+.-])([A-Z][A-Z0-9]+(?:_[A-Z0-9]+)*)\b(?!-)")
 WORDS = frozenset({
     # formats, protocols and terms of the field
     "JSON", "JSONL", "HTML", "YAML", "HTTP", "ASGI", "CORS", "SASL", "ASCII", "HMAC", "SIMD",
-    "LLVM",
+    "LLVM", "H100",
     "AVX2", "SSE2", "XXH3", "EBNF", "TTFT", "NVIDIA", "NIXL", "EAGLE", "POST", "ROUTER", "NOTICE",
     # arguments of commands and patterns of names
     "FILE", "MODULE", "ARGUMENTS", "PORT", "TOKENS", "STEP", "TOTAL", "STEPS_PER_S", "SIDE",
-    "BLOCKS", "WORKERS", "PAIRS", "PYTHON", "GROUP", "FOLDER", "ENGINE", "NAME",
+    "BLOCKS", "WORKERS", "PAIRS", "PYTHON", "GROUP", "FOLDER", "ENGINE", "NAME", "KIND", "SEED",
 })  # fmt: skip
 """Words in capital letters that are no constants."""
 EXAMPLES = {

@@ -70,6 +70,7 @@ def traffic(
         Path | None, typer.Option(help="Cache results in this file; cached runs are not repeated.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: one per CPU.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the traces; with --full the first of three.")] = 0,
     foreign: Annotated[
         bool,
         typer.Option(
@@ -81,9 +82,10 @@ def traffic(
     """All policies on many kinds of traffic, relative to the best one of each; simulated.
 
     Short prompts at random times and in bursts, chats with long answers, the generated traces, and
-    with --trace the conversation trace. Quick: one seed, three fleets of that trace; --full: three
-    seeds and four fleets. With --foreign, engines with a larger constant, a steeper line, a square
-    and a change of speed, learned and known. Exit code 1 if a threshold is missed.
+    with --trace the conversation trace, on engines of each profile of kvlane simulate. Quick: one
+    seed, three fleets of that trace; --full: three seeds and four fleets. With --foreign, engines
+    with a larger constant, a steeper line, a square and a change of speed, learned and known. Exit
+    code 1 if a threshold is missed.
     """
     from workbench.bench.routing.policy_traffic import FULL, QUICK, bench_traffic
     from workbench.bench.routing.result_cache import ResultCache
@@ -101,7 +103,7 @@ def traffic(
         return
     report = measure(
         "traffic",
-        lambda out, progress: bench_traffic(scale, trace, out, progress, keep, at_a_time),
+        lambda out, progress: bench_traffic(scale, trace, out, progress, keep, at_a_time, seed),
         json,
     )
     require_passed(report)

@@ -91,7 +91,8 @@ async def bench_policies(
 
 
 class TraceSet:
-    """The traces of the benchmark by name, read or generated on first use.
+    """The traces of the benchmark by name, read or generated on first use: `gen:KIND`, or
+    `gen:KIND@SEED`.
 
     `trace_file`: of the recorded one.
     """
@@ -108,7 +109,8 @@ class TraceSet:
 
     def _rows(self, name: str) -> list[TraceRow]:
         if name != CONVERSATION:
-            return generate_trace(name.removeprefix(NAME_PREFIX), TraceSize())
+            kind, _, seed = name.removeprefix(NAME_PREFIX).partition("@")
+            return generate_trace(kind, TraceSize()._replace(seed=int(seed or 0)))
         assert self.file is not None, "the caller skips its runs without the file"
         return read_trace(self.file)
 

@@ -1,9 +1,10 @@
 """Traffic table: every policy on many kinds of traffic, relative to the best one.
 
 For each row, mean TTFT and mean E2E are ratios to the least of all policies, separately, so that a
-policy that gives away one for the other shows it; their sum ranks the policies. Rows: short
-prompts at random times and in bursts, chats with long answers near saturation, the generated
-traces, and with its file the conversation trace on its four fleets.
+policy that gives away one for the other shows it; their sum ranks the policies. Rows, for each
+profile of engines: short prompts at random times and in bursts, chats with long answers near
+saturation, the generated traces, and with its file the conversation trace on its four fleets. Each
+seed generates other traces. Engines other than the published one have no curves on their cards.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most
+from kvlane.app.perf_curves import PROFILES, ProfileName
+from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulation_runs import SimulationRun
 from kvlane.app.simulation.synthetic_traces import (
@@ -71,6 +74,16 @@ def generated_scenarios() -> list[PolicyScenario]:
     return [*rows, *(generated_scenario(kind) for kind in TRACE_KINDS)]
 
 
+def with_profile(scenario: PolicyScenario, profile: ProfileName) -> PolicyScenario:
+    """The scenario with engines of a profile."""
+    if profile == "published":
+        return scenario
+    like = scenario.template._replace(
+        curves=PROFILES[profile], conditions=NetworkConditions(publishes_curves=False)
+    )
+    return scenario._replace(template=like, name=f"{scenario.name}, {profile}")
+
+
 def _scenario(kind: str, speed: float, name: str) -> PolicyScenario:
     return PolicyScenario(NAME_PREFIX + kind, SimulationRun("", WORKERS, ArrivalRate(speed)), name)
 
@@ -82,8 +95,10 @@ async def bench_traffic(
     progress: Callable[[float], None],
     cache_file: Path | None = None,
     jobs: int = 1,
+    first_seed: int = 0,
 ) -> Report:
-    """Simulate all policies on all rows, `jobs` runs in parallel."""
+    """Simulate all policies on all rows, `jobs` runs in parallel; `first_seed`: of its seeds."""
+    seeds = range(first_seed, first_seed + scale.seeds)
     traces = TraceSet(trace_file)
     if trace_file is None:
         print_line("without --trace the rows of the conversation trace are left out")
@@ -91,8 +106,9 @@ async def bench_traffic(
     scenarios = generated_scenarios()
     if trace_file is not None:
         scenarios += [trace_scenario(setup) for setup in SETUPS[: scale.fleets]]
-    plays = product(scenarios, POLICIES, range(scale.seeds))
-    wanted = list(dict.fromkeys(each.run_of(policy, seed) for each, policy, seed in plays))
+    scenarios = [with_profile(each, name) for name, each in product(PROFILES, scenarios)]
+    plays = product(scenarios, POLICIES, seeds)
+    wanted = list(dict.fromkeys(run_of(each, policy, seed) for each, policy, seed in plays))
     kept = ResultCache(cache_file)
     found = {play: known for play in wanted if (known := kept.get(play)) is not None}
     for done in run_all([play for play in wanted if play not in found], traces, jobs):
@@ -102,10 +118,16 @@ async def bench_traffic(
     rows: list[dict[str, Any]] = []
     thresholds: list[Threshold] = []
     for each in scenarios:
-        table = TrafficRow.of(each, scale.seeds, found)
+        table = TrafficRow.of(each, seeds, found)
         rows += table.rows()
         thresholds += table.thresholds()
     return Report("traffic", rows, thresholds)
+
+
+def run_of(scenario: PolicyScenario, policy: str, seed: int) -> ScenarioRun:
+    """The run of a policy, on the trace of a seed where traces are generated."""
+    trace, run = scenario.run_of(policy, seed)
+    return ScenarioRun(f"{trace}@{seed}" if trace.startswith(NAME_PREFIX) else trace, run)
 
 
 class PolicyMeans(NamedTuple):
@@ -124,12 +146,15 @@ class TrafficRow(NamedTuple):
 
     @classmethod
     def of(
-        cls, scenario: PolicyScenario, seeds: int, found: Mapping[ScenarioRun, ScenarioResult]
+        cls,
+        scenario: PolicyScenario,
+        seeds: Sequence[int],
+        found: Mapping[ScenarioRun, ScenarioResult],
     ) -> TrafficRow:
         """The means of the runs of a scenario."""
         means = {}
         for policy in POLICIES:
-            runs = {scenario.run_of(policy, seed) for seed in range(seeds)}
+            runs = {run_of(scenario, policy, seed) for seed in seeds}
             means[policy] = _means([found[run].figures for run in runs])
         return cls(scenario.name, means)
 

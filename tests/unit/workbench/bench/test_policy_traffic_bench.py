@@ -17,6 +17,7 @@ from workbench.bench.routing.policy_traffic import (
     PolicyMeans,
     TrafficRow,
     generated_scenarios,
+    run_of,
 )
 from workbench.bench.routing.result_cache import ResultCache
 
@@ -41,17 +42,30 @@ def test_ratios_are_to_the_best_other_policy_of_each_figure() -> None:
     }
 
 
-def test_every_policy_runs_on_every_kind_of_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_policy_runs_on_every_profile_and_kind_of_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     some = generated_scenarios()[:1]
     monkeypatch.setattr(policy_traffic, "generated_scenarios", lambda: some)
     monkeypatch.setattr(policy_simulation, "TraceSize", lambda: TraceSize(60))
     parts: list[float] = []
     report = asyncio.run(policy_traffic.bench_traffic(QUICK, None, lambda _: None, parts.append))
     assert isinstance(report, Report)
-    assert [row["policy"] for row in report.rows] == list(POLICIES)
-    assert {row["traffic"] for row in report.rows} == {some[0].name}
-    assert len(report.thresholds) == 4
+    assert [row["policy"] for row in report.rows] == 2 * list(POLICIES)
+    published, fitted = report.rows[0], report.rows[len(POLICIES)]
+    assert (published["traffic"], fitted["traffic"]) == (some[0].name, f"{some[0].name}, h100")
+    assert fitted["TTFT ms"] > published["TTFT ms"] + 30
+    assert len(report.thresholds) == 8
     assert sum(parts) == pytest.approx(1)
+
+
+def test_another_seed_is_another_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_simulation, "TraceSize", lambda: TraceSize(60))
+    scenario, traces = generated_scenarios()[0], policy_simulation.TraceSet(None)
+    runs = [run_of(scenario, "round_robin", seed) for seed in (0, 1)]
+    first, second = (traces[run.trace].rows for run in runs)
+    assert first != second
+    assert first == traces[scenario.trace].rows, "seed 0 is the default"
 
 
 def test_foreign_engines_are_learned_and_known(monkeypatch: pytest.MonkeyPatch) -> None:
