@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("app", "streams", "indexer", "workbench/bench", "workbench/testing")
-IMPURE = ("asyncio", "aiokafka", "faststream", "pydantic")
 
 
 def modules_of(package: str) -> list[str]:
@@ -35,26 +34,31 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [*modules_of("indexer"), *modules_of("app/routing"), "kvlane.app.simulation.simulation_runs"],
+    ("modules", "unloaded"),
+    [
+        (
+            (
+                *modules_of("indexer"),
+                *modules_of("app/routing"),
+                "kvlane.app.simulation.simulation_runs",
+            ),
+            ("asyncio", "aiokafka", "faststream", "pydantic"),
+        ),
+        (("kvlane.app.cli", "kvlane.app.gateway", "kvlane.app.preprocessor"), ("numba",)),
+        # 0.3 s of CPU at each start, most of it for models of OpenAPI documents
+        (("kvlane.app.router", "kvlane.app.worker", "kvlane.app.preprocessor"), ("fastapi",)),
+    ],
+    ids=("pure modules", "processes without kernels", "processes with probes only"),
 )
-def test_pure_module_loads_no_event_loop_no_kafka_and_no_pydantic(module: str) -> None:
-    assert loaded_by(f"import {module}").isdisjoint(IMPURE)
-
-
-@pytest.mark.parametrize(
-    "module", ["kvlane.app.cli", "kvlane.app.gateway", "kvlane.app.preprocessor"]
-)
-def test_process_without_kernels_loads_no_compiler(module: str) -> None:
-    assert "numba" not in loaded_by(f"import {module}")
-
-
-@pytest.mark.parametrize(
-    "module", ["kvlane.app.router", "kvlane.app.worker", "kvlane.app.preprocessor"]
-)
-def test_process_with_probes_only_loads_no_fastapi(module: str) -> None:
-    """0.3 s of CPU at each start, most of it for models of OpenAPI documents."""
-    assert "fastapi" not in loaded_by(f"import {module}")
+def test_modules_do_not_load(modules: tuple[str, ...], unloaded: tuple[str, ...]) -> None:
+    """One interpreter for all: the error names the first module after whose import one is there."""
+    loaded_by(f"""
+import importlib, sys
+for module in {modules}:
+    importlib.import_module(module)
+    found = [name for name in {unloaded} if name in sys.modules]
+    assert not found, (module, found)
+""")
 
 
 def test_app_loads_its_process_lazily() -> None:
