@@ -6,15 +6,14 @@ Sets them up and removes them at the end.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from pydantic import SecretStr
-
 from kvlane.app.local.deployment import (
+    PORT_FIELDS,
+    STATUS_PORT_FIELD,
     DeploymentPart,
     InProcessDeployment,
     LocalDeployment,
@@ -22,7 +21,7 @@ from kvlane.app.local.deployment import (
     ProcessFactory,
 )
 from kvlane.app.runtime.process import ProcessContext, open_log
-from kvlane.app.settings import Settings, variable_name
+from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
@@ -32,10 +31,6 @@ from kvlane.streams.kafka.provision import create_topics
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Log
-
-STATUS_KINDS = ("router", "preprocessor")
-"""Processes that are asked whether they are ready. The demo finds workers in their topics, and the
-gateway by its models."""
 
 
 class DemoEnvironment(NamedTuple):
@@ -76,17 +71,15 @@ async def demo_environment(
         else:
             guard = ProcessGuard()
             cleanup.callback(guard.close)
-            environment = {variable_name(name): _text(value) for name, value in changes.items()}
-            names = [p.name for p in parts if p.kind in STATUS_KINDS]
-            ports = dict(zip(names, free_ports(len(names)), strict=True))
-            deployment = ProcessDeployment(
-                parts,
-                environment,
-                guard,
-                clock,
-                own={n: {variable_name("status_port"): str(port)} for n, port in ports.items()},
-                status_urls={n: f"http://{settings.http_host}:{p}" for n, p in ports.items()},
-            )
+            ports = {"gateway-1": settings.http_port, "indexer-1": settings.indexer_port}
+            others = [part.name for part in parts if part.name not in ports]
+            ports |= zip(others, free_ports(len(others)), strict=True)
+            fields = {p.name: PORT_FIELDS.get(p.kind, STATUS_PORT_FIELD) for p in parts}
+            listening = [
+                p._replace(settings={**p.settings, fields[p.name]: ports[p.name]}) for p in parts
+            ]
+            urls = {name: f"http://{settings.http_host}:{port}" for name, port in ports.items()}
+            deployment = ProcessDeployment(listening, changes, guard, clock, status_urls=urls)
             log = open_log(settings, "stage")
         try:
             await log.start()
@@ -97,10 +90,3 @@ async def demo_environment(
             await context.cancel_tasks()
             await deployment.stop()
             await log.close()
-
-
-def _text(value: object) -> str:
-    """A setting as the value of an environment variable."""
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -53,7 +53,7 @@ class DemoSession:
     async def wait_for_workers(self) -> None:
         if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, self._since):
             raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
-        await self._deployment.wait_ready(self.ready_timeout_s)
+        await self._deployment.wait_ready(timeout_s=self.ready_timeout_s)
 
     async def replay(
         self, policy: str, trace: Sequence[TracePrompt], run_request: RunTraceRequest, speed: float

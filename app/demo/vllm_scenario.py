@@ -188,7 +188,7 @@ class VllmScenario(DemoSession):
                 await self._deployment.kill(killed)
                 self.show(f"[red]kill -9 {killed}[/], {len(tokens)} tokens into its answer")
                 if self._is_disaggregated:
-                    await self._deployment.start_again(killed)
+                    await self._deployment.start(killed)
         where = self.workers_of(request_id)
         same = tokens == whole
         verdict = "equal to" if same else "[red]not[/] equal to"

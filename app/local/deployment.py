@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,18 +17,22 @@ from kvlane.app.local.http_probe import READY_POLL_S, http_get
 from kvlane.app.local.processes import ManagedProcess, launch, process_command
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
-from kvlane.app.settings import Settings, variable_name
+from kvlane.app.settings import Settings
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import Clock
 from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Log
-from kvlane.streams.records import Role
 
 STOP_TIMEOUT_S = 20.0
 """Grace period of a stop, before processes are killed."""
-NO_VARIABLES: Mapping[str, str] = {}
-NO_OWN_VARIABLES: Mapping[str, Mapping[str, str]] = {}
+READY_TIMEOUT_S = 180.0
+"""Start timeout of a process, with several of them starting on a busy machine."""
+NO_URLS: Mapping[str, str] = {}
+NO_CHANGES: Mapping[str, Any] = {}
+PORT_FIELDS = {"gateway": "http_port", "indexer": "indexer_port"}
+"""Port settings by kind of process; all others listen on a status port."""
+STATUS_PORT_FIELD = "status_port"
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "collector", "gateway")
 
 
@@ -37,24 +41,28 @@ class DemoFailed(OperatorError):
 
 
 class DeploymentPart(NamedTuple):
-    """One process: its name, and the kind of process it runs. `role`: of a worker; None: that of
-    the settings."""
+    """One process: its name, the kind of process it runs, and its own settings by field."""
 
     name: str
     kind: str
-    role: Role | None = None
+    settings: Mapping[str, object] = NO_CHANGES
+
+    @property
+    def role(self) -> object:
+        """The role of a worker; None: that of the common settings."""
+        return self.settings.get("worker_role")
 
 
 def deployment_parts(workers: int, prefill_workers: int = 0) -> list[DeploymentPart]:
     """`workers` workers, and one of each other process. With `prefill_workers`, the first workers
     have the role prefill, and the others decode."""
     assert prefill_workers < max(workers, 1), "none is left to decode"
-    roles: list[Role | None] = [None] * workers
+    roles: list[Mapping[str, object]] = [NO_CHANGES] * workers
     if prefill_workers:
-        roles = ["decode"] * workers
-        roles[:prefill_workers] = ["prefill"] * prefill_workers
-    names = [DeploymentPart(f"worker-{n}", "worker", role) for n, role in enumerate(roles, 1)]
-    return [*names, *(DeploymentPart(f"{kind}-1", kind) for kind in SINGLE_KINDS)]
+        roles = [{"worker_role": "decode"}] * workers
+        roles[:prefill_workers] = [{"worker_role": "prefill"}] * prefill_workers
+    named = [DeploymentPart(f"worker-{n}", "worker", role) for n, role in enumerate(roles, 1)]
+    return [*named, *(DeploymentPart(f"{kind}-1", kind) for kind in SINGLE_KINDS)]
 
 
 def count_workers(parts: Sequence[DeploymentPart]) -> str:
@@ -66,26 +74,22 @@ def count_workers(parts: Sequence[DeploymentPart]) -> str:
     return f"{words} ({prefill} prefill, {len(roles) - prefill} decode)"
 
 
-def part_settings(part: DeploymentPart) -> dict[str, str]:
-    """The settings of this process alone: its name, and the role of a worker."""
-    names = {"worker_id": part.name, "router_id": part.name}
-    return names if part.role is None else {**names, "worker_role": part.role}
+def part_settings(part: DeploymentPart) -> dict[str, object]:
+    """The settings of this process alone: its name, and its own."""
+    return {"worker_id": part.name, "router_id": part.name, **part.settings}
 
 
 class LocalDeployment(Protocol):
     """The processes of a deployment, started and stopped together."""
 
-    async def start(self) -> None:
-        """Start all processes."""
+    async def start(self, *names: str) -> None:
+        """Start the named processes, or all."""
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the processes whose state has an address are ready. Raises DemoFailed."""
+    async def wait_ready(self, *names: str, timeout_s: float) -> None:
+        """Wait until the named processes, or all, are ready. Raises DemoFailed."""
 
-    async def kill(self, name: str) -> None:
-        """End a process as kill -9 does."""
-
-    async def start_again(self, name: str) -> None:
-        """Start a process that was killed."""
+    async def kill(self, *names: str) -> None:
+        """End processes as kill -9 does."""
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
         """Stop all processes of these kinds gracefully; start new ones with changed settings."""
@@ -93,7 +97,7 @@ class LocalDeployment(Protocol):
     def check(self) -> None:
         """Raise DemoFailed or ProcessFailed when a process ended that was not killed."""
 
-    async def stop(self) -> None:
+    async def stop(self) -> object:
         """Stop everything gracefully, and kill the processes that do not stop in time."""
 
 
@@ -102,98 +106,98 @@ class ProcessDeployment:
 
     def __init__(
         self,
-        parts: Sequence[DeploymentPart],
-        environment: Mapping[str, str],
+        parts: Iterable[DeploymentPart],
+        settings: Mapping[str, object],
         guard: ProcessGuard,
         clock: Clock,
         *,
-        own: Mapping[str, Mapping[str, str]] = NO_OWN_VARIABLES,
         logs: Path | None = None,
-        status_urls: Mapping[str, str] = NO_VARIABLES,
+        status_urls: Mapping[str, str] = NO_URLS,
+        command: Callable[[str], Sequence[str]] = process_command,
     ) -> None:
-        """`environment`: variables of all processes; `own`: of single ones, by name.
+        """`settings`: of all processes, by field; those of a part win.
 
         `logs`: the folder of the output files, by default the guard's. `status_urls`: addresses of
-        `/readyz`, by process name.
+        `/readyz` by process name; another process is ready when it has logged it.
+        `command`: the module and arguments that run a kind of process.
         """
-        self._parts = parts
-        self._environment = environment
+        self.parts = {part.name: part for part in parts}
+        self._settings = settings
         self._guard = guard
         self._clock = clock
-        self._own = own
         self._logs = logs or guard.directory
         self._status_urls = status_urls
-        self._running: dict[str, ManagedProcess] = {}
+        self._command = command
+        self.processes: dict[str, ManagedProcess] = {}
+        """Those that were started, and not ended from here."""
 
-    async def start(self) -> None:
-        """Start all processes at once; does not wait until they are ready."""
-        for part in self._parts:
-            self._running[part.name] = self._launch(part)
+    async def start(self, *names: str) -> None:
+        """Start the named processes, or all, at once; does not wait until they are ready."""
+        self.launch(*names or self.parts)
 
-    async def wait_ready(self, timeout_s: float) -> None:
+    async def wait_ready(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:
         until = self._clock.now() + timeout_s
-        for name, url in self._status_urls.items():
-            while (await asyncio.to_thread(http_get, f"{url}/readyz")).status != HTTPStatus.OK:
+        for name in names or self.parts:
+            while not await self._is_ready(name):
                 if self._clock.now() > until:
-                    raise DemoFailed(f"{name} is not ready after {timeout_s:g} s")
+                    tail = self.processes[name].tail
+                    raise DemoFailed(f"{name} is not ready after {timeout_s:g} s:\n{tail}")
                 await self._clock.sleep(READY_POLL_S)
 
-    async def kill(self, name: str) -> None:
-        self._running.pop(name).kill()
+    async def _is_ready(self, name: str) -> bool:
+        if (url := self._status_urls.get(name)) is None:
+            return self.processes[name].has_started
+        return (await asyncio.to_thread(http_get, f"{url}/readyz")).status == HTTPStatus.OK
 
-    async def start_again(self, name: str) -> None:
-        self.restart_one(name)
+    async def kill(self, *names: str) -> None:
+        for name in names:
+            self.processes.pop(name).kill()
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
-        parts = [part for part in self._parts if part.kind in kinds]
-        await self._end({part.name for part in parts})
-        changed = {variable_name(name): str(value) for name, value in changes.items()}
-        for part in parts:
-            self._running[part.name] = self._launch(part, changed)
+        names = [part.name for part in self.parts.values() if part.kind in kinds]
+        await self.stop(*names)
+        self.launch(*names, changes=changes)
 
     def take_exited(self) -> dict[str, int]:
         """The exit status of each process that ended since the last call; negative: a signal."""
-        ended = {n: p.status for n, p in self._running.items() if p.status is not None}
+        ended = {n: p.status for n, p in self.processes.items() if p.status is not None}
         for name in ended:
-            del self._running[name]
+            del self.processes[name]
         return ended
 
-    def restart_one(self, name: str) -> None:
-        """Restart a process that has ended."""
-        assert name not in self._running, f"{name} is running"
-        [part] = [part for part in self._parts if part.name == name]
-        self._running[name] = self._launch(part)
-
     def check(self) -> None:
-        for process in self._running.values():
+        for process in self.processes.values():
             process.check()
 
-    async def stop(self) -> None:
-        """Send SIGTERM to all, and SIGKILL to those that still run after STOP_TIMEOUT_S."""
-        await self._end(set(self._running))
-
-    async def _end(self, names: set[str]) -> None:
-        ending = [self._running.pop(name) for name in names if name in self._running]
-        for process in ending:
-            if process.status is None:
-                process.terminate()
-        deadline = self._clock.now() + STOP_TIMEOUT_S
-        while any(p.status is None for p in ending) and self._clock.now() < deadline:
-            await self._clock.sleep(0.05)
-        for process in ending:
-            process.kill()
-
-    def _launch(
-        self, part: DeploymentPart, changed: Mapping[str, str] = NO_VARIABLES
-    ) -> ManagedProcess:
-        environment = {
-            **self._environment,
-            **self._own.get(part.name, NO_VARIABLES),
-            **changed,
-            **{variable_name(name): value for name, value in part_settings(part).items()},
+    async def stop(self, *names: str, within_s: float = STOP_TIMEOUT_S) -> dict[str, int]:
+        """Send SIGTERM to the named processes, or all, and SIGKILL to those that still run after
+        `within_s`; returns their exit status."""
+        ending = {
+            name: self.processes.pop(name)
+            for name in names or [*self.processes]
+            if name in self.processes
         }
-        command, output_file = process_command(part.kind), self.output_file(part.name)
-        return launch(self._guard, part.name, command, environment, output_file)
+        for process in ending.values():
+            process.terminate()
+            process.resume()
+        deadline = self._clock.now() + within_s
+        while any(p.status is None for p in ending.values()) and self._clock.now() < deadline:
+            await self._clock.sleep(0.05)
+        for process in ending.values():
+            process.kill()
+        return {name: process.status or 0 for name, process in ending.items()}
+
+    def launch(
+        self, *names: str, changes: Mapping[str, Any] = NO_CHANGES, folder: Path | None = None
+    ) -> None:
+        """Start processes that do not run, with changed settings, in a folder."""
+        for name in names:
+            assert name not in self.processes, f"{name} is running"
+            part = self.parts[name]
+            settings = {**self._settings, **part_settings(part), **changes}
+            command, output = self._command(part.kind), self.output_file(name)
+            child = launch(self._guard, name, command, settings, output, folder)
+            self.processes[name] = child
 
     def output_file(self, name: str) -> Path:
         return self._logs / f"{name}.log"
@@ -214,33 +218,30 @@ class InProcessDeployment:
         rng: random.Random,
     ) -> None:
         """`builds` constructs a process of each kind."""
-        self._parts = parts
+        self._parts = {part.name: part for part in parts}
         self._builds = builds
         self._settings = settings
         self._broker = broker
         self._rng = rng
         self._running: dict[str, tuple[MemoryLog, ProcessContext, ProcessLifecycle]] = {}
 
-    async def start(self) -> None:
+    async def start(self, *names: str) -> None:
         """Start the processes one after the other; returns when all are ready."""
-        for part in self._parts:
-            await self._launch(part, {})
+        for name in names or self._parts:
+            await self._launch(self._parts[name], NO_CHANGES)
 
-    async def wait_ready(self, timeout_s: float) -> None:
+    async def wait_ready(self, *names: str, timeout_s: float) -> None:
         """Nothing to wait for: a process that was started is ready."""
 
-    async def kill(self, name: str) -> None:
-        """Cut its connection at once, and cancel its tasks."""
-        log, ctx, _ = self._running.pop(name)
-        log.kill()
-        await ctx.cancel_tasks()
-
-    async def start_again(self, name: str) -> None:
-        [part] = [part for part in self._parts if part.name == name]
-        await self._launch(part, {})
+    async def kill(self, *names: str) -> None:
+        """Cut their connections at once, and cancel their tasks."""
+        for name in names:
+            log, ctx, _ = self._running.pop(name)
+            log.kill()
+            await ctx.cancel_tasks()
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
-        parts = [part for part in self._parts if part.kind in kinds]
+        parts = [part for part in self._parts.values() if part.kind in kinds]
         ending = [self._running.pop(part.name) for part in parts if part.name in self._running]
         await asyncio.gather(*(_ended(*running) for running in ending))
         for part in parts:

@@ -5,6 +5,7 @@ Each carries the mark of a guard and ends with it (`streams/brokers/watchdog.py`
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,11 +13,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from kvlane.app.operator_error import OperatorError
+from kvlane.app.settings import variable_name
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.watchdog import ProcessGuard
 
 TAIL_LINES = 15
+READY_LINE = " is ready\n"
+"""End of the line that every process logs when it has started."""
 
 
 class ProcessFailed(OperatorError):
@@ -34,10 +40,14 @@ def process_command(kind: str) -> tuple[str, ...]:
 
 
 class ManagedProcess:
-    def __init__(self, name: str, process: subprocess.Popen[bytes], output_file: Path) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], output_file: Path, begin: int
+    ) -> None:
+        """`begin`: the size of the output file before, with the output of earlier processes."""
         self.name = name
         self._process = process
         self._output_file = output_file
+        self._begin = begin
 
     @property
     def pid(self) -> int:
@@ -50,7 +60,12 @@ class ManagedProcess:
 
     @property
     def output(self) -> str:
-        return self._output_file.read_text("utf-8", errors="replace")
+        return self._output_file.read_bytes()[self._begin :].decode(errors="replace")
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has logged that it is ready."""
+        return READY_LINE in self.output
 
     @property
     def tail(self) -> str:
@@ -92,18 +107,32 @@ def launch(
     guard: ProcessGuard,
     name: str,
     arguments: Sequence[str],
-    environment: Mapping[str, str],
+    settings: Mapping[str, object],
     output_file: Path,
+    folder: Path | None = None,
 ) -> ManagedProcess:
-    """Start `python -m ARGUMENTS`, with `environment` added to our own; appends to the file."""
+    """Start `python -m ARGUMENTS` in a folder, with `settings` by field added to our environment;
+    appends to the file."""
+    environment = {variable_name(field): _text(value) for field, value in settings.items()}
     with output_file.open("ab") as output:
+        begin = output.tell()
         process = subprocess.Popen(  # noqa: S603 - our own interpreter
             # -X: Python ignores unknown values, and the watchdog finds the mark there
             [sys.executable, "-X", guard.mark, "-m", *arguments],
             env={**os.environ, **environment},
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for us; the processes end by SIGTERM
         )
-    return ManagedProcess(name, process, output_file)
+    return ManagedProcess(name, process, output_file, begin)
+
+
+def _text(value: object) -> str:
+    """A setting as the value of an environment variable."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return "" if value is None else str(value)

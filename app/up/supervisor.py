@@ -50,8 +50,8 @@ class SupervisedProcesses(Protocol):
     def take_exited(self) -> Mapping[str, int]:
         """The exit status of each process that ended since the last call."""
 
-    def restart_one(self, name: str) -> None:
-        """Restart a process that has ended."""
+    def launch(self, *names: str) -> None:
+        """Start processes that have ended."""
 
     def output_file(self, name: str) -> Path:
         """The output file of a process."""
@@ -87,7 +87,7 @@ class ProcessSupervisor:
                     self._report(f"  {line}")
         for name in [name for name, at in self._due.items() if at <= now]:
             del self._due[name]
-            self._children.restart_one(name)
+            self._children.launch(name)
             self._backoffs[name].started(now)
             self._report(f"{name} is started again")
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvlane.app.local.deployment import (
+    PORT_FIELDS,
+    STATUS_PORT_FIELD,
     DeploymentPart,
     ProcessDeployment,
     count_workers,
@@ -34,10 +36,6 @@ from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka import provision
 
-PORT_FIELDS = {"gateway": "http_port", "indexer": "indexer_port"}
-"""Port settings by kind of process; all others listen on a status port."""
-STATUS_PORT_FIELD = "status_port"
-"""A given status port is the router's; the other processes get free ports."""
 PORT_RELEASE_S = 3.0
 """Time for a port to become free: the processes of a killed deployment end within it."""
 LATE_REPORT_S = 30.0
@@ -136,7 +134,8 @@ def check_ports(settings: Settings, broker_port: int, within_s: float = PORT_REL
 
 
 def assign_ports(settings: Settings, parts: Sequence[DeploymentPart]) -> dict[str, tuple[str, int]]:
-    """The setting and the port that each process listens on, by process name."""
+    """The setting and the port that each process listens on, by process name. A given status port
+    is the router's; the other processes get free ones."""
     fields = {part.name: PORT_FIELDS.get(part.kind, STATUS_PORT_FIELD) for part in parts}
     given = {
         part.name: getattr(settings, fields[part.name])
@@ -242,14 +241,11 @@ class _Deployment:
             else ProcessGuard(parent=folder.path, inherited=[folder.storage.lock])
         )
         cleanup.push_async_callback(asyncio.to_thread, guard.close)
-        environment = {variable_name("bootstrap_servers"): s.bootstrap_servers}
-        own = {
-            name: {variable_name(field): str(port)} for name, (field, port) in self._ports.items()
-        }
+        servers = {"bootstrap_servers": s.bootstrap_servers}
+        ports = {name: {field: port} for name, (field, port) in self._ports.items()}
+        listening = [p._replace(settings={**p.settings, **ports[p.name]}) for p in self._parts]
         self._logs = guard.directory if folder is None else folder.new_logs()
-        parts = ProcessDeployment(
-            self._parts, environment, guard, self._clock, own=own, logs=self._logs
-        )
+        parts = ProcessDeployment(listening, servers, guard, self._clock, logs=self._logs)
         cleanup.push_async_callback(parts.stop)
         return parts
 

@@ -24,6 +24,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
@@ -35,7 +36,7 @@ from kvlane.streams.ports import Partition
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.records import Result
 from kvlane.streams.topics import RESULTS, TOPICS
-from tests.deployments import Deployment, Part
+from tests.deployments import Deployment
 from tests.harness.http_and_kafka_clients import ANSWER_S, CLOCK, DeploymentClients
 from tests.harness.topic_cleanup import delete_topics
 from tests.malformed_records import MalformedRecords
@@ -139,7 +140,7 @@ async def opened(
         "gateway": {"http_port": port},
         "indexer": {"indexer_port": free_port()},
     }
-    parts = [Part(f"{kind}-{n}", kind, own.get(kind, {})) for n, kind in enumerate(PARTS)]
+    parts = [DeploymentPart(f"{kind}-{n}", kind, own.get(kind, {})) for n, kind in enumerate(PARTS)]
     settings = Settings(**common)
     log = KafkaLog(settings.kafka_connection("users"), prefix=prefix)
     await log.start()
@@ -149,8 +150,8 @@ async def opened(
     deployment = Deployment(parts, common)
     users = DeploymentClients(log, settings, (f"http://127.0.0.1:{port}",))
     try:
-        deployment.start(*deployment.names)
-        await deployment.ready(*deployment.names)
+        deployment.launch(*deployment.parts)
+        await deployment.wait_ready(*deployment.parts)
         await users.judge.load()
         await users.wait_model()
         counts = {topic.name: await log.partitions(topic.name) for topic in TOPICS}
@@ -207,7 +208,7 @@ def resident(deployment: Deployment) -> dict[str, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     return {
         name: page * int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-        for name, process in sorted(deployment._running.items())
+        for name, process in sorted(deployment.processes.items())
     }
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvlane.app.demo.expected_answers import AnswerOracle
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.percentiles import percentile
 from kvlane.app.runtime.process import open_log
@@ -31,7 +32,7 @@ from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.client import Client
 from kvlane.streams.kafka import provision
-from tests.deployments import Deployment, Part, kernel_folder
+from tests.deployments import Deployment, kernel_folder
 from tests.harness.http_and_kafka_clients import CLOCK
 from tests.harness.topic_cleanup import delete_topics
 from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
@@ -105,12 +106,14 @@ def deployment(
     ports = {name: free_port() for name in GATEWAYS}
     parts = [
         *(
-            Part(name, name.partition("-")[0], {"indexer_port": 0})
+            DeploymentPart(name, name.partition("-")[0], {"indexer_port": 0})
             for name in ORDER
             if name not in GATEWAYS
         ),
         *(
-            Part(name, "gateway", {"http_port": port, "gateway_count": 2, "gateway_index": number})
+            DeploymentPart(
+                name, "gateway", {"http_port": port, "gateway_count": 2, "gateway_index": number}
+            )
             for number, (name, port) in enumerate(ports.items())
         ),
     ]
@@ -121,7 +124,7 @@ def deployment(
             Settings(**common),
             {name: f"http://127.0.0.1:{port}" for name, port in ports.items()},
         )
-        asyncio.run(deployment.terminate(deployment.running, STOP_S))
+        asyncio.run(deployment.terminate(deployment.processes, STOP_S))
     finally:
         deployment.close()
         asyncio.run(delete_topics(kafka.bootstrap_servers, prefix))
@@ -159,8 +162,8 @@ async def replace(deployment: Deployment, names: Sequence[str], code: Path | Non
     """One process after the other by one of another version."""
     for name in names:
         await deployment.terminate([name], STOP_S)
-        deployment.start(name, code=code)
-        await deployment.ready(name)
+        deployment.launch_version(name, code) if code else deployment.launch(name)
+        await deployment.wait_ready(name)
 
 
 def p99_s(conversations: Sequence[Conversation], start: float, end: float) -> float:

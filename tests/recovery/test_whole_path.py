@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvlane.app.demo.expected_answers import DemoAnswer
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
 from kvlane.app.runtime.process import open_log
@@ -28,7 +29,7 @@ from kvlane.streams.ports import Partition
 from kvlane.streams.records import Chunk, End, Fence
 from kvlane.streams.responses.transcript import Transcript
 from kvlane.streams.topics import PROMPTS, RESPONSES, lane_of
-from tests.deployments import Deployment, Part
+from tests.deployments import Deployment
 from tests.harness.http_and_kafka_clients import ANSWER_S, CLOCK, DeploymentClients, SseListener
 from tests.harness.java_tools import java_publishes, java_reads, transcript_of
 from tests.harness.topic_cleanup import delete_topics
@@ -85,14 +86,16 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     }
     ports = [free_port() for _ in GATEWAYS]
     parts = [
-        Part("worker-1", "worker"),
-        Part("worker-2", "worker"),
-        Part("worker-3", "worker", {"drain_grace_s": 1}),  # less than most answers take
-        *(Part(name, "router") for name in ROUTERS),
-        Part("preprocessor-1", "preprocessor"),
-        Part("indexer-1", "indexer", {"indexer_port": free_port()}),
+        DeploymentPart("worker-1", "worker"),
+        DeploymentPart("worker-2", "worker"),
+        DeploymentPart("worker-3", "worker", {"drain_grace_s": 1}),  # less than most answers take
+        *(DeploymentPart(name, "router") for name in ROUTERS),
+        DeploymentPart("preprocessor-1", "preprocessor"),
+        DeploymentPart("indexer-1", "indexer", {"indexer_port": free_port()}),
         *(
-            Part(name, "gateway", {"http_port": port, "gateway_count": 2, "gateway_index": number})
+            DeploymentPart(
+                name, "gateway", {"http_port": port, "gateway_count": 2, "gateway_index": number}
+            )
             for number, (name, port) in enumerate(zip(GATEWAYS, ports, strict=True))
         ),
     ]
@@ -101,7 +104,7 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     deployment = Deployment(parts, common)
     try:
         yield Ground(deployment, settings, tuple(f"http://127.0.0.1:{port}" for port in ports))
-        asyncio.run(deployment.terminate(deployment.running, STOP_S))
+        asyncio.run(deployment.terminate(deployment.processes, STOP_S))
     finally:
         deployment.close()
         asyncio.run(delete_topics(kafka.bootstrap_servers, prefix))
@@ -111,8 +114,8 @@ def ground(kafka: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 async def users(ground: Ground) -> AsyncIterator[DeploymentClients]:
     """Everything runs, whatever the test before has left."""
     deployment, settings = ground.deployment, ground.settings
-    deployment.start(*deployment.names - deployment.running)
-    await deployment.ready(*deployment.names)
+    deployment.launch(*deployment.parts.keys() - deployment.processes.keys())
+    await deployment.wait_ready(*deployment.parts)
     patient = settings.model_copy(update={"request_timeout_ms": OBSERVER_TIMEOUT_MS})
     log = KafkaLog(patient.kafka_connection("users"), prefix=settings.topic_prefix)
     await log.start()
@@ -225,10 +228,10 @@ async def test_answers_are_correct_although_a_worker_and_all_routers_are_killed(
         await until(lambda: sum(bool(a.text_times) for a in sent) >= STREAMS // 4, deployment)
         sources = await ends(users.log)
         assert not all(a.finish_reason for a in sent), "all answers were over before"
-        deployment.kill("worker-1")
+        await deployment.kill("worker-1")
         await first_fence(users.log, sources)
-        deployment.kill(*ROUTERS)
-        deployment.start("worker-1", *ROUTERS)
+        await deployment.kill(*ROUTERS)
+        deployment.launch("worker-1", *ROUTERS)
     got = await check(users, sent)
     assert any(t.attempt for t in got.values()), "nothing ran on the worker that was killed"
 
@@ -246,11 +249,11 @@ async def test_published_prompts_are_answered_although_every_router_is_killed(
 
         await publish()
         for name in (*ROUTERS, "preprocessor-1"):
-            deployment.kill(name)
+            await deployment.kill(name)
             await publish()
-            deployment.start(name)
+            deployment.launch(name)
             await publish()
-            await deployment.ready(name)
+            await deployment.wait_ready(name)
     got = await check(users, users.published)
     assert len(got) == 180
 
@@ -272,7 +275,7 @@ async def test_streams_continue_at_another_gateway_when_theirs_is_killed(
             lambda: all(each.sent.text_times or each.sent.finish_reason for each in listeners),
             ground.deployment,
         )
-        ground.deployment.kill("gateway-1")
+        await ground.deployment.kill("gateway-1")
         await asyncio.wait(listening)
         broken = [each for each in listeners if each.breaks]
         assert broken, "all streams were over before"
@@ -299,7 +302,7 @@ async def test_process_stopped_under_load_ends_in_order_and_loses_nothing(
             number = len(users.published)
             group.create_task(users.read(await users.publish(*question(number))))
             await CLOCK.sleep(PACE_S)
-        deployment.start(name)
+        deployment.launch(name)
     await check(users, sent + users.published)
 
 
@@ -312,8 +315,8 @@ async def test_routers_restarted_one_after_the_other_lose_and_double_nothing(
     async def restart_routers() -> None:
         for name in ROUTERS:
             await deployment.terminate([name], STOP_S)
-            deployment.start(name)
-            await deployment.ready(name)
+            deployment.launch(name)
+            await deployment.wait_ready(name)
 
     async with asyncio.TaskGroup() as group:
         restarting = group.create_task(restart_routers())

@@ -71,7 +71,7 @@ class KillScenario(VllmScenario):
         assert errors.requests >= MIN_COMPARED * REQUESTS
         assert errors.p95 <= 1, errors
         await self._deployment.restart({"router"}, {})  # whole, while one of both is away
-        await self._deployment.wait_ready(self.ready_timeout_s)
+        await self._deployment.wait_ready(timeout_s=self.ready_timeout_s)
         before = self._decisions.handed_over_requests
         killing = asyncio.ensure_future(self._kill_workers())
         while not killing.done():
@@ -93,7 +93,7 @@ class KillScenario(VllmScenario):
             await asyncio.sleep(rng.uniform(0.5, 5))
             since, name = self._fleet.next_epoch(), rng.choice(names)
             await self._deployment.kill(name)
-            await self._deployment.start_again(name)
+            await self._deployment.start(name)
             assert await self._fleet.wait_ready(1, self.ready_timeout_s, since), name
         return KILLS
 

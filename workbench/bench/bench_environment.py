@@ -12,17 +12,18 @@ import contextlib
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import ManagedProcess, free_port, launch, process_command
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import open_log
-from kvlane.app.settings import Settings, variable_name
+from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, JvmBroker, obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import Clock, SystemClock
@@ -32,13 +33,12 @@ from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import EngineConfig, WorkerCard
 from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import ASSIGNMENTS, REGISTRY, partition_of
+from workbench.bench.process_group import ProcessGroup
 
 READY_TIMEOUT_S = 60.0
 """Start timeout of a process; imports take five seconds on a machine with one idle core."""
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
-READY_LINE = " is ready\n"
-"""End of the line that every process logs when it has started."""
 
 PrintLine = Callable[[str], None]
 
@@ -67,6 +67,7 @@ class BenchEnvironment:
         self.publisher = RecordPublisher(log, clock)
         self._guard = guard
         self._children: list[ManagedProcess] = []
+        self._deployments: list[ProcessGroup] = []
 
     @property
     def output_folder(self) -> Path:
@@ -75,23 +76,27 @@ class BenchEnvironment:
 
     def launch(self, name: str, *arguments: str, **changes: object) -> ManagedProcess:
         """Start `python -m ARGUMENTS`, with `changes` to the settings for this process only."""
-        values = {
-            "bootstrap_servers": self.settings.bootstrap_servers,
-            "topic_prefix": self.settings.topic_prefix,
-            "lanes": self.settings.lanes,
-            "replication_factor": self.settings.replication_factor,
-            "min_insync_replicas": self.settings.min_insync_replicas,
-            "log_level": "INFO",  # of the line that reports readiness
-            **changes,
-        }
-        environment = {
-            variable_name(key): "" if value is None else str(value) for key, value in values.items()
-        }
         output = self.output_folder / f"{name}.log"
-        output.unlink(missing_ok=True)  # of a process with the same name before it
-        child = launch(self._guard, name, arguments, environment, output)
+        child = launch(self._guard, name, arguments, self._common_settings() | changes, output)
         self._children.append(child)
         return child
+
+    def deployment(
+        self, parts: Iterable[DeploymentPart], changes: Mapping[str, object]
+    ) -> ProcessGroup:
+        """Processes of a deployment that are not started yet; the environment ends them."""
+        settings = {**self._common_settings(), **changes}
+        made = ProcessGroup(parts, settings, self._guard, self.clock)
+        self._deployments.append(made)
+        return made
+
+    def _common_settings(self) -> dict[str, object]:
+        names = (
+            "bootstrap_servers", "topic_prefix", "lanes", "replication_factor",
+            "min_insync_replicas",
+        )  # fmt: skip
+        common = {name: getattr(self.settings, name) for name in names}
+        return {**common, "log_level": "INFO"}  # of the line that reports readiness
 
     async def start_gateway(
         self, model: str, context_length: int, **changes: object
@@ -114,7 +119,7 @@ class BenchEnvironment:
         self, process: ManagedProcess, timeout_s: float = READY_TIMEOUT_S, poll_s: float = POLL_S
     ) -> None:
         """Wait until a process has started. Raises BenchFailed, ProcessFailed."""
-        await self.wait_until(lambda: READY_LINE in process.output, process, timeout_s, poll_s)
+        await self.wait_until(lambda: process.has_started, process, timeout_s, poll_s)
 
     async def wait_until(
         self,
@@ -149,11 +154,9 @@ class BenchEnvironment:
         self._children.remove(process)
         process.stop(STOP_TIMEOUT_S)
 
-    def forget_process(self, process: ManagedProcess) -> None:
-        """Forget a process that has ended as expected."""
-        self._children.remove(process)
-
-    def stop_all(self) -> None:
+    async def stop_all(self) -> None:
+        for deployment in self._deployments:
+            await deployment.stop(within_s=STOP_TIMEOUT_S)
         for child in self._children:
             child.terminate()
         while self._children:
@@ -213,5 +216,5 @@ async def bench_environment(
             )
             yield on
         finally:
-            on.stop_all()
+            await on.stop_all()
             await log.close()

@@ -181,12 +181,12 @@ async def bench_backlog(
         await oracle.load()
         if links is not None:
             parts = [links.through_links(part) for part in parts]
-        processes = ProcessGroup(on, parts, scale.process_settings)
+        processes = on.deployment(parts, scale.process_settings)
         results = ResultCounter(on, oracle)
         async with Client(on.log, on.clock) as client:
             await publish_prompts(client, results, scale.prompts)
             print_line(f"{scale.prompts} prompts are in the log; the processes start")
-            processes.start()
+            await processes.start()
             load = LoadGenerator(
                 {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client,
                 oracle, on.clock, rate=INTERACTIVE_RATE, tokens=TOKENS, on_kafka=0,

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.streams.brokers.broker import LOOPBACK
 from kvlane.streams.brokers.broker_factory import JvmBroker
 from kvlane.streams.brokers.jvm_node import LinkPorts
 from workbench.bench.bench_environment import BenchEnvironment
-from workbench.bench.process_group import ProcessSpec
 
 LinkEnds = tuple[str, int]
 """The ends of a link: the name of a process, and the number of a broker, from 1."""
@@ -92,7 +92,7 @@ class BrokerLinks:
             key: BrokerLink(ports) for key, ports in self._ports.items()
         }
 
-    def through_links(self, process: ProcessSpec) -> ProcessSpec:
+    def through_links(self, process: DeploymentPart) -> DeploymentPart:
         """A process that reaches the brokers through its links."""
         ports = [p.proxy for (name, _), p in self._ports.items() if name == process.name]
         servers = ",".join(f"{LOOPBACK}:{port}" for port in ports)
@@ -117,7 +117,7 @@ class BrokerLinks:
 
 @asynccontextmanager
 async def links_between(
-    processes: Sequence[ProcessSpec], on: BenchEnvironment
+    processes: Sequence[DeploymentPart], on: BenchEnvironment
 ) -> AsyncIterator[BrokerLinks | None]:
     """The links between processes and the brokers of a cluster that has them; else None."""
     broker = on.broker

@@ -26,6 +26,7 @@ import msgspec
 
 from kvlane.app.commands.simulation.report import Report
 from kvlane.app.demo.expected_answers import AnswerOracle
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import JvmBroker
@@ -43,7 +44,7 @@ from workbench.bench.chaos.fault_injection import (
 from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
 from workbench.bench.chaos.log_observer import LogObserver
 from workbench.bench.process_group import PROCESS_KINDS as PARTS
-from workbench.bench.process_group import ProcessGroup, ProcessSpec
+from workbench.bench.process_group import ProcessGroup
 
 CLUSTER_BROKERS = 3
 CLUSTER_LANES = 6
@@ -154,8 +155,7 @@ async def chaos_deployment(
     """Start a deployment with `changes` to its settings, and its load. Raises BenchFailed."""
     copies = 1 if scale.includes_brokers else 2
     ports = {f"gateway-{n}": free_port() for n in range(1, copies + 1)}
-    processes = ProcessGroup(
-        environment,
+    processes = environment.deployment(
         deployment_processes(
             scale.workers,
             ports,
@@ -165,7 +165,7 @@ async def chaos_deployment(
         ),
         {**ENGINE_SETTINGS, **changes},
     )
-    processes.start()
+    await processes.start()
     await processes.wait_ready()
     settings = environment.settings
     judge, witness = (
@@ -209,7 +209,7 @@ def _keep(written: Path, logs: Path) -> None:
 def deployment_processes(
     workers: int, ports: dict[str, int], *, preprocessors: int = 2, collectors: int = 0,
     prefill_workers: int = 0,
-) -> list[ProcessSpec]:  # fmt: skip
+) -> list[DeploymentPart]:  # fmt: skip
     """The processes of a deployment with two routers and an indexer. `ports`: of the gateways."""
 
     def role_of(number: int) -> Role:
@@ -219,21 +219,21 @@ def deployment_processes(
 
     return [
         *(
-            ProcessSpec(
+            DeploymentPart(
                 name,
                 "gateway",
                 {"http_port": port, "gateway_count": len(ports), "gateway_index": number},
             )
             for number, (name, port) in enumerate(ports.items())
         ),
-        *(ProcessSpec(f"router-{n}", "router") for n in (1, 2)),
+        *(DeploymentPart(f"router-{n}", "router") for n in (1, 2)),
         *(
-            ProcessSpec(f"worker-{n}", "worker", {"worker_role": role_of(n)})
+            DeploymentPart(f"worker-{n}", "worker", {"worker_role": role_of(n)})
             for n in range(1, workers + 1)
         ),
-        ProcessSpec("indexer-1", "indexer", {"indexer_port": free_port()}),
-        *(ProcessSpec(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),
-        *(ProcessSpec(f"collector-{n}", "collector") for n in range(1, collectors + 1)),
+        DeploymentPart("indexer-1", "indexer", {"indexer_port": free_port()}),
+        *(DeploymentPart(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),
+        *(DeploymentPart(f"collector-{n}", "collector") for n in range(1, collectors + 1)),
     ]
 
 

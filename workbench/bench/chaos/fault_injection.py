@@ -144,16 +144,16 @@ class FaultInjector:
         if strike.kind in BROKER_FAULTS:
             await self._hit_broker(strike)
         elif strike.kind in (ROLLING, *RESTARTS):
-            await self._processes.restart(strike.target)
+            await self._processes.restart_one(strike.target)
         elif strike.kind in PAUSES_S:
-            self._processes.pause(strike.target)
+            self._processes.processes[strike.target].pause()
             try:
                 await self._clock.sleep(PAUSES_S[strike.kind])
             finally:
-                self._processes.resume(strike.target)
+                self._processes.processes[strike.target].resume()
         else:
-            self._processes.kill(strike.target)
-            self._processes.start(strike.target)
+            await self._processes.kill(strike.target)
+            await self._processes.start(strike.target)
             await self._processes.wait_ready(strike.target)
         return InjectedFault(*strike, at, self._clock.now())
 

@@ -101,8 +101,8 @@ async def bench_overload(
     whole_s = CALIBRATION_S + WARM_UP_S + scale.unloaded_s + scale.overload_s + RECOVERY_S
     async with bench_environment(settings, print_line) as on:
         ports = {f"gateway-{n}": free_port() for n in (1, 2)}
-        processes = ProcessGroup(on, deployment_processes(WORKERS, ports), PROCESS_SETTINGS)
-        processes.start()
+        processes = on.deployment(deployment_processes(WORKERS, ports), PROCESS_SETTINGS)
+        await processes.start()
         await processes.wait_ready()
         for name, port in ports.items():
             await wait_listening(port, on.clock, processes.processes[name].check)

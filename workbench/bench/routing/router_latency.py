@@ -140,7 +140,7 @@ async def bench_router_latency(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            on.stop_all()
+            await on.stop_all()
             for producer in producers:
                 await producer.close()
             await echo_log.close()

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import aiohttp
 
 from kvlane.app.commands.simulation.report import Report, figure, none_of
+from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.percentiles import percentile
 from kvlane.app.routing.state.kv_index import KvIndexView
@@ -47,7 +48,7 @@ from workbench.bench.bursty_workload import (
     TimedRequest,
 )
 from workbench.bench.collisions import ConcurrentDecisions, find_concurrent
-from workbench.bench.process_group import ProcessGroup, ProcessSpec
+from workbench.bench.process_group import ProcessGroup
 from workbench.bench.routing.router_views import (
     ReferenceState,
     RouterView,
@@ -119,17 +120,17 @@ async def bench_kafka_routers(
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
     settings = settings.model_copy(update={"lanes": scale.lanes})
     ports = {f"router-{n}": free_port() for n in range(1, scale.routers + 1)}
-    routers = [ProcessSpec(name, "router", {"status_port": port}) for name, port in ports.items()]
-    workers = [ProcessSpec(f"worker-{n}", "worker") for n in range(1, scale.workers + 1)]
+    routers = [DeploymentPart(n, "router", {"status_port": port}) for n, port in ports.items()]
+    workers = [DeploymentPart(f"worker-{n}", "worker") for n in range(1, scale.workers + 1)]
     counts = sorted({1, scale.routers})
     phases: list[RouterPhase] = []
     async with bench_environment(settings, print_line) as on:
-        processes = ProcessGroup(on, [*routers, *workers], ENGINE_SETTINGS)
-        processes.start(*(worker.name for worker in workers))
+        processes = on.deployment([*routers, *workers], ENGINE_SETTINGS)
+        await processes.start(*(worker.name for worker in workers))
         async with _bench(on, processes, scale) as bench:
             for count in counts:
                 names = list(ports)[:count]
-                processes.start(*(name for name in names if name not in processes.processes))
+                processes.launch(*(name for name in names if name not in processes.processes))
                 await processes.wait_ready(*processes.processes)
                 bench.metrics_urls = {
                     name: f"http://127.0.0.1:{ports[name]}/metrics" for name in names
@@ -265,8 +266,7 @@ class RouterBench:
 
     def _check(self) -> None:
         """Raises BenchFailed when a process has ended."""
-        for child in self._processes.processes.values():
-            child.check()
+        self._processes.check()
 
     # --- router state ----------------------------------------------------------------------------
 

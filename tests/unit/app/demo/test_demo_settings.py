@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlane.app.demo.demo_environment import _text
 from kvlane.app.demo.demo_run import _changes
+from kvlane.app.local.processes import _text
 from kvlane.app.settings import Settings, variable_name
 from kvlane.streams.brokers.broker import ExternalBroker
 

@@ -34,13 +34,13 @@ async def test_killed_part_starts_again_with_its_role(world: MemoryWorld) -> Non
         started.append(Part(log, settings))
         return started[-1]
 
-    part = DeploymentPart("d", "worker", "decode")
+    part = DeploymentPart("d", "worker", {"worker_role": "decode"})
     deployment = InProcessDeployment(
         [part], {"worker": build}, Settings(_env_file=None), world.broker, random.Random(1)
     )
     await deployment.start()
     await deployment.kill("d")
-    await deployment.start_again("d")
+    await deployment.start("d")
     killed, successor = started
     assert successor.settings == killed.settings
     assert successor.settings.worker_role == "decode"

@@ -48,7 +48,7 @@ class Children:
         dead, self.dead = self.dead, {}
         return dead
 
-    def restart_one(self, name: str) -> None:
+    def launch(self, name: str) -> None:
         assert self.world is not None
         self.starts.append((self.world.clock.now(), name))
         if self.dies_at_once:
