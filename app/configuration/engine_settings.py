@@ -42,10 +42,10 @@ class EngineSettings(BaseModel):
     )
     reasoning_parser: ReasoningParserName = Field(
         "auto",
-        description="parser of the reasoning in the answers to chats: qwen3 (between the tags "
-        "think) or deepseek_r1 (the same, and an answer begins within it); auto takes the form "
-        "that the model's chat template shows; none leaves reasoning in the text. For all workers "
-        "of a model",
+        description="parser of the reasoning in the answers to chats, by vLLM's name: qwen3 "
+        "(between the tags think), deepseek_r1 (the same, and an answer begins within it) and so "
+        "on; auto takes the form that the model's chat template shows; none leaves reasoning in "
+        "the text. For all workers of a model",
     )
     engine_args: dict[str, Any] = Field(
         {},

@@ -43,7 +43,7 @@ from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.runtime import spans
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.chunk_writer import ChunkStream, ChunkWriter, FinalChunk, StreamBroken
-from kvlane.app.text.answer_parsers import VLLM_TOOL_PARSERS
+from kvlane.app.text.answer_parsers import has_special_tags
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.clock import BrokerClock
@@ -450,7 +450,7 @@ class RunExecutor:
         if request.parsing is None:
             return self._model.text_stream(request, taken)
         shown = request
-        if request.parsing.tools in VLLM_TOOL_PARSERS:  # tags of calls are special tokens there
+        if has_special_tags(request.parsing):
             shown = replace(request, output=replace(request.output, skip_special_tokens=False))
         try:
             text = ParsedStream(

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import DecodeError
 from msgspec import json as msgspec_json
 
-from kvlane.app.text.answer_parsers import CALL, END_OF_CALL, END_OF_THINK, THINK
+from kvlane.app.text.answer_parsers import CALL, END_OF_CALL, REASONING_TAGS
 from kvlane.streams.request import AnswerParsing, GuidedDecoding
 
 Format = dict[str, Any]
@@ -66,7 +66,8 @@ def after_reasoning(
     form = format_of(guided)
     if form is None:
         return guided
-    rest = _tag("" if parsing.in_reasoning else THINK, {"type": "any_text"}, END_OF_THINK)
+    tags = REASONING_TAGS[parsing.reasoning]
+    rest = _tag("" if parsing.in_reasoning else tags.start, {"type": "any_text"}, tags.end)
     whole: Format = {"type": "sequence", "elements": [rest, form]}
     return _structural(whole if parsing.in_reasoning else {"type": "or", "elements": [whole, form]})
 

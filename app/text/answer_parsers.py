@@ -26,12 +26,41 @@ ToolParserName = Literal[
 ]
 VLLM_TOOL_PARSERS = frozenset(get_args(ToolParserName)) - {"auto", "none", "hermes"}
 """Of vLLM's own (`app/engine/vllm/calls_parser.py`)."""
-ReasoningParserName = Literal["auto", "none", "qwen3", "deepseek_r1"]
+ReasoningParserName = Literal[
+    "auto", "none", "qwen3", "deepseek_r1", "deepseek_v4", "glm45", "glm47",
+    "granite_thinking_parser", "holo2", "kimi_k2", "ling3", "mimo", "minicpmv", "minimax_m2",
+    "mistral", "nemotron_v3", "seed_oss", "step3p5",
+]  # fmt: skip
 
 PARSER_VERSION = 1
 """Of the rules of this module: another version may divide an answer otherwise."""
 THINK, END_OF_THINK = "<think>", "</think>"
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+
+
+class ReasoningTags(NamedTuple):
+    """The tags of the reasoning of some models. `call`: the tag of a call, which ends the reasoning
+    too. `is_open`: an answer begins within its reasoning, unless its prompt ends with `end`."""
+
+    start: str = THINK
+    end: str = END_OF_THINK
+    call: str = ""
+    is_open: bool = True
+
+
+REASONING_TAGS = {
+    "qwen3": ReasoningTags(is_open=False),
+    "mistral": ReasoningTags("[THINK]", "[/THINK]", is_open=False),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>", "<seed:tool_call>"),
+    "kimi_k2": ReasoningTags(call="<|tool_calls_section_begin|>"),
+    "minimax_m2": ReasoningTags(call="<minimax:tool_call>"),
+} | {
+    "deepseek_r1": ReasoningTags(), "deepseek_v4": ReasoningTags(), "holo2": ReasoningTags()
+} | dict.fromkeys(
+    ("glm45", "glm47", "granite_thinking_parser", "ling3", "mimo", "minicpmv", "nemotron_v3",
+     "step3p5"), ReasoningTags(call=CALL),
+)  # fmt: skip
+"""By the name of the parser (tests/vllm/test_vllm_parsers.py compares them with vLLM's)."""
 _OTHER_FORMS = ("<function=", "<arg_key>", "<parameter=")
 """Forms of calls within the same tags that are no JSON."""
 
@@ -61,7 +90,7 @@ class AnswerParser:
             )
         self._parts: list[AnswerPart] = []
         self._calls = _calls_parser(parsing, request_id, self._parts.append, engine_calls)
-        self._reasoning = _reasoning_parser(parsing, self._calls, self._parts.append)
+        self._reasoning = ReasoningParser(self._calls, self._parts.append, parsing)
 
     @property
     def calls(self) -> int:
@@ -250,25 +279,29 @@ class HermesParser(ContentParser):
 
 class ReasoningParser:
     """Reasoning between tags at the beginning of an answer; what follows is content. The first tag
-    may stand in the prompt. An answer that does not begin with it has no reasoning."""
+    may stand in the prompt; without it there is no reasoning, unless the answer begins within."""
 
     def __init__(self, content: ContentParser, emit: Emit, parsing: AnswerParsing) -> None:
+        """Raises ValueError for a parser that this worker lacks."""
         self._content = content
         self._emit = emit
         self._shows = parsing.shows_reasoning
-        self._state: Literal["begin", "reasoning", "content"] = "begin"
-        if not parsing.reasoning:
-            self._state = "content"
-        elif parsing.in_reasoning:
-            self._state = "reasoning"
+        self._is_open = parsing.in_reasoning
         self._held = ""
+        self._state: Literal["begin", "reasoning", "content"] = "content"
+        if parsing.reasoning:
+            if parsing.reasoning not in REASONING_TAGS:
+                raise ValueError(f"this worker has no reasoning parser {parsing.reasoning!r}")
+            self._tags, self._state = REASONING_TAGS[parsing.reasoning], "begin"
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the next text belongs to the reasoning."""
-        return self._state == "reasoning"
+        return self._state == "reasoning" or (self._state == "begin" and self._is_open)
 
     def push(self, text: str) -> None:
+        if self._held:
+            text, self._held = self._held + text, ""
         if self._state == "begin":
             text = self._push_beginning(text)
         if self._state == "reasoning":
@@ -277,35 +310,36 @@ class ReasoningParser:
             self._content.push(text)
 
     def end(self) -> None:
-        if self._state == "reasoning":
-            self._emit_reasoning(self._held)
+        held, self._held = self._held, ""
+        if self.is_reasoning:
+            self._emit_reasoning(held)
         else:
-            self._content.push(self._held)
-        self._held = ""
+            self._content.push(held)
 
     def _push_beginning(self, text: str) -> str:
-        text = self._held + text
-        stripped = text.lstrip()
-        self._held = ""
-        if stripped.startswith(THINK):
-            self._state = "reasoning"
-            return stripped.removeprefix(THINK)
-        if THINK.startswith(stripped):
+        stripped, tag = text.lstrip(), self._tags.start
+        if tag.startswith(stripped) and stripped != tag:
             self._held = text
             return ""
-        self._state = "content"
-        return text
+        is_found = stripped.startswith(tag)
+        self._state = "reasoning" if is_found or self._is_open else "content"
+        return stripped.removeprefix(tag) if is_found else text
 
     def _push_reasoning(self, text: str) -> str:
-        if not self._held and END_OF_THINK[0] not in text:
+        tags = self._tags
+        if tags.end[0] not in text:
             self._emit_reasoning(text)
             return ""
-        before, rest, is_found = split_at_tag(self._held + text, END_OF_THINK)
-        self._emit_reasoning(before)
-        if is_found:
-            self._state, self._held = "content", ""
-            return rest
-        self._held = rest
+        cut = split_at_tag(text, tags.end)
+        if tags.call:
+            call = split_at_tag(text, tags.call)
+            if (call.is_found, -len(call.before)) > (cut.is_found, -len(cut.before)):
+                cut = call._replace(rest=text[len(call.before) :])
+        self._emit_reasoning(cut.before)
+        if cut.is_found:
+            self._state = "content"
+            return cut.rest
+        self._held = cut.rest
         return ""
 
     def _emit_reasoning(self, text: str) -> None:
@@ -346,12 +380,23 @@ def tool_parser_of(template: str) -> str:
 
 def reasoning_parser_of(template: str) -> str:
     """The parser of the reasoning in a chat template; "" if it has none."""
-    return "qwen3" if END_OF_THINK in template else ""
+    named = ("qwen3", "mistral", "seed_oss")
+    return next((name for name in named if REASONING_TAGS[name].end in template), "")
 
 
 def begins_in_reasoning(parser: str, prompt: str) -> bool:
     """Whether an answer to a prompt begins within its reasoning."""
-    return parser == "deepseek_r1" or (parser != "" and prompt.rstrip().endswith(THINK))
+    tags, prompt = REASONING_TAGS.get(parser), prompt.rstrip()
+    if tags is None:
+        return False
+    return prompt.endswith(tags.start) or (tags.is_open and not prompt.endswith(tags.end))
+
+
+def has_special_tags(parsing: AnswerParsing) -> bool:
+    """Whether tags may be special tokens, so that the text needs these."""
+    return parsing.tools in VLLM_TOOL_PARSERS or (
+        parsing.reasoning not in ("", "qwen3", "deepseek_r1")
+    )
 
 
 def _calls_parser(
@@ -364,14 +409,6 @@ def _calls_parser(
     if parsing.tools not in VLLM_TOOL_PARSERS or engine_calls is None:
         raise ValueError(f"this worker has no tool parser {parsing.tools!r}")
     return engine_calls(parsing, request_id, emit)
-
-
-def _reasoning_parser(
-    parsing: AnswerParsing, content: ContentParser, emit: Emit
-) -> ReasoningParser:
-    if parsing.reasoning not in ("", "qwen3", "deepseek_r1"):
-        raise ValueError(f"this worker has no reasoning parser {parsing.reasoning!r}")
-    return ReasoningParser(content, emit, parsing)
 
 
 def call_id(request_id: str, number: int) -> str:

@@ -4,31 +4,43 @@ any interruption, and are those that vLLM reads from the whole text."""
 from __future__ import annotations
 
 import json
+import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
+from vllm.parser import ParserManager
 
 from kvlane.app.engine.vllm.calls_parser import VllmCallsParser, _chat, _parser_class
 from kvlane.app.http.openai.passthrough_fields import merge_deltas
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
-from kvlane.app.text.answer_parsers import VLLM_TOOL_PARSERS, ToolParserName
+from kvlane.app.text.answer_parsers import (
+    REASONING_TAGS,
+    THINK,
+    VLLM_TOOL_PARSERS,
+    ReasoningParserName,
+    ToolParserName,
+    begins_in_reasoning,
+)
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.records import PassthroughDelta
 from kvlane.streams.request import AnswerParsing, StopConditions
 
-OUTPUTS = 100
+OUTPUTS = 500 if "KVLANE_TEST_LONG" in os.environ else 100
+REASONED = 500 if "KVLANE_TEST_LONG" in os.environ else 40
 TAGS = (
     "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
     "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
-    "<minimax:tool_call>", "</minimax:tool_call>",
+    "<minimax:tool_call>", "</minimax:tool_call>", "[THINK]", "[/THINK]", "<seed:think>",
+    "</seed:think>", "<seed:tool_call>", "</seed:tool_call>", "[TOOL_CALLS]", "[ARGS]",
 )  # fmt: skip
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}}
 TOOLS = json.dumps([
@@ -137,6 +149,30 @@ def _canonical(arguments: str) -> str:
         return arguments
 
 
+def parts_of(
+    tokens: Sequence[int], begin: Callable[..., ParsedStream], rng: random.Random
+) -> tuple[str, list[dict[str, Any]]]:
+    """The content and the data of an answer: the same with any steps and any interruption."""
+    single = begin()
+    pieces = [*(single.feed([token]) for token in tokens), single.end()]
+    content = "".join(piece.text for piece in pieces)
+    data = [dict(item.delta) for piece in pieces for item in piece.data]
+
+    cut = rng.randrange(len(tokens) + 1)
+    before = begin()
+    shown, at = [], 0
+    while at < cut:
+        step = rng.randrange(1, 9)
+        shown.append(before.feed(tokens[at : min(at + step, cut)]))
+        at += step
+    after = begin(tokens[:cut])
+    assert (after.chars, after.items) == (before.chars, before.items)
+    shown += [after.feed(tokens[cut:]), after.end()]
+    assert "".join(piece.text for piece in shown) == content
+    assert [item.delta for piece in shown for item in piece.data] == data
+    return content, data
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_follow_from_the_tokens_and_are_those_of_the_whole(
     tokenizer: Any, decoder: Tokenizer, name: str
@@ -149,26 +185,7 @@ def test_parts_follow_from_the_tokens_and_are_those_of_the_whole(
         return ParsedStream(text, parsing, "a", taken, calls)
 
     for text, is_whole in outputs(name):
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        single = begin()
-        pieces = [single.feed([token]) for token in tokens]
-        end = single.end()
-        content = "".join(piece.text for piece in [*pieces, end])
-        data = [d.delta for piece in [*pieces, end] for d in piece.data]
-
-        cut = rng.randrange(len(tokens) + 1)
-        before = begin()
-        shown, at = [], 0
-        while at < cut:
-            step = rng.randrange(1, 9)
-            shown.append(before.feed(tokens[at : min(at + step, cut)]))
-            at += step
-        after = begin(tokens[:cut])
-        assert (after.chars, after.items) == (before.chars, before.items)
-        shown += [after.feed(tokens[cut:]), after.end()]
-        assert "".join(piece.text for piece in shown) == content
-        assert [d.delta for piece in shown for d in piece.data] == data
-
+        content, data = parts_of(tokenizer.encode(text, add_special_tokens=False), begin, rng)
         chat = _chat(TOOLS)
         parser = _parser_class(name)(tokenizer, chat.tools)
         _, said, calls = parser.parse(text, chat, enable_auto_tools=True)
@@ -178,6 +195,68 @@ def test_parts_follow_from_the_tokens_and_are_those_of_the_whole(
             assert (found, content.strip()) == (expected, (said or "").strip())
 
 
+def reasoned(name: str) -> Iterator[tuple[str, str]]:
+    """Prompts and answers with reasoning, of which some are cut off, or lack a part of a tag."""
+    tags, rng = REASONING_TAGS[name], random.Random(name)
+    prompts = ("", "", tags.start, tags.end) if tags.start == THINK else ("",)
+    for _ in range(REASONED):
+        words = [rng.choice((*WORDS, "I think ", "\n")) for _ in range(rng.randrange(9))]
+        end = rng.choice((tags.end, tags.end, tags.end, tags.call, ""))
+        text = "".join(words) + end + "".join(rng.choices(WORDS, k=3))
+        prompt = rng.choice(prompts)
+        if not prompt or (prompt == tags.start and rng.random() < 0.3):
+            text = tags.start + text
+        if rng.random() < 0.3 and len(text) > len(tags.start):
+            at = rng.randrange(len(tags.start), len(text))
+            text = text[:at] + rng.choice(("", text[at + 2 :]))
+        yield prompt, text
+
+
+@pytest.mark.parametrize("name", REASONING_TAGS)
+def test_reasoning_follows_from_the_tokens_and_is_that_of_vllm(
+    tokenizer: Any, decoder: Tokenizer, name: str
+) -> None:
+    rng = random.Random(1)
+    kind = ParserManager.get_parser(reasoning_parser_name=name)
+    for prompt, text in reasoned(name):
+        parsing = AnswerParsing(
+            reasoning=name, in_reasoning=begins_in_reasoning(name, prompt or "a")
+        )
+
+        def begin(taken: Sequence[int] = (), parsing: AnswerParsing = parsing) -> ParsedStream:
+            decoding = decoder.detokenizer(skip_special=False)
+            return ParsedStream(TextStream(decoding, StopConditions()), parsing, "a", taken)
+
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        content, data = parts_of(tokens, begin, rng)
+        reasoning = "".join(item["reasoning"] for item in data)
+        theirs = joined_by_vllm(kind(tokenizer), tokenizer, prompt, tokens)
+        assert (_squeezed(reasoning), _squeezed(content)) == theirs, (prompt, text)
+
+
+def joined_by_vllm(
+    parser: Any, tokenizer: Any, prompt: str, tokens: Sequence[int]
+) -> tuple[str, str]:
+    """The reasoning and the content of an answer by vLLM's parser, fed token by token."""
+    decoding, found = DecodeStream(skip_special_tokens=False), ["", ""]
+    before: list[int] | None = tokenizer.encode(prompt, add_special_tokens=False)
+    for place, token in enumerate(tokens, 1):
+        text = decoding.step(tokenizer.backend_tokenizer, token) or ""
+        is_last = place == len(tokens)
+        delta = parser.parse_delta(text, [token], _chat(TOOLS), before, finished=is_last)
+        before = None
+        if delta is not None:
+            found[0] += delta.reasoning or ""
+            found[1] += delta.content or ""
+    return _squeezed(found[0]), _squeezed(found[1])
+
+
+def _squeezed(text: str) -> str:
+    """A text without white space, which some of vLLM's parsers strip at the borders."""
+    return "".join(text.split())
+
+
 def test_every_parser_that_is_offered_is_tested() -> None:
     assert FAMILIES.keys() == VLLM_TOOL_PARSERS
     assert {*get_args(ToolParserName)} > VLLM_TOOL_PARSERS
+    assert {*get_args(ReasoningParserName)} - {"auto", "none"} == REASONING_TAGS.keys()

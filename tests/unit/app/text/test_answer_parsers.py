@@ -241,6 +241,24 @@ def test_call_within_the_reasoning_is_none() -> None:
     assert (answer.reasoning, answer.content, answer.calls) == (CALL, "", [])
 
 
+@pytest.mark.parametrize(
+    ("name", "in_reasoning", "text", "reasoning", "content"),
+    [
+        ("mistral", False, "[THINK]a[/THINK]b", "a", "b"),
+        ("mistral", False, "a[/THINK]b", "", "a[/THINK]b"),
+        ("seed_oss", True, "<seed:think>a</seed:think>b", "a", "b"),
+        ("glm45", True, "a</thi", "a</thi", ""),
+        ("kimi_k2", True, "a<|tool_calls_section_begin|>b", "a", "<|tool_calls_section_begin|>b"),
+        ("deepseek_r1", True, " <think>a<tool_call>b</think>c", "a<tool_call>b", "c"),
+    ],
+)
+def test_tags_of_the_reasoning_are_those_of_the_model(
+    name: str, in_reasoning: bool, text: str, reasoning: str, content: str
+) -> None:
+    answer = parsed(AnswerParsing(reasoning=name, in_reasoning=in_reasoning), text)
+    assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
 def test_answer_that_does_not_begin_with_reasoning_has_none() -> None:
     text = "no <think>tags</think>"
     assert parsed(BOTH, text).content == text
@@ -276,6 +294,7 @@ def test_parser_of_another_version_is_refused() -> None:
         ("<tool_call><function={{ name }}></tool_call>", "", ""),
         ("<tool_call>{{ name }}<arg_key></tool_call>", "", ""),
         ("{% if content.split('</think>') %}<think>", "", "qwen3"),
+        ("[THINK]{{ thought }}[/THINK]", "", "mistral"),
         ("{{ messages }}", "", ""),
     ],
 )
@@ -290,6 +309,9 @@ def test_prompt_shows_whether_the_answer_begins_within_its_reasoning() -> None:
     assert not begins_in_reasoning("qwen3", "<think>\n\n</think>\n\n")
     assert not begins_in_reasoning("", "<think>")
     assert begins_in_reasoning("deepseek_r1", "hello")
+    assert not begins_in_reasoning("deepseek_r1", "hello</think>\n")
+    assert begins_in_reasoning("seed_oss", "hello")
+    assert not begins_in_reasoning("mistral", "hello")
 
 
 # --- properties ---
