@@ -96,7 +96,7 @@ class Gateway:
         self.parts = GatewayDeps(
             settings, ctx, self._streams, served, self._library, probes, self._metrics,
             self._access, self._batches, FileStore(log, ctx.clock),
-            RequestIds(ctx.clock, rng or random.SystemRandom()),
+            RequestIds(ctx.clock, rng or random.SystemRandom()), log,
         )  # fmt: skip
         self.http: FastAPI = gateway_api.build_app(self.parts)
         self._server: UvicornServer | None = None

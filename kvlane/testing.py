@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
+from kvlane.app.collector import Collector
 from kvlane.app.engine.echo import current_turn
 from kvlane.app.engine.interface import (
     TEXT_ONLY_UNSUPPORTED,
@@ -96,7 +97,7 @@ class MemoryDeployment(NamedTuple):
 
 @asynccontextmanager
 async def memory_deployment(*engines: Engine, lanes: int = 4) -> AsyncIterator[MemoryDeployment]:
-    """Run a router, a gateway, a preprocessor and a worker for each engine in this event loop.
+    """Run one process of each kind, and a worker for each engine, in this event loop.
 
     The log is in memory and is gone at the end. KVLANE_* variables apply, as to any process.
 
@@ -125,7 +126,8 @@ async def memory_deployment(*engines: Engine, lanes: int = 4) -> AsyncIterator[M
         for number, engine in enumerate(engines, 1)
     )
     parts: list[ProcessLifecycle] = [
-        *workers, Router(log, settings, ctx), Preprocessor(log, settings, ctx), gateway
+        *workers, Router(log, settings, ctx), Preprocessor(log, settings, ctx),
+        Collector(log, settings, ctx), gateway,
     ]  # fmt: skip
     started: list[ProcessLifecycle] = []
     await log.start()

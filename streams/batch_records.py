@@ -112,3 +112,10 @@ class BatchCancel(InternalRecord, frozen=True):
 
     id: str
     at_s: int
+
+
+class ResponseDeletion(InternalRecord, frozen=True):
+    """A stored response counts as deleted; its result is kept until it expires. Key
+    `response/<id>`."""
+
+    id: str

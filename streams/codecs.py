@@ -71,6 +71,7 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     batch_records.FileCard,
     batch_records.BatchJob,
     batch_records.BatchCancel,
+    batch_records.ResponseDeletion,
 )
 _PUBLIC: tuple[type[record_base.PublicRecord], ...] = (
     records.Chunk,

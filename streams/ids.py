@@ -54,16 +54,22 @@ class TenantTag:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def tagged(self, drawn: str, tenant: str) -> str:
-        """The id of a tenant's request; `drawn` is its UUID."""
-        return f"{drawn}-{self._digits(drawn, tenant)}"
+    def tagged(self, drawn: str, tenant: str, *, is_stored: bool = False) -> str:
+        """The id of a tenant's request; `drawn` is its UUID. `is_stored`: its response is."""
+        return f"{drawn}-{self._digits(drawn, tenant, is_stored=is_stored)}"
 
     def matches(self, request_id: str, tenant: str) -> bool:
         """Whether a gateway made this id for this tenant."""
-        drawn, digits = request_id[:_UUID_CHARS], request_id[_UUID_CHARS:]
-        expected = f"-{self._digits(drawn, tenant)}"
+        return any(self._is_of(request_id, tenant, is_stored=stored) for stored in (False, True))
+
+    def is_stored(self, request_id: str, tenant: str) -> bool:
+        """Whether a gateway made this id for a response of this tenant that is stored."""
+        return self._is_of(request_id, tenant, is_stored=True)
+
+    def _is_of(self, request_id: str, tenant: str, *, is_stored: bool) -> bool:
+        expected = self.tagged(request_id[:_UUID_CHARS], tenant, is_stored=is_stored)
         return has_tenant_tag(request_id) and hmac.compare_digest(
-            digits.encode(), expected.encode()
+            request_id.encode(), expected.encode()
         )
 
     def cache_salt(self, tenant: str, salt: str) -> str:
@@ -72,8 +78,9 @@ class TenantTag:
         parts = f"cache\0{tenant}\0{salt}".encode(errors="surrogatepass")
         return hmac.digest(self._secret, parts, "sha256").hex()[:SALT_CHARS]
 
-    def _digits(self, drawn: str, tenant: str) -> str:
-        signed = f"{tenant}\0{drawn}".encode(errors="surrogatepass")
+    def _digits(self, drawn: str, tenant: str, *, is_stored: bool) -> str:
+        use = "\0stored" if is_stored else ""
+        signed = f"{tenant}\0{drawn}{use}".encode(errors="surrogatepass")
         return hmac.digest(self._secret, signed, "sha256").hex()[:TAG_CHARS]
 
 

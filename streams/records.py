@@ -56,6 +56,7 @@ from kvlane.streams.record_types.response_records import (
     ResultError,
     ResultTimings,
     ResultUsage,
+    StoredTurn,
     Usage,
 )
 from kvlane.streams.record_types.worker_records import (

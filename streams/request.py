@@ -242,12 +242,33 @@ class ReplyAddress(InternalRecord, frozen=True):
     partition: int | None = None
 
 
+class TurnPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the result of an earlier response is in `results`."""
+
+    id: str
+    partition: int
+    offset: int
+
+
+class StoredInput(InternalRecord, frozen=True):
+    """What a stored response keeps of its request.
+
+    `shown`: the fields that come back with it, a JSON object. `input`: JSON list of the items since
+    those in the results at `history`. `namespaces`: by the names of functions.
+    """
+
+    shown: JsonText
+    input: JsonText
+    history: tuple[TurnPlace, ...] = ()
+    namespaces: dict[str, str] = {}
+
+
 class ResultOptions(InternalRecord, frozen=True):
     """The options of the result of a request; a request without them gets no result.
 
     `kind`: of the prompt; it decides the form of the body. `metadata`: the client's JSON object,
     copied like `custom_id`. `batch_id`: its batch job. `echo`: the text that the answer begins
-    with.
+    with. `stored`: the result is a stored response.
     """
 
     kind: ResultKind = "chat"
@@ -256,6 +277,7 @@ class ResultOptions(InternalRecord, frozen=True):
     custom_id: str = ""
     reply: ReplyAddress | None = None
     echo: str = ""
+    stored: StoredInput | None = None
 
 
 class Request(InternalRecord, frozen=True):
@@ -317,6 +339,7 @@ class Request(InternalRecord, frozen=True):
         """Memory of the prompt, in any of its forms."""
         info = self.mm_routing_info
         media = (data for of in (self.multi_modal_data or {}).values() for data in of)
+        stored = None if self.result is None else self.result.stored
         return (
             len(self.token_ids)
             + (0 if self.body is None else len(self.body.json))
@@ -324,6 +347,7 @@ class Request(InternalRecord, frozen=True):
             + len(self.extra_args or b"")
             + (0 if info is None else len(info.routing_token_ids))
             + sum(len(data.url) + len(data.decoded or b"") for data in media)
+            + (0 if stored is None else len(stored.shown) + len(stored.input))
         )
 
     @property

@@ -170,7 +170,7 @@ TOPICS: tuple[Topic, ...] = (
     ),
     Topic(
         BATCH_JOBS, "kind/id", 8, FILE_RETENTION_MS, "msgpack",
-        ("FileCard", "BatchJob", "BatchCancel", "Tombstone"),
+        ("FileCard", "BatchJob", "BatchCancel", "ResponseDeletion", "Tombstone"),
         ("gateway", "collector"), ("gateway", "collector"), compacts=True,
     ),
     Topic(

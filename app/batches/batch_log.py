@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from kvlane.app.batches.batch_view import BatchView, batch_key, cancel_key, file_key
-from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard
+from kvlane.app.batches.batch_view import BatchView, batch_key, cancel_key, file_key, response_key
+from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard, ResponseDeletion
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import AnyRecord
 from kvlane.streams.errors import BrokerUnavailable
@@ -57,6 +57,14 @@ class BatchLog:
 
     async def put_cancel(self, cancel: BatchCancel) -> None:
         await self.put(cancel.id, cancel_key(cancel.id), cancel)
+
+    async def delete_response(self, response_id: str) -> None:
+        await self.put(response_id, response_key(response_id), ResponseDeletion(id=response_id))
+
+    async def is_deleted(self, response_id: str) -> bool:
+        """Whether a stored response was deleted, by any process."""
+        found = partial(self.view.is_deleted, response_id)
+        return bool(await self._look_up(response_id, lambda: found() or None))
 
     async def put(self, entity_id: str, key: str, record: AnyRecord) -> None:
         """Write a record of an entity; returns when the view has it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard
+from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard, ResponseDeletion
 from kvlane.streams.codecs import AnyRecord
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import LogRecord, Tombstone
@@ -28,6 +28,10 @@ def batch_key(job_id: str) -> str:
 
 def cancel_key(job_id: str) -> str:
     return f"cancel/{job_id}"
+
+
+def response_key(response_id: str) -> str:
+    return f"response/{response_id}"
 
 
 class BatchView:
@@ -83,6 +87,11 @@ class BatchView:
         self._expire()
         return self._cancels.get(job_id)
 
+    def is_deleted(self, response_id: str) -> bool:
+        """Whether a stored response was deleted."""
+        self._expire()
+        return any(response_key(response_id) in seen for seen in self._seen.values())
+
     # --- the view --------------------------------------------------------------------------------
 
     def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
@@ -104,6 +113,8 @@ class BatchView:
             elif isinstance(record, BatchCancel):
                 key = cancel_key(record.id)
                 self._cancels[record.id] = record.at_s
+            elif isinstance(record, ResponseDeletion):
+                key = response_key(record.id)
             else:
                 continue
             _touch(seen, key, log_record.timestamp_ms)

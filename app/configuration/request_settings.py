@@ -37,8 +37,8 @@ class RequestSettings(BaseModel):
     results: Literal["requested", "all", "batch"] = Field(
         "requested",
         description="requests that get a record on results: requested: those whose prompt asks for "
-        "it or belongs to a batch job; all: also those over HTTP; batch: those of batch jobs only. "
-        "Read by preprocessors and gateways",
+        "it or belongs to a batch job, and stored responses; all: also the others over HTTP; "
+        "batch: those of batch jobs only. Read by preprocessors and gateways",
     )
     reply_topic_prefixes: str = Field(
         "",

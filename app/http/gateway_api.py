@@ -126,6 +126,8 @@ def build_app(parts: GatewayDeps) -> FastAPI:
         ),
         ("POST", "/v1/responses", responses.create, "Answer a chat, as items"),
         ("GET", _RESPONSE, responses.retrieve, "The state of a response, or its events"),
+        ("DELETE", _RESPONSE, responses.delete, "Delete a stored response"),
+        ("GET", f"{_RESPONSE}/input_items", responses.input_items, "The items of its input"),
         ("POST", f"{_RESPONSE}/cancel", responses.cancel, "Cancel a response"),
         ("GET", _STREAM, attachment.resume, "Go on with a stream: from, form, stream"),
         ("DELETE", _STREAM, attachment.cancel, "End a stream"),

@@ -189,9 +189,9 @@ class IndexerApi:
     async def _read(self, request: Request, kind: type[B]) -> B:
         async with self._bodies.read(request) as body:
             try:
-                return msgspec.json.decode(without_mark(body), type=kind)
+                return msgspec.json.decode(without_mark(body.content), type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-                message = json_error(body, e)
+                message = json_error(body.content, e)
                 raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_request") from None
 
     def _salt(self, query: TokenQuery) -> str:

@@ -382,6 +382,18 @@ _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
         ],
         "responses": {"200": ("Its state", _json(_RESPONSE) | _EVENTS)},
     },
+    ("/v1/responses/{request_id}", "delete"): {
+        "parameters": [_ID],
+        "responses": {"200": ("It is deleted", _json(
+            _listing("response", id=_STRING, deleted={"const": True})
+        ))},
+    },
+    ("/v1/responses/{request_id}/input_items", "get"): {
+        "parameters": [_ID, *_paging(100)],
+        "responses": {"200": ("The last first", _page(
+            {"type": "object", "required": ["id", "type"]}
+        ))},
+    },
     ("/v1/responses/{request_id}/cancel", "post"): {
         "parameters": [_ID], "responses": {"200": ("Its state", _json(_RESPONSE))},
     },

@@ -63,6 +63,8 @@ def assignment_record(
 def _request_of(rest: RemainingWork, choice: Placement, bootstrap: BootstrapInfo | None) -> Request:
     """The request as its worker gets it: with the rank that was chosen."""
     request, place = rest.request, choice.worker_rank
+    if request.result is not None and request.result.stored is not None:
+        request = replace(request, result=None)  # no worker reads it
     if choice.phase == "prefill":
         return prefill_request(request, place, len(rest.emitted), bootstrap)
     if place.rank == (request.hints.dp_rank or 0):

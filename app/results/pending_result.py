@@ -13,8 +13,11 @@ from msgspec import UNSET
 
 from kvlane.app.http.api_errors import WHOLE_CODES, ApiError, error_of_piece
 from kvlane.app.http.openai import openai_responses
+from kvlane.app.http.openai.answer_items import AnswerItems
+from kvlane.app.http.openai.event_encoder import ResponseOptions
 from kvlane.app.http.openai.logprobs import TokenText
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
+from kvlane.app.http.responses.response_events import ResponseEncoder
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.records import (
@@ -27,8 +30,9 @@ from kvlane.streams.records import (
     ResultError,
     ResultTimings,
     ResultUsage,
+    StoredTurn,
 )
-from kvlane.streams.request import ReplyAddress, Request, ResultOptions
+from kvlane.streams.request import ReplyAddress, Request, ResultOptions, StoredInput
 from kvlane.streams.responses.transcript import Transcript
 from kvlane.streams.responses.unreadable import RecordPlace
 
@@ -43,6 +47,7 @@ _ENDPOINTS: dict[str, EndpointKind] = {
 _LOST = End(id="", code="lost", message="part of the answer is no longer kept")
 _FAILED = End(id="", code="internal", message="a record of it has values that cannot be processed")
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _MAX_DEADLINE_S = 1e9
 """30 years, longer than any record is kept."""
 
@@ -83,6 +88,8 @@ class PendingResult:
             self._spelling = TokenText(self._token_bytes, as_ids=as_ids)
         prompt_tokens = None if asked.body is not None else asked.prompt_tokens
         self._choice = Choice(prompt_tokens, before=options.echo, spelling=self._spelling)
+        self._items = None if options.stored is None else AnswerItems()
+        """Those of a stored response."""
         self._reply = options.reply
         self._is_oversized = False
         self._is_malformed = False
@@ -148,6 +155,8 @@ class PendingResult:
             self._model_name = self._model_name or piece.model
             if self._first_ms is None and (piece.token_ids or piece.text or piece.data):
                 self._first_ms = at_ms
+            for _ in () if self._items is None else self._items.add(piece):
+                pass
         self._choice.add(piece)
         if _ends(piece):
             self._last, self.ended_ms = piece, at_ms
@@ -192,13 +201,18 @@ class PendingResult:
         """
         self._set_model(model)
         options, failure = self.options, self._failure()
+        stored = None if self._is_oversized or self._is_malformed else options.stored
+        if stored is not None:
+            body: dict[str, Any] | None = self._response(stored, failure)
+        else:
+            body = None if failure is not None else self._body()
         return Result(
             id=self.id,
             status=_status(failure),
             status_code=200 if failure is None else failure.status,
             model=self._model_name,
-            kind=options.kind,
-            body=self._body() if failure is None else None,
+            kind=options.kind if options.stored is None else "response",
+            body=body,
             usage=self._usage(failure),
             error=None if failure is None else msgspec.convert(failure.fields(), ResultError),
             timings=ResultTimings(
@@ -211,6 +225,9 @@ class PendingResult:
             metadata={} if self._is_malformed else _decode_object(options.metadata or b"{}"),
             batch_id=options.batch_id,
             custom_id=options.custom_id,
+            stored=UNSET
+            if stored is None
+            else StoredTurn(input=_decode_items(stored.input), history=stored.history),
         )
 
     def _failure(self) -> ApiError | None:
@@ -220,10 +237,23 @@ class PendingResult:
             return ApiError(500, "the result is larger than a record may be", code="too_large")
         return failure
 
-    def _body(self) -> dict[str, Any]:
+    @property
+    def _header(self) -> ResponseHeader:
         created_s = (issued_ms(self.id) or self.begun_ms) // 1000
-        header = ResponseHeader(_ENDPOINTS[self.options.kind], self.id, self._model_name, created_s)
-        body = openai_responses.full_response(header, [self._choice])
+        return ResponseHeader(_ENDPOINTS[self.options.kind], self.id, self._model_name, created_s)
+
+    def _response(self, stored: StoredInput, failure: ApiError | None) -> dict[str, Any]:
+        """The object of a stored response."""
+        assert self._items is not None
+        options = ResponseOptions(header=self._header, ids=[self.id], stream=False)
+        encoder = ResponseEncoder(
+            options, [self._choice], (), _decode_object(stored.shown), stored.namespaces
+        )
+        encoder.items = self._items
+        return encoder.whole() if failure is None else encoder.failed(failure)
+
+    def _body(self) -> dict[str, Any]:
+        body = openai_responses.full_response(self._header, [self._choice])
         if self.options.kind == "tokens":
             body["choices"][0]["token_ids"] = self._transcript.tokens
         return body

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvlane.streams.record_base import PublicRecord
+from kvlane.streams.request import TurnPlace
 
 
 class ResultError(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -47,12 +48,21 @@ class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finished_ms: int = 0
 
 
+class StoredTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What continues a stored response: the items of its input since those in the results at
+    `history`. Part of a Result."""
+
+    input: list[dict[str, Any]]
+    history: tuple[TurnPlace, ...] = ()
+
+
 class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
-    """A finished request, as one record. All fields are present on the wire.
+    """A finished request, as one record. All fields but `stored` are present on the wire.
 
     `status`: completed, failed or cancelled; `status_code`: of the HTTP response. `body`: the
     response object of the OpenAI API, None with an `error`. `kind`, `metadata`, `batch_id`,
-    `custom_id`: of the prompt. `attempts`: how often it was begun.
+    `custom_id`: of the prompt. `attempts`: how often it was begun. A stored response has the kind
+    `response`, its `body` also with an `error`, and `stored`.
     """
 
     id: str
@@ -68,6 +78,7 @@ class Result(PublicRecord, frozen=True, tag="Result", omit_defaults=False):
     metadata: dict[str, Any] = {}
     batch_id: str = ""
     custom_id: str = ""
+    stored: StoredTurn | UnsetType = UNSET
 
 
 FinishReason = Literal[

@@ -443,6 +443,32 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             b'id":"","custom_id":""}'),
     ),
     (
+        r.Result(
+            id="job-19", status="completed", status_code=200, kind="response",
+            body={"object": "response"}, stored=r.StoredTurn(
+            input=[{"role": "user", "content": "a"}], history=(q.TurnPlace("job-18", 1, 7),)),
+        ),
+        (b'{"t":"Result","id":"job-19","status":"completed","status_code":200,"model":"","kind":"'
+            b'response","body":{"object":"response"},"usage":null,"error":null,"timings":{"queued_ms"'
+            b':0,"ttft_ms":null,"total_ms":0,"finished_ms":0},"attempts":0,"metadata":{},"batch_id":'
+            b'"","custom_id":"","stored":{"input":[{"role":"user","content":"a"}],"history":'
+            b'[["job-18",1,7]]}}'),
+    ),
+    (
+        q.Request(
+            id="job-19", result=q.ResultOptions(stored=q.StoredInput(shown=b"{}", input=b"[]",
+            history=(q.TurnPlace("job-18", 1, 7),), namespaces={"f": "n"})),
+        ),
+        bytes.fromhex(
+            "de0002a26964a66a6f622d3139a6726573756c7481a673746f72656484a573686f776ec4027b7da5696e70"
+            "7574c4025b5da7686973746f72799193a66a6f622d31380107aa6e616d6573706163657381a166a16e"
+        ),
+    ),
+    (
+        b.ResponseDeletion(id="job-19"),
+        bytes.fromhex("81a26964a66a6f622d3139"),
+    ),
+    (
         r.Fence(id="job-17", attempt=1, reason="lost"),
         b'{"t":"Fence","id":"job-17","attempt":1,"reason":"lost"}',
     ),

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kvlane.app.http.anthropic.message_events import MessageEncoder
 from kvlane.app.http.anthropic.message_requests import chat_of, check_version, counted_chat_of
 from kvlane.app.http.openai.completions import Completions, ReadBody
+from kvlane.app.http.server.middleware import Hold
 
 
 class MessagesEndpoint:
@@ -32,9 +33,9 @@ class MessagesEndpoint:
         return Response(msgspec.json.encode(counted), media_type="application/json")
 
 
-def _read(fields: dict[str, Any]) -> ReadBody:
+async def _read(fields: dict[str, Any], _: Hold) -> ReadBody:
     return ReadBody(chat_of(fields), MessageEncoder)
 
 
-def _read_counted(fields: dict[str, Any]) -> ReadBody:
+async def _read_counted(fields: dict[str, Any], _: Hold) -> ReadBody:
     return ReadBody(counted_chat_of(fields))

@@ -62,7 +62,7 @@ class BatchesEndpoint:
         caller = caller_of(request)
         caller.count_request()
         async with self._bodies.read(request) as body:
-            fields, _ = await run_cooperatively(parse_body(body))
+            fields, _ = await run_cooperatively(parse_body(body.content))
         wanted = _new_batch(fields)
         window_s = self._window_s(wanted.completion_window)
         limit = caller.terms.batches

@@ -6,7 +6,6 @@ through in pieces.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from http import HTTPStatus
@@ -16,11 +15,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from kvlane.app.http.api_errors import ApiError, invalid_request, overloaded
+from kvlane.app.http.api_errors import ApiError, invalid_request
 from kvlane.app.http.batches.listing import json_response, list_response, page_of, translated
 from kvlane.app.http.batches.multipart_upload import MultipartBody, multipart_body
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.server.authentication import Caller, caller_of
+from kvlane.app.http.server.tenant_slots import TenantSlots
 from kvlane.streams.batch_records import FileCard, FilePurpose
 from kvlane.streams.topics import FILE_RETENTION_MS
 
@@ -40,8 +40,9 @@ class FilesEndpoint:
         self._parts = parts
         self._batches = parts.batches
         self._store = parts.files
-        self._transfers: Counter[str] = Counter()
-        """Under way, by tenant."""
+        self._transfers = TenantSlots(
+            MAX_TRANSFERS, MAX_TRANSFERS // 2, "too many files are being transferred"
+        )
         self._arriving: dict[str, dict[object, int]] = {}
         """Bytes of the uploads under way by tenant, in the order of their beginning: as announced,
         or as arrived."""
@@ -51,7 +52,7 @@ class FilesEndpoint:
         caller = caller_of(request)
         caller.count_request()
         most_bytes = self._room(caller)
-        with self._transfer(caller.tenant), translated(), self._arrival(request) as counted:
+        with self._transfers.taken(caller.tenant), translated(), self._arrival(request) as counted:
             async with multipart_body(request, most_bytes) as body:
                 card = await self._write(body, caller, counted)
             await self._batches.put_file(card)
@@ -191,20 +192,8 @@ class FilesEndpoint:
             await self._store.delete(card)
             raise _quota_error(limit)
 
-    @contextmanager
-    def _transfer(self, tenant: str) -> Iterator[None]:
-        most = MAX_TRANSFERS // 2 if tenant else MAX_TRANSFERS
-        if self._transfers.total() >= MAX_TRANSFERS or self._transfers[tenant] >= most:
-            raise overloaded("too many files are being transferred")
-        self._transfers[tenant] += 1
-        try:
-            yield
-        finally:
-            self._transfers[tenant] -= 1
-            self._transfers += Counter()  # without the tenants that have none
-
     async def _pieces(self, card: FileCard) -> AsyncGenerator[bytes, None]:
-        with self._transfer(card.tenant):
+        with self._transfers.taken(card.tenant):
             async with aclosing(self._store.read(card)) as pieces:
                 async for piece in pieces:
                     yield piece

@@ -25,10 +25,9 @@ def page_of(
 ) -> tuple[list[Entity], bool]:
     """The entities of a page, and whether there are more, by `limit`, `after` and `order`. Ids are
     ordered by time, so `after` may have been deleted. Raises ApiError."""
-    limit, after, order = _limit(query, default, most), query.get("after", ""), query.get("order")
-    if order not in (None, "asc", "desc"):
-        raise invalid_request("order: asc or desc", "order")
-    newest_first = order != "asc"
+    after = query.get("after", "")
+    limit, is_ascending = limit_of(query, default, most)
+    newest_first = not is_ascending
     chosen = [
         entity for entity in entities
         if not after or (entity.id < after if newest_first else entity.id > after)
@@ -60,8 +59,13 @@ def json_response(body: object) -> Response:
     return Response(msgspec.json.encode(body), media_type=JSON)
 
 
-def _limit(query: QueryParams, default: int, most: int) -> int:
+def limit_of(query: QueryParams, default: int, most: int) -> tuple[int, bool]:
+    """The number of objects of a page by `limit`, and whether its `order` is ascending. Raises
+    ApiError."""
+    order = query.get("order")
+    if order not in (None, "asc", "desc"):
+        raise invalid_request("order: asc or desc", "order")
     given = query.get("limit", str(default))
     if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= most):
         raise invalid_request(f"limit: a number from 1 to {most}", "limit")
-    return int(given)
+    return int(given), order == "asc"

@@ -129,11 +129,11 @@ class ActiveStreams:
 
     # --- one request -----------------------------------------------------------------------------
 
-    def new_id(self, tenant: str) -> str:
+    def new_id(self, tenant: str, *, is_stored: bool = False) -> str:
         """A sealed id whose lane this gateway reads: as many draws as there are gateways, on
         average."""
         while True:
-            request_id = self.seal.tagged(self._ids.new(), tenant)
+            request_id = self.seal.tagged(self._ids.new(), tenant, is_stored=is_stored)
             if self._settings.gateway_count == 1 or self._reads(lane_of(request_id, self._lanes)):
                 return request_id
 

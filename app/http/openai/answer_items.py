@@ -134,7 +134,8 @@ class ItemEncoder:
     def __init__(
         self, options: ResponseOptions, choices: Sequence[Choice], paces: Sequence[TokenTimes]
     ) -> None:
-        (self.choice,), (self._pace,) = choices, paces
+        (self.choice,) = choices
+        self._paces = paces
         self.header = options.header
         self.items = AnswerItems()
         self.stop_string: str | None = None
@@ -162,7 +163,8 @@ class ItemEncoder:
                 self.stop_string = piece.stop_reason
             for change in self.items.add(piece):
                 events += self._encode_change(change)
-        self._pace.on_tokens(self.choice.timed_tokens)
+        for pace in self._paces:
+            pace.on_tokens(self.choice.timed_tokens)
         return events
 
     def encode_held(self) -> bytes:

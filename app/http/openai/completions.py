@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from kvlane.app.http.openai.merged_replies import publish_and_read
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import Caller, caller_of
-from kvlane.app.http.server.middleware import BodyLimiter
+from kvlane.app.http.server.middleware import BodyLimiter, Hold
 from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
 from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
@@ -38,7 +38,7 @@ from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
 from kvlane.app.runtime import spans
 from kvlane.streams.ids import issued_ms
-from kvlane.streams.request import Request, ResultOptions
+from kvlane.streams.request import Request, ResultOptions, StoredInput
 
 DETACH_HEADER = "x-kvlane-detach"
 """Header: with the value true, a request continues after its client disconnects."""
@@ -51,9 +51,17 @@ class ReadBody(NamedTuple):
     encoder: EncoderFactory = EventEncoder
     is_background: bool = False
     """The answer continues without its client, and a response without a stream is sent at once."""
+    stored: StoredInput | None = None
+    values: int = 0
+    """Those of an added history, as `parse_json` counts them."""
 
 
-BodyReader = Callable[[dict[str, Any]], ReadBody]
+BodyReader = Callable[[dict[str, Any], Hold], Awaitable[ReadBody]]
+
+
+async def read_as_sent(fields: dict[str, Any], _: Hold) -> ReadBody:
+    """The reader of bodies in OpenAI's form."""
+    return ReadBody(fields)
 
 
 class PreparedBody(NamedTuple):
@@ -83,7 +91,7 @@ class Completions:
         return await self.answer("embedding", request)
 
     async def answer(
-        self, kind: EndpointKind, request: HttpRequest, read: BodyReader = ReadBody
+        self, kind: EndpointKind, request: HttpRequest, read: BodyReader = read_as_sent
     ) -> Response:
         """Answer a request. `kind`: that of its body once it is read. Raises ApiError and
         PreprocessError."""
@@ -105,12 +113,12 @@ class Completions:
         parts, caller = self._parts, caller_of(request)
         caller.count_request()
         async with self._bodies.read(request) as body:
-            fields, values = await run_cooperatively(parse_body(body))
+            fields, values = await run_cooperatively(parse_body(body.content))
             try:
-                body_read = read(fields)
+                body_read = await read(fields, body.hold)
             except RecursionError:
                 raise InvalidPrompt("", TOO_DEEP) from None
-            fields = body_read.fields
+            fields, values = body_read.fields, values + body_read.values
             as_is = parts.served_models.kind(fields.get("model")) != "tokens"
             parsed = read_request(kind, fields, request.headers, as_is=as_is, values=values)
             model = await parts.catalog.model(kind, parsed.model)
@@ -145,7 +153,7 @@ class Completions:
         choices = self._choices(parsed, prepared, model)
         caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
         requests = self._one_request_each(
-            self._with_results(kind, parsed, prepared), parsed.n, caller, traceparent
+            self._with_results(kind, parsed, prepared, form.stored), parsed.n, caller, traceparent
         )
         options = ResponseOptions(
             header=ResponseHeader(kind, requests[0].id, parsed.model, created_s(requests[0].id)),
@@ -197,13 +205,18 @@ class Completions:
         kind: EndpointKind,
         parsed: OpenAIRequest | PassthroughRequest,
         prompts: PreparedPrompts,
+        stored: StoredInput | None,
     ) -> Sequence[Request]:
-        """The requests, each with a result if all get one."""
-        if self._parts.settings.results != "all" or prompts.requests[0].is_query:
+        """The requests, each with a result if all get one or it is a stored response."""
+        is_wanted = self._parts.settings.results == "all" or stored is not None
+        if not is_wanted or prompts.requests[0].is_query:
             return prompts.requests
         return [
             replace(
-                request, result=ResultOptions(kind=kind, echo=(text or "") if parsed.echo else "")
+                request,
+                result=ResultOptions(
+                    kind=kind, echo=(text or "") if parsed.echo else "", stored=stored
+                ),
             )
             for request, text in zip(*prompts, strict=True)
         ]
@@ -212,11 +225,12 @@ class Completions:
         self, requests: Sequence[Request], n: int, caller: Caller, traceparent: str
     ) -> list[Request]:
         """One request for each answer; answers to the same prompt are adjacent."""
-        parts = self._parts
+        parts, options = self._parts, requests[0].result
+        is_stored = options is not None and options.stored is not None
         return [
             replace(
                 openai_requests.nth_request(request, number),
-                id=parts.streams.new_id(caller.tenant),
+                id=parts.streams.new_id(caller.tenant, is_stored=is_stored),
                 deadline_s=parts.settings.deadline_s,
                 received_ms=parts.ctx.clock.wall_ms(),
                 traceparent=traceparent,

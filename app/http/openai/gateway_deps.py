@@ -14,6 +14,7 @@ from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.streams.ids import RequestIds
+from kvlane.streams.ports import Log
 
 DEADLINE_MARGIN_S = 30.0
 """Time after its deadline within which a router must end a request."""
@@ -34,3 +35,4 @@ class GatewayDeps(NamedTuple):
     files: FileStore
     entity_ids: RequestIds
     """Ids of files and batch jobs."""
+    log: Log

@@ -35,7 +35,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "conversation": Unsupported((), "send its items"),
     "include": Unsupported(([], ["reasoning.encrypted_content"])),
     "moderation": Unsupported(),
-    "previous_response_id": Unsupported((), "responses are not stored: send all items"),
     "prompt": Unsupported((), "send the text as instructions"),
     "service_tier": Unsupported(("auto", "default"), "use nvext.queue_class"),
     "stream_options.include_obfuscation": Unsupported((False,)),
@@ -201,6 +200,8 @@ class ResponsesBody(_Item):
     text: ResponseText | None = None
     stream: bool | None = None
     background: bool | None = None
+    store: bool | None = None
+    previous_response_id: Text | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     nvext: NvExt | None = None
 
@@ -211,7 +212,8 @@ _SAME = (
 )  # fmt: skip
 """Fields with the same name and meaning in chats."""
 _SHOWN = (
-    "instructions", "max_output_tokens", "reasoning", "temperature", "text", "top_p", "user",
+    "instructions", "max_output_tokens", "previous_response_id", "reasoning", "temperature", "text",
+    "top_p", "user",
 )  # fmt: skip
 """Fields that come back with the response."""
 
@@ -222,7 +224,16 @@ class ResponseRequest(NamedTuple):
     body: ResponsesBody
     fields: Mapping[str, Any]
 
-    def shown(self) -> dict[str, msgspec.Raw]:
+    def items(self) -> list[JsonObject]:
+        """The input as items."""
+        items: list[JsonObject] = _input(self.fields.get("input"))
+        return items
+
+    def after(self, items: Sequence[JsonObject]) -> ResponseRequest:
+        """The request with items before its input. Raises InvalidPrompt."""
+        return read_response({**self.fields, "input": [*items, *self.items()]})
+
+    def shown(self, *, is_stored: bool) -> dict[str, msgspec.Raw]:
         """The fields of the request that come back with the response, as JSON."""
         fields = self.fields
         values = {name: fields.get(name) for name in _SHOWN} | {
@@ -231,7 +242,7 @@ class ResponseRequest(NamedTuple):
             "tool_choice": fields.get("tool_choice") or "auto",
             "tools": fields.get("tools") or [],
             "background": bool(fields.get("background")),
-            "store": False,
+            "store": is_stored,
             "truncation": "disabled",
         }
         return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from typing import NamedTuple
 from uuid import uuid4
 
 from starlette.requests import Request
@@ -94,6 +95,17 @@ def _request_id(given: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return first if _REPEATABLE.fullmatch(first) else f"req-{uuid4().hex}".encode()
 
 
+Hold = Callable[[int], None]
+"""Counts bytes that are in memory for a request. Raises ApiError, 529, for too many."""
+
+
+class HeldBody(NamedTuple):
+    """A body that is in memory. `hold`: for bytes that are read for it."""
+
+    content: bytes
+    hold: Hold
+
+
 class BodyLimiter:
     """The bodies of requests that are in memory, up to `limit` bytes each. Bound: MAX_BODIES times
     the limit in all. Beyond it requests are refused at once."""
@@ -103,7 +115,7 @@ class BodyLimiter:
         self._held = 0
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
+    async def read(self, request: Request) -> AsyncGenerator[HeldBody, None]:
         """The body; it counts until the context is left.
 
         Raises ApiError: 415 if it is no JSON or compressed, 413 with both sizes, 408 when it does
@@ -112,30 +124,40 @@ class BodyLimiter:
         check_content_type(request)
         check_content_encoding(request)
         held = bytearray()
-        try:
+        with self.holding() as hold:
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
-                    await self._receive(request, held)
+                    await self._receive(request, held, hold)
             except TimeoutError:
                 message = f"the body did not come within {BODY_TIMEOUT_S:g} s"
                 raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout") from None
-            yield bytes(held)
-        finally:
-            self._held -= len(held)
+            yield HeldBody(bytes(held), hold)
 
-    async def _receive(self, request: Request, held: bytearray) -> None:
+    @contextmanager
+    def holding(self) -> Iterator[Hold]:
+        """A function that counts bytes until the context is left."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if self._held + size > MAX_BODIES * self._limit:
+                raise overloaded("too many requests are being read")
+            self._held += size
+            held += size
+
+        try:
+            yield hold
+        finally:
+            self._held -= held
+
+    async def _receive(self, request: Request, held: bytearray, hold: Hold) -> None:
         if (announced := _announced(request)) > self._limit:
             raise self._too_large(announced)
         async for part in request.stream():
             if (size := len(held) + len(part)) > self._limit:
                 raise self._too_large(size)
-            self._take(len(part))
+            hold(len(part))
             held += part
-
-    def _take(self, size: int) -> None:
-        if self._held + size > MAX_BODIES * self._limit:
-            raise overloaded("too many requests are being read")
-        self._held += size
 
     def _too_large(self, size: int) -> ApiError:
         return ApiError(

@@ -123,3 +123,12 @@ def test_sealed_id_has_its_creation_time() -> None:
     assert has_tenant_tag(sealed)
     assert not has_tenant_tag(drawn)
     assert not has_tenant_tag("job-17")
+
+
+def test_id_shows_whether_its_response_is_stored() -> None:
+    tag, drawn = TenantTag(b"s"), new_request_id(Wall(1_700_000_000_123), random.Random(1))
+    stored, other = tag.tagged(drawn, "acme", is_stored=True), tag.tagged(drawn, "acme")
+    assert tag.matches(stored, "acme")
+    assert [tag.is_stored(each, "acme") for each in (stored, other)] == [True, False]
+    assert not tag.is_stored(stored, "globex")
+    assert not TenantTag(b"t").is_stored(stored, "acme")

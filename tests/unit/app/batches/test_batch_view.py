@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvlane.app.batches.batch_view import BatchView, batch_key, file_key
-from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard
+from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard, ResponseDeletion
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import LogRecord, Tombstone
 from kvlane.streams.topics import BATCH_JOBS, FILE_RETENTION_MS
@@ -74,6 +74,16 @@ def test_expired_files_are_gone_in_quiet_partitions_too() -> None:
     now_ms = FILE_RETENTION_MS + 4
     assert view.file("a", "acme") is None
     assert view.cancelled_s("batch_c") is None
+
+
+def test_response_stays_deleted_for_as_long_as_it_may_be_kept() -> None:
+    now_ms = 1
+    view = applied((1, ResponseDeletion(id="r")), view=BatchView(lambda: now_ms))
+    assert (view.is_deleted("r"), view.is_deleted("s")) == (True, False)
+    now_ms = FILE_RETENTION_MS + 1
+    assert view.is_deleted("r")
+    now_ms = FILE_RETENTION_MS + 2
+    assert not view.is_deleted("r")
 
 
 def test_forgotten_partition_leaves_the_others() -> None:
