@@ -67,6 +67,7 @@ from kvlane.streams.record_types.worker_records import (
     Heartbeat,
     Lost,
     Probe,
+    ReportedWaits,
     RouterCapacity,
     RunProgress,
     WorkerState,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvlane.app.audit.rebuild import RebuiltView
     from kvlane.app.audit.recompute import RecomputeReport
     from kvlane.app.audit.timeline import RequestTimeline
+    from kvlane.app.audit.waits import RouterReports
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file as well.")
@@ -83,21 +84,27 @@ def verify_decisions(
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")] = "",
     *,
+    waiting: Annotated[
+        bool, typer.Option("--waiting", help="List the requests that wait in routers, and why.")
+    ] = False,
     inputs: Annotated[
         bool, typer.Option("--inputs", help="Show all inputs of every candidate's cost.")
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Show why a request went to its worker, and its timeline.
+    """Show why a request went to its worker, or why it waits, and its timeline.
 
     First each decision with the runner-up and the engine's figures, then the timeline: the request,
     the candidates with the terms of their costs, the workers' reports, failovers, the response
     stream, and the end. From the log alone: the ledger is kept for a day, requests and responses
-    for an hour. Never shows prompts or answers.
+    for an hour. Routers report the reason of a wait after ten seconds. Never shows prompts or
+    answers.
 
     Examples:
+
+    - `kvlane explain --waiting`: the ids of requests that wait, with the reasons
 
     - `kvlane explain 019aa5c1-7f3e-7c02-9d41-0123456789ab-5e884898`
 
@@ -105,10 +112,17 @@ def explain(
     """
     from kvlane.app.commands import explain_view
 
-    timeline = asyncio.run(_explain(request_id))
+    if bool(request_id) == waiting:
+        raise typer.BadParameter("give either the id of a request, or --waiting")
+    if waiting:
+        reports = asyncio.run(_waiting())
+        _write(json, reports.waits)
+        explain_view.show_waits(reports, screen.make_console())
+        return
+    timeline, wait = asyncio.run(_explain(request_id))
     if json is not None and timeline.steps:
-        _write(json, explain_view.timeline_json(timeline))
-    if not explain_view.show_timeline(timeline, screen.make_console(), inputs=inputs):
+        _write(json, explain_view.timeline_json(timeline, wait))
+    if not explain_view.show_timeline(timeline, screen.make_console(), inputs=inputs, wait=wait):
         raise typer.Exit(1)
 
 
@@ -125,14 +139,27 @@ async def _replay(view: Any, at: str) -> RebuiltView:
             return await build(log, settings, clock, view, wanted, progress)
 
 
-async def _explain(request_id: str) -> RequestTimeline:
+async def _explain(request_id: str) -> tuple[RequestTimeline, str]:
+    """The timeline of a request, and why it waits."""
     from kvlane.app.audit.timeline import explain_request as tell
+    from kvlane.app.audit.waits import explain_wait
+    from kvlane.app.commands import kafka_client
+    from kvlane.streams.clock import SystemClock
+
+    clock = SystemClock()
+    async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
+        with screen.reading_progress("reading") as progress:
+            timeline = await tell(log, clock, request_id, progress)
+        return timeline, await explain_wait(log, clock, timeline)
+
+
+async def _waiting() -> RouterReports:
+    from kvlane.app.audit.waits import read_reports
     from kvlane.app.commands import kafka_client
     from kvlane.streams.clock import SystemClock
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
-        with screen.reading_progress("reading") as progress:
-            return await tell(log, SystemClock(), request_id, progress)
+        return await read_reports(log, SystemClock())
 
 
 def _recompute(source: str) -> RecomputeReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -15,8 +15,9 @@ from kvlane.app.audit.drift import error_share
 from kvlane.app.audit.time_range import format_time
 from kvlane.app.audit.timeline import PROMPT_STEP, ExplainedDecision, RequestTimeline, TimelineStep
 from kvlane.app.audit.unknown_ids import explain_unknown
+from kvlane.app.audit.waits import REPORTED_AFTER_S, RouterReports
 from kvlane.app.commands.console import escape_text, format_value, plain_table
-from kvlane.streams.records import Assigned, Cancel, Ended, Fencing, Finished, Refused
+from kvlane.streams.records import Assigned, Cancel, Refused
 from kvlane.streams.request import Request
 from kvlane.streams.topics import REQUESTS, TOPICS_BY_NAME
 
@@ -24,9 +25,10 @@ _SHOWN_ELSEWHERE = frozenset({
     "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",
     "ttft_ms_predicted",
 })  # fmt: skip
-_UNASSIGNED = (
-    "unread in its lane (lag of the group `router`), deferred (`kvlane_router_deferred_requests`), "
-    "or queued in its router until a worker has capacity (`{queue}`)"
+MAX_LISTED_WAITS = 50
+NO_WAITS = (
+    f"no request has waited in a router for {REPORTED_AFTER_S} s; those that wait elsewhere are in "
+    "no router yet (docs/kafka-protocol.md#where-requests-wait)"
 )
 _UNREAD = (
     "its prompt waits: preprocessors pass on no more prompts than routers have room for "
@@ -35,8 +37,10 @@ _UNREAD = (
 _HOUR_MS = 3_600_000
 
 
-def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool = False) -> bool:
-    """Print a timeline; False when the log has nothing about the request."""
+def show_timeline(
+    timeline: RequestTimeline, console: Console, *, inputs: bool = False, wait: str = ""
+) -> bool:
+    """Print a timeline, and why the request waits; False when the log has nothing about it."""
     if not timeline.steps:
         why = explain_unknown(timeline.request_id, timeline.now_ms)
         console.print(
@@ -55,12 +59,8 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     names = {step.name for step in timeline.steps}
     if request is None:
         console.print(_without_request(names), style="yellow")
-    elif not timeline.ending and (since_ms := unassigned_since_ms(timeline.steps)) is not None:
-        waited_s = max(0.0, (timeline.now_ms - since_ms) / 1000)
-        is_batch = request.fields.get("service_class") == "batch"
-        queue = f"kvlane_router_queued_{'batch_' if is_batch else ''}requests"
-        why = _UNASSIGNED.format(queue=queue)
-        console.print(f"assigned to no worker for {waited_s:.1f} s: {why}", style="yellow")
+    elif wait:
+        console.print(escape_text(wait), style="yellow")
     if decisions := [step.decision for step in timeline.steps if step.decision is not None]:
         console.print()
         console.print(_summary(decisions))
@@ -71,27 +71,26 @@ def show_timeline(timeline: RequestTimeline, console: Console, *, inputs: bool =
     return True
 
 
-def unassigned_since_ms(steps: Sequence[TimelineStep]) -> int | None:
-    """Broker time from which on a request has been waiting for a worker; None if it is not.
-
-    After its first record, a fence, the refusal of a worker, and a prefill whose decode is to come.
-    """
-    since_ms: int | None = None
-    latest: dict[str, Any] = {}
-    for step in steps:
-        record = step.fields
-        is_of_latest = record.get("attempt", 0) == latest.get("attempt", 0)
-        if step.name == Ended.__name__:
-            return None
-        if step.name == Assigned.__name__:
-            latest, since_ms = record, None
-        elif step.name in (Request.__name__, Fencing.__name__):
-            since_ms = step.at_ms
-        elif step.name == Finished.__name__ and is_of_latest:
-            is_prefill = record.get("code") == "handed_off" and latest.get("phase") == "prefill"
-            if is_prefill or record.get("retryable"):
-                since_ms = step.at_ms
-    return since_ms
+def show_waits(reports: RouterReports, console: Console) -> None:
+    """Print the reported waits: how many have each reason, then the longest ones."""
+    reasons = Counter(wait.reason for wait in reports.waits)
+    counted = plain_table("requests", "reason", right="requests")
+    for reason, count in reasons.most_common():
+        counted.add_row(str(count), escape_text(reason))
+    listed = plain_table("id", "waits", "router", "reason", right="waits")
+    for wait in sorted(reports.waits, key=lambda wait: wait.since_ms)[:MAX_LISTED_WAITS]:
+        waited_s = (reports.now_ms - wait.since_ms) / 1000
+        listed.add_row(
+            escape_text(wait.request_id), f"{waited_s:.0f} s", escape_text(wait.router),
+            escape_text(wait.reason),
+        )  # fmt: skip
+    if reasons:
+        console.print(counted)
+        console.print()
+        console.print(listed)
+    left_out = max(0, len(reports.waits) - MAX_LISTED_WAITS) + reports.left_out
+    if left_out or not reasons:
+        console.print(f"{left_out} more" if left_out else NO_WAITS)
 
 
 def _without_request(steps: AbstractSet[str]) -> str:
@@ -106,11 +105,12 @@ def _without_request(steps: AbstractSet[str]) -> str:
     return f"the request is no longer retained ({hours:g} h)"
 
 
-def timeline_json(timeline: RequestTimeline) -> dict[str, Any]:
+def timeline_json(timeline: RequestTimeline, wait: str) -> dict[str, Any]:
     return {
         "id": timeline.request_id,
         "lane": timeline.lane,
         "ending": timeline.ending,
+        "wait": wait,
         "steps": [
             {
                 "at_ms": step.at_ms, "topic": step.source.topic,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.handovers import HandOver, HandOvers
 from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
-from kvlane.app.lanes.termination import CancellableWaits
+from kvlane.app.lanes.termination import CancellableWaits, RequestWait
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
 from kvlane.app.routing.selection.decision import Placement, Rejection, Wait
@@ -107,7 +107,12 @@ class Admission:
                     return refusal
                 if s.broker_clock.now_ms() >= rest.renewal_ms and not rest.has_begun:
                     raise RenewalDue(request)
-                with self._waits.begin(request.id, is_cancellable=is_cancellable):
+                place = None if wait.reservation is None else wait.reservation.worker_rank
+                current = RequestWait(
+                    lane_request.since_ms, wait.reason, "" if place is None else place.worker,
+                    lane_request.is_batch,
+                )  # fmt: skip
+                with self._waits.begin(request.id, current, is_cancellable=is_cancellable):
                     ends_ms = self._wait_ends_ms(until_ms, rest, lane_request, wait)
                     await s.scheduler.wait_for_change(lane_request, planned, ends_ms)
         finally:

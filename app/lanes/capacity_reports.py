@@ -1,7 +1,8 @@
 """Reports of a router's free capacity to preprocessors: the prompts that it has room for.
 
 One small record of `remaining_capacity` after every change, a few a second at most, and again
-before the last one expires: a preprocessor drops a router without reports.
+before the last one expires: a preprocessor drops a router without reports. Every ten seconds a
+record also has the requests that wait, with their reasons, for operators (`kvlane explain`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.owner import LaneOwner
 from kvlane.streams.errors import AppendFailed
 from kvlane.streams.record_publisher import RecordPublisher
-from kvlane.streams.records import RouterCapacity
+from kvlane.streams.records import ReportedWaits, RouterCapacity
 from kvlane.streams.topics import CAPACITY
 
 log = logging.getLogger(__name__)
@@ -23,6 +26,11 @@ REPORT_INTERVAL_S = 0.25
 bounded by the room in the last report, half a queue of `max_queued_requests` (2048)."""
 REFRESH_INTERVAL_S = 1.0
 """Between two reports of the same."""
+WAITS_INTERVAL_S = 10.0
+"""Between two reports of waits, and the age from which on a wait is reported."""
+MAX_REPORTED_WAITS = 2000
+"""Interactive requests come first, then those that have waited longest. With the longest ids the
+record has 430 KB."""
 
 
 class CapacityReporter:
@@ -34,16 +42,38 @@ class CapacityReporter:
 
     async def run(self) -> None:
         clock = self._context.ctx.clock
-        last, reported_at = None, clock.now()
+        last, reported_at, waits_due_at = None, clock.now(), clock.now()
         while True:
             report = self._report()
-            if report != last or clock.now() - reported_at >= REFRESH_INTERVAL_S:
+            has_waits = clock.now() >= waits_due_at
+            if report != last or has_waits or clock.now() - reported_at >= REFRESH_INTERVAL_S:
+                written = replace(report, waits=self._waits()) if has_waits else report
                 try:
-                    await self._publisher.publish_once(CAPACITY, report.router, report, 0)
+                    await self._publisher.publish_once(CAPACITY, report.router, written, 0)
                     last, reported_at = report, clock.now()
+                    if has_waits:
+                        waits_due_at = reported_at + WAITS_INTERVAL_S
                 except AppendFailed as e:
                     log.warning("cannot report this router's capacity to preprocessors: %s", e)
             await clock.sleep(REPORT_INTERVAL_S)
+
+    def _waits(self) -> ReportedWaits:
+        latest_ms = self._context.broker_clock.now_ms() - 1000 * WAITS_INTERVAL_S
+        found = sorted(
+            (wait.is_batch, wait.since_ms, request_id, wait.text)
+            for owner in self._owners.values()
+            for request_id, wait in owner.waits.items()
+            if wait.since_ms <= latest_ms
+        )
+        listed = found[:MAX_REPORTED_WAITS]
+        numbers: dict[str, int] = {}
+        requests = tuple(
+            (request_id, since_ms, numbers.setdefault(reason, len(numbers)))
+            for _, since_ms, request_id, reason in listed
+        )
+        return ReportedWaits(
+            reasons=tuple(numbers), requests=requests, left_out=len(found) - len(listed)
+        )
 
     def _report(self) -> RouterCapacity:
         serving = {lane: owner for lane, owner in self._owners.items() if owner.serving}

@@ -20,7 +20,7 @@ from kvlane.app.lanes.context import RouterContext, ViewStopped
 from kvlane.app.lanes.handovers import HandOver, HandOvers, bootstrap_info
 from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
 from kvlane.app.lanes.scheduling.scheduler import wait_for_room
-from kvlane.app.lanes.termination import CancellableWaits, RequestTermination
+from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.selection.decision import Placement, Rejection
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
@@ -44,6 +44,9 @@ minutes of a lane's answers are a million records, which take a few seconds."""
 def look_up_s(deadline_ms: int, clock: BrokerClock) -> float:
     """Time-out of a read of the log: the rest of the request's time, but enough to read."""
     return max(LOG_LOOKUP_TIMEOUT_S, (deadline_ms - clock.now_ms()) / 1000)
+
+
+DEFERRED = "deferred: prompts fill their share of the router's queue"
 
 
 class RequestDeferred(Exception):
@@ -91,7 +94,10 @@ class Dispatcher:
         waiting = s.queue.waiting_of(deferred.service_class).deferred
         request = None
         try:
-            with self._waits.begin(deferred.id):
+            wait = RequestWait(
+                s.broker_clock.now_ms(), DEFERRED, is_batch=deferred.service_class == "batch"
+            )
+            with self._waits.begin(deferred.id, wait):
                 until_ms = min(deferred.deadline_ms, deferred.renewal_ms)
                 left_s = (until_ms - s.broker_clock.now_ms()) / 1000
                 has_room = await wait_for_room(

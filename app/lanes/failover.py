@@ -19,7 +19,7 @@ from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.continuation import continuation_blocker
 from kvlane.app.lanes.dispatch import Dispatcher, look_up_s
 from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
-from kvlane.app.lanes.termination import CancellableWaits, RequestTermination
+from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
 from kvlane.app.routing.reconcile import Restart, RestartReason, is_run_listed
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId
 from kvlane.streams.errors import PositionLost
@@ -31,6 +31,7 @@ from kvlane.streams.topics import LEDGER, RESPONSES
 MAX_STALLS = 2
 """Engines that may stall with a request before its first token. The request may be the cause, so it
 is moved once and not to a third engine."""
+READING_TOKENS = "the tokens that readers have are being read, to continue after them"
 
 
 class RequestHistory(NamedTuple):
@@ -94,7 +95,8 @@ class Failover:
     ) -> None:
         """Determine the rest of a fenced request, and assign it. `stop`: behind the Fence."""
         try:
-            with self._waits.begin(request_id):
+            wait = RequestWait(self._context.broker_clock.now_ms(), READING_TOKENS)
+            with self._waits.begin(request_id, wait):
                 async with asyncio.timeout(
                     look_up_s(state.deadline_ms, self._context.broker_clock)
                 ):
@@ -158,6 +160,7 @@ class Failover:
         or the deadline past.
         """
         s, worker, epoch = self._context, run.worker, run.epoch
+        since_ms = s.broker_clock.now_ms()
         read_to = await s.end_offset(s.assignments_partition(worker))
         while (state := self._open_request(request_id, run)) is not None:
             beat = s.fleet.heartbeats.get(worker)
@@ -168,7 +171,8 @@ class Failover:
                     return
                 if beat.slot_offset >= read_to:
                     break
-            with self._waits.begin(request_id):
+            wait = RequestWait(since_ms, f"its worker does not list it any more: {worker}")
+            with self._waits.begin(request_id, wait):
                 await s.heartbeat_read.wait(timeout_s=1.0)
         await self._termination.catch_up_with_ledger()
         state = self._open_request(request_id, run)

@@ -28,7 +28,12 @@ from kvlane.app.lanes.failover import Failover
 from kvlane.app.lanes.lane_backpressure import LaneBackpressure
 from kvlane.app.lanes.request_timers import RequestTimers
 from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
-from kvlane.app.lanes.termination import CancellableWaits, RequestCancelled, RequestTermination
+from kvlane.app.lanes.termination import (
+    CancellableWaits,
+    RequestCancelled,
+    RequestTermination,
+    RequestWait,
+)
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.reconcile import (
     Action,
@@ -224,6 +229,11 @@ class LaneOwner:
         """How many of them are batch requests."""
         return len(self._batch_arrived)
 
+    @property
+    def waits(self) -> Mapping[str, RequestWait]:
+        """The waits of its requests for a worker, for room, or for records, by request id."""
+        return self._waits.latest
+
     def reconcile_all(self) -> None:
         for request_id in list(self._context.ledger.lane(self._lane).unfinished):
             self.reconcile(request_id)
@@ -374,6 +384,7 @@ class LaneOwner:
         if self._jobs.get(request_id) is not job:
             return
         del self._jobs[request_id]
+        self._waits.latest.pop(request_id, None)
         self._backpressure.drop_prompt(request_id)
         self.resume_if_relieved()
         was_interrupted = job.cancelled() and not self._has_cancel(request_id)

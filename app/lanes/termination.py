@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.routing.state.request_state import RunId
@@ -30,6 +30,20 @@ class RequestCancelled(Exception):
     """A Cancel of the request has arrived, which ends every wait for it."""
 
 
+class RequestWait(NamedTuple):
+    """A wait of a request, as operators read it. `since_ms`: broker time from which on it waits;
+    `worker`: the one that it is queued for."""
+
+    since_ms: int
+    reason: str
+    worker: str = ""
+    is_batch: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"{self.reason}: {self.worker}" if self.worker else self.reason
+
+
 class CancellableWaits:
     """The requests of one lane whose job waits for a record that may never come. Cancelling the
     job's task ends such a wait. `has_cancel`: whether a Cancel has arrived."""
@@ -38,10 +52,14 @@ class CancellableWaits:
         self.waiting_ids: set[str] = set()
         self.cancellable_ids: set[str] = set()
         """Those of them that a Cancel ends."""
+        self.latest: dict[str, RequestWait] = {}
+        """By request: the wait of its job, or the last one, after which it looks for a place."""
         self._has_cancel = has_cancel
 
     @contextmanager
-    def begin(self, request_id: str, *, is_cancellable: bool = True) -> Iterator[None]:
+    def begin(
+        self, request_id: str, wait: RequestWait, *, is_cancellable: bool = True
+    ) -> Iterator[None]:
         """Around every wait for workers and look-up: nothing is half done, and a Cancel ends it.
 
         `is_cancellable`: False for a wait that a Cancel has caused. Raises RequestCancelled if a
@@ -49,6 +67,7 @@ class CancellableWaits:
         """
         if is_cancellable and self._has_cancel(request_id):
             raise RequestCancelled(request_id)
+        self.latest[request_id] = wait
         self.waiting_ids.add(request_id)
         if is_cancellable:
             self.cancellable_ids.add(request_id)

@@ -125,11 +125,22 @@ class Probe(InternalRecord, frozen=True):
     by: str
 
 
+class ReportedWaits(InternalRecord, frozen=True):
+    """The requests that have waited longest in a router: `requests` has for each its id, the broker
+    time since when, and the position of its reason in `reasons`. `left_out`: how many more wait.
+    """
+
+    reasons: tuple[str, ...] = ()
+    requests: tuple[tuple[str, int, int], ...] = ()
+    left_out: int = 0
+
+
 class RouterCapacity(InternalRecord, frozen=True):
     """Remaining capacity of a router: requests, and tokens and bytes of their prompts.
 
     `positions`: its lanes, each with the offset up to which it had read `requests`; later records
-    are not counted. `batch_requests`: its room for class batch, not in the other figures.
+    are not counted. `batch_requests`: its room for class batch, not in the other figures. `waits`:
+    None in most records, as they are reported more seldom.
     """
 
     router: str
@@ -138,3 +149,4 @@ class RouterCapacity(InternalRecord, frozen=True):
     bytes: int = 0
     positions: dict[int, int] = {}
     batch_requests: int = 0
+    waits: ReportedWaits | None = None

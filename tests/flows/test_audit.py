@@ -37,6 +37,7 @@ from kvlane.streams.records import (
     PrefillDone,
     Refused,
     RequestOffset,
+    RouterCapacity,
     Started,
     Usage,
     WorkerCard,
@@ -44,6 +45,7 @@ from kvlane.streams.records import (
 from kvlane.streams.request import Request
 from kvlane.streams.topics import (
     BATCH,
+    CAPACITY,
     KV_EVENTS,
     LEDGER,
     PROMPTS,
@@ -394,12 +396,14 @@ def test_prompts_are_not_searched_for_a_request_of_the_ledger(
     assert "no longer retained" in kvlane("explain", "job-23").stdout
 
 
-def test_request_without_a_decision_is_in_the_queue(memory: MemoryBroker) -> None:
-    request = Request(id="job-22", token_ids=b"1234")
-    memory.append(REQUESTS, lane_of("job-22", 4), [encode(request, "job-22")])
-    shown = kvlane("explain", "job-22").stdout
+def test_request_without_a_decision_waits_where_its_router_is(memory: MemoryBroker) -> None:
+    request, lane = Request(id="job-22", token_ids=b"1234"), lane_of("job-22", 4)
+    memory.append(REQUESTS, lane, [encode(request, "job-22")])
+    report = RouterCapacity(router="r[1]", positions={lane: 0})
+    memory.append(CAPACITY, 0, [encode(report, "r[1]")])
+    shown = " ".join(kvlane("explain", "job-22").stdout.split())
     assert "assigned to no worker for" in shown
-    assert "kvlane_router_queued_requests" in shown
+    assert "unread in its lane: router r[1] has read `requests` up to offset 0" in shown
     ended = End(id="job-22", code="queue_full")
     memory.append(RESPONSES, lane_of("job-22", 4), [encode(ended, "job-22")])
     assert "assigned to no worker" not in kvlane("explain", "job-22").stdout

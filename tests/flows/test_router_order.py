@@ -191,4 +191,4 @@ async def test_finished_requests_leave_no_state(world: MemoryWorld) -> None:
     await world.sleep(5)
     for owner in router._owners.values():
         kept = (owner._jobs, owner._records_behind, owner._arrived, owner._failover.fenced)
-        assert not any((*kept, owner._waits.waiting_ids))
+        assert not any((*kept, owner._waits.waiting_ids, owner.waits))

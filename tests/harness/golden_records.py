@@ -602,6 +602,19 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.RouterCapacity(
+            router="r1",
+            waits=r.ReportedWaits(
+                reasons=("no worker is ready",), requests=(("a", 1_700_000_000_000, 0),),
+                left_out=3,
+            ),
+        ),
+        bytes.fromhex(
+            "82a6726f75746572a27231a5776169747383a7726561736f6e7391b26e6f20776f726b6572206973207265"
+            "616479a872657175657374739193a161cf0000018bcfe5680000a86c6566745f6f757403"
+        ),
+    ),
+    (
         r.Assigned(
             id="job-17", attempt=0, phase="aggregated", worker="w1", epoch=40, origin=ORIGIN,
             responses_from=90, deadline_ms=1_700_000_030_000, lora_name="sql",

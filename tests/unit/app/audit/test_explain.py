@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvlane.app.audit.timeline import TimelineStep, _in_order, fields_of
-from kvlane.app.commands.explain_view import unassigned_since_ms
+from kvlane.app.audit.waits import unassigned_since_ms
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Finished
 from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES

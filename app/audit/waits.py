@@ -1,0 +1,171 @@
+"""The waits of requests for a worker, with their reasons, from the log alone.
+
+Routers report them on `capacity` (`app/lanes/capacity_reports.py`). What no router has read waits
+in its lane. Ages are those of the broker's clock: the newest report is taken for now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from kvlane.app.audit.timeline import RequestTimeline, TimelineStep
+from kvlane.streams.clock import Clock
+from kvlane.streams.ports import Log, Partition
+from kvlane.streams.reading.decoding import RecordDecoder
+from kvlane.streams.reading.range_reader import read_range, record_at
+from kvlane.streams.records import Assigned, Ended, Fencing, Finished, RouterCapacity, Started
+from kvlane.streams.request import Request
+from kvlane.streams.topics import CAPACITY, REQUESTS
+
+REPORTED_AFTER_S = 10
+"""Wait after which routers report a request, and between two reports of waits."""
+SILENCE_MS = 5_000
+"""Age of a report at which its router owns no lane any more, for lack of newer ones."""
+_READ_MS = 25_000
+"""Time before the newest report of which reports are read: each router's last one with waits."""
+_CAPACITY = Partition(CAPACITY, 0)
+
+
+class ReportedWait(NamedTuple):
+    """A request that waits in a router, with the reason. Times are the broker's, in ms."""
+
+    request_id: str
+    router: str
+    since_ms: int
+    reason: str
+    at_ms: int
+
+
+class RouterReports(NamedTuple):
+    """The state of all routers at `now_ms`, when the last of them reported; 0: none ever did.
+
+    `positions`: by lane its owner, and the offset up to which that has read `requests`. `left_out`:
+    requests that wait and are not in `waits`, since too many do.
+    """
+
+    now_ms: int
+    positions: dict[int, tuple[str, int]]
+    waits: tuple[ReportedWait, ...]
+    left_out: int
+
+    def wait_of(self, request_id: str) -> ReportedWait | None:
+        return next((wait for wait in self.waits if wait.request_id == request_id), None)
+
+
+async def read_reports(log: Log, clock: Clock) -> RouterReports:
+    """The newest reports of all routers. Raises BrokerUnavailable, PositionLost, NewerRecord."""
+    end = (await log.end_offsets(CAPACITY, [0]))[0]
+    newest = await record_at(log, clock, _CAPACITY, end - 1) if end else None
+    if newest is None:
+        return RouterReports(0, {}, (), 0)
+    now_ms = newest.timestamp
+    start = await log.offset_at(CAPACITY, 0, now_ms - _READ_MS)
+    states: dict[str, tuple[int, RouterCapacity]] = {}
+    waits: dict[str, tuple[int, RouterCapacity]] = {}
+    decoding = RecordDecoder(log, clock)
+    async with aclosing(read_range(log, clock, {_CAPACITY: start}, {_CAPACITY: end})) as batches:
+        async for source, records, _ in batches:
+            for each in await decoding.decode_records(source, records):
+                report = each.record
+                if isinstance(report, RouterCapacity):
+                    states[report.router] = each.timestamp_ms, report
+                    if report.waits is not None:
+                        waits[report.router] = each.timestamp_ms, report
+    return RouterReports(
+        now_ms,
+        {
+            lane: (name, position)
+            for name, (at_ms, report) in states.items()
+            if now_ms - at_ms < SILENCE_MS
+            for lane, position in report.positions.items()
+        },
+        tuple(
+            ReportedWait(request_id, name, since_ms, report.waits.reasons[reason], at_ms)
+            for name, (at_ms, report) in waits.items()
+            if report.waits is not None
+            for request_id, since_ms, reason in report.waits.requests
+        ),
+        sum(report.waits.left_out for _, report in waits.values() if report.waits is not None),
+    )
+
+
+async def explain_wait(log: Log, clock: Clock, timeline: RequestTimeline) -> str:
+    """Why a request waits, and where; "" if it does not, or its engine has it. Raises as
+    `read_reports`."""
+    if timeline.ending or not any(step.name == Request.__name__ for step in timeline.steps):
+        return ""
+    since_ms = unassigned_since_ms(timeline.steps)
+    if since_ms is None:
+        return _unstarted(timeline)
+    waited_s = max(0, timeline.now_ms - since_ms) / 1000
+    why = _place(timeline, await read_reports(log, clock))
+    return f"assigned to no worker for {waited_s:.1f} s: {why}"
+
+
+def _place(timeline: RequestTimeline, reports: RouterReports) -> str:
+    silent_s = (timeline.now_ms - reports.now_ms) / 1000
+    if silent_s > 60:
+        return "no router has reported for a minute, so none runs, or the broker's clock differs"
+    owner = reports.positions.get(timeline.lane)
+    if owner is None:
+        return f"no router owns lane {timeline.lane}; it is unread there until one takes it over"
+    router, position = owner
+    offset = max(s.offset for s in timeline.steps if s.name == Request.__name__)
+    if position <= offset:
+        return (
+            f"unread in its lane: router {router} has read `{REQUESTS}` up to offset {position}, "
+            f"and it is at {offset}"
+        )
+    wait = reports.wait_of(timeline.request_id)
+    if wait is not None and wait.router == router:
+        age_s = (reports.now_ms - wait.at_ms) / 1000
+        return f"queued in router {router}: {wait.reason} (as of {age_s:.0f} s ago)"
+    last = timeline.steps[-1]
+    if last.name == Finished.__name__ and last.fields.get("code") == "worker_full":
+        worker = last.fields["worker"]
+        return f"worker {worker} refused it for lack of room; router {router} tries again soon"
+    rest = f"; {reports.left_out} wait that none reports" if reports.left_out else ""
+    return (
+        f"queued in router {router}, which reports the reason of a wait of {REPORTED_AFTER_S} s "
+        f"within {REPORTED_AFTER_S} s{rest}"
+    )
+
+
+def _unstarted(timeline: RequestTimeline) -> str:
+    """The wait of a run that its worker has not begun."""
+    about_runs = (Assigned.__name__, Started.__name__, Finished.__name__, Ended.__name__)
+    step = next((s for s in reversed(timeline.steps) if s.name in about_runs), None)
+    if step is None or step.name != Assigned.__name__:
+        return ""
+    waited_s = max(0, timeline.now_ms - step.at_ms) / 1000
+    if waited_s < 1:
+        return ""
+    return (
+        f"not started by its worker for {waited_s:.1f} s: {step.fields['worker']} runs as many "
+        "requests as its engine admits (`kvlane_worker_requests_waiting`), or has not read it"
+    )
+
+
+def unassigned_since_ms(steps: Sequence[TimelineStep]) -> int | None:
+    """Broker time from which on a request has been waiting for a worker; None if it is not.
+
+    After its first record, a fence, the refusal of a worker, and a prefill whose decode is to come.
+    """
+    since_ms: int | None = None
+    latest: dict[str, Any] = {}
+    for step in steps:
+        record = step.fields
+        is_of_latest = record.get("attempt", 0) == latest.get("attempt", 0)
+        if step.name == Ended.__name__:
+            return None
+        if step.name == Assigned.__name__:
+            latest, since_ms = record, None
+        elif step.name in (Request.__name__, Fencing.__name__):
+            since_ms = step.at_ms
+        elif step.name == Finished.__name__ and is_of_latest:
+            is_prefill = record.get("code") == "handed_off" and latest.get("phase") == "prefill"
+            if is_prefill or record.get("retryable"):
+                since_ms = step.at_ms
+    return since_ms
