@@ -85,6 +85,7 @@ class Gateway:
         artifacts = ArtifactStore(log, ctx.clock, pool, settings.cache_dir / "artifacts")
         self._library = ModelCatalog(served, ModelLoader(artifacts, pool, ctx))
         self._streams = ActiveStreams(log, settings, ctx, registry_clock, rng)
+        self._access.share_limits(log, registry_clock)
         self._health = GatewayHealth(self._streams, self._registry, ctx)
         self._metrics = GatewayMetrics()
         self._metrics.responses_in_flight.set_function(lambda: self._streams.open_streams)
@@ -143,6 +144,8 @@ class Gateway:
             log.warning("%d answers continue without this gateway", self._streams.open_streams)
         await self._streams.close()
         await self._streams.wait_idle(REDIRECT_TIMEOUT_S)
+        if self._access.sharing is not None:
+            await self._access.sharing.close()
         if self._server is not None:
             await self._server.stop()
         self._threads.close()

@@ -63,6 +63,7 @@ _INNER: tuple[type[record_base.InternalRecord], ...] = (
     records.Heartbeat,
     records.Probe,
     records.RouterCapacity,
+    records.LimitClaims,
     records.WorkerCard,
     records.ModelCard,
     records.SnapshotPointer,

@@ -65,6 +65,7 @@ from kvlane.streams.record_types.worker_records import (
     CancelRun,
     EngineStats,
     Heartbeat,
+    LimitClaims,
     Lost,
     Probe,
     ReportedWaits,

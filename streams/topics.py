@@ -153,9 +153,9 @@ TOPICS: tuple[Topic, ...] = (
         ("worker", "router"), ("router", "indexer", "operator"),
     ),
     Topic(
-        CAPACITY, "router", 1, _HOUR_MS, "msgpack",
-        ("RouterCapacity",),
-        ("router",), ("preprocessor", "operator"),
+        CAPACITY, "router, gateway", 1, _HOUR_MS, "msgpack",
+        ("RouterCapacity", "LimitClaims"),
+        ("router", "gateway"), ("preprocessor", "gateway", "operator"),
     ),
     Topic(
         REGISTRY, "entity", 1, None, "msgpack",

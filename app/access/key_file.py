@@ -49,7 +49,7 @@ class KeyFileError(OperatorError):
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of a tenant at each gateway (None: no limit), and how its requests are queued and
+    """Limits of a tenant (None: no limit), and how its requests are queued and
     cached.
 
     `requests`, `tokens`: in flight, tokens of prompts and of the longest answers. `file_bytes`: of

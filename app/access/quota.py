@@ -1,13 +1,16 @@
-"""Limits of one tenant at one gateway: requests and tokens in flight, and per minute.
+"""Limits of one tenant, requests and tokens in flight and per minute, and their use at one gateway.
 
-Pure: the clock is passed in, in seconds. Rates are token buckets of one minute. Tokens in flight
-are those of prompts and of the longest answers; per minute, prompts count when they begin and
-answers when they end, so the bucket may be in debt by the tokens in flight.
+Pure: the clock is passed in, in seconds. A gateway counts up to its share of each limit; where
+gateways divide limits (`app/http/server/limit_sharing.py`) it holds nothing at first, else all.
+What it has used of a limit per minute comes back with time, in a minute for a whole share. Tokens
+in flight are those of prompts and of the longest answers; per minute, prompts count when they begin
+and answers when they end, so more than the share may be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from kvlane.app.access.key_file import Tenant
@@ -15,7 +18,8 @@ from kvlane.app.access.key_file import Tenant
 MINUTE_S = 60.0
 QUOTA_RETRY_S = 1.0
 """Retry delay while waiting for another request to end, whose time is unknown."""
-
+_ROUNDING = 1e-6
+"""Of what is left of a rate after a time."""
 
 LimitKind = Literal["requests", "tokens"]
 RATE_LIMIT_HEADERS = tuple(
@@ -26,12 +30,31 @@ RATE_LIMIT_HEADERS = tuple(
 """OpenAI's names of the headers about rates."""
 
 
+class TenantLimit(IntEnum):
+    """A limit that gateways divide; its number is its place in records."""
+
+    REQUESTS = 0
+    READERS = 1
+    """Clients that resume streams; as many as requests."""
+    TOKENS = 2
+    REQUEST_RATE = 3
+    TOKEN_RATE = 4
+
+
+_RATES: dict[TenantLimit, LimitKind] = {
+    TenantLimit.REQUEST_RATE: "requests",
+    TenantLimit.TOKEN_RATE: "tokens",
+}
+
+
 class QuotaRefusal(NamedTuple):
-    """A limit that is reached. Without `retry_after_s` the request can never be within it."""
+    """A limit that is reached. Without `retry_after_s` the request can never be within it.
+    `lacks_share`: other gateways may hold what is missing."""
 
     kind: LimitKind
     message: str
     retry_after_s: float | None
+    lacks_share: bool = False
 
 
 class CountedAnswer(Protocol):
@@ -40,90 +63,106 @@ class CountedAnswer(Protocol):
         """Number of tokens so far."""
 
 
-class TokenBucket:
-    def __init__(self, per_minute: int, now_s: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at_s = now_s
-
-    def level(self, now_s: float) -> float:
-        self._fill(now_s)
-        return self._level
-
-    def wait_s(self, amount: float, now_s: float) -> float:
-        if not self.per_minute:
-            return MINUTE_S if amount else 0.0
-        missing = min(amount, self.per_minute) - self.level(now_s)
-        return max(0.0, missing * MINUTE_S / self.per_minute)
-
-    def take(self, amount: float, now_s: float) -> None:
-        """Take an amount, even beyond the level."""
-        self._fill(now_s)
-        self._level -= amount
-
-    def resize(self, per_minute: int, now_s: float) -> None:
-        """Change the rate; used tokens stay used."""
-        taken = self.per_minute - self.level(now_s)
-        self.per_minute = per_minute
-        self._level = per_minute - taken
-
-    def _fill(self, now_s: float) -> None:
-        gained = max(0.0, now_s - self._at_s) * self.per_minute / MINUTE_S
-        self._level = min(float(self.per_minute), self._level + gained)
-        self._at_s = max(self._at_s, now_s)
-
-
 class TenantQuota:
-    def __init__(self, limits: Tenant, now_s: float) -> None:
-        self.limits = limits
-        self.requests = 0
-        """In flight."""
-        self.tokens = 0
-        self.attached = 0
-        """Clients that resume streams; bounded by the limit of requests."""
-        self._rates: dict[LimitKind, TokenBucket] = {}
+    def __init__(self, limits: Tenant, now_s: float, *, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
+        self.used = dict.fromkeys(TenantLimit, 0.0)
+        """In flight, or of the last minute and not come back yet."""
+        self.waiting = dict.fromkeys(TenantLimit, 0)
+        """Asked for by requests that wait for a greater share."""
+        self.held = dict.fromkeys(TenantLimit, 0)
+        """The share; without meaning for limits that the tenant does not have."""
+        self.elsewhere = dict.fromkeys(TenantLimit, 0)
+        """Shares of other gateways."""
+        self.is_active = False
+        """Whether anything was counted since this was last set to False."""
+        self._at_s = now_s
         self.set_limits(limits, now_s)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.requests or self.tokens or self.attached)
+        """Whether nothing is in flight."""
+        return not any(self.used[limit] for limit in TenantLimit if limit not in _RATES)
 
     def set_limits(self, limits: Tenant, now_s: float) -> None:
+        """Change the limits; what is used stays used."""
+        self.settle(now_s)
         self.limits = limits
-        rates: dict[LimitKind, int | None] = {
-            "requests": limits.requests_per_minute,
-            "tokens": limits.tokens_per_minute,
+        self.most = {
+            TenantLimit.REQUESTS: limits.requests,
+            TenantLimit.READERS: limits.requests,
+            TenantLimit.TOKENS: limits.tokens,
+            TenantLimit.REQUEST_RATE: limits.requests_per_minute,
+            TenantLimit.TOKEN_RATE: limits.tokens_per_minute,
         }
-        for kind, rate in rates.items():
-            if rate is None:
-                self._rates.pop(kind, None)
-            elif kind in self._rates:
-                self._rates[kind].resize(rate, now_s)
-            else:
-                self._rates[kind] = TokenBucket(rate, now_s)
+        for limit, most in self.most.items():
+            if not self.is_shared:
+                self.held[limit] = most or 0
+            if most is None and limit in _RATES:
+                self.used[limit] = 0.0
 
-    def take(self, kind: LimitKind, amount: int, now_s: float) -> QuotaRefusal | None:
-        """Count towards a rate, unless so much exceeds it now."""
-        bucket = self._rates.get(kind)
-        if bucket is None:
+    def limited(self) -> Iterator[tuple[TenantLimit, int]]:
+        """The limits that the tenant has."""
+        return ((limit, most) for limit, most in self.most.items() if most is not None)
+
+    def wait(self, amounts: Mapping[TenantLimit, int], sign: int) -> None:
+        """Count the amounts of a request that waits for a share; a negative sign: no longer."""
+        for limit, amount in amounts.items():
+            self.waiting[limit] += sign * amount
+
+    def settle(self, now_s: float) -> None:
+        """Let what was used of rates come back up to now."""
+        passed_s = max(0.0, now_s - self._at_s)
+        self._at_s = max(self._at_s, now_s)
+        for limit in _RATES:
+            back = passed_s * self.held[limit] / MINUTE_S
+            self.used[limit] = max(0.0, self.used[limit] - back)
+
+    def hold(self, limit: TenantLimit, share: int, now_s: float) -> None:
+        self.settle(now_s)
+        self.held[limit] = share
+
+    def refusal(self, limit: TenantLimit, more: int, own: int = 0) -> QuotaRefusal | None:
+        """Why the tenant may not use more of a limit now. `own`: what the asking request uses
+        of it, which does not end while that waits."""
+        most = self.most[limit]
+        if most is None or not more:
             return None
-        if (wait_s := bucket.wait_s(amount, now_s)) > 0:
-            message = f"the tenant may have {bucket.per_minute} {kind} a minute"
-            return QuotaRefusal(kind, message, wait_s)
-        bucket.take(amount, now_s)
-        return None
-
-    def spend(self, kind: LimitKind, amount: int, now_s: float) -> None:
-        if (bucket := self._rates.get(kind)) is not None:
-            bucket.take(amount, now_s)
+        used, rate = self.used[limit], _RATES.get(limit)
+        # A prompt above the tokens of a minute has to wait for all of them.
+        need = used + (min(more, most) if rate is not None and most else more)
+        if need <= min(self.held[limit], most) + _ROUNDING:
+            return None
+        lacks_share = need + self.waiting[limit] <= most + _ROUNDING
+        in_use = used + self.elsewhere[limit]
+        if rate is not None:
+            missing = need + self.elsewhere[limit] - most
+            wait_s = missing * MINUTE_S / most if most else MINUTE_S
+            message = f"the tenant may have {most} {rate} a minute"
+            return QuotaRefusal(
+                rate, message, wait_s if missing > 0 else QUOTA_RETRY_S, lacks_share
+            )
+        again_s = QUOTA_RETRY_S if own + more <= most else None
+        if limit is TenantLimit.TOKENS:
+            message = (
+                f"prompts and longest answers have {more} tokens, {in_use:.0f} of the {most} that "
+                "the tenant may have at a time are in use"
+            )
+            return QuotaRefusal("tokens", message, again_s, lacks_share)
+        message = f"the tenant may have {most} requests at a time"
+        return QuotaRefusal("requests", message, again_s, lacks_share)
 
     def headers(self, now_s: float) -> Iterable[tuple[str, str]]:
         """Rate limit headers, with OpenAI's names."""
-        for kind, bucket in self._rates.items():
-            level = bucket.level(now_s)
-            yield f"x-ratelimit-limit-{kind}", str(bucket.per_minute)
-            yield f"x-ratelimit-remaining-{kind}", str(max(0, int(level)))
-            full_s = bucket.wait_s(bucket.per_minute, now_s)
+        self.settle(now_s)
+        for limit, kind in _RATES.items():
+            most = self.most[limit]
+            if most is None:
+                continue
+            used = self.used[limit] + self.elsewhere[limit]
+            yield f"x-ratelimit-limit-{kind}", str(most)
+            yield f"x-ratelimit-remaining-{kind}", str(max(0, int(most - used)))
+            full_s = used * MINUTE_S / most if most else MINUTE_S
             yield f"x-ratelimit-reset-{kind}", f"{full_s:.3f}s"
 
 
@@ -132,64 +171,34 @@ class QuotaLease:
 
     def __init__(self, quota: TenantQuota) -> None:
         self.quota = quota
-        self._requests = 0
-        self._tokens = 0
-        self._attached = 0
+        self._used = dict.fromkeys(TenantLimit, 0)
         self.answers: Iterable[CountedAnswer] = ()
         """Their tokens are counted at the end."""
 
-    def add_request(self, now_s: float) -> QuotaRefusal | None:
-        return self._more_requests(1, now_s)
-
-    def add_answers(
-        self, answers: int, prompt_tokens: int, most_tokens: int, now_s: float
-    ) -> QuotaRefusal | None:
-        """Count the answers, prompt tokens and maximal tokens of a parsed request."""
-        quota, most = self.quota, self.quota.limits.tokens
-        if answers > 1 and (refusal := self._more_requests(answers - 1, now_s)) is not None:
-            return refusal
-        if most is not None and quota.tokens + most_tokens > most:
-            excess = f"prompts and longest answers have {most_tokens} tokens, "
-            held = f"{quota.tokens} of the {most} that the tenant may have at a time are in use"
-            return QuotaRefusal(
-                "tokens", excess + held, QUOTA_RETRY_S if most_tokens <= most else None
-            )
-        if (refusal := quota.take("tokens", prompt_tokens, now_s)) is not None:
-            return refusal
-        quota.tokens += most_tokens
-        self._tokens += most_tokens
-        return None
-
-    def add_reader(self, now_s: float) -> QuotaRefusal | None:
-        if (refusal := self._refusal(self.quota.attached, 0, 1, now_s)) is not None:
-            return refusal
-        self.quota.attached += 1
-        self._attached += 1
+    def add(self, amounts: Mapping[TenantLimit, int], now_s: float) -> QuotaRefusal | None:
+        """Count all amounts, or none if a limit is reached."""
+        quota = self.quota
+        quota.settle(now_s)
+        quota.is_active = True
+        for limit, more in amounts.items():
+            refusal = quota.refusal(limit, more, self._used[limit])
+            if refusal is not None:
+                return refusal
+        for limit, more in amounts.items():
+            if limit not in _RATES:
+                self._used[limit] += more
+                quota.used[limit] += more
+            elif quota.most[limit] is not None:
+                quota.used[limit] += more
         return None
 
     def release(self, now_s: float) -> None:
         """Release everything. Idempotent."""
         quota = self.quota
-        quota.requests -= self._requests
-        quota.tokens -= self._tokens
-        quota.attached -= self._attached
-        self._requests = self._tokens = self._attached = 0
-        quota.spend("tokens", sum(answer.counted_tokens for answer in self.answers), now_s)
+        for limit, used in self._used.items():
+            quota.used[limit] -= used
+        self._used = dict.fromkeys(TenantLimit, 0)
+        if quota.most[TenantLimit.TOKEN_RATE] is not None:
+            quota.settle(now_s)
+            quota.used[TenantLimit.TOKEN_RATE] += sum(each.counted_tokens for each in self.answers)
         self.answers = ()
-
-    def _more_requests(self, more: int, now_s: float) -> QuotaRefusal | None:
-        if (refusal := self._refusal(self.quota.requests, self._requests, more, now_s)) is not None:
-            return refusal
-        self.quota.requests += more
-        self._requests += more
-        return None
-
-    def _refusal(self, used: int, own: int, more: int, now_s: float) -> QuotaRefusal | None:
-        """Why the tenant, with `used` at a time, may not have more; else they count in its rate.
-        `own`: those of `used` that this lease has, which do not end while it waits."""
-        most = self.quota.limits.requests
-        if most is not None and used + more > most:
-            again_s = QUOTA_RETRY_S if own + more <= most else None
-            excess = f"the tenant may have {most} requests at a time"
-            return QuotaRefusal("requests", excess, again_s)
-        return self.quota.take("requests", more, now_s)

@@ -133,7 +133,7 @@ def limit(
     ] = None,
     file: _File = None,
 ) -> None:
-    """Set limits of a tenant, at each gateway. Omitted limits stay unchanged."""
+    """Set limits of a tenant, over all gateways. Omitted limits stay unchanged."""
     path = _path_to_write(file)
     given: dict[str, object] = {
         "requests": requests, "tokens": tokens, "requests_per_minute": requests_per_minute,

@@ -1,5 +1,5 @@
 """Records of `assignments`, `kv-events` and `capacity`: commands to workers, their heartbeats and
-cache changes, and the free capacity of routers.
+cache changes, the free capacity of routers, and shares of gateways in tenants' limits.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default
@@ -150,3 +150,15 @@ class RouterCapacity(InternalRecord, frozen=True):
     positions: dict[int, int] = {}
     batch_requests: int = 0
     waits: ReportedWaits | None = None
+
+
+class LimitClaims(InternalRecord, frozen=True):
+    """What a gateway holds of the limits of some tenants, and what it wants to hold, by tenant: of
+    requests, readers, tokens, requests a minute and tokens a minute. `number` rises with each
+    record of the gateway; a record with a lower one than another before it has no effect.
+    """
+
+    gateway: str
+    number: int
+    held: dict[str, tuple[int, ...]] = {}
+    wanted: dict[str, tuple[int, ...]] = {}

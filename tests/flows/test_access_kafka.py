@@ -3,23 +3,28 @@ debug."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from aiokafka import AIOKafkaConsumer
+from pydantic import SecretStr
 
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.engine.simulated.engine import SimulatedEngine
+from kvlane.app.gateway import Gateway
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext
+from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.worker import Worker
 from kvlane.streams.brokers.broker import free_ports
@@ -84,6 +89,51 @@ async def test_tenants_are_kept_apart_and_no_key_leaves_the_gateway(
         for part in (token, token.split("_", 2)[2], token.split("_", 2)[2][:12]):
             assert part.encode() not in got
             assert part.encode() not in log
+
+
+async def test_limit_holds_over_two_gateways(settings: Settings, tmp_path: Path) -> None:
+    keys = KeyFileHarness(tmp_path)
+    token = keys.add("acme")
+    keys.limit("acme", requests=4)
+    guarded = settings.model_copy(
+        update={
+            "api_keys_file": keys.path, "stream_secret": SecretStr(SECRET),
+            "http_port": 0, "drain_grace_s": 1,
+        }
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        clients = []
+        for name in ("g1", "g2"):
+            log, ctx = open_log(guarded, name), ProcessContext(name)
+            await log.start()
+            stack.push_async_callback(log.close)
+            stack.push_async_callback(ctx.cancel_tasks)
+            gateway = Gateway(log, guarded, ctx)
+            await gateway.start()
+            stack.push_async_callback(gateway.stop)
+            url = f"{gateway.url}/v1"
+            client = openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0, timeout=WAIT_S)
+            clients.append(await stack.enter_async_context(client))
+
+        async def ask(number: int) -> openai.AsyncStream[Any] | None:
+            try:
+                return await clients[number % 2].completions.create(
+                    model="demo", prompt="a", max_tokens=1900, stream=True
+                )
+            except openai.RateLimitError:
+                return None
+
+        begun = [each for each in await asyncio.gather(*map(ask, range(60))) if each]
+        assert len(begun) == 4
+        for stream in begun:
+            await stream.close()
+        clock = SystemClock()
+        late = clock.now() + WAIT_S
+        for number in range(2):
+            while (answer := await ask(number)) is None:
+                assert clock.now() < late, "closed streams count on"
+                await clock.sleep(0.1)
+            await answer.close()
 
 
 async def _share_nothing(

@@ -615,6 +615,15 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         ),
     ),
     (
+        r.LimitClaims(
+            "g1-00ff", 7, {"acme": (2, 0, 4096, 3, 500)}, {"acme": (4, 1, 8192, 6, 1000)}
+        ),
+        bytes.fromhex(
+            "84a767617465776179a767312d30306666a66e756d62657207a468656c6481a461636d65950200cd100003"
+            "cd01f4a677616e74656481a461636d65950401cd200006cd03e8"
+        ),
+    ),
+    (
         r.Assigned(
             id="job-17", attempt=0, phase="aggregated", worker="w1", epoch=40, origin=ORIGIN,
             responses_from=90, deadline_ms=1_700_000_030_000, lora_name="sql",

@@ -438,6 +438,13 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("limits",),
         ),
         Mutation(
+            "limits-apart",
+            "limits",
+            "shares of gateways in a limit",
+            edge.limits_hold_for_each_gateway,
+            scenarios=("limits",),
+        ),
+        Mutation(
             "batches-apart",
             "limits",
             "batches of a tenant in the order of the log, over all gateways",

@@ -69,6 +69,7 @@ FOUND_BY = {
     "any-tenant": (4,),
     "tenants-meet": (4,),
     "limits-kept": (0,),
+    "limits-apart": (0,),
     "batches-apart": (11,),
     "replies-awaited": (7,),
     "reply-early": (33,),

@@ -60,7 +60,7 @@ class BatchesEndpoint:
     async def create(self, request: Request) -> Response:
         """Create a batch. Raises ApiError."""
         caller = caller_of(request)
-        caller.count_request()
+        await caller.count_request()
         async with self._bodies.read(request) as body:
             fields, _ = await run_cooperatively(parse_body(body.content))
         wanted = _new_batch(fields)

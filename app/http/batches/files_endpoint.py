@@ -50,7 +50,7 @@ class FilesEndpoint:
     async def create(self, request: Request) -> Response:
         """Upload a file. Raises ApiError."""
         caller = caller_of(request)
-        caller.count_request()
+        await caller.count_request()
         most_bytes = self._room(caller)
         with self._transfers.taken(caller.tenant), translated(), self._arrival(request) as counted:
             async with multipart_body(request, most_bytes) as body:

@@ -111,7 +111,7 @@ class Completions:
     ) -> PreparedBody:
         """The body of a request, checked and tokenised. Raises ApiError and PreprocessError."""
         parts, caller = self._parts, caller_of(request)
-        caller.count_request()
+        await caller.count_request()
         async with self._bodies.read(request) as body:
             fields, values = await run_cooperatively(parse_body(body.content))
             try:
@@ -151,7 +151,7 @@ class Completions:
         parts.streams.check_capacity(answers)
         detached = form.is_background or request.headers.get(DETACH_HEADER, "").lower() == "true"
         choices = self._choices(parsed, prepared, model)
-        caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
+        await caller.count_answers(prepared.requests, parsed.n, choices, model.card.context_length)
         requests = self._one_request_each(
             self._with_results(kind, parsed, prepared, form.stored), parsed.n, caller, traceparent
         )

@@ -62,7 +62,7 @@ class StreamResume:
         `stream` (false: the whole answer, when it is there), `include_usage`.
         """
         request_id = self.id_of(request)
-        caller_of(request).count_reader()
+        await caller_of(request).count_reader()
         from_token = _position(request)
         return self.response(
             request_id,

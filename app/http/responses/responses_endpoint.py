@@ -109,7 +109,7 @@ class ResponsesEndpoint:
     async def _id_of(self, request: Request) -> str:
         """The id in the path. Raises ApiError, 404, for one of another tenant or a deleted one."""
         request_id, caller = self._streams.id_of(request), caller_of(request)
-        caller.count_reader()
+        await caller.count_reader()
         if self._parts.streams.seal.is_stored(request_id, caller.tenant):
             await self._stored.check_not_deleted(request_id)
         return request_id

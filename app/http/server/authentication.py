@@ -4,14 +4,14 @@
     x-api-key: kvl_…      ─────────────┘
 
 A request is refused from its head alone. The passed-on value has neither header, so no log line and
-no record can hold a key. Limits hold for each gateway process.
+no record can hold a key. Gateways divide the limits (`limit_sharing.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 
 from msgspec.structs import replace
@@ -19,13 +19,15 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlane.app.access.key_file import ApiKey, KeyFileError, KeyRing, KeyRole, Tenant, read_key_file
-from kvlane.app.access.quota import CountedAnswer, QuotaLease, QuotaRefusal, TenantQuota
+from kvlane.app.access.quota import CountedAnswer, QuotaLease, TenantLimit, TenantQuota
 from kvlane.app.http.api_errors import ApiError
+from kvlane.app.http.server.limit_sharing import LimitSharing
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.streams import request as prepared
-from kvlane.streams.clock import Clock
+from kvlane.streams.clock import BrokerClock, Clock
 from kvlane.streams.ids import TenantTag
+from kvlane.streams.ports import Log
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class ApiKeyStore:
         self._ring = KeyRing(read_key_file(self._path))
         self._seen = self._signature()
         self._quotas: dict[str, TenantQuota] = {}
+        self.is_shared = False
+        """Whether gateways divide the limits."""
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -62,11 +66,19 @@ class ApiKeyStore:
         """The terms of a tenant; one without an entry has no limits."""
         return self._ring.tenants.get(name) or Tenant()
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether a tenant has a limit that is counted here."""
+        tenants = self._ring.tenants.values()
+        return any(any(TenantQuota(each, 0.0).limited()) for each in tenants)
+
     def quota(self, name: str) -> TenantQuota:
         """The quota of a tenant. Bound: the tenants of the file and those with requests."""
         quota = self._quotas.get(name)
         if quota is None:
-            quota = self._quotas[name] = TenantQuota(self.tenant(name), self._clock.now())
+            quota = self._quotas[name] = TenantQuota(
+                self.tenant(name), self._clock.now(), is_shared=self.is_shared
+            )
         return quota
 
     async def watch(self) -> None:
@@ -108,6 +120,7 @@ class Caller:
     def __init__(
         self, tenant: str = "", role: KeyRole = "operator", lease: QuotaLease | None = None,
         terms: Tenant | None = None, clock: Clock | None = None,
+        sharing: LimitSharing | None = None,
     ) -> None:  # fmt: skip
         """Without arguments: any sender where there are no keys."""
         self.tenant = tenant
@@ -116,6 +129,7 @@ class Caller:
         """Limits of the tenant, and how its requests are queued and cached."""
         self._lease = lease
         self._clock = clock
+        self._sharing = sharing
 
     @property
     def is_counted(self) -> bool:
@@ -129,29 +143,46 @@ class Caller:
         if self.role != "operator":
             raise _forbidden(f"{what} need a key of the role operator")
 
-    def count_request(self) -> None:
+    async def count_request(self) -> None:
         """Count a request whose body was not read yet. Raises ApiError, 429."""
-        if self._lease is not None and self._clock is not None:
-            _check(self._lease.add_request(self._clock.now()))
+        await self._count({TenantLimit.REQUESTS: 1, TenantLimit.REQUEST_RATE: 1})
 
-    def count_answers(
+    async def count_answers(
         self, requests: Sequence[prepared.Request], n: int, answers: Iterable[CountedAnswer],
         context: int | None = None,
     ) -> None:  # fmt: skip
         """Count `n` answers to each of the prompts. Raises ApiError, 429. `context`: the longest
         prompt and answer of the model; answers without a limit fill it."""
-        if self._lease is None or self._clock is None:
+        if self._lease is None:
             return
-        prompt_tokens = sum(request.prompt_tokens for request in requests)
-        most_tokens = sum(_most_tokens(request, context or 0) for request in requests)
-        now = self._clock.now()
-        _check(self._lease.add_answers(len(requests) * n, prompt_tokens, most_tokens * n, now))
+        more = len(requests) * n - 1
+        amounts = {
+            TenantLimit.REQUESTS: more,
+            TenantLimit.REQUEST_RATE: more,
+            TenantLimit.TOKENS: n
+            * sum(_most_tokens(request, context or 0) for request in requests),
+            TenantLimit.TOKEN_RATE: sum(request.prompt_tokens for request in requests),
+        }
+        await self._count(amounts)
         self._lease.answers = answers
 
-    def count_reader(self) -> None:
+    async def count_reader(self) -> None:
         """Count a reader of a stream that exists. Raises ApiError, 429."""
-        if self._lease is not None and self._clock is not None:
-            _check(self._lease.add_reader(self._clock.now()))
+        await self._count({TenantLimit.READERS: 1, TenantLimit.REQUEST_RATE: 1})
+
+    async def _count(self, amounts: Mapping[TenantLimit, int]) -> None:
+        lease = self._lease
+        if lease is None or self._clock is None:
+            return
+        if self._sharing is None:
+            refusal = lease.add(amounts, self._clock.now())
+        else:
+            refusal = await self._sharing.add(self.tenant, lease, amounts)
+        if refusal is not None:
+            raise ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS, refusal.message, code="rate_limit_exceeded",
+                retry_after_s=refusal.retry_after_s,
+            )  # fmt: skip
 
     @property
     def cache_tenant(self) -> str:
@@ -190,6 +221,8 @@ class Caller:
         """The exchange is over."""
         if self._lease is not None and self._clock is not None:
             self._lease.release(self._clock.now())
+            if self._sharing is not None:
+                self._sharing.released(self.tenant)
 
 
 ANYONE = Caller()
@@ -212,12 +245,22 @@ class AccessControl:
         self._ctx = ctx
         self.store = ApiKeyStore(settings, ctx.clock) if settings.api_keys_file else None
         """None: there are no keys."""
+        self.sharing: LimitSharing | None = None
+        """None: the limits are those of this process."""
+
+    def share_limits(self, kafka: Log, broker_clock: BrokerClock) -> None:
+        """Divide the limits of tenants among gateways. To be called before `start`."""
+        if self.store is not None:
+            self.store.is_shared = True
+            self.sharing = LimitSharing(kafka, self._ctx, broker_clock)
 
     def start(self) -> None:
         """Follow the file of keys, and log whether HTTP is open to all."""
         settings, store = self._settings, self.store
         if store is not None:
             self._ctx.spawn("api keys", store.watch())
+            if self.sharing is not None and store.has_limits:
+                self.sharing.start()
             log.info("%d API keys in %s", len(store), settings.api_keys_file)
             if not settings.is_on_loopback and settings.http_tls_cert is None:
                 log.warning(
@@ -246,7 +289,7 @@ class AccessControl:
             raise _forbidden(f"this needs a key of the role {needs}, not {key.role}")
         tenant = key.tenant
         terms, lease = self.store.tenant(tenant), QuotaLease(self.store.quota(tenant))
-        return Caller(tenant, key.role, lease, terms, self._ctx.clock)
+        return Caller(tenant, key.role, lease, terms, self._ctx.clock, self.sharing)
 
 
 class Authentication:
@@ -303,16 +346,6 @@ def _most_tokens(request: prepared.Request, context: int) -> int:
         return prompt
     limit = request.stop.max_tokens
     return max(prompt, context) if limit is None else prompt + limit
-
-
-def _check(refusal: QuotaRefusal | None) -> None:
-    if refusal is not None:
-        raise ApiError(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            refusal.message,
-            code="rate_limit_exceeded",
-            retry_after_s=refusal.retry_after_s,
-        )
 
 
 def _unauthorized() -> ApiError:

@@ -146,6 +146,10 @@ def ended_requests_count_on() -> Iterator[Replacement]:
     yield quota.QuotaLease, "release", lambda *_: None
 
 
+def limits_hold_for_each_gateway() -> Iterator[Replacement]:
+    yield authentication.AccessControl, "share_limits", lambda *_: None
+
+
 def batches_count_at_each_gateway() -> Iterator[Replacement]:
     original = batch_view.BatchView._is_later
 

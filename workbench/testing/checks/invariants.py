@@ -84,6 +84,8 @@ STEADY_TASKS = {
 }
 OPTIONAL_TASKS = {
     "api keys",
+    "limit claims",
+    "limit shares",
     "probe",
     "judgement",
     "cache events",

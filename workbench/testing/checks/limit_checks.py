@@ -1,5 +1,5 @@
 """Checks of a tenant's limits, once the world has drained: never more at a time than they allow,
-over all gateways where they hold for all, and nothing is counted that has ended."""
+over all gateways, and nothing is counted that has ended."""
 
 # ruff: noqa: SLF001 - checks the private state of gateways
 
@@ -24,16 +24,15 @@ def limit_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
     assert LIMITS.batches is not None
     if waiting := clients.limited.waiting:
         yield f"limits: {sorted(waiting)} are still refused"
-    for label, most in clients.limited.most.items():
-        if most > LIMITS.requests:
-            yield f"limits: {most} requests of {LIMITED} at {label} at a time"
+    if (most := clients.limited.most) > LIMITS.requests:
+        yield f"limits: {most} requests of {LIMITED} at a time"
     if (batches := _most_batches(world, clients)) > LIMITS.batches:
         yield f"limits: {batches} batches of {LIMITED} at a time"
     for node in world.running("gateway"):
         if node.state == "up" and isinstance(node.process, Gateway):
             store = node.process._access.store
             if store is not None and not (quota := store.quota(LIMITED)).is_idle:
-                yield f"limits: {node.label} counts {quota.requests} requests of {LIMITED}"
+                yield f"limits: {node.label} counts {quota.used} of {LIMITED}"
 
 
 def _most_batches(world: SimulatedWorld, clients: Clients) -> int:

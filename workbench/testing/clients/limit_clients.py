@@ -9,6 +9,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from kvlane.app.http.server.limit_sharing import CLAIM_TTL_S, RENEWAL_S
+from kvlane.streams.codecs import type_of
+from kvlane.streams.topics import CAPACITY
 from workbench.testing.api_keys import LIMITED, ClientKey
 from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
 from workbench.testing.clients.kafka_clients import TEXTS
@@ -31,10 +34,10 @@ class LimitClients:
         has_limits = "limits" in world.parameters.scenarios
         self.waiting = {f"limited-{n}" for n in range(CLIENTS if has_limits else 0)}
         """Names of those that still ask."""
-        self.open: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()
         """Responses that have begun and not ended, by gateway."""
-        self.most: Counter[str] = Counter()
-        """The most of them at a time."""
+        self.most = 0
+        """The most of them at a time, over all gateways whose claims have not lapsed."""
 
     def start(self) -> None:
         for name in sorted(self.waiting):
@@ -69,13 +72,22 @@ class LimitClients:
                 world.history.add_event(f"{name} gets {status} at {gateway.label}")
                 if status != HTTPStatus.OK:
                     return False
-                self.open[gateway.label] += 1
-                self.most[gateway.label] = max(self.open[gateway.label], self.most[gateway.label])
+                self._open[gateway.label] += 1
+                counted = self._open.keys() - self._lapsed() | {gateway.label}
+                self.most = max(self.most, sum(self._open[label] for label in counted))
                 try:
                     async for _ in parts:
                         pass
                 finally:
-                    self.open[gateway.label] -= 1
+                    self._open[gateway.label] -= 1
         except Disconnected:
             return False
         return True
+
+    def _lapsed(self) -> set[str]:
+        """Gateways that may not have renewed their claims in time."""
+        records = self._world.broker.records(CAPACITY, 0)
+        last_ms = {raw.key: raw.timestamp for raw in records if type_of(raw) == b"LimitClaims"}
+        since_ms = records[-1].timestamp - 1000 * (CLAIM_TTL_S - RENEWAL_S) if records else 0
+        lapsed = [key for key, at_ms in last_ms.items() if key and at_ms < since_ms]
+        return {key.decode().rpartition("-")[0] for key in lapsed}
