@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvlane.app.cli import app
 from kvlane.app.local.processes import free_port
 from kvlane.streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics
@@ -30,14 +31,21 @@ def environment(**variables: str) -> dict[str, str]:
     return inherited | {"COLUMNS": "160"} | variables
 
 
-def kvlane(*arguments: str, code: int = 0, **variables: str) -> str:
-    """What a command prints; it has to end with this exit code."""
+def command(*arguments: str, code: int = 0) -> str:
+    """The output of a command within this process, which has to end with this exit code."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def kvlane(*arguments: str, **variables: str) -> str:
+    """The output of a demo, which has to end with exit code 0."""
     done = subprocess.run(
         [*KVLANE, *arguments],
         env=environment(**variables), capture_output=True, text=True, timeout=WHOLE_S, check=False,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -137,21 +145,11 @@ def test_demo_on_kafka_loses_nothing_and_leaves_no_process(
     assert running_with(topic_prefix) == []
 
 
-def test_processes_end_with_a_killed_demo(on_kafka: dict[str, str], topic_prefix: str) -> None:
-    with running("demo", **on_kafka) as process:
-        read_until(process, "workers are up")
-        assert len(running_with(topic_prefix)) >= 9  # itself, 4 workers, and one of each other
-        process.kill()
-        process.wait(60)
-    deadline = time.monotonic() + 30
-    while left := running_with(topic_prefix):
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.1)
-
-
 def test_up_serves_publish_follow_and_cancel_with_prefill_and_decode_workers(
-    on_kafka: dict[str, str], topic_prefix: str, tmp_path: Path
+    on_kafka: dict[str, str], topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in on_kafka.items():
+        monkeypatch.setenv(name, value)
     endless = tmp_path / "endless.jsonl"
     endless.write_text(
         '{"id":"long","body":{"messages":[{"role":"user","content":"again"}],'
@@ -162,16 +160,16 @@ def test_up_serves_publish_follow_and_cancel_with_prefill_and_decode_workers(
         read_until(deployment, "/metrics  worker-1 (prefill)")
         read_until(deployment, "/metrics  worker-2 (decode)")
         read_until(deployment, "Ctrl-C stops everything")
-        answer = kvlane("publish", "--id", "both", "--follow", "héllo", **on_kafka)
-        assert answer == kvlane("publish", "--follow", "héllo", **on_kafka)
+        answer = command("publish", "--id", "both", "--follow", "héllo")
+        assert answer == command("publish", "--follow", "héllo")
         assert answer.endswith(".\n")
-        explained = kvlane("explain", "both", **on_kafka)
+        explained = command("explain", "both")
         assert re.search(r"prefill.*worker-1", explained), explained
         assert re.search(r"decode.*worker-2", explained), explained
-        kvlane("publish", "-f", str(endless), **on_kafka)
-        kvlane("cancel", "long", **on_kafka)
-        kvlane("follow", "long", code=1, **on_kafka)
-        assert "as it should be" in kvlane("topics", "describe", **on_kafka)
+        command("publish", "-f", str(endless))
+        command("cancel", "long")
+        command("follow", "long", code=1)
+        assert "as it should be" in command("topics", "describe")
         deployment.send_signal(signal.SIGTERM)
         assert deployment.wait(60) == 0
     assert running_with(topic_prefix) == []

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvlane.app.router import Router
+from kvlane.app.runtime.process import faststream_app
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
@@ -33,15 +36,13 @@ def test_invalid_setting_is_named() -> None:
     assert "kvlane settings" in remedy
 
 
-def test_missing_servers_error_names_the_variable() -> None:
-    what, _ = failed("router", KVLANE_BOOTSTRAP_SERVERS="")
-    assert "KVLANE_BOOTSTRAP_SERVERS is not set" in what
-
-
-def test_broker_that_is_not_there_is_named() -> None:
-    what, remedy = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1")
-    assert "router fails: BrokerUnavailable: no Kafka at 127.0.0.1:1" in what
-    assert "what to do: Check KVLANE_BOOTSTRAP_SERVERS" in remedy
+def test_missing_servers_error_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVLANE_BOOTSTRAP_SERVERS", "")
+    with pytest.raises(SystemExit, match="1"):
+        faststream_app("router", Router)
+    assert "router cannot start: KVLANE_BOOTSTRAP_SERVERS is not set" in capsys.readouterr().err
 
 
 def test_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -54,9 +55,12 @@ def test_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "what to do:" in remedy
 
 
-def test_unknown_variable_is_named_with_the_nearest_setting() -> None:
+def test_unknown_variable_is_named_before_a_broker_that_is_not_there() -> None:
     lines = failed("router", KVLANE_BOOTSTRAP_SERVERS="127.0.0.1:1", KVLANE_WORKER_TIMEOUTS="3")
     assert lines[0].endswith(
         "not a setting, ignored: KVLANE_WORKER_TIMEOUTS (did you mean KVLANE_WORKER_TIMEOUT_S?)"
     )
     assert len([line for line in lines if "WORKER_TIMEOUTS" in line]) == 1
+    what, remedy = lines[1:]
+    assert "router fails: BrokerUnavailable: no Kafka at 127.0.0.1:1" in what
+    assert "what to do: Check KVLANE_BOOTSTRAP_SERVERS" in remedy
