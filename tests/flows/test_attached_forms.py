@@ -100,6 +100,23 @@ async def test_new_forms_of_a_tenant_wait_for_those_that_are_compiled(
     assert {output.finish_reason for output in await asyncio.gather(*waiting)} == {"stop"}
 
 
+async def test_cancelled_request_for_a_new_form_ends_while_it_waits(
+    server: Compiler, engine: PassthroughEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_forms, "COMPILE_TIMEOUT_S", 30.0)
+    names = [f"{SLOW}{n}" for n in range(new_forms.PLACES)]
+    compiling = [asyncio.create_task(ask(engine, "evil", guided_regex=name)) for name in names]
+    await until(lambda: len(server.forms) == new_forms.PLACES)
+    context = GenerateContext("r")
+    waiting = asyncio.create_task(ask(engine, "evil", context, guided_regex="new"))
+    await asyncio.sleep(0.05)
+    context.cancel()
+    await engine.abort(context)
+    assert (await asyncio.wait_for(waiting, 5)).finish_reason == "cancelled"
+    server.go.set()
+    await asyncio.wait(compiling)
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_form_without_an_output_keeps_its_place(
     server: Compiler, engine: PassthroughEngine, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -31,7 +32,6 @@ PLACES = 4
 UNFINISHED_S = 600.0
 """Time for which a form without an output keeps its place: it may still be compiled."""
 MAX_KNOWN_FORMS = 10_000
-_POLL_S = 0.1
 
 FormKey = tuple[str, bytes]
 """Tenant, and digest of a form."""
@@ -45,6 +45,7 @@ class NewForms:
         self._compiled: OrderedDict[FormKey, None] = OrderedDict()
         self._places: dict[object, tuple[str, float]] = {}
         """Tenants, and until when at most they keep these places; the oldest first."""
+        self._changed = asyncio.Event()
 
     async def first(
         self, outputs: AsyncGenerator[EngineOutput, None], key: FormKey, context: GenerateContext
@@ -65,20 +66,32 @@ class NewForms:
             raise not_compiled() from None
         except EngineError as e:
             if not (e.is_stall or context.is_stopped):
-                self._places.pop(place, None)
+                self._leave(place)
             raise
         if output is not None and output.finish_reason != "cancelled":
-            self._places.pop(place, None)
             self._compiled[key] = None
             if len(self._compiled) > MAX_KNOWN_FORMS:
                 self._compiled.popitem(last=False)
+            self._leave(place)
         return output
+
+    def wake(self) -> None:
+        """Let requests that wait for a place look for one, and whether they are cancelled."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _leave(self, place: object) -> None:
+        self._places.pop(place, None)
+        self.wake()
 
     async def _wait_for_place(self, key: FormKey, context: GenerateContext) -> None:
         while self._is_full(key[0]) and key not in self._compiled:
-            await self._clock.sleep(_POLL_S)
             if context.is_stopped:
                 raise EngineError("it was cancelled before its form had a place")
+            left_s = next(iter(self._places.values()))[1] - self._clock.now()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
 
     def _is_full(self, tenant: str) -> bool:
         now = self._clock.now()

@@ -165,6 +165,7 @@ class ServerEngine(Engine):
         """As `Engine.abort`: closes the connection, at which the server stops generating."""
         if (stream := self._streams.get(context)) is not None:
             stream.close()
+        self._new_forms.wake()
 
     async def _connect(self, worker_id: str) -> ServerDiscovery:
         """Wait for the server. Raises EngineError."""
