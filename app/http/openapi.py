@@ -68,6 +68,11 @@ _WORKER: JsonObject = {
 }
 
 
+def _object(**properties: JsonObject) -> JsonObject:
+    """An object that has all of these properties."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
 def _texts(text: JsonObject) -> JsonObject:
     """A text, the tokens of one, or a list of either."""
     many = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
@@ -91,16 +96,7 @@ _WIDER: Mapping[str, Mapping[str, JsonObject]] = {
     "ChatBody": {
         "tool_choice": _nullable(
             {"enum": ["none", "auto", "required"]},
-            {
-                "type": "object", "required": ["type", "function"],
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object", "required": ["name"],
-                        "properties": {"name": {"type": "string"}},
-                    },
-                },
-            },
+            _object(type={"const": "function"}, function=_object(name={"type": "string"})),
         ),
     },
     "CompletionBody": {"prompt": _texts({"type": "string"})},
@@ -131,34 +127,12 @@ _OF_ALL: Mapping[str, JsonObject] = {
 
 # --- answers --------------------------------------------------------------------------------------
 
-_ERROR: JsonObject = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
-_MESSAGE_ERROR: JsonObject = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
+_STRING: JsonObject = {"type": "string"}
+_COUNT: JsonObject = {"type": "integer", "minimum": 0}
+_ERROR = _object(
+    error=_object(message=_STRING, type=_STRING, param={"type": ["string", "null"]}, code=_STRING)
+)
+_MESSAGE_ERROR = _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING))
 _USAGE: JsonObject = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
@@ -168,12 +142,9 @@ _USAGE: JsonObject = {
 
 def _listing(name: str, **fields: JsonObject) -> JsonObject:
     """An object whose `object` has a name."""
-    properties = {"object": {"const": name}} | fields
-    return {"type": "object", "required": list(properties), "properties": properties}
+    return _object(object={"const": name}, **fields)
 
 
-_STRING: JsonObject = {"type": "string"}
-_COUNT: JsonObject = {"type": "integer", "minimum": 0}
 _MODEL = _listing("model", id=_STRING, created=_COUNT, owned_by=_STRING)
 _CHOICES: JsonObject = {"type": "array", "items": {"type": "object", "required": ["index"]}}
 _HEAD: Mapping[str, JsonObject] = {
@@ -198,9 +169,7 @@ _MESSAGE: JsonObject = {
         "usage": {"type": "object", "required": ["input_tokens", "output_tokens"]},
     },
 }
-_COUNTED: JsonObject = {
-    "type": "object", "required": ["input_tokens"], "properties": {"input_tokens": _COUNT},
-}  # fmt: skip
+_COUNTED = _object(input_tokens=_COUNT)
 _RESPONSE = _listing(
     "response", id=_STRING, created_at=_COUNT, model=_STRING, error=_nullable({"type": "object"}),
     status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
@@ -237,13 +206,6 @@ _REFUSALS = ("400", "401", "403", "404", "429", "503")
 
 def _json(schema: JsonObject) -> JsonObject:
     return {"application/json": {"schema": schema}}
-
-
-def _verdict(name: str) -> JsonObject:
-    """The answer of a probe."""
-    return _json({
-        "type": "object", "required": [name], "properties": {name: {"type": "boolean"}},
-    })  # fmt: skip
 
 
 # --- operations -----------------------------------------------------------------------------------
@@ -287,14 +249,10 @@ _FILE = _listing(
 _FILE_ID = _parameter("file_id", "path", "As in the answer to its upload", _STRING)
 _UPLOAD: JsonObject = {
     "multipart/form-data": {
-        "schema": {
-            "type": "object",
-            "required": ["file", "purpose"],
-            "properties": {
-                "file": {"type": "string", "format": "binary", "description": "JSONL"},
-                "purpose": {"const": "batch"},
-            },
-        }
+        "schema": _object(
+            file={"type": "string", "format": "binary", "description": "JSONL"},
+            purpose={"const": "batch"},
+        )
     }
 }
 
@@ -309,10 +267,7 @@ _BATCH = _listing(
     error_file_id=_TEXT, created_at=_COUNT, in_progress_at=_TIME, expires_at=_COUNT,
     finalizing_at=_TIME, completed_at=_TIME, failed_at=_TIME, expired_at=_TIME,
     cancelling_at=_TIME, cancelled_at=_TIME, metadata=_nullable({"type": "object"}),
-    request_counts={
-        "type": "object", "required": ["total", "completed", "failed"],
-        "properties": dict.fromkeys(("total", "completed", "failed"), _COUNT),
-    },
+    request_counts=_object(total=_COUNT, completed=_COUNT, failed=_COUNT),
 )  # fmt: skip
 _NEW_BATCH = msgspec.json.schema_components([NewBatch])[1]["NewBatch"]
 
@@ -326,118 +281,79 @@ def _page(entity: JsonObject) -> JsonObject:
 
 
 def _paging(most: int) -> list[JsonObject]:
+    count = {"type": "integer", "minimum": 1, "maximum": most}
     return [
-        _parameter(
-            "limit",
-            "query",
-            "Most objects of a page",
-            {"type": "integer", "minimum": 1, "maximum": most},
-        ),
+        _parameter("limit", "query", "Most objects of a page", count),
         _parameter("after", "query", "The last id of the page before", _STRING),
         _parameter("order", "query", "By time", {"enum": ["asc", "desc"]}),
     ]
 
 
-_BATCH_OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
-    ("/v1/files", "post"): {"responses": {"200": ("The file", _json(_FILE))}},
-    ("/v1/files", "get"): {
-        "parameters": [_parameter("purpose", "query", "Of this only", _STRING), *_paging(10_000)],
-        "responses": {"200": ("The newest first", _page(_FILE))},
-    },
-    ("/v1/files/{file_id}", "get"): {
-        "parameters": [_FILE_ID], "responses": {"200": ("The file", _json(_FILE))},
-    },
-    ("/v1/files/{file_id}", "delete"): {
-        "parameters": [_FILE_ID],
-        "responses": {"200": ("It is deleted", _json(
-            _listing("file", id=_STRING, deleted={"const": True})
-        ))},
-    },
-    ("/v1/files/{file_id}/content", "get"): {
-        "parameters": [_FILE_ID],
-        "responses": {"200": ("The content", {"application/jsonl": {"schema": _STRING}})},
-    },
-    ("/v1/batches", "post"): {"responses": {"200": ("The batch", _json(_BATCH))}},
-    ("/v1/batches", "get"): {
-        "parameters": _paging(100), "responses": {"200": ("The newest first", _page(_BATCH))},
-    },
-    ("/v1/batches/{batch_id}", "get"): {
-        "parameters": [_BATCH_ID], "responses": {"200": ("The batch", _json(_BATCH))},
-    },
-    ("/v1/batches/{batch_id}/cancel", "post"): {
-        "parameters": [_BATCH_ID], "responses": {"200": ("The batch", _json(_BATCH))},
-    },
-}  # fmt: skip
+def _operation(
+    about: str, content: JsonObject, *parameters: JsonObject, code: str = "200"
+) -> JsonObject:
+    """An operation with one answer beside its failures."""
+    answer: JsonObject = {"responses": {code: (about, content)}}
+    return answer | {"parameters": [*parameters]} if parameters else answer
+
+
+def _probe(name: str) -> JsonObject:
+    """An operation that answers yes or no, by its status too."""
+    verdict = _json(_object(**{name: {"type": "boolean"}}))
+    return {"responses": {"200": ("Yes", verdict), "503": ("No", verdict)}}
+
 
 _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
-    **_BATCH_OPERATIONS,
-    ("/v1/responses", "post"): {
-        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_RESPONSE) | _EVENTS)},
-    },
-    ("/v1/responses/{request_id}", "get"): {
-        "parameters": [
-            _ID,
-            _parameter("stream", "query", "true: its events", _SWITCH),
-            _parameter("starting_after", "query", "Number of the last known event", _POSITION),
-        ],
-        "responses": {"200": ("Its state", _json(_RESPONSE) | _EVENTS)},
-    },
-    ("/v1/responses/{request_id}", "delete"): {
-        "parameters": [_ID],
-        "responses": {"200": ("It is deleted", _json(
-            _listing("response", id=_STRING, deleted={"const": True})
-        ))},
-    },
-    ("/v1/responses/{request_id}/input_items", "get"): {
-        "parameters": [_ID, *_paging(100)],
-        "responses": {"200": ("The last first", _page(
-            {"type": "object", "required": ["id", "type"]}
-        ))},
-    },
-    ("/v1/responses/{request_id}/cancel", "post"): {
-        "parameters": [_ID], "responses": {"200": ("Its state", _json(_RESPONSE))},
-    },
-    ("/v1/messages", "post"): {
-        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_MESSAGE) | _EVENTS)},
-    },
-    ("/v1/messages/count_tokens", "post"): {
-        "parameters": [], "responses": {"200": ("The number of tokens", _json(_COUNTED))},
-    },
-    ("/v1/chat/completions", "post"): {
-        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_CHAT) | _EVENTS)},
-    },
-    ("/v1/completions", "post"): {
-        "parameters": _HEADERS_IN, "responses": {"200": (_WHOLE, _json(_COMPLETION) | _EVENTS)},
-    },
-    ("/v1/embeddings", "post"): {
-        "parameters": _HEADERS_IN, "responses": {"200": ("The embeddings", _json(_EMBEDDINGS))},
-    },
-    ("/v1/streams/{request_id}", "get"): {
-        "parameters": _ATTACHING,
-        "responses": {
-            "200": (
-                "The rest of the stream, behind the position",
-                _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS, _MESSAGE, _RESPONSE]}) | _EVENTS,
-            )
-        },
-    },
-    ("/v1/streams/{request_id}", "delete"): {
-        "parameters": [_ID],
-        "responses": {"202": ("It ends shortly", _json(
-            _listing("stream", id=_STRING, status={"const": "cancelling"})
-        ))},
-    },
-    ("/v1/models", "get"): {"responses": {"200": ("The models", _json(_MODELS))}},
-    ("/v1/models/{name}", "get"): {"responses": {"200": ("The model", _json(_MODEL))}},
-    ("/livez", "get"): {
-        "responses": {"200": ("Yes", _verdict("alive")), "503": ("No", _verdict("alive"))},
-    },
-    ("/readyz", "get"): {
-        "responses": {"200": ("Yes", _verdict("ready")), "503": ("No", _verdict("ready"))},
-    },
-    ("/metrics", "get"): {
-        "responses": {"200": ("Prometheus' text format", {"text/plain": {"schema": _STRING}})},
-    },
+    ("/v1/files", "post"): _operation("The file", _json(_FILE)),
+    ("/v1/files", "get"): _operation(
+        "The newest first", _page(_FILE),
+        _parameter("purpose", "query", "Of this only", _STRING), *_paging(10_000),
+    ),
+    ("/v1/files/{file_id}", "get"): _operation("The file", _json(_FILE), _FILE_ID),
+    ("/v1/files/{file_id}", "delete"): _operation(
+        "It is deleted", _json(_listing("file", id=_STRING, deleted={"const": True})), _FILE_ID
+    ),
+    ("/v1/files/{file_id}/content", "get"): _operation(
+        "The content", {"application/jsonl": {"schema": _STRING}}, _FILE_ID
+    ),
+    ("/v1/batches", "post"): _operation("The batch", _json(_BATCH)),
+    ("/v1/batches", "get"): _operation("The newest first", _page(_BATCH), *_paging(100)),
+    ("/v1/batches/{batch_id}", "get"): _operation("The batch", _json(_BATCH), _BATCH_ID),
+    ("/v1/batches/{batch_id}/cancel", "post"): _operation("The batch", _json(_BATCH), _BATCH_ID),
+    ("/v1/responses", "post"): _operation(_WHOLE, _json(_RESPONSE) | _EVENTS, *_HEADERS_IN),
+    ("/v1/responses/{request_id}", "get"): _operation(
+        "Its state", _json(_RESPONSE) | _EVENTS, _ID,
+        _parameter("stream", "query", "true: its events", _SWITCH),
+        _parameter("starting_after", "query", "Number of the last known event", _POSITION),
+    ),
+    ("/v1/responses/{request_id}", "delete"): _operation(
+        "It is deleted", _json(_listing("response", id=_STRING, deleted={"const": True})), _ID
+    ),
+    ("/v1/responses/{request_id}/input_items", "get"): _operation(
+        "The last first", _page({"type": "object", "required": ["id", "type"]}), _ID, *_paging(100)
+    ),
+    ("/v1/responses/{request_id}/cancel", "post"): _operation("Its state", _json(_RESPONSE), _ID),
+    ("/v1/messages", "post"): _operation(_WHOLE, _json(_MESSAGE) | _EVENTS, *_HEADERS_IN),
+    ("/v1/messages/count_tokens", "post"): _operation("The number of tokens", _json(_COUNTED)),
+    ("/v1/chat/completions", "post"): _operation(_WHOLE, _json(_CHAT) | _EVENTS, *_HEADERS_IN),
+    ("/v1/completions", "post"): _operation(_WHOLE, _json(_COMPLETION) | _EVENTS, *_HEADERS_IN),
+    ("/v1/embeddings", "post"): _operation("The embeddings", _json(_EMBEDDINGS), *_HEADERS_IN),
+    ("/v1/streams/{request_id}", "get"): _operation(
+        "The rest of the stream, behind the position",
+        _json({"anyOf": [_CHAT, _COMPLETION, _EMBEDDINGS, _MESSAGE, _RESPONSE]}) | _EVENTS,
+        *_ATTACHING,
+    ),
+    ("/v1/streams/{request_id}", "delete"): _operation(
+        "It ends shortly", _json(_listing("stream", id=_STRING, status={"const": "cancelling"})),
+        _ID, code="202",
+    ),
+    ("/v1/models", "get"): _operation("The models", _json(_MODELS)),
+    ("/v1/models/{name}", "get"): _operation("The model", _json(_MODEL)),
+    ("/livez", "get"): _probe("alive"),
+    ("/readyz", "get"): _probe("ready"),
+    ("/metrics", "get"): _operation(
+        "Prometheus' text format", {"text/plain": {"schema": _STRING}}
+    ),
 }  # fmt: skip
 
 
