@@ -36,9 +36,9 @@ class EngineSettings(BaseModel):
     tool_parser: ToolParserName = Field(
         "auto",
         description="parser of tool calls in the answers to chats with tools: hermes (JSON between "
-        "the tags tool_call, as Hermes and Qwen write it), or with the engine vllm one of vLLM's "
-        "own; auto takes the form that the model's chat template shows; none leaves calls in the "
-        "text. For all workers of a model",
+        "the tags tool_call, as Hermes and Qwen write it), openai (gpt-oss), or with the engine "
+        "vllm one of vLLM's own; auto takes the form that the model's chat template shows; none "
+        "leaves calls in the text. For all workers of a model",
     )
     reasoning_parser: ReasoningParserName = Field(
         "auto",

@@ -34,7 +34,7 @@ from typing import Protocol
 import msgspec
 
 from kvlane.app.operator_error import OperatorError
-from kvlane.app.text.answer_parsers import ContentParser, Emit
+from kvlane.app.text.answer_parts import ContentParser, Emit
 from kvlane.indexer.cache_events.engine_events import EngineEvent
 from kvlane.streams.record_base import JsonText
 from kvlane.streams.records import (

@@ -19,7 +19,7 @@ from kvlane.app.engine.interface import (
     KvEventListener,
 )
 from kvlane.app.engine.output_values import checked_output, checked_stats
-from kvlane.app.text.answer_parsers import ContentParser, Emit
+from kvlane.app.text.answer_parts import ContentParser, Emit
 from kvlane.streams.records import EngineConfig, EngineStats
 from kvlane.streams.request import AnswerParsing, Request
 

@@ -3,6 +3,7 @@
     text ─► ReasoningParser ─► reasoning
                     └─content─► HermesParser ─► tool calls
                                         └─────► content
+    text ─► HarmonyParser (gpt-oss) ─► all three
 
 A parser gets the text of one token at a time. Its parts are a function of the text up to there, so
 a worker that continues an answer finds the parts that readers have. Names are those of vLLM for the
@@ -13,23 +14,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from typing import Any, Literal, NamedTuple, get_args
 
+from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, call_id
+from kvlane.app.text.harmony_parser import HARMONY_REASONING, HARMONY_TOOLS, HarmonyParser
 from kvlane.app.text.json_call import JsonCall, MalformedCall
 from kvlane.streams.request import AnswerParsing
 
 log = logging.getLogger(__name__)
 
 ToolParserName = Literal[
-    "auto", "none", "hermes", "qwen3_coder", "qwen3_xml", "glm45", "glm47", "kimi_k2", "minimax_m2"
+    "auto",
+    "none",
+    "hermes",
+    "openai",
+    "qwen3_coder",
+    "qwen3_xml",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "minimax_m2",
 ]
-VLLM_TOOL_PARSERS = frozenset(get_args(ToolParserName)) - {"auto", "none", "hermes"}
+VLLM_TOOL_PARSERS = frozenset(get_args(ToolParserName)) - {"auto", "none", "hermes", "openai"}
 """Of vLLM's own (`app/engine/vllm/calls_parser.py`)."""
 ReasoningParserName = Literal[
     "auto", "none", "qwen3", "deepseek_r1", "deepseek_v4", "glm45", "glm47",
     "granite_thinking_parser", "holo2", "kimi_k2", "ling3", "mimo", "minicpmv", "minimax_m2",
-    "mistral", "nemotron_v3", "seed_oss", "step3p5",
+    "mistral", "nemotron_v3", "openai_gptoss", "seed_oss", "step3p5",
 ]  # fmt: skip
 
 PARSER_VERSION = 1
@@ -65,16 +76,6 @@ _OTHER_FORMS = ("<function=", "<arg_key>", "<parameter=")
 """Forms of calls within the same tags that are no JSON."""
 
 
-class AnswerPart(NamedTuple):
-    """A part of an answer: content, or the fields of a delta of OpenAI's form."""
-
-    content: str = ""
-    delta: dict[str, Any] | None = None
-
-
-Emit = Callable[[AnswerPart], None]
-
-
 class AnswerParser:
     """The parser of one answer; `push` returns the parts that the next text completes."""
 
@@ -89,8 +90,14 @@ class AnswerParser:
                 f"has version {PARSER_VERSION}: run one version of workers and gateways"
             )
         self._parts: list[AnswerPart] = []
-        self._calls = _calls_parser(parsing, request_id, self._parts.append, engine_calls)
-        self._reasoning = ReasoningParser(self._calls, self._parts.append, parsing)
+        emit = self._parts.append
+        self._calls: ContentParser
+        self._reasoning: ReasoningParser | HarmonyParser
+        if is_harmony(parsing):
+            self._calls = self._reasoning = HarmonyParser(emit, request_id, parsing)
+            return
+        self._calls = _calls_parser(parsing, request_id, emit, engine_calls)
+        self._reasoning = ReasoningParser(self._calls, emit, parsing)
 
     @property
     def calls(self) -> int:
@@ -128,24 +135,6 @@ class AnswerParser:
         parts = self._parts.copy()
         self._parts.clear()
         return parts
-
-
-class ContentParser:
-    """The parser of answers without tool calls: all of the text is content."""
-
-    calls = 0
-    malformed_calls = 0
-    is_full = False
-
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
-
-    def push(self, text: str) -> None:
-        if text:
-            self._emit(AnswerPart(text))
-
-    def end(self) -> None:
-        """Nothing is kept back."""
 
 
 CallsFactory = Callable[[AnswerParsing, str, Emit], ContentParser]
@@ -374,12 +363,16 @@ def split_at_tag(text: str, tag: str) -> TagSplit:
 
 def tool_parser_of(template: str) -> str:
     """The parser of the calls that a chat template asks for; "" if its form is not known."""
+    if _is_harmony_template(template):
+        return HARMONY_TOOLS
     is_hermes = CALL in template and END_OF_CALL in template
     return "hermes" if is_hermes and not any(form in template for form in _OTHER_FORMS) else ""
 
 
 def reasoning_parser_of(template: str) -> str:
     """The parser of the reasoning in a chat template; "" if it has none."""
+    if _is_harmony_template(template):
+        return HARMONY_REASONING
     named = ("qwen3", "mistral", "seed_oss")
     return next((name for name in named if REASONING_TAGS[name].end in template), "")
 
@@ -392,11 +385,19 @@ def begins_in_reasoning(parser: str, prompt: str) -> bool:
     return prompt.endswith(tags.start) or (tags.is_open and not prompt.endswith(tags.end))
 
 
+def is_harmony(parsing: AnswerParsing) -> bool:
+    """Whether the answer has the form of gpt-oss."""
+    return parsing.tools == HARMONY_TOOLS or parsing.reasoning == HARMONY_REASONING
+
+
+def _is_harmony_template(template: str) -> bool:
+    return "<|channel|>" in template and "<|message|>" in template
+
+
 def has_special_tags(parsing: AnswerParsing) -> bool:
     """Whether tags may be special tokens, so that the text needs these."""
-    return parsing.tools in VLLM_TOOL_PARSERS or (
-        parsing.reasoning not in ("", "qwen3", "deepseek_r1")
-    )
+    names = {parsing.tools, parsing.reasoning}
+    return not names <= {"", "hermes", "qwen3", "deepseek_r1"}
 
 
 def _calls_parser(
@@ -409,9 +410,3 @@ def _calls_parser(
     if parsing.tools not in VLLM_TOOL_PARSERS or engine_calls is None:
         raise ValueError(f"this worker has no tool parser {parsing.tools!r}")
     return engine_calls(parsing, request_id, emit)
-
-
-def call_id(request_id: str, number: int) -> str:
-    """The same id for every worker and reader."""
-    digest = blake2b(f"{number} {request_id}".encode(), digest_size=12).hexdigest()
-    return f"call_{digest}"

@@ -170,7 +170,7 @@ class JsonCall:
         if not self._has_arguments:
             self._add_arguments("{}")
         self.is_complete = True
-        self.is_valid = _is_object(self._whole_arguments)
+        self.is_valid = is_object(self._whole_arguments)
         self._state = "end"
 
 
@@ -181,7 +181,8 @@ def _string(literal: str) -> str:
         raise MalformedCall(f"it has a string that is no JSON: {e}") from None
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether a text is an object of JSON."""
     try:
         return isinstance(msgspec_json.decode(text.encode(errors="replace")), dict)
     except (DecodeError, RecursionError):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvlane.app.text.answer_parsers import AnswerParser, AnswerPart, CallsFactory
+from kvlane.app.text.answer_parsers import AnswerParser, CallsFactory
+from kvlane.app.text.answer_parts import AnswerPart
 from kvlane.app.text.stop_conditions import TextPiece, TextStream
 from kvlane.streams.records import FinishReason, PassthroughDelta
 from kvlane.streams.request import AnswerParsing

@@ -21,7 +21,7 @@ from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.worker_model import ModelPublisher
 from kvlane.app.settings import Settings
-from kvlane.app.text.answer_parsers import ContentParser, Emit
+from kvlane.app.text.answer_parts import ContentParser, Emit
 from kvlane.app.worker import Worker
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock

@@ -9,9 +9,11 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 from vllm.parser import ParserManager
@@ -24,6 +26,7 @@ from kvlane.app.text.answer_parsers import (
     REASONING_TAGS,
     THINK,
     VLLM_TOOL_PARSERS,
+    AnswerParser,
     ReasoningParserName,
     ToolParserName,
     begins_in_reasoning,
@@ -49,6 +52,11 @@ TOOLS = json.dumps([
     }}
     for name in ("get_weather", "get_time")
 ]).encode()  # fmt: skip
+OSS_HEADERS = (
+    "<|channel|>commentary to=functions.get_time <|constrain|>json",
+    "<|channel|>commentary to=functions.get_weather json",
+    " to=functions.get_time<|channel|>commentary <|constrain|>json",
+)
 WORDS = ("Paris", "São Paulo", "a < b", "x\ny", "日本", 'it\'s "q"', "</x>", "{1}", "")
 Call = tuple[str, Mapping[str, Any]]
 
@@ -234,6 +242,57 @@ def test_reasoning_follows_from_the_tokens_and_is_that_of_vllm(
         assert (_squeezed(reasoning), _squeezed(content)) == theirs, (prompt, text)
 
 
+def test_answers_of_gpt_oss_are_parsed_as_by_the_library_of_openai() -> None:
+    rng = random.Random(1)
+    codec = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    kind = ParserManager.get_parser(
+        tool_parser_name="openai", reasoning_parser_name="openai_gptoss", enable_auto_tools=True,
+        is_harmony=True,
+    )  # fmt: skip
+    assert kind is not None
+    for _ in range(REASONED):
+        tokens = codec.encode(messages(rng), allowed_special="all")
+        tokens = tokens[: rng.choice((len(tokens), rng.randint(5, max(5, len(tokens)))))]
+        tokenizer: Any = SimpleNamespace(decode=codec.decode_utf8)
+        parser, found, calls = kind(tokenizer), ["", ""], list[list[str]]()
+        for place, token in enumerate(tokens, 1):
+            delta = parser.parse_delta(
+                "", [token], _chat(TOOLS), None, finished=place == len(tokens)
+            )
+            if delta is not None:
+                found[0] += delta.reasoning or ""
+                found[1] += delta.content or ""
+                for call in delta.tool_calls:
+                    if call.function.name:
+                        calls.append([call.function.name, ""])
+                    calls[-1][1] += call.function.arguments or ""
+        ours = AnswerParser(AnswerParsing(tools="openai", reasoning="openai_gptoss"), "a")
+        text = codec.decode_utf8(tokens)
+        parts = [*ours.push(text), *ours.end()]
+        deltas = [PassthroughDelta(delta=dict(part.delta)) for part in parts if part.delta]
+        merged = merge_deltas(*deltas).delta
+        functions = [call["function"] for call in merged.get("tool_calls") or []]
+        content = "".join(part.content for part in parts)
+        found[1] = found[1].partition("<|")[0]  # a header that is cut off is content there
+        assert [merged.get("reasoning", ""), content.partition("<|")[0]] == found, text
+        assert [[each["name"], each["arguments"]] for each in functions] == calls, text
+
+
+def messages(rng: random.Random) -> str:
+    """An answer of gpt-oss, without the header that its prompt has begun."""
+    found = []
+    for _ in range(rng.randrange(3)):
+        channel = rng.choice(("analysis", "commentary"))
+        words = "".join(rng.choices((*WORDS, "I think "), k=rng.randrange(1, 6)))
+        found.append(f"<|channel|>{channel}<|message|>{words} .<|end|>")
+    if rng.random() < 0.6:
+        header, arguments = rng.choice(OSS_HEADERS), {"city": rng.choice(WORDS)}
+        found.append(f"{header}<|message|>{json.dumps(arguments)}<|call|>")
+    else:
+        found.append(f"<|channel|>final<|message|>{rng.choice(WORDS)} .<|return|>")
+    return "<|start|>assistant".join(found)
+
+
 def joined_by_vllm(
     parser: Any, tokenizer: Any, prompt: str, tokens: Sequence[int]
 ) -> tuple[str, str]:
@@ -259,4 +318,6 @@ def _squeezed(text: str) -> str:
 def test_every_parser_that_is_offered_is_tested() -> None:
     assert FAMILIES.keys() == VLLM_TOOL_PARSERS
     assert {*get_args(ToolParserName)} > VLLM_TOOL_PARSERS
-    assert {*get_args(ReasoningParserName)} - {"auto", "none"} == REASONING_TAGS.keys()
+    assert {*get_args(ReasoningParserName)} - {"auto", "none", "openai_gptoss"} == (
+        REASONING_TAGS.keys()
+    )

@@ -49,7 +49,7 @@ from kvlane.app.engine.vllm.plugin import ENDPOINT_PREFIX
 from kvlane.app.engine.vllm.stats import VllmStats
 from kvlane.app.engine.vllm.versions import check_plugin, installed_version
 from kvlane.app.text.answer_forms import after_reasoning
-from kvlane.app.text.answer_parsers import Emit
+from kvlane.app.text.answer_parts import Emit
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import token_count
 from kvlane.streams.records import EngineConfig, EngineStats, FinishReason, LogProb

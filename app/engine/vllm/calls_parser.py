@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.text.answer_parsers import AnswerPart, ContentParser, Emit, call_id
+from kvlane.app.text.answer_parts import AnswerPart, ContentParser, Emit, call_id
 from kvlane.streams.request import AnswerParsing
 
 log = logging.getLogger(__name__)

@@ -259,6 +259,47 @@ def test_tags_of_the_reasoning_are_those_of_the_model(
     assert (answer.reasoning, answer.content) == (reasoning, content)
 
 
+OSS = AnswerParsing(tools="openai", reasoning="openai_gptoss")
+OSS_CALL = (
+    "<|channel|>analysis<|message|>which?<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"city": "Köln"}<|call|>'
+)
+OSS_FINAL = "<|start|>assistant<|channel|>final<|message|>a < b<|return|>"
+
+
+def test_messages_of_gpt_oss_are_reasoning_calls_and_content() -> None:
+    answer = parsed(OSS, OSS_CALL + OSS_FINAL)
+    assert (answer.reasoning, answer.content) == ("which?", "a < b")
+    assert answer.calls == [("weather", '{"city": "Köln"}')]
+    run = stream(OSS)
+    assert run.feed([*OSS_CALL.removesuffix("<|call|>").encode()]).finish_reason is None
+    assert run.reasoning_tokens == len(">which?" + "<|end|>")
+    run.end()  # the last tag is a hidden stop token of the model
+    assert run.finish_reason("stop") == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("no header", "no header", 0),
+        ("x" * 600, "x" * 600, 0),
+        ("<|channel|>commentary to=python<|message|>1+1", "1+1", 0),
+        ("<|channel|>commentary to=functions.f<|message|><|call|>", "", 1),
+        ('<|channel|>commentary to=functions.f<|message|>{"a', "", 0),
+    ],
+)
+def test_malformed_messages_of_gpt_oss_lose_no_text(text: str, content: str, calls: int) -> None:
+    run = stream(OSS)
+    pieces = [run.feed([*text.encode()]), run.end()]
+    assert "".join(piece.text for piece in pieces) == content
+    assert (run.finish_reason("stop") == "tool_calls") == bool(calls)
+
+
+def test_stop_string_ends_an_answer_of_gpt_oss_before_it() -> None:
+    answer = parsed(OSS, OSS_FINAL.removeprefix("<|start|>assistant"), stop=(" b",))
+    assert (answer.content, answer.finish_reason) == ("a <", "stop")
+
+
 def test_answer_that_does_not_begin_with_reasoning_has_none() -> None:
     text = "no <think>tags</think>"
     assert parsed(BOTH, text).content == text
@@ -295,6 +336,7 @@ def test_parser_of_another_version_is_refused() -> None:
         ("<tool_call>{{ name }}<arg_key></tool_call>", "", ""),
         ("{% if content.split('</think>') %}<think>", "", "qwen3"),
         ("[THINK]{{ thought }}[/THINK]", "", "mistral"),
+        ("<|channel|>{{ channel }}<|message|>", "openai", "openai_gptoss"),
         ("{{ messages }}", "", ""),
     ],
 )
@@ -341,11 +383,18 @@ def generated(rng: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("parsing", [BOTH, TOOLS, _with(BOTH, in_reasoning=True)])
+def generated_messages(rng: random.Random) -> str:
+    """An answer of gpt-oss: well-formed, cut off, or with faults in it."""
+    parts = [OSS_CALL, OSS_FINAL, "<|start|>assistant", "<|channel|>", "<|message|>", "<|en", "a <"]
+    text = "".join(rng.choices(parts, weights=(3, 3, 1, 1, 1, 1, 1), k=rng.randint(1, 4)))
+    return text[: rng.choice((len(text), rng.randint(0, len(text))))]
+
+
+@pytest.mark.parametrize("parsing", [BOTH, TOOLS, _with(BOTH, in_reasoning=True), OSS])
 def test_steps_and_fences_do_not_change_the_parts(parsing: AnswerParsing) -> None:
     rng = random.Random(7)
     for _ in range(500):
-        text = generated(rng)
+        text = (generated_messages if parsing is OSS else generated)(rng)
         whole = parsed(parsing, text)
         size = len(text.encode())
         steps = [rng.randint(1, 9) for _ in range(size)]
