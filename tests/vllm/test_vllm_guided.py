@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ import pytest
 from msgspec.structs import replace
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from kvlane.app.demo.tiny_model import VOCABULARY_SIZE
 from kvlane.app.engine.interface import EngineError, GenerateContext, InvalidRequest
 from kvlane.app.engine.vllm import guided_resume
+from kvlane.app.engine.vllm.calls_parser import VllmCallsParser
 from kvlane.app.http.openai.passthrough_fields import merge_deltas
 from kvlane.app.serving.run_executor import resumed_request
-from kvlane.app.text.answer_forms import calls_form
+from kvlane.app.text.answer_forms import CALL_FORMS, calls_form
 from kvlane.app.text.answer_parsers import AnswerParser
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import Chunk, PassthroughDelta
@@ -37,6 +40,7 @@ from kvlane.streams.request import (
 )
 from tests.vllm.engines import COMPACT, RealEngine, answer, core_of, make_request, started
 from tests.vllm.fleet import Fleet
+from tests.vllm.test_vllm_parsers import TAGS
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -148,6 +152,32 @@ async def test_form_holds_over_an_interruption_at_any_token(
             rest = await continued(engine, request, taken)
             text = tokenizer.decode([token for token in taken + rest if token != 2])
             assert is_right(text), (cut, text)
+
+
+@pytest.mark.parametrize("name", CALL_FORMS)
+async def test_call_in_the_form_of_each_parser_is_enforced(
+    engine: RealEngine, model: Path, name: str
+) -> None:
+    form = calls_form(TOOLS, "required", is_single=True, parser=name)
+    assert form is not None
+    parsing = AnswerParsing(tools=name, functions=json.dumps(TOOLS).encode())
+    tagged = AutoTokenizer.from_pretrained(str(model))
+    tagged.add_tokens(list(TAGS))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    request = guided(form, [20, 21, 22], 1, 400)
+    whole = await answer(engine, request)
+    taken = whole[: len(whole) // 2]
+    whole = taken + await continued(engine, request, taken)
+    text = tokenizer.decode([token for token in whole if token != 2])
+    parser = AnswerParser(parsing, "a", partial(VllmCallsParser, tokenizer=tagged))
+    parts = [*parser.push(text), *parser.end()]
+    deltas = [PassthroughDelta(delta=dict(part.delta)) for part in parts if part.delta]
+    (call,) = merge_deltas(*deltas).delta["tool_calls"]
+    assert call["function"]["name"] in ("one", "two")
+    arguments = json.loads(call["function"]["arguments"])
+    arguments["name"] = arguments["name"].strip()  # XML keeps white space beside strings
+    assert is_valid(json.dumps(arguments)), text
+    assert not "".join(part.content for part in parts).strip()
 
 
 async def test_form_begins_after_the_reasoning_also_of_the_tokens_so_far(

@@ -14,7 +14,7 @@ from kvlane.app.preprocess.requests.grammar_cost import cost_of_json
 from kvlane.app.preprocess.requests.guided_decoding import check_cost, guided_decoding_of
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.request_models import ChatBody
-from kvlane.app.text.answer_forms import calls_form
+from kvlane.app.text.answer_forms import CALL_FORMS, calls_form
 from kvlane.app.text.answer_parsers import (
     VLLM_TOOL_PARSERS,
     begins_in_reasoning,
@@ -67,8 +67,10 @@ def enforced_calls(request: OpenAIRequest) -> str:
     body = request.body
     if not isinstance(body, ChatBody) or request.tool_choice == "none":
         return ""
-    if request.tool_choice != "auto":
-        return "tool_choice"
+    return "tool_choice" if request.tool_choice != "auto" else _strict_field(body)
+
+
+def _strict_field(body: ChatBody) -> str:
     strict = (n for n, tool in enumerate(body.tools or ()) if tool.function.strict)
     return next((f"tools.{n}.function.strict" for n in strict), "")
 
@@ -79,14 +81,20 @@ def _calls_form(request: OpenAIRequest, parsers: ModelParsers) -> GuidedDecoding
     if not field:
         return None
     assert isinstance(request.body, ChatBody)
-    if parsers.tools != "hermes":
+    if parsers.tools not in CALL_FORMS:
         raise InvalidPrompt(
             field, "the form of this model's calls is not known: use auto, without strict"
+        )
+    if CALL_FORMS[parsers.tools].style and (strict := _strict_field(request.body)):
+        raise InvalidPrompt(
+            strict,
+            f"arguments in the form of the tool parser {parsers.tools} may have white space beside "
+            "their strings: leave it out",
         )
     form = calls_form(
         request.tools or (), request.tool_choice,
         is_single=request.body.parallel_tool_calls is False,
-        content=guided_decoding_of(request.body),
+        content=guided_decoding_of(request.body), parser=parsers.tools,
     )  # fmt: skip
     assert form is not None
     check_cost(field, cost_of_json(msgspec.json.decode(form.structural_tag or b"null")))

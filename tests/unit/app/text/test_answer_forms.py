@@ -144,3 +144,38 @@ def test_form_that_cannot_be_a_part_stays_as_it_is(guided: GuidedDecoding) -> No
     assert after_reasoning(guided, AnswerParsing(reasoning="qwen3")) == guided
     assert after_reasoning(None, AnswerParsing(reasoning="qwen3")) is None
     assert after_reasoning(guided, AnswerParsing(tools="hermes")) == guided
+
+
+@pytest.mark.parametrize(
+    ("parser", "begin", "style"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n", "qwen_xml"),
+        ("glm45", "<tool_call>f", "glm_xml"),
+        ("minimax_m2", '<invoke name="f">\n', "minimax_xml"),
+        ("openai", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", None),
+    ],
+)
+def test_required_call_has_the_form_of_its_parser(
+    parser: str, begin: str, style: str | None
+) -> None:
+    form = form_of(ModelParsers(parser, ""), tool_choice="required")
+    calls = form["content"] if form["type"] == "tag" else form
+    assert begins(calls)[0] == begin
+    assert calls["tags"][0]["content"].get("style") == style
+
+
+def test_form_of_gpt_oss_follows_its_analysis() -> None:
+    parsing = AnswerParsing(reasoning="openai_gptoss")
+    form = after_reasoning(GuidedDecoding(regex="a+"), parsing)
+    assert form is not None
+    before, final = msgspec.json.decode(form.structural_tag or b"")["format"]["elements"]
+    assert before["type"] == "optional"
+    assert (final["begin"], final["content"]["pattern"]) == (
+        "<|channel|>final<|message|>", "a+"
+    )  # fmt: skip
+
+
+def test_strict_tool_is_refused_where_arguments_are_xml() -> None:
+    with pytest.raises(InvalidPrompt, match="tool parser glm45") as raised:
+        form_of(ModelParsers("glm45", ""), tools=[tool("f", strict=True)])
+    assert raised.value.field == "tools.0.function.strict"
