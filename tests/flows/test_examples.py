@@ -19,13 +19,14 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from faststream.kafka import TestKafkaBroker
 
-from examples import faststream_service
+from examples import faststream_service, faststream_tools
 from examples.faststream_service import Answer, Question, Result, ResultError, Usage
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.app.standalone import StandaloneProcess
 from kvlane.streams.brokers.broker_factory import Broker, java_tool
 from kvlane.streams.prompt import Prompt, encode_prompt
+from kvlane.testing import ScriptedEngine, memory_deployment
 from tests.harness.kafka_processes import provisioned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,6 +185,39 @@ async def test_faststream_service_publishes_prompts_and_handles_results() -> Non
     assert [Answer.model_validate(answer) for answer in answers] == [
         Answer(id="q1", text="Answer to: What is a log?", tokens=3),
         Answer(id="q2", error="no worker"),
+    ]
+
+
+async def test_faststream_service_executes_the_calls_of_results() -> None:
+    service = faststream_tools
+    script = json.loads((ROOT / "examples" / "agent_script.json").read_text())
+    first = next(iter(script))
+    ids = list[str]()
+    async with memory_deployment(ScriptedEngine(script)) as deployment:
+        http = httpx.AsyncClient(base_url=deployment.url)
+
+        @service.broker.subscriber(service.prompts.topic)
+        async def answer(prompt: Prompt) -> service.ToolResult:
+            """The whole answer of a deployment, as its collector writes it."""
+            ids.append(prompt.id)
+            response = await http.post(
+                "/v1/chat/completions", json=prompt.body | {"model": "scripted"}
+            )
+            status = "completed" if response.is_success else "failed"
+            return service.ToolResult(
+                id=prompt.id, status=status, metadata=prompt.metadata,
+                body=response.json() if response.is_success else None,
+            )  # fmt: skip
+
+        async with TestKafkaBroker(service.broker) as broker:
+            for name, text in (("q1", first), ("q2", "unknown")):
+                await broker.publish(Question(id=name, text=text), service.QUESTIONS)
+            answers = [call.args[0] for call in service.answers.mock.call_args_list]
+        await http.aclose()
+    assert ids == ["q1/0", "q1/1", "q1/2", "q2/0"]
+    assert [Answer.model_validate(answer) for answer in answers] == [
+        Answer(id="q1", text="Yes: it rains in Köln, and the train leaves at 9:41."),
+        Answer(id="q2", error="failed"),
     ]
 
 
