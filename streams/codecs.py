@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
-from kvlane.streams import batch_records, record_base, records, request
+from kvlane.streams import record_base, records, request
 from kvlane.streams.errors import Malformed, NewerRecord, UnknownType
 from kvlane.streams.ports import Entry, Record, Unreadable
+from kvlane.streams.record_types import batch_records
 
 TYPE_HEADER = "t"
 """Name of the header that carries the record type."""

@@ -44,21 +44,6 @@ from kvlane.streams.record_types.registry_records import (
     Tombstone,
     WorkerCard,
 )
-from kvlane.streams.record_types.response_records import (
-    Chunk,
-    DryRunResult,
-    End,
-    Fence,
-    FinishReason,
-    LogProb,
-    PassthroughDelta,
-    Result,
-    ResultError,
-    ResultTimings,
-    ResultUsage,
-    StoredTurn,
-    Usage,
-)
 from kvlane.streams.record_types.worker_records import (
     Assignment,
     Blocks,
@@ -72,4 +57,19 @@ from kvlane.streams.record_types.worker_records import (
     RouterCapacity,
     RunProgress,
     WorkerState,
+)
+from kvlane.streams.response_records import (
+    Chunk,
+    DryRunResult,
+    End,
+    Fence,
+    FinishReason,
+    LogProb,
+    PassthroughDelta,
+    Result,
+    ResultError,
+    ResultTimings,
+    ResultUsage,
+    StoredTurn,
+    Usage,
 )

@@ -12,12 +12,17 @@ from functools import partial
 from typing import TypeVar
 
 from kvlane.app.batches.batch_view import BatchView, batch_key, cancel_key, file_key, response_key
-from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard, ResponseDeletion
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import AnyRecord
 from kvlane.streams.errors import BrokerUnavailable
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.record_types.batch_records import (
+    BatchCancel,
+    BatchJob,
+    FileCard,
+    ResponseDeletion,
+)
 from kvlane.streams.records import Tombstone
 from kvlane.streams.topics import BATCH_JOBS, partition_of
 from kvlane.streams.views.follower import Follower, OnApplied

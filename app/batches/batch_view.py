@@ -11,9 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard, ResponseDeletion
 from kvlane.streams.codecs import AnyRecord
 from kvlane.streams.ports import Partition
+from kvlane.streams.record_types.batch_records import (
+    BatchCancel,
+    BatchJob,
+    FileCard,
+    ResponseDeletion,
+)
 from kvlane.streams.records import LogRecord, Tombstone
 from kvlane.streams.topics import FILE_RETENTION_MS
 

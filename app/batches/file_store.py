@@ -16,7 +16,6 @@ from contextlib import aclosing, suppress
 from itertools import count
 from typing import NamedTuple
 
-from kvlane.streams.batch_records import FileCard
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import TYPE_HEADER
 from kvlane.streams.errors import PositionLost, StreamError
@@ -24,6 +23,7 @@ from kvlane.streams.ports import Appended, Entry, Headers, Log, Partition, Recor
 from kvlane.streams.reading.part_format import PART_BYTES, numbered_part, part_number
 from kvlane.streams.reading.range_reader import read_range
 from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.record_types.batch_records import FileCard
 from kvlane.streams.topics import FILE_PARTS, partition_of
 
 _PART = b"FilePart"

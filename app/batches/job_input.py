@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvlane.app.batches.batch_requests import JobRequest, requests_of
 from kvlane.app.batches.file_store import FileStore
-from kvlane.streams.batch_records import BatchEndpoint, BatchError, FileCard
+from kvlane.streams.record_types.batch_records import BatchEndpoint, BatchError, FileCard
 
 MAX_ERRORS = 100
 """Errors of an input that are listed."""

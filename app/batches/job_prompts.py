@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from kvlane.app.batches.batch_requests import JobRequest, prompt_of, request_id
 from kvlane.app.batches.job_input import JobInput
 from kvlane.app.batches.job_output import JobOutput, failure_line
-from kvlane.streams.batch_records import BatchEnding, BatchJob
 from kvlane.streams.clock import Clock
 from kvlane.streams.errors import RecordTooLarge
 from kvlane.streams.ports import Entry, Log
 from kvlane.streams.prompt import Prompt, encode_prompt, with_append_time
 from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.record_publisher import RecordPublisher
+from kvlane.streams.record_types.batch_records import BatchEnding, BatchJob
 from kvlane.streams.topics import BATCH
 
 WINDOW = 1000

@@ -21,10 +21,10 @@ from kvlane.app.batches.job_output import OutputSuperseded
 from kvlane.app.batches.job_run import JobContext, JobRun
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
-from kvlane.streams.batch_records import BatchJob
 from kvlane.streams.errors import AccessDenied, LogClosed, StreamError
 from kvlane.streams.ports import Log, Partition
 from kvlane.streams.reading.group_consumer import GroupMembership
+from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import BATCH_JOBS
 

@@ -19,7 +19,7 @@ from kvlane.app.audit.time_range import format_time
 from kvlane.app.commands.console import escape_text, make_console, plain_table, progress_bar
 from kvlane.app.operator_error import OperatorError, install_hint
 from kvlane.app.settings import Settings, settings_for_writing
-from kvlane.streams.batch_records import ENDED
+from kvlane.streams.record_types.batch_records import ENDED
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -33,7 +33,7 @@ from kvlane.app.preprocess.requests.request_models import (
     CompletionBody,
     EmbeddingBody,
 )
-from kvlane.streams.batch_records import BatchStatus, FilePurpose
+from kvlane.streams.record_types.batch_records import BatchStatus, FilePurpose
 from kvlane.streams.records import MAX_ID_CHARS
 
 _REF = "#/components/schemas/{model}"

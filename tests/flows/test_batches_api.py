@@ -12,10 +12,10 @@ import pytest
 
 from kvlane.app.batches.job_prompts import WINDOW, JobPrompts
 from kvlane.app.batches.job_run import GRACE_S, JobRun
-from kvlane.streams.batch_records import BatchJob
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import BrokerUnavailable
 from kvlane.streams.memory.memory_log import MemoryLog, MemoryReader
+from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.topics import BATCH, BATCH_JOBS, FILE_PARTS
 from tests.harness.batch_harness import CHATS, BatchHarness, chat_line, jsonl
 from tests.harness.gateway_harness import GatewayHarness

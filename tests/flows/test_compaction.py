@@ -11,11 +11,11 @@ from kvlane.app.batches.batch_view import batch_key, file_key
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.routing.state.fleet import Fleet
-from kvlane.streams.batch_records import BatchJob, FileCard
 from kvlane.streams.codecs import decode, encode
 from kvlane.streams.memory.broker_faults import AppendFate
 from kvlane.streams.ports import Partition
 from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.record_types.batch_records import BatchJob, FileCard
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import ARTIFACTS, BATCH_JOBS, FILE_PARTS, REGISTRY, TOPICS, partition_of
 from tests.harness.batch_harness import BatchHarness, chat_line, jsonl

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 
-from kvlane.streams import batch_records as b
 from kvlane.streams import records as r
 from kvlane.streams import request as q
 from kvlane.streams.codecs import AnyRecord, pack_tokens
+from kvlane.streams.record_types import batch_records as b
 
 ORIGIN = r.RequestOffset(topic="requests", partition=17, offset=4711)
 CANDIDATE_ROWS = struct.pack(

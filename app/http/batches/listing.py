@@ -14,8 +14,8 @@ from starlette.responses import Response
 from kvlane.app.batches.file_store import FileDamaged
 from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_request
 from kvlane.app.http.server.probes import JSON
-from kvlane.streams.batch_records import BatchJob, FileCard
 from kvlane.streams.errors import StreamError
+from kvlane.streams.record_types.batch_records import BatchJob, FileCard
 
 Entity = TypeVar("Entity", FileCard, BatchJob)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvlane.app.batches.batch_requests import request_id
 from kvlane.app.batches.batch_view import BatchView
-from kvlane.streams.batch_records import BatchJob
 from kvlane.streams.ports import Partition
+from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import LogRecord
 from kvlane.streams.responses.transcript import Transcript
 from kvlane.streams.topics import BATCH_JOBS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvlane.app.gateway import Gateway
-from kvlane.streams.batch_records import BatchJob
+from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.topics import BATCH_JOBS
 from workbench.testing.api_keys import LIMITED, LIMITS
 from workbench.testing.checks.stream_checks import decode_or_none

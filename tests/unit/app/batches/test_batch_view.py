@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from kvlane.app.batches.batch_view import BatchView, batch_key, file_key
-from kvlane.streams.batch_records import BatchCancel, BatchJob, FileCard, ResponseDeletion
 from kvlane.streams.ports import Partition
+from kvlane.streams.record_types.batch_records import (
+    BatchCancel,
+    BatchJob,
+    FileCard,
+    ResponseDeletion,
+)
 from kvlane.streams.records import LogRecord, Tombstone
 from kvlane.streams.topics import BATCH_JOBS, FILE_RETENTION_MS
 

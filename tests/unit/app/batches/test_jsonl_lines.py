@@ -22,7 +22,7 @@ from kvlane.app.batches.batch_requests import (
 )
 from kvlane.app.preprocess.cooperative_steps import run_now
 from kvlane.app.preprocess.json_limits import MAX_PARTS, UNCHECKED_BYTES
-from kvlane.streams.batch_records import BatchError
+from kvlane.streams.record_types.batch_records import BatchError
 from tests.harness.batch_harness import CHATS, chat_line
 
 MOST = 20
