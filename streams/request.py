@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvlane.streams.record_base import InternalRecord, JsonText, ModelKind, ServiceClass
+from kvlane.streams.response_records import Chunk, TurnPlace
 
 ResultKind = Literal["chat", "completion", "tokens", "embedding"]
 """The kind of a prompt that has an answer."""
@@ -242,14 +243,6 @@ class ReplyAddress(InternalRecord, frozen=True):
     partition: int | None = None
 
 
-class TurnPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where the result of an earlier response is in `results`."""
-
-    id: str
-    partition: int
-    offset: int
-
-
 class StoredInput(InternalRecord, frozen=True):
     """What a stored response keeps of its request.
 
@@ -286,7 +279,8 @@ class Request(InternalRecord, frozen=True):
     `queued_ms`: it may wait in any queue, and its deadline counts from then. `service_class` batch:
     uses the capacity that interactive requests leave, and gives way to them. Clients publish the
     JSON form of other systems as prompts of kind `tokens`
-    (`app/preprocess/requests/preprocessed_requests.py`).
+    (`app/preprocess/requests/preprocessed_requests.py`). `shown`: of a renewed request that has
+    begun, the answer before the attempt that the Chunk names.
     """
 
     id: str
@@ -323,6 +317,7 @@ class Request(InternalRecord, frozen=True):
     result: ResultOptions | None = None
     traceparent: str = ""  # W3C Trace Context of its first span; empty: it is not sampled
     parsing: AnswerParsing | None = None
+    shown: Chunk | None = None
 
     @property
     def kind(self) -> ModelKind:

@@ -9,7 +9,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvlane.streams.record_base import PublicRecord
-from kvlane.streams.request import TurnPlace
+
+
+class TurnPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where the result of an earlier response is in `results`."""
+
+    id: str
+    partition: int
+    offset: int
 
 
 class ResultError(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -38,7 +45,7 @@ class ResultTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Times of a request in milliseconds, from append to append. Part of a Result.
 
     From the append of its prompt, over HTTP from that of its request. `queued_ms`: until the append
-    of its request; `ttft_ms`: until its first tokens, or None; `total_ms`: until its end.
+    of its request; `ttft_ms`: until its first tokens, None if unknown; `total_ms`: until its end.
     `finished_ms`: the end, in ms since 1970.
     """
 
@@ -157,11 +164,16 @@ class Chunk(PublicRecord, frozen=True, tag="Chunk"):
 
 
 class Fence(PublicRecord, frozen=True, tag="Fence"):
-    """`attempt` begins here; Chunks of lower attempts that come later do not count."""
+    """`attempt` begins here; Chunks of lower attempts that come later do not count.
+
+    `origin`: with reason renewed, the offset in `requests` of the record with the answer so far; -1
+    in all others.
+    """
 
     id: str
     attempt: int
     reason: str = ""
+    origin: int = -1
 
 
 class DryRunResult(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):

@@ -39,6 +39,7 @@ from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 _PRIVATE = frozenset({
     "token_ids", "text", "log_probs", "agent_context", "extra_args", "multi_modal_data",
     "prompt_embeds", "prefill_result", "handoff", "cache_salt", "mm_routing_info", "body", "data",
+    "shown",
 })  # fmt: skip
 """Fields that may hold text of a prompt or an answer, or megabytes."""
 PROMPT_STEP = "Prompt"

@@ -57,11 +57,13 @@ capacity."""
 
 
 class RenewalDue(Exception):
-    """A batch request has waited so long that its record in `requests` is to be appended again."""
+    """A batch request has waited so long that its record in `requests` is to be appended again.
+    `attempt`: above 0 for a request that has begun."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, attempt: int) -> None:
         super().__init__(request.id)
         self.request = request
+        self.attempt = attempt
 
 
 class Admission:
@@ -105,8 +107,8 @@ class Admission:
                 wait = planned
                 if refusal := self._refusal(rest, lane_request, wait):
                     return refusal
-                if s.broker_clock.now_ms() >= rest.renewal_ms and not rest.has_begun:
-                    raise RenewalDue(request)
+                if s.broker_clock.now_ms() >= rest.renewal_ms:
+                    raise RenewalDue(request, rest.attempt)
                 place = None if wait.reservation is None else wait.reservation.worker_rank
                 current = RequestWait(
                     lane_request.since_ms, wait.reason, "" if place is None else place.worker,
@@ -127,10 +129,8 @@ class Admission:
     ) -> float:
         """The broker time at which a wait ends: at `until_ms`, or before that for the renewal of
         the request, or for its refusal for want of a worker."""
-        if rest.has_begun:
-            return until_ms
         ends_ms = min(until_ms, rest.renewal_ms)
-        if wait.code == "no_workers" and lane_request.phase != "decode":
+        if wait.code == "no_workers" and lane_request.phase != "decode" and not rest.has_begun:
             absent_until_ms = self._context.model_availability.absent_until_ms
             ends_ms = min(ends_ms, absent_until_ms(rest.request.model))
         return ends_ms

@@ -110,7 +110,7 @@ class Dispatcher:
                 await self._termination.end(deferred.id, "deadline", REJECTION_REASONS["deadline"])
                 return
             if not has_room:
-                raise RenewalDue(request)
+                raise RenewalDue(request, deferred.attempt)
             await self.assign(
                 RemainingWork(
                     request, deferred.attempt, deferred.origin, deferred.responses_from,

@@ -12,21 +12,30 @@ one has the finish reason too.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.continuation import continuation_blocker
 from kvlane.app.lanes.dispatch import Dispatcher, look_up_s
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork, deadline_of, renewal_of
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
 from kvlane.app.routing.reconcile import Restart, RestartReason, is_run_listed
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId
-from kvlane.streams.errors import PositionLost
-from kvlane.streams.records import EndCode, Fence, Fencing, Usage
+from kvlane.streams.errors import Malformed, PositionLost, RecordTooLarge
+from kvlane.streams.ports import Partition
+from kvlane.streams.records import Chunk, EndCode, Fence, Fencing, RequestOffset, Usage
 from kvlane.streams.request import Request
+from kvlane.streams.responses.reply_stream import merge_chunks
 from kvlane.streams.responses.transcript import Transcript
-from kvlane.streams.topics import LEDGER, RESPONSES
+from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
+
+log = logging.getLogger(__name__)
 
 MAX_STALLS = 2
 """Engines that may stall with a request before its first token. The request may be the cause, so it
@@ -34,12 +43,17 @@ is moved once and not to a third engine."""
 READING_TOKENS = "the tokens that readers have are being read, to continue after them"
 
 
+NOTHING_SHOWN = Chunk(id="", attempt=0, run="", seq=0, index=0)
+
+
 class RequestHistory(NamedTuple):
     """The visible part of an answer, and its request, to continue it with. No request if the answer
-    is over, or too many workers have failed."""
+    is over, or too many workers have failed. `shown`: the visible part, if the request is to be
+    appended again."""
 
     emitted: Transcript
     request: Request | None
+    shown: Chunk | None = None
 
 
 class Failover:
@@ -111,21 +125,34 @@ class Failover:
         self, request_id: str, attempt: int, state: RequestState, stop: int
     ) -> RequestHistory:
         """Read the history of a request from the log. Raises PositionLost, RecordError."""
-        scanner = self._context.scanner
-        shown = await scanner.visible_before(
-            self._lane, request_id, attempt, state.responses_from, stop
-        )
-        may_go_on = state.failures < self._context.settings.max_attempts
-        if shown.is_over or not may_go_on or state.stalls >= MAX_STALLS:
-            return RequestHistory(shown, None)
+        s, request, shown = self._context, None, None
         assert state.origin is not None
-        return RequestHistory(shown, await scanner.fetch_request(state.origin))
+        if state.renewed_at >= 0:
+            request = await s.scanner.fetch_request(state.origin)
+            if (shown := request.shown) is None:
+                raise Malformed(f"{state.origin} lacks the part of the answer that readers have")
+        read = partial(
+            s.scanner.visible_before, self._lane, request_id, attempt, state.responses_from, stop,
+            shown,
+        )  # fmt: skip
+        emitted = await read()
+        may_go_on = state.failures < s.settings.max_attempts
+        if emitted.is_over or not may_go_on or state.stalls >= MAX_STALLS:
+            return RequestHistory(emitted, None)
+        request = request or await s.scanner.fetch_request(state.origin)
+        if s.broker_clock.now_ms() < renewal_of(request, state.deadline_ms, s.settings):
+            return RequestHistory(emitted, request)
+        pieces = [] if shown is None else [shown]
+        await read(pieces.append)
+        merged = merge_chunks(pieces or [NOTHING_SHOWN])
+        shown = replace(merged, id=request_id, attempt=attempt, run="", seq=0)
+        return RequestHistory(emitted, request, shown)
 
     async def _continue(
         self, request_id: str, attempt: int, state: RequestState, found: RequestHistory
     ) -> None:
         """Assign the rest of the request to a worker, or end it if that is impossible."""
-        shown, request = found
+        shown, request, _ = found
         if shown.is_over:
             await self._termination.write_terminal(request_id, "seen")
             return
@@ -137,9 +164,10 @@ class Failover:
             return
         assert state.origin is not None
         rest = RemainingWork(
-            request, attempt, state.origin, state.responses_from, state.deadline_ms,
-            frozenset(state.failed_workers), shown.tokens, shown.chars,
+            replace(request, shown=None), attempt, state.origin, state.responses_from,
+            state.deadline_ms, frozenset(state.failed_workers), shown.tokens, shown.chars,
             shown.passthrough_count,
+            renewal_of(request, state.deadline_ms, self._context.settings),
         )  # fmt: skip
         # A worker parses the end of an answer with calls again.
         if request.parsing is None and (code := finish_reason_of(request, shown.tokens)):
@@ -148,8 +176,45 @@ class Failover:
         elif why := migration_blocker(request, shown):
             why += _reason(state)
             await self._termination.end(request_id, "lost", f"cannot continue: {why}")
-        else:
-            await self._dispatcher.assign(rest)
+        elif (renewed := await self._renewed(rest, found.shown)) is not None:
+            await self._dispatcher.assign(renewed)
+
+    async def _renewed(
+        self, rest: RemainingWork, shown_piece: Chunk | None
+    ) -> RemainingWork | None:
+        """A request with new time limits, once its record is appended again with the answer so far.
+
+        The record, then a Fence that names it (collectors go on from there), then a Fencing (so do
+        routers). None if the attempt has begun or the request ended. A record that would be too
+        large is not appended: the limits stay.
+        """
+        if shown_piece is None:
+            return rest
+        s, request_id, attempt = self._context, rest.request.id, rest.attempt
+        record = replace(rest.request, is_renewed=True, shown=shown_piece)
+        deadline_ms = deadline_of(record, s.broker_clock.now_ms(), s.settings)
+        try:
+            appended = await s.publisher.publish(REQUESTS, request_id, record, self._lane)
+        except RecordTooLarge as e:
+            log.warning("%s has to end within its present time limit: %s", request_id, e)
+            return rest._replace(renewal_ms=math.inf)
+        fence = Fence(id=request_id, attempt=attempt, reason="renewed", origin=appended.offset)
+        fenced = await s.publisher.publish(RESPONSES, request_id, fence, self._lane)
+        fencing = Fencing(
+            id=request_id, attempt=attempt, reason="renewed",
+            origin=RequestOffset(topic=REQUESTS, partition=self._lane, offset=appended.offset),
+            responses_from=fenced.offset, deadline_ms=deadline_ms,
+        )  # fmt: skip
+        moved = await s.publisher.publish(LEDGER, request_id, fencing, self._lane)
+        await s.wait_for_ledger(Partition(LEDGER, self._lane), moved.offset + 1)
+        state = s.ledger.request(self._lane, request_id)
+        if state is None or state.ended or state.attempt > attempt or state.runs:
+            return None
+        assert state.origin is not None, "the Fencing has one"
+        return rest._replace(
+            origin=state.origin, responses_from=state.responses_from, deadline_ms=state.deadline_ms,
+            renewal_ms=renewal_of(record, state.deadline_ms, s.settings),
+        )  # fmt: skip
 
     async def verify(self, request_id: str, run: RunId) -> None:
         """Find out whether a worker has a run that it should have; restart the request if not.

@@ -17,17 +17,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
 from kvlane.app.lanes.admission import RenewalDue
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
-from kvlane.app.lanes.failover import Failover
+from kvlane.app.lanes.failover import NOTHING_SHOWN, Failover
 from kvlane.app.lanes.lane_backpressure import LaneBackpressure
 from kvlane.app.lanes.request_timers import RequestTimers
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.scheduling.remaining_work import RemainingWork, deadline_of, renewal_of
 from kvlane.app.lanes.termination import (
     CancellableWaits,
     RequestCancelled,
@@ -48,7 +48,6 @@ from kvlane.app.routing.reconcile import (
 from kvlane.app.routing.state.fleet import LastHeartbeat
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
 from kvlane.app.routing.state.request_transitions import LedgerRecord
-from kvlane.app.settings import Settings
 from kvlane.streams.clock import LeaderClock
 from kvlane.streams.codecs import TOKEN_BYTES
 from kvlane.streams.errors import RecordError, StreamError
@@ -119,12 +118,21 @@ class LaneOwner:
     def _put_behind(self, log_record: LogRecord, record: Request | Cancel | Refused) -> None:
         """Let a record wait for the job of its request.
 
-        One of each kind waits. Another one, or a Request whose first is being admitted, is done at
-        once.
+        One of each kind waits. Another one, or a Request whose first is being admitted or known, is
+        done at once. Of renewals of a request that has begun the last one waits, so that the next
+        owner reads it.
         """
         waiting = self._records_behind.setdefault(record.id, deque())
-        again = isinstance(record, Request) and record.id in self._arrived
-        if again or any(type(w.record) is type(record) for w in waiting):
+        again = isinstance(record, Request) and (
+            record.id in self._arrived or self._is_known(record.id)
+        )
+        if isinstance(record, Request) and record.shown is not None:
+            for before in [w for w in waiting if isinstance(w.record, Request)]:
+                waiting.remove(before)
+                self.claim.mark_done(before.offset)
+            light = Request(id=record.id, queued_ms=record.queued_ms, shown=NOTHING_SHOWN)
+            waiting.append(LogRecord(log_record.offset, log_record.timestamp_ms, light))
+        elif again or any(type(w.record) is type(record) for w in waiting):
             self.claim.mark_done(log_record.offset)
         else:
             waiting.append(log_record)
@@ -335,20 +343,10 @@ class LaneOwner:
         job.add_done_callback(lambda _: self._ended(request_id, job))
 
     async def _run(self, request_id: str, work: JobFactory, offset: int | None) -> None:
-        """Run a job to its end. One that fails ends its request. One that is deferred goes on
-        without the record it began with."""
+        """Run a job to its end. One that fails ends its request."""
         try:
-            while True:
-                try:
-                    await work()
-                    break
-                except RequestDeferred as e:
-                    work = partial(self._dispatcher.resume_deferred, e.deferred)
-                    self._backpressure.drop_prompt(request_id)
+            await self._work_through(request_id, work, offset)
         except RequestCancelled:
-            return
-        except RenewalDue as e:
-            await self._renew(e.request, offset)
             return
         except Exception as e:
             if not is_request_fault(e):
@@ -357,13 +355,28 @@ class LaneOwner:
             await self._termination.end(
                 request_id, "internal", f"the router failed on it: {_name(e)}"
             )
-        if offset is not None:
+        if offset is not None and offset not in self._renewed.get(request_id, ()):
             self._batch_arrived.discard(request_id)
             if request_id not in self._renewed:
                 self._termination.prompts.discard(request_id)
                 self._termination.offsets.pop(request_id, None)
             for done in (self._arrived.pop(request_id, offset), offset):
                 self.claim.mark_done(done)
+
+    async def _work_through(self, request_id: str, work: JobFactory, offset: int | None) -> None:
+        """Run a job. One that is deferred goes on without the record it began with."""
+        while True:
+            try:
+                await work()
+                return
+            except RequestDeferred as e:
+                work = partial(self._dispatcher.resume_deferred, e.deferred)
+                self._backpressure.drop_prompt(request_id)
+            except RenewalDue as e:
+                work = partial(self._renew, e.request, offset)
+                if e.attempt:  # the restart reads the answer so far
+                    again = Restart(e.attempt, "resume")
+                    work = partial(self._failover.restart, request_id, again)
 
     async def _renew(self, request: Request, offset: int | None) -> None:
         """Append a request again, whose record at `offset` would be deleted while it waits.
@@ -413,7 +426,10 @@ class LaneOwner:
         self._termination.offsets[record.id] = log_record.offset
         if record.queued_ms or isinstance(record, Refused):
             self._termination.prompts.add(record.id)
-        if isinstance(record, Request):
+        if isinstance(record, Request) and record.shown is not None:
+            why = "no router has read the part of its answer that readers have for too long"
+            await self._termination.end(record.id, "lost", f"cannot continue: {why}")
+        elif isinstance(record, Request):
             await self._admit(log_record, record)
         else:
             await self._termination.end(record.id, record.code, record.message)
@@ -443,9 +459,10 @@ class LaneOwner:
             await self._termination.end(request.id, "invalid", objection)
             return
         appended_ms = log_record.timestamp_ms + self._requests_clock.lag_ms
-        deadline_ms, renewal_ms = _time_limits(appended_ms, request, s.settings)
+        deadline_ms = deadline_of(request, appended_ms, s.settings)
+        renewal_ms = renewal_of(request, deadline_ms, s.settings)
         if s.broker_clock.now_ms() >= renewal_ms:
-            raise RenewalDue(request)
+            raise RenewalDue(request, 0)
         if s.broker_clock.now_ms() > deadline_ms:
             await self._termination.end(
                 request.id, "deadline", "its deadline passed before it was read"
@@ -477,31 +494,6 @@ def _backs_off(state: RequestState) -> bool:
     """Whether workers refused it, and it is too early to try another one."""
     states = {run.state for run in state.runs.values()}
     return "worker_full" in states and not state.ended and not states & OPEN
-
-
-class _TimeLimits(NamedTuple):
-    deadline_ms: int
-    renewal_ms: float = math.inf
-
-
-def _time_limits(appended_ms: int, request: Request, settings: Settings) -> _TimeLimits:
-    """The deadline of a request: its time limit counts from the append of its prompt.
-
-    `appended_ms`: the append of its record. A batch request may wait for days, but its record and
-    the shown part of its answer must be in the log when it changes hands: so it is appended again
-    after half of `max_lifetime_s`, and one that begins just before has the rest of
-    `batch_run_limit_s`.
-    """
-    longest_ms = int(settings.max_lifetime_s * 1000)
-    limit_ms = int(request.deadline_s * 1000)
-    since_ms = min(appended_ms, request.queued_ms or appended_ms)
-    if request.service_class != "batch":
-        return _TimeLimits(since_ms + min(limit_ms, longest_ms))
-    run_limit_ms = int(settings.batch_run_limit_s * 1000)
-    last_ms, deadline_ms = since_ms + limit_ms, appended_ms + run_limit_ms
-    if last_ms <= deadline_ms or not request.queued_ms:
-        return _TimeLimits(min(last_ms, deadline_ms))
-    return _TimeLimits(deadline_ms, appended_ms + longest_ms / 2)
 
 
 def _objection(request: Request) -> str:

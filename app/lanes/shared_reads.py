@@ -54,25 +54,35 @@ class SharedScanner:
         self._has_queries = asyncio.Event()
 
     async def visible_before(
-        self, lane: int, request_id: str, attempt: int, start: int, stop: int
+        self,
+        lane: int,
+        request_id: str,
+        attempt: int,
+        start: int,
+        stop: int,
+        shown_piece: Chunk | None = None,
+        on_piece: Callable[[Chunk], None] | None = None,
     ) -> Transcript:
         """The answer that readers have of a request before the first Fence of `attempt`.
 
-        `start`: at or before its first Chunk; `stop`: behind a Fence of that attempt. Raises
-        PositionLost when records between them are no longer kept.
+        `start`: at or before its first Chunk behind `shown_piece`; `stop`: behind a Fence of that
+        attempt. `on_piece`: called with each visible Chunk in between. Raises PositionLost when
+        records between them are no longer kept.
         """
-        transcript = Transcript(request_id, until_attempt=attempt)
+        transcript = Transcript(request_id, until_attempt=attempt, shown_piece=shown_piece)
 
         def feed(record: Record) -> None:
             try:
-                shown = codecs.decode(record)
+                decoded = codecs.decode(record)
             except Malformed as e:
                 transcript.apply_unreadable(place_of(record, request_id), describe(record, e))
                 return
             except RecordError:  # readers stop at it
                 return
-            if isinstance(shown, Chunk | Fence | End):
-                transcript.apply(shown)
+            if isinstance(decoded, Chunk | Fence | End):
+                piece = transcript.apply(decoded)
+                if on_piece is not None and isinstance(piece, Chunk):
+                    on_piece(piece)
 
         source = Partition(RESPONSES, lane)
         if not 0 <= start <= stop:  # of an Assigned that no router wrote

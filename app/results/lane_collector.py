@@ -109,7 +109,13 @@ class LaneCollector:
         """Records of `responses`, from `position` on. Raises NewerRecord."""
         self._results.apply(records)
         self.position = records[-1].offset + 1
+        self._mark_replaced()
         self._writer.notify()
+
+    def _mark_replaced(self) -> None:
+        for offset in self._results.replaced:
+            self.claim.mark_done(offset)
+        self._results.replaced.clear()
 
     def _on_unreadable(self, record: Record, reason: str) -> None:
         """A record has ended a reply, since it cannot be read: one request each, so few."""
@@ -138,6 +144,7 @@ class LaneCollector:
     async def check(self) -> None:
         """Settle requests that no record of a reply settles. To be called now and then."""
         now_ms = self._context.broker_clock.now_ms()
+        self._mark_replaced()
         self._results.lose_overdue(now_ms - OVERDUE_MS)
         self._writer.notify()
         unanswered = self._results.unanswered(now_ms - SILENT_AFTER_MS)

@@ -43,6 +43,9 @@ class LaneResults:
         self._on_unreadable = on_unreadable
         self.ready: dict[PendingResult, None] = {}
         """Requests that are over, in the order of their ends."""
+        self.replaced: list[int] = []
+        """Offsets of records in whose place is another one, or whose request has its result, to be
+        marked as done."""
         self.cut_below = 0
         """Records of replies to requests below this offset may have been deleted."""
         self._kept_ms = kept_ms
@@ -94,11 +97,16 @@ class LaneResults:
         if self._is_finished(record.id, record.queued_ms or log_record.timestamp_ms):
             return log_record.offset
         if (known := self._pending.get(record.id)) is not None:
+            if isinstance(record, Request) and record.shown is not None:
+                known.renewals[log_record.offset] = log_record.timestamp_ms
+                return None
             is_renewed = isinstance(record, Request) and record.is_renewed and known.is_silent
             return known.renew(log_record) if is_renewed else log_record.offset
         pending = PendingResult(log_record, record, record.result)
         pending.may_be_cut = log_record.offset < self.cut_below
         self._pending[record.id] = self._by_key[record.id.encode()] = pending
+        if pending.is_over:
+            self._end(pending)
         return None
 
     def apply(self, records: Sequence[Record]) -> None:
@@ -123,6 +131,8 @@ class LaneResults:
                 log.exception("%s: a record of its reply cannot be processed", pending.id)
                 pending.fail(record.timestamp)
                 is_over = True
+            self.replaced += pending.replaced
+            pending.replaced.clear()
             if is_over:
                 self._end(pending)
 
@@ -170,6 +180,7 @@ class LaneResults:
     def drop(self, pending: PendingResult) -> None:
         """Forget a request that gets no result here."""
         if self._pending.pop(pending.id, None) is not None:
+            self.replaced += (*pending.replaced, *pending.renewals)
             self._by_key.pop(pending.id.encode(), None)
             self.ready.pop(pending, None)
 
@@ -177,6 +188,7 @@ class LaneResults:
         """The results of these are in the log since a broker time, by this collector."""
         for pending in written:
             del self._pending[pending.id], self.ready[pending]
+            self.replaced += (*pending.replaced, *pending.renewals)
             self._finished.pop(pending.id, None)  # the order is that of the ends
             self._finished[pending.id] = WrittenResult(at_ms)
         while self._finished:

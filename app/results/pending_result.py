@@ -74,11 +74,19 @@ class PendingResult:
         self.due_ms = self.begun_ms + _deadline_ms(asked.deadline_s)
         """Broker time at which a router ends it at the latest, while there is one."""
         self._model_name = asked.model
-        self._transcript = Transcript(record.id, keep=options.kind == "tokens")
+        self.replaced: list[int] = []
+        """Offsets of its earlier records, which are done."""
+        self.renewals: dict[int, int] = {}
+        """Append times of later records with the answer so far, by offset, until a Fence names one
+        of them before the next run."""
+        shown = asked.shown
+        self._transcript = Transcript(record.id, keep=options.kind == "tokens", shown_piece=shown)
         self._model: Model | None = None
         self._last: Chunk | End | None = None
         self._first_ms: int | None = None
-        self._attempts = 0
+        self._attempts = 0 if shown is None else shown.attempt + 1
+        self._is_continued = shown is not None and _is_content(shown)
+        """Whether the answer began before its record, at a time that is not known here."""
         self._has_begun = False
         """Whether a piece of the reply was visible."""
         output = asked.output
@@ -93,6 +101,8 @@ class PendingResult:
         self._reply = options.reply
         self._is_oversized = False
         self._is_malformed = False
+        if shown is not None:
+            self._begin_with(shown, log_record.timestamp_ms)
 
     @property
     def is_over(self) -> bool:
@@ -107,6 +117,13 @@ class PendingResult:
         """The model whose tokens the body spells; None if it spells none."""
         is_spelled = self._spelling is not None and self._choice.shown_tokens > 0
         return self._model_name if is_spelled else None
+
+    def _begin_with(self, piece: Chunk, at_ms: int) -> None:
+        self._model_name = self._model_name or piece.model
+        try:
+            self._choice.add(piece)
+        except Exception:  # noqa: BLE001 - values that no process of this project writes
+            self.fail(at_ms)
 
     def renew(self, log_record: LogRecord) -> int:
         """Take another record in the place of its own; returns the offset of the latter."""
@@ -123,12 +140,24 @@ class PendingResult:
             return False  # of an earlier copy, which has its result
         if not isinstance(record, End):
             self._attempts = max(self._attempts, record.attempt + 1)
+        if isinstance(record, Fence) and record.origin in self.renewals:
+            self._move_to(record)
         piece = None if self._is_cut else self._transcript.apply(record)
         if piece is not None and not self._is_end_of_cut(piece):
             self._add(piece, at_ms)
         elif self.may_be_cut and not self._has_begun and self._may_be_end(record):
             self.lose(at_ms)
         return self.is_over
+
+    def _move_to(self, fence: Fence) -> None:
+        """Take the record that a Fence names in the place of those before it. Not if the attempt
+        has begun: then the record is of a router that has lost the lane, and came too late."""
+        transcript = self._transcript
+        if fence.attempt == transcript.attempt and transcript.awaits_run and not self._is_cut:
+            self.replaced += [self.offset, *(each for each in self.renewals if each < fence.origin)]
+            self.offset, self.appended_ms = fence.origin, self.renewals[fence.origin]
+            self.renewals = {at: ms for at, ms in self.renewals.items() if at > fence.origin}
+            self.is_renewed = True
 
     def apply_unreadable(self, place: RecordPlace, reason: str, at_ms: int) -> bool:
         """Apply a record that cannot be decoded; whether it ended the reply."""
@@ -153,7 +182,7 @@ class PendingResult:
         self._has_begun = True
         if isinstance(piece, Chunk):
             self._model_name = self._model_name or piece.model
-            if self._first_ms is None and (piece.token_ids or piece.text or piece.data):
+            if self._first_ms is None and not self._is_continued and _is_content(piece):
                 self._first_ms = at_ms
             for _ in () if self._items is None else self._items.add(piece):
                 pass
@@ -290,6 +319,10 @@ class PendingResult:
 def _deadline_ms(deadline_s: float) -> int:
     """A deadline in milliseconds; 0 for one that routers refuse, such as NaN."""
     return int(min(deadline_s, _MAX_DEADLINE_S) * 1000) if deadline_s >= 0 else 0
+
+
+def _is_content(piece: Chunk) -> bool:
+    return bool(piece.token_ids or piece.text or piece.data)
 
 
 def _ends(record: Chunk | Fence | End) -> bool:

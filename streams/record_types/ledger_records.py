@@ -212,11 +212,18 @@ class Finished(RunRecord, frozen=True):
 
 @final
 class Fencing(InternalRecord, frozen=True):
-    """The owner intends to start `attempt`; acknowledged before the Fence is sent."""
+    """The owner intends to start `attempt`; acknowledged before the Fence is sent.
+
+    `origin`: with reason renewed, the new place of the request, with the answer before `attempt`;
+    from then on these three fields count, unless the attempt has a run.
+    """
 
     id: str
     attempt: int
     reason: str = ""
+    origin: RequestOffset | None = None
+    responses_from: int = 0
+    deadline_ms: int = 0
 
 
 @final

@@ -33,6 +33,8 @@ class Transcript:
     `keep=False`: tokens and text are counted, not stored. `until_attempt`: the answer that was
     visible when that attempt began; records after the first Fence of it, or of a higher one, do not
     count (`is_closed`), so all routers that fence an attempt continue from the same token.
+    `shown_piece`: the answer before its attempt, if the records of that are not fed
+    (`Request.shown`).
     """
 
     __slots__ = (
@@ -58,7 +60,12 @@ class Transcript:
     )
 
     def __init__(
-        self, request_id: str = "", *, keep: bool = True, until_attempt: int | None = None
+        self,
+        request_id: str = "",
+        *,
+        keep: bool = True,
+        until_attempt: int | None = None,
+        shown_piece: Chunk | None = None,
     ) -> None:
         self.request_id = request_id
         self.attempt = 0
@@ -87,6 +94,14 @@ class Transcript:
         """The next `seq` to be shown; None if no further Chunk of this attempt can be."""
         self._suspicion = ""
         """Why a record that may be of the run cannot be read; empty if there is none."""
+        if shown_piece is not None:
+            self.attempt = shown_piece.attempt
+            self._show(shown_piece)
+
+    @property
+    def awaits_run(self) -> bool:
+        """Whether no Chunk of the present attempt was applied."""
+        return self._run is None and not self.is_over
 
     @property
     def text(self) -> str:
@@ -103,18 +118,21 @@ class Transcript:
             return self._end_suspicion(record) if self._suspicion else None
         assert self._next is not None, "the next Chunk has a number"
         self._next += 1
-        self.shown_tokens += len(record.token_ids)
-        self.chars += len(record.text)
-        self.passthrough_count += len(record.data)
-        if self._keep:
-            self.tokens += record.token_ids
-            self._parts.append(record.text)
-        if record.usage is not None:
-            self.usage = record.usage
+        self._show(record)
         if record.finish_reason is not None:
             self.finish_reason = record.finish_reason
             self._finish()
         return record
+
+    def _show(self, chunk: Chunk) -> None:
+        self.shown_tokens += len(chunk.token_ids)
+        self.chars += len(chunk.text)
+        self.passthrough_count += len(chunk.data)
+        if self._keep:
+            self.tokens += chunk.token_ids
+            self._parts.append(chunk.text)
+        if chunk.usage is not None:
+            self.usage = chunk.usage
 
     def apply_unreadable(self, place: RecordPlace, reason: str) -> End | None:
         """Apply a record that cannot be decoded; returns the End that becomes visible, if any.

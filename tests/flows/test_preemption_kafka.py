@@ -1,4 +1,4 @@
-"""Tests of a preemption on a real Kafka: both requests get exactly their tokens."""
+"""Test of a preemption and a long wait on a real Kafka: both requests get exactly their tokens."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from kvlane.streams.topics import LEDGER, RESPONSES
 from tests.harness.kafka_processes import provisioned
 
 LANES = 2
-BATCH_TOKENS, TOKENS = 60, 5
+BATCH_TOKENS, TOKENS = 60, 30
 STEP_S = 0.1
+LIFETIME_S = 4.0
+"""The preempted request waits for longer than half of it, so its record is appended again."""
 WAIT_S = 60.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -36,29 +38,28 @@ async def has_replies(log: KafkaLog) -> bool:
     return sum((await log.end_offsets(RESPONSES, range(LANES))).values()) > 0
 
 
-async def preemptions(log: KafkaLog) -> list[str]:
-    """The ids of preempted requests, by the ledger."""
+async def fencings(log: KafkaLog, request_id: str) -> list[str]:
+    """The reasons of the attempts of a request, by the ledger."""
     ends = await log.end_offsets(LEDGER, range(LANES))
     reader = log.reader()
     reader.assign({Partition(LEDGER, lane): 0 for lane in ends})
     found: list[str] = []
     while any(reader.position(Partition(LEDGER, lane)) < end for lane, end in ends.items()):
         for records in (await reader.poll(1.0)).values():
-            log_records = [decode(record) for record in records]
-            found += [
-                f.id for f in log_records if isinstance(f, Fencing) and f.reason == "preempted"
-            ]
+            decoded = [decode(record) for record in records]
+            found += [f.reason for f in decoded if isinstance(f, Fencing) and f.id == request_id]
     await reader.close()
     return found
 
 
-async def test_batch_run_is_preempted_and_both_get_their_tokens(
+async def test_preempted_batch_run_is_renewed_and_both_get_their_tokens(
     kafka: Broker, topic_prefix: str
 ) -> None:
     settings = Settings(
         bootstrap_servers=kafka.bootstrap_servers, topic_prefix=topic_prefix, lanes=LANES,
         worker_id="w", router_id="r", status_port=None, max_num_seqs=1, max_attempts=1,
         hash_secret="tests",  # the broker may be remote
+        max_lifetime_s=LIFETIME_S, deadline_s=LIFETIME_S,
     )  # fmt: skip
     client_clock = SystemClock()
     async with provisioned(settings) as log, Client(log, client_clock) as client:
@@ -91,7 +92,7 @@ async def test_batch_run_is_preempted_and_both_get_their_tokens(
         assert not later.done()
         assert list(first.tokens) == echo_answer(prompt, TOKENS)
         assert list((await later).tokens) == echo_answer(prompt, BATCH_TOKENS)
-        assert await preemptions(log) == [batch.id]
+        assert await fencings(log, batch.id) == ["preempted", "renewed"]
         for own, ctx, part in reversed(running):
             assert ctx.error is None
             if not isinstance(part, Worker):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -273,6 +274,38 @@ async def test_request_that_a_router_appended_again_gets_its_result(
     results.answer("a", "x")
     await results.only()
     await world.wait_until(lambda: committed(world, lane) == 2, within_s=60)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@partial(scenario_test, lanes=1)
+async def test_collector_goes_on_from_a_renewal_unless_its_attempt_had_begun(
+    world: MemoryWorld, is_late: bool
+) -> None:
+    """A late one is of a router that was stopped before its append, and has lost the lane."""
+    results = await collector(world)
+    results.ask("a")
+    results.answer("a", "x", "y", end=None)
+    results.fence("a", 1)
+    await world.sleep(100)
+    if is_late:
+        results.answer("a", "z", attempt=1, index=2, end=None)
+        await world.sleep(60)
+    shown = Chunk(id="a", attempt=1, run="", seq=0, index=0, token_ids=(0, 1), text="xy", chars=2)
+    renewed = results.ask("a", is_renewed=True, shown=shown)
+    results.fence("a", 1, origin=renewed)
+    await world.sleep(5)
+    assert committed(world, 0) == (0 if is_late else renewed)
+    await results.kill()
+    await results.start("c2")
+    await world.sleep(5)
+    if not is_late:
+        results.answer("a", "z", attempt=1, index=2, end=None)
+    results.answer("a", ".", attempt=1, index=3, seq=1)
+    result = await results.only()
+    assert result.body is not None
+    assert result.body["choices"][0]["text"] == "xyz."
+    assert result.attempts == 2
+    await world.wait_until(lambda: committed(world, 0) == renewed + 1, within_s=60)
 
 
 @scenario_test

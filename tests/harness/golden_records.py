@@ -8,6 +8,7 @@ from kvlane.streams import records as r
 from kvlane.streams import request as q
 from kvlane.streams.codecs import AnyRecord, pack_tokens
 from kvlane.streams.record_types import batch_records as b
+from kvlane.streams.response_records import TurnPlace
 
 ORIGIN = r.RequestOffset(topic="requests", partition=17, offset=4711)
 CANDIDATE_ROWS = struct.pack(
@@ -144,6 +145,13 @@ PARSED_REQUEST = q.Request(
         max_calls=1,
     ),
 )  # fmt: skip
+RENEWED_REQUEST = q.Request(
+    id="a",
+    is_renewed=True,
+    shown=r.Chunk(
+        id="a", attempt=1, run="", seq=0, index=0, token_ids=(240, 159), text="x", chars=1
+    ),
+)
 
 # fmt: off
 GOLDEN: list[tuple[AnyRecord, bytes]] = [
@@ -446,7 +454,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         r.Result(
             id="job-19", status="completed", status_code=200, kind="response",
             body={"object": "response"}, stored=r.StoredTurn(
-            input=[{"role": "user", "content": "a"}], history=(q.TurnPlace("job-18", 1, 7),)),
+            input=[{"role": "user", "content": "a"}], history=(TurnPlace("job-18", 1, 7),)),
         ),
         (b'{"t":"Result","id":"job-19","status":"completed","status_code":200,"model":"","kind":"'
             b'response","body":{"object":"response"},"usage":null,"error":null,"timings":{"queued_ms"'
@@ -457,7 +465,7 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
     (
         q.Request(
             id="job-19", result=q.ResultOptions(stored=q.StoredInput(shown=b"{}", input=b"[]",
-            history=(q.TurnPlace("job-18", 1, 7),), namespaces={"f": "n"})),
+            history=(TurnPlace("job-18", 1, 7),), namespaces={"f": "n"})),
         ),
         bytes.fromhex(
             "de0002a26964a66a6f622d3139a6726573756c7481a673746f72656484a573686f776ec4027b7da5696e70"
@@ -590,6 +598,29 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
             "656e33a776657273696f6e02ac696e5f726561736f6e696e67c3af73686f77735f726561736f6e696e67c2"
             "a96d61785f63616c6c7301"
         ),
+    ),
+    (
+        RENEWED_REQUEST,
+        bytes.fromhex(
+            "de0003a26964a161aa69735f72656e65776564c3a573686f776ede0009a174a54368756e6ba26964a161a7"
+            "617474656d707401a372756ea0a373657100a5696e64657800a9746f6b656e5f69647392ccf0cc9fa47465"
+            "7874a178a5636861727301"
+        ),
+    ),
+    (
+        r.Fencing(
+            id="job-17", attempt=1, reason="renewed", origin=ORIGIN, responses_from=7,
+            deadline_ms=1_700_000_000_000,
+        ),
+        bytes.fromhex(
+            "86a26964a66a6f622d3137a7617474656d707401a6726561736f6ea772656e65776564a66f726967696e83"
+            "a5746f706963a87265717565737473a9706172746974696f6e11a66f6666736574cd1267ae726573706f6e"
+            "7365735f66726f6d07ab646561646c696e655f6d73cf0000018bcfe56800"
+        ),
+    ),
+    (
+        r.Fence(id="job-17", attempt=1, reason="renewed", origin=41),
+        b'{"t":"Fence","id":"job-17","attempt":1,"reason":"renewed","origin":41}',
     ),
     (
         r.RouterCapacity(

@@ -54,12 +54,19 @@ class ResultsHarness:
         partition = partition_of(request_id.encode(), self.world.broker.partitions[PROMPTS])
         self.world.append_raw(PROMPTS, partition, encode_prompt(prompt))
 
-    def ask(self, request_id: str, *, is_renewed: bool = False, **fields: Any) -> int:
+    def ask(
+        self,
+        request_id: str,
+        *,
+        is_renewed: bool = False,
+        shown: Chunk | None = None,
+        **fields: Any,
+    ) -> int:
         """A request with a result, as a preprocessor writes it; returns its offset."""
         options = ResultOptions(**({"kind": "completion"} | fields))
         request = Request(
             id=request_id, model="demo", token_ids=b"\1\0\0\0", result=options,
-            is_renewed=is_renewed,
+            is_renewed=is_renewed, shown=shown,
         )  # fmt: skip
         return self.world.append(REQUESTS, self.lane(request_id), request, key=request_id)
 
@@ -86,9 +93,9 @@ class ResultsHarness:
             )
             self.world.append(RESPONSES, self.lane(request_id), chunk, key=request_id)
 
-    def fence(self, request_id: str, attempt: int) -> None:
-        """A router begins another attempt."""
-        fence = Fence(id=request_id, attempt=attempt)
+    def fence(self, request_id: str, attempt: int, origin: int = -1) -> None:
+        """A router begins another attempt, or names the record with the answer before it."""
+        fence = Fence(id=request_id, attempt=attempt, origin=origin)
         self.world.append(RESPONSES, self.lane(request_id), fence, key=request_id)
 
     def lane(self, request_id: str) -> int:

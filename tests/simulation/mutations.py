@@ -303,6 +303,13 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("batch",),
         ),
         Mutation(
+            "renewal-blank",
+            "hanging hole wrong results",
+            "the answer so far in the record of a renewal",
+            router.renewals_lack_the_answer,
+            scenarios=("batch", "backlog"),
+        ),
+        Mutation(
             "result-early",
             "results",
             "commit after the result was written",

@@ -50,6 +50,7 @@ FOUND_BY = {
     "snapshot-ahead": (25,),
     "join-ahead": (1,),
     "preempt-unfenced": (3,),
+    "renewal-blank": (2,),
     "result-early": (8,),
     "result-open": (10,),
     "prefill-chunks": (9,),

@@ -28,7 +28,7 @@ from kvlane.app.preprocess.prompt_errors import TooLarge
 from kvlane.streams.errors import BrokerUnavailable, PositionLost, StreamError
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.ports import POLL_S, Partition, Reader, Record
-from kvlane.streams.request import TurnPlace
+from kvlane.streams.response_records import TurnPlace
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
 from kvlane.streams.topics import FILE_RETENTION_MS, RESULTS, partition_of
 

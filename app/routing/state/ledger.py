@@ -176,6 +176,7 @@ class _RequestRow(msgspec.Struct):
     failure_reason: str = ""
     is_prompt: bool = False
     stalls: int = 0
+    renewed_at: int = -1
 
 
 class _LaneSnapshot(msgspec.Struct):
@@ -263,7 +264,7 @@ class LedgerState:
             state = RequestState(
                 t.attempt, {}, t.ended, t.origin, t.responses_from, t.deadline_ms,
                 t.failures, t.fulls, frozenset(t.failed_workers), t.failure_reason, t.last_ms,
-                t.is_prompt, stalls=t.stalls,
+                t.is_prompt, stalls=t.stalls, renewed_at=t.renewed_at,
             )  # fmt: skip
             for run_row in t.runs:
                 _, _, worker, epoch, run_state, since_ms, tokens, rank = run_row[:8]
@@ -307,5 +308,5 @@ def _to_rows(lane: LaneState) -> Iterator[_RequestRow]:
         yield _RequestRow(
             request_id, s.attempt, runs, s.ended, s.origin, s.responses_from, s.deadline_ms,
             s.failures, s.full_rejections, sorted(s.failed_workers), s.last_ms,
-            s.failure_reason, s.is_prompt, s.stalls,
+            s.failure_reason, s.is_prompt, s.stalls, s.renewed_at,
         )  # fmt: skip

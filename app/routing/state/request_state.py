@@ -85,6 +85,8 @@ class RequestState(msgspec.Struct):
     indexed_open_runs: tuple[tuple[WorkerEpoch, RunKey], ...] = ()
     """Its open runs, as `LaneState.open_runs` has them."""
     stalls: int = 0
+    renewed_at: int = -1
+    """The offset of its record with the answer so far, of a request that was renewed; -1 else."""
 
     @property
     def is_known(self) -> bool:

@@ -6,6 +6,8 @@ No clock, no input of this process: equal records give equal states. Per request
 * a higher attempt, or Ended, closes every run below it, and nothing below opens afterwards;
 * a Started without Assigned counts as assigned (the router may have died between its two sends);
 * of several `responses_from` the lowest is kept: scanning too much is only slower;
+* a renewal moves origin, `responses_from` and deadline, unless its attempt has a run; records about
+  another origin move them no more;
 * the first token of a decode, or its last one, ends the prefills of its attempt;
 * an interactive run counts in `active_load`, one of class batch in `batch_runs`;
 * the first close of a run is final;
@@ -32,7 +34,9 @@ from kvlane.streams.records import Assigned, Ended, Fencing, Finished, PrefillDo
 
 LedgerRecord = Assigned | Started | PrefillDone | Finished | Fencing | Ended
 
-NOT_COUNTED_AS_FAILURE = frozenset({"worker_full", "not_started", "preempted", "handover_unused"})
+NOT_COUNTED_AS_FAILURE = frozenset(
+    {"worker_full", "not_started", "preempted", "handover_unused", "renewed"}
+)
 """Reasons of a new attempt that are not the request's fault and do not use up its attempts."""
 
 
@@ -81,17 +85,24 @@ def apply_record(state: RequestState, record: LedgerRecord, at_ms: int, loads: R
         clear_runs(record.id, state, loads)
         return True
     if type(record) is Assigned or type(record) is Started:
-        lowest = record.responses_from
-        if state.origin is not None:
-            lowest = min(lowest, state.responses_from)
-        state.origin, state.responses_from = record.origin, lowest
-        state.deadline_ms = record.deadline_ms
+        if state.renewed_at in (-1, record.origin.offset):
+            lowest = record.responses_from
+            if state.origin is not None:
+                lowest = min(lowest, state.responses_from)
+            state.origin, state.responses_from = record.origin, lowest
+            state.deadline_ms = record.deadline_ms
         state.is_prompt |= record.is_prompt
     if state.ended:
         return True
     if record.attempt > state.attempt and isinstance(record, Assigned | Started | Fencing):
         _begin_attempt(state, record, loads)
-    if type(record) is Fencing or record.attempt < state.attempt:
+    if type(record) is Fencing:
+        if record.origin is not None and record.attempt == state.attempt and not state.runs:
+            state.origin, state.renewed_at = record.origin, record.origin.offset
+            state.responses_from, state.deadline_ms = record.responses_from, record.deadline_ms
+            state.is_prompt = True
+        return True
+    if record.attempt < state.attempt:
         return True
     return _apply_run(state, record, at_ms, loads)
 
@@ -102,7 +113,7 @@ def _begin_attempt(
     state.attempt = record.attempt
     if isinstance(record, Fencing):
         if record.reason in NOT_COUNTED_AS_FAILURE:
-            state.full_rejections += record.reason not in ("preempted", "handover_unused")
+            state.full_rejections += record.reason in ("worker_full", "not_started")
         else:
             state.failures += 1
             state.failed_workers |= {

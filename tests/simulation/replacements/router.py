@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvlane.app import router
-from kvlane.app.lanes import dispatch, handovers, owner, shared_reads, termination
+from kvlane.app.lanes import dispatch, failover, handovers, owner, shared_reads, termination
 from kvlane.app.results import lane_collector, pending_result
 from kvlane.app.routing import reconcile
 from kvlane.app.routing.state import ended_prompts, ledger, request_state, request_transitions
@@ -224,6 +226,16 @@ def preempt_without_a_fence() -> Iterator[Replacement]:
         return await original(self, topic, key, record, partition)
 
     yield record_publisher.RecordPublisher, "publish", publish
+
+
+def renewals_lack_the_answer() -> Iterator[Replacement]:
+    original = failover.Failover._renewed
+
+    def renewed(self: Any, rest: Any, shown: Chunk | None) -> Awaitable[Any]:
+        blank = shown and replace(shown, token_ids=(), text="", log_probs=None, token_chars=())
+        return original(self, rest, blank)
+
+    yield failover.Failover, "_renewed", renewed
 
 
 def ledger_is_read_from_a_minute_ago() -> Iterator[Replacement]:

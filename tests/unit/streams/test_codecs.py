@@ -38,6 +38,7 @@ from tests.harness.golden_records import (
     GOLDEN,
     PARSED_REQUEST,
     QUEUED_REQUEST,
+    RENEWED_REQUEST,
     REQUEST,
     TRACED_REQUEST,
     WHOLE_REQUEST,
@@ -45,7 +46,9 @@ from tests.harness.golden_records import (
 
 TYPES = (*codecs._INNER, *codecs._PUBLIC)
 
-REQUESTS = (REQUEST, WHOLE_REQUEST, QUEUED_REQUEST, TRACED_REQUEST, PARSED_REQUEST)
+REQUESTS = (
+    REQUEST, WHOLE_REQUEST, QUEUED_REQUEST, TRACED_REQUEST, PARSED_REQUEST, RENEWED_REQUEST,
+)  # fmt: skip
 
 
 def record(
@@ -87,6 +90,7 @@ def test_golden_request_sets_every_field() -> None:
                     QUEUED_REQUEST,
                     TRACED_REQUEST,
                     PARSED_REQUEST,
+                    RENEWED_REQUEST,
                 )
             ]
             assert any(value != field.default for value in values), field.name

@@ -32,6 +32,7 @@ NO_OPTIONS = frozenset({
     "annotations", "cache_salt", "mm_routing_info", "router_config_override", "prefill_result",
     "migration_link", "bootstrap_info", "router", "agent_context", "request_timestamp_ms",
     "is_probe", "queued_ms", "service_class", "is_renewed", "result", "traceparent",
+    "shown",
 })  # fmt: skip
 """Fields of a request that name it, or decide where and when it runs."""
 VALUES: dict[str, Any] = {

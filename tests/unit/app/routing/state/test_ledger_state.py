@@ -94,6 +94,38 @@ def test_lowest_responses_from_is_kept() -> None:
     assert timeline.responses_from == 4
 
 
+NEXT = RequestOffset(topic="requests", partition=3, offset=20)
+
+
+def renewed(attempt: int = 1, **over: Any) -> Fencing:
+    fields = {"origin": NEXT, "responses_from": 30, "deadline_ms": 90_000} | over
+    return Fencing(id="a", attempt=attempt, reason="renewed", **fields)
+
+
+@pytest.mark.parametrize("is_seen_from_its_begin", [False, True])
+def test_renewal_moves_a_request_for_every_router(is_seen_from_its_begin: bool) -> None:
+    """A router that starts reads no older record of it than the renewal."""
+    before = [assigned(), Fencing(id="a", attempt=1, reason="preempted")]
+    load = applied(*before * is_seen_from_its_begin, renewed(), started(), assigned(attempt=1))
+    copy = LedgerState(dedup_window_ms=1_200_000)
+    copy.restore(LANE, load.snapshot(LANE), load.position(LANE) or 0)
+    for each in (load, copy):
+        state = each.request(3, "a")
+        assert state is not None
+        assert (state.origin, state.responses_from, state.deadline_ms) == (NEXT, 30, 90_000)
+        assert (state.attempt, state.failures, state.is_prompt) == (1, 0, True)
+        assert (state.is_known, state.renewed_at) == (True, 20)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_renewal_does_not_count_once_its_attempt_has_a_run(attempt: int) -> None:
+    load = applied(assigned(), Fencing(id="a", attempt=1, reason="preempted"), assigned(attempt=1))
+    applied(renewed(attempt), load=load)
+    state = load.request(3, "a")
+    assert state is not None
+    assert (state.origin, state.responses_from, state.renewed_at) == (ORIGIN, 4, -1)
+
+
 def test_lone_finished_does_not_mark_an_id_as_seen() -> None:
     timeline = applied(finished("worker_full")).request(3, "a")
     assert timeline is not None
