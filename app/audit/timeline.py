@@ -31,7 +31,7 @@ from kvlane.streams.records import (
     PrefillDone,
     RunKey,
 )
-from kvlane.streams.request import Request
+from kvlane.streams.request import Request, ResultOptions
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
 from kvlane.streams.responses.transcript import Transcript
 from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
@@ -42,6 +42,13 @@ _PRIVATE = frozenset({
     "shown",
 })  # fmt: skip
 """Fields that may hold text of a prompt or an answer, or megabytes."""
+_SHOWN_TEXTS = frozenset({
+    "model", "tenant", "service_class", "kind", "mdc_sum", "traceparent", "trace_id", "span_id",
+    "backend_instance_id", "allowed_worker_ids", "prefill_worker_id", "decode_worker_id",
+    "lora_name", "required_taints", "preferred_taints", "session_id", "action", "queue_class",
+    "batch_id", "custom_id", "topic", "tools", "reasoning", "bootstrap_host",
+})  # fmt: skip
+"""Texts and lists of a `Request` that are shown; others may quote its prompt, such as `echo`."""
 PROMPT_STEP = "Prompt"
 """The name of the step of a prompt in `prompts` or `batch`, which is not decoded."""
 _ELSEWHERE = frozenset({"id", "t", "listed", "candidate_rows", "choice"})
@@ -219,9 +226,11 @@ def _step(source: Partition, log_record: LogRecord) -> TimelineStep:
     )
 
 
-def fields_of(record: Any) -> dict[str, Any]:
-    """Fields of a record without its id, private fields, and fields at their default."""
+def fields_of(record: Any, *, of_request: bool = False) -> dict[str, Any]:
+    """Fields of a record without its id, private fields, and fields at their default. Of a
+    `Request` and its parts (`of_request`): numbers, and the texts that are listed."""
     fields: dict[str, Any] = {}
+    of_request = of_request or isinstance(record, Request | ResultOptions)
     if isinstance(record, Request):
         fields["prompt_tokens"] = record.prompt_tokens
         if record.body is not None:
@@ -232,15 +241,18 @@ def fields_of(record: Any) -> dict[str, Any]:
             continue
         if field.name == "message" and isinstance(record, Finished) and record.code == "error":
             continue  # its engine may quote the prompt
-        if field.name not in _PRIVATE:
-            fields[field.name] = _plain(value)
+        is_hidden = of_request and not (
+            isinstance(value, int | float | msgspec.Struct) or field.name in _SHOWN_TEXTS
+        )
+        if field.name not in _PRIVATE and not is_hidden:
+            fields[field.name] = _plain(value, of_request=of_request)
     return {name: value for name, value in fields.items() if value not in ({}, [], ())}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, *, of_request: bool) -> Any:
     """A value without private fields and fields at their default."""
     if isinstance(value, msgspec.Struct):
-        return fields_of(value)
+        return fields_of(value, of_request=of_request)
     return f"{len(value)} bytes" if isinstance(value, bytes) else value
 
 

@@ -11,7 +11,16 @@ import pytest
 from kvlane.app.audit.timeline import TimelineStep, _in_order, fields_of
 from kvlane.app.audit.waits import unassigned_since_ms
 from kvlane.streams.ports import Partition
-from kvlane.streams.records import Finished
+from kvlane.streams.records import Finished, Refused
+from kvlane.streams.request import (
+    GuidedDecoding,
+    Hints,
+    ReplyAddress,
+    Request,
+    ResultOptions,
+    SamplingOptions,
+    StopConditions,
+)
 from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES
 
 
@@ -104,3 +113,43 @@ def test_wait_for_a_worker_is_found(
         for at_ms, (name, fields) in enumerate(events)
     ]
     assert unassigned_since_ms(timeline) == since_ms
+
+
+class LaterRequest(Request, frozen=True):
+    """A request of a version with one more field."""
+
+    note: str = ""
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        LaterRequest(id="a", note="mellon"),
+        Request(id="a", stop=StopConditions(stop=("mellon",))),
+        Request(id="a", annotations=("mellon",)),
+        Request(
+            id="a",
+            sampling=SamplingOptions(
+                guided_decoding=GuidedDecoding(choice=("mellon",), regex="mellon", grammar="mellon")
+            ),
+        ),
+        Request(id="a", result=ResultOptions(echo="mellon")),
+        Refused(id="a", code="invalid", result=ResultOptions(echo="mellon")),
+        Request(
+            id="a", result=ResultOptions(reply=ReplyAddress(topic="t", headers=(("a", b"mellon"),)))
+        ),
+    ],
+)
+def test_text_of_a_client_is_shown_only_if_it_is_listed(record: Request | Refused) -> None:
+    assert "mellon" not in repr(fields_of(record))
+
+
+def test_options_that_decide_the_place_of_a_request_are_shown() -> None:
+    request = Request(
+        id="a", model="m", stop=StopConditions(max_tokens=7), hints=Hints(lora_name="sql"),
+        result=ResultOptions(custom_id="line-7"),
+    )  # fmt: skip
+    assert fields_of(request) == {
+        "prompt_tokens": 0, "model": "m", "stop": {"max_tokens": 7}, "hints": {"lora_name": "sql"},
+        "result": {"custom_id": "line-7"},
+    }  # fmt: skip
