@@ -40,9 +40,14 @@ dropped: streaming one of those reads its lane again, so nothing is lost."""
 
 
 class ReplyResult(NamedTuple):
-    """A complete reply. `code` and `message` are set if a router ended the request.
+    """A reply that is over: whole if `error` is None, else as far as it came.
 
-    `placed`: the result of a dry run. `data`: output that is not text, see `Chunk`.
+    `finish_reason`: "stop", "length" or "cancelled"; "error" if its engine failed or refused it;
+    of attached servers also "content_filter", "tool_calls" or "function_call"; None if a router
+    ended it with an error. `code`: that of the router's `End`, also "stop" or "length" if it wrote
+    the end of a whole answer; None if the worker did. `message`: of that end, or the reason of a
+    refusal by the engine. `placed`: the result of a dry run. `data`: output that is not text, see
+    `Chunk`.
     """
 
     text: str
@@ -54,6 +59,14 @@ class ReplyResult(NamedTuple):
     usage: Usage | None = None
     placed: DryRunResult | None = None
     data: tuple[PassthroughDelta, ...] = ()
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer is not whole, for people; None if it is."""
+        reason = self.finish_reason or self.code
+        if self.finish_reason is not None and reason not in ("error", "cancelled"):
+            return None
+        return f"{reason}: {self.message}" if self.message else reason
 
 
 class Client:
@@ -220,8 +233,9 @@ class Client:
             data += piece.data
             if piece.finish_reason is not None:
                 return ReplyResult(
-                    "".join(text), tuple(tokens), piece.finish_reason, usage=usage, data=tuple(data)
-                )
+                    "".join(text), tuple(tokens), piece.finish_reason, message=piece.invalid,
+                    usage=usage, data=tuple(data),
+                )  # fmt: skip
         raise AssertionError("a stream ends with its last piece or with an error")
 
     async def _listen(self, request_id: str, deadline: float) -> None:

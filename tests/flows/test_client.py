@@ -254,6 +254,22 @@ async def test_result_has_the_code_of_an_end_by_a_router(world: MemoryWorld) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (ReplyResult("a", (1,), "stop"), None),
+        (ReplyResult("a", (1,), "tool_calls"), None),
+        (ReplyResult("a", (1,), "stop", "stop"), None),
+        (ReplyResult("", (), None, "queue_full", "32 wait"), "queue_full: 32 wait"),
+        (ReplyResult("a", (1,), "cancelled"), "cancelled"),
+        (ReplyResult("", (), "error", message="n is 0"), "error: n is 0"),
+        (ReplyResult("", (), "error"), "error"),
+    ],
+)
+def test_reply_that_is_not_whole_has_an_error(reply: ReplyResult, error: str | None) -> None:
+    assert reply.error == error
+
+
 @scenario_test
 async def test_dry_run_returns_the_selected_worker(world: MemoryWorld) -> None:
     client = await connect(world)

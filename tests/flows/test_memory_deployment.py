@@ -25,6 +25,11 @@ async def test_answers_are_those_of_the_script_over_the_log_and_http() -> None:
         assert await asked(deployment, "größer?") == ("größer", "stop")
         assert await asked(deployment, "ping", max_tokens=2) == ("po", "length")
         assert (await asked(deployment, "other"))[1] == "error"
+        client = deployment.client
+        body = {"messages": [{"role": "user", "content": "other"}]}
+        request_id = await client.publish(Prompt(id=client.new_request_id(), body=body))
+        error = (await client.result(request_id, timeout_s=20)).error
+        assert error == "error: the script has no answer to 'other'"
         body = {"model": "tiny", "messages": [{"role": "user", "content": "ping"}]}
         async with (
             aiohttp.ClientSession() as http,
