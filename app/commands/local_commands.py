@@ -129,7 +129,13 @@ def up(
             help="Port of a broker started by this command; 0: a free one.", min=0, max=65535
         ),
     ] = None,
-    broker: BrokerOption = "auto",
+    broker: Annotated[
+        Literal["auto", "env", "docker", "jvm"],
+        typer.Option(
+            help="auto: KVLANE_BOOTSTRAP_SERVERS if set, else a local JVM, else Docker; "
+            "with --ephemeral Docker first."
+        ),
+    ] = "auto",
     data: Annotated[
         Path | None,
         typer.Option(

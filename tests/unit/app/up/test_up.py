@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from typer.testing import CliRunner
 
+from kvlane.app import cli
 from kvlane.app.local.deployment import count_workers, deployment_parts, part_settings
 from kvlane.app.settings import Settings
 from kvlane.app.up.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
@@ -344,3 +346,11 @@ def test_container_gets_the_port_and_a_volume_that_outlives_it(
     assert container.ports == {"9092": ("127.0.0.1", 9092)}
     assert container.volumes == {volume(tmp_path): ("/var/lib/kafka/data", "rw")}
     assert container.env["KAFKA_LOG_DIRS"] == "/var/lib/kafka/data"
+
+
+def test_log_in_memory_is_no_choice_of_up() -> None:
+    refused = CliRunner().invoke(cli.app, ("up", "--broker", "memory"))
+    assert refused.exit_code == 2
+    assert "'memory' is not one of 'auto', 'env', 'docker', 'jvm'" in " ".join(
+        refused.output.replace("\u2502", " ").split()
+    )
