@@ -121,6 +121,7 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     ("change", "folders", "examples"),
     [
         ("a field of a request", ("app", "streams"), ("min_p", "max_thinking_tokens")),
+        ("an end code", ("app", "streams"), ("pinned_gone",)),
         ("an HTTP endpoint", ("app/http",), ("/v1/embeddings", "/v1/files", "/v1/messages")),
     ],
 )
