@@ -6,12 +6,14 @@ topics, as separate processes do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvlane.app import worker
 from kvlane.app.collector import Collector
 from kvlane.app.gateway import Gateway
 from kvlane.app.indexer import Indexer
+from kvlane.app.local.deployment import ProcessFactory
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle, faststream_app
@@ -22,15 +24,33 @@ if TYPE_CHECKING:
     from faststream import FastStream
 
 
-class StandaloneProcess:
-    """A `ProcessLifecycle` that runs one of each process and `workers` workers."""
+PROCESS_FACTORIES: dict[str, ProcessFactory] = {
+    "worker": worker.build,
+    "router": Router,
+    "indexer": Indexer,
+    "preprocessor": Preprocessor,
+    "collector": Collector,
+    "gateway": Gateway,
+}
 
-    def __init__(self, log: Log, settings: Settings, ctx: ProcessContext, workers: int = 1) -> None:
+
+class StandaloneProcess:
+    """A `ProcessLifecycle` that runs one of each process, and the given workers or so many."""
+
+    def __init__(
+        self,
+        log: Log,
+        settings: Settings,
+        ctx: ProcessContext,
+        workers: Iterable[ProcessLifecycle] | int = 1,
+    ) -> None:
+        if isinstance(workers, int):
+            workers = [_worker(log, settings, ctx, n) for n in range(1, workers + 1)]
         self.indexer = Indexer(log, settings, ctx)
         self.gateway = Gateway(log, settings, ctx)
         self.preprocessor = Preprocessor(log, _without_port(settings), ctx)
         self._parts: list[ProcessLifecycle] = [
-            *(_worker(log, settings, ctx, n) for n in range(1, workers + 1)),
+            *workers,
             Router(log, settings, ctx),
             self.preprocessor,
             Collector(log, _without_port(settings), ctx),

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from kvlane.app.collector import Collector
 from kvlane.app.engine.echo import current_turn
 from kvlane.app.engine.interface import (
     TEXT_ONLY_UNSUPPORTED,
@@ -17,11 +16,9 @@ from kvlane.app.engine.interface import (
     check_text_only,
     token_usage,
 )
-from kvlane.app.gateway import Gateway
-from kvlane.app.preprocessor import Preprocessor
-from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
+from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
+from kvlane.app.standalone import StandaloneProcess
 from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.app.worker import Worker
 from kvlane.streams.client import Client
@@ -118,27 +115,20 @@ async def memory_deployment(*engines: Engine, lanes: int = 4) -> AsyncIterator[M
     clock, ctx = SystemClock(), ProcessContext("memory deployment")
     log = MemoryLog(MemoryBroker(clock, lanes=lanes), "memory deployment")
     settings = Settings(
-        lanes=lanes, http_port=0, status_port=None, router_id="router", drain_grace_s=0.1
-    )
-    gateway = Gateway(log, settings, ctx)
-    workers = (
+        lanes=lanes, http_port=0, indexer_port=0, status_port=None, router_id="router",
+        drain_grace_s=0.1,
+    )  # fmt: skip
+    workers = [
         Worker(log, settings, ctx, engine, worker_id=f"worker-{number}")
         for number, engine in enumerate(engines, 1)
-    )
-    parts: list[ProcessLifecycle] = [
-        *workers, Router(log, settings, ctx), Preprocessor(log, settings, ctx),
-        Collector(log, settings, ctx), gateway,
-    ]  # fmt: skip
-    started: list[ProcessLifecycle] = []
+    ]
+    processes = StandaloneProcess(log, settings, ctx, workers)
     await log.start()
     try:
-        for part in parts:
-            await part.start()
-            started.append(part)
+        await processes.start()
         async with Client(log, clock) as client:
-            yield MemoryDeployment(log, client, gateway.url)
-        while started:
-            await started.pop().stop()
+            yield MemoryDeployment(log, client, processes.gateway.url)
+        await processes.stop()
     finally:
         await ctx.cancel_tasks()
         await log.close()

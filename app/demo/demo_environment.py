@@ -18,10 +18,10 @@ from kvlane.app.local.deployment import (
     InProcessDeployment,
     LocalDeployment,
     ProcessDeployment,
-    ProcessFactory,
 )
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
+from kvlane.app.standalone import PROCESS_FACTORIES
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
@@ -50,12 +50,11 @@ async def demo_environment(
     *,
     parts: Sequence[DeploymentPart],
     changes: Mapping[str, Any],
-    builds: Mapping[str, ProcessFactory],
 ) -> AsyncIterator[DemoEnvironment]:
     """Set up an environment on a running broker; removes everything but the broker at the end.
 
-    `changes`: to the settings, also of the processes. `builds`: for InProcessDeployment only.
-    Raises BrokerUnavailable, TopicMismatch.
+    `changes`: to the settings, also of the processes. Raises BrokerUnavailable,
+    TopicMismatch.
     """
     changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}
     settings = settings.model_copy(update=changes)
@@ -66,7 +65,9 @@ async def demo_environment(
     with contextlib.ExitStack() as cleanup:
         if broker.kind == "memory":
             memory = MemoryBroker(clock, lanes=settings.lanes, partitions=settings.partitions)
-            deployment = InProcessDeployment(parts, builds, settings, memory, random.Random())
+            deployment = InProcessDeployment(
+                parts, PROCESS_FACTORIES, settings, memory, random.Random()
+            )
             log = MemoryLog(memory, "stage")
         else:
             guard = ProcessGuard()

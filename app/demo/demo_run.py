@@ -15,16 +15,10 @@ from typing import Any
 from pydantic import SecretStr
 from rich.console import Console
 
-from kvlane.app import worker
-from kvlane.app.collector import Collector
 from kvlane.app.demo.demo_environment import demo_environment
 from kvlane.app.demo.scenario import DemoScenario
-from kvlane.app.gateway import Gateway
-from kvlane.app.indexer import Indexer
-from kvlane.app.local.deployment import DemoFailed, DeploymentPart, ProcessFactory, deployment_parts
+from kvlane.app.local.deployment import DemoFailed, DeploymentPart, deployment_parts
 from kvlane.app.local.processes import free_port
-from kvlane.app.preprocessor import Preprocessor
-from kvlane.app.router import Router
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, obtain_broker
 
@@ -38,15 +32,6 @@ HEARTBEAT_S = 0.5
 """A stopping worker waits for two heartbeats, so that routers notice."""
 DRAIN_GRACE_S = 2.0
 """Short, since no client waits for an answer when the demo ends."""
-
-PROCESS_FACTORIES: dict[str, ProcessFactory] = {
-    "worker": worker.build,
-    "router": Router,
-    "indexer": Indexer,
-    "preprocessor": Preprocessor,
-    "collector": Collector,
-    "gateway": Gateway,
-}
 
 
 def run_vllm_demo(
@@ -84,9 +69,7 @@ async def _demo_vllm(
     changes = _changes(settings, broker) | vllm_scenario.vllm_settings(
         folder / "model", hands_over=with_roles
     )
-    async with demo_environment(
-        settings, broker, parts=parts, changes=changes, builds=PROCESS_FACTORIES
-    ) as on:
+    async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
         return await vllm_scenario.VllmScenario(on, console).run()
 
 
@@ -126,9 +109,7 @@ async def _demo(
     parts: Sequence[DeploymentPart],
 ) -> bool:
     changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
-    async with demo_environment(
-        settings, broker, parts=parts, changes=changes, builds=PROCESS_FACTORIES
-    ) as on:
+    async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
         return await DemoScenario(on, console).run(prompts)
 
 

@@ -20,15 +20,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from kvlane.app.collector import Collector
 from kvlane.app.gateway import Gateway
-from kvlane.app.indexer import Indexer
 from kvlane.app.local.deployment import InProcessDeployment, deployment_parts
-from kvlane.app.preprocessor import Preprocessor
-from kvlane.app.router import Router
 from kvlane.app.runtime import spans
 from kvlane.app.settings import Settings
-from kvlane.app.worker import build as build_worker
+from kvlane.app.standalone import PROCESS_FACTORIES
 from kvlane.streams.client import Client
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode
@@ -65,12 +61,9 @@ class World:
             lanes=LANES, cache_dir=folder, http_port=0, indexer_port=0, heartbeat_interval_s=0.1,
             worker_timeout_s=0.5,
         )  # fmt: skip
-        builds = {
-            "worker": build_worker, "router": Router, "preprocessor": Preprocessor,
-            "collector": Collector, "indexer": Indexer, "gateway": Gateway,
-        }  # fmt: skip
-        parts = deployment_parts(workers=2)
-        self.parts = InProcessDeployment(parts, builds, settings, self.broker, random.Random(1))
+        self.parts = InProcessDeployment(
+            deployment_parts(workers=2), PROCESS_FACTORIES, settings, self.broker, random.Random(1)
+        )
 
     async def chat(self, traceparent: str, *, tokens: int = 3, kill: bool = False) -> str:
         """The answer to a streamed chat. `kill`: its worker, at its first token."""

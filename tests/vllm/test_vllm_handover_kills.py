@@ -108,7 +108,6 @@ async def test_answers_are_those_of_one_engine_while_workers_are_killed(
         changes |= vllm_scenario.vllm_settings(folder, hands_over=True)
         async with demo_environment(
             settings, broker, parts=deployment_parts(2, 1), changes=changes,
-            builds=demo_run.PROCESS_FACTORIES,
         ) as on:  # fmt: skip
             scenario = KillScenario(on, Console())
             assert await scenario.run()
