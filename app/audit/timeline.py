@@ -51,8 +51,8 @@ _SHOWN_TEXTS = frozenset({
 """Texts and lists of a `Request` that are shown; others may quote its prompt, such as `echo`."""
 PROMPT_STEP = "Prompt"
 """The name of the step of a prompt in `prompts` or `batch`, which is not decoded."""
-_ELSEWHERE = frozenset({"id", "t", "listed", "candidate_rows", "choice"})
-"""Fields that are shown apart from the others."""
+_ELSEWHERE = frozenset({"id", "t", "listed", "candidate_rows", "choice", "prefix_marks"})
+"""Fields that are shown apart from the others, or not for people."""
 _ENDS = frozenset({"Finished", "Ended"})
 """Ledger records that are written after the last chunk."""
 

@@ -136,12 +136,18 @@ def _summary(decisions: list[ExplainedDecision]) -> Table:
         why = "no inputs recorded" if reasons is None else reasons.words
         shown.add_row(
             _attempt(record), f"[bold]{escape_text(_place(record))}[/]", escape_text(why),
-            f"{record.cached_tokens_predicted} tokens",
+            _expected_tokens(record),
             "-" if actual.cached_tokens is None else f"{actual.cached_tokens}",
             *_compared(record.ttft_ms_predicted, actual.ttft_ms),
             *_compared(record.itl_ms_predicted, actual.itl_ms),
         )  # fmt: skip
     return shown
+
+
+def _expected_tokens(decision: Assigned) -> str:
+    estimated = decision.params.get("estimated_tokens")
+    words = f", {estimated:g} of them estimated" if estimated else ""
+    return f"{decision.cached_tokens_predicted} tokens{words}"
 
 
 def _compared(expected_ms: float, actual_ms: float | None) -> tuple[str, str]:

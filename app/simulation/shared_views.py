@@ -181,7 +181,7 @@ def assigned_record(
         block_size=placement.block_size, cached_tokens_predicted=placement.cached_tokens,
         prefill_tokens=placement.prefill_tokens, listed=() if chosen is None else (chosen,),
         held_ms=placement.forecast.waited_ms, router=router,
-        service_class=service_class,
+        service_class=service_class, prefix_marks=placement.prefix_marks,
     )  # fmt: skip
 
 

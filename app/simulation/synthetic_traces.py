@@ -10,6 +10,7 @@
                       60,000 tokens
     short-prompts     single requests of 40 to 200 tokens without common prefixes
     short-bursts      the same, 50 at once at regular intervals
+    fan-outs          eight questions at once about a new document of 4,000 to 16,000 tokens
     long-answers      chats whose answers are several times as long as the new part of a prompt
 
 Sessions arrive as a Poisson process with a given mean rate of requests, but for short-bursts. Owns
@@ -31,6 +32,7 @@ NAME_PREFIX = "gen:"
 """Prefix of a trace kind where a file name is allowed too."""
 LONG_PROMPTS = "long-prompts"
 SHORT_PROMPTS, SHORT_BURSTS, LONG_ANSWERS = "short-prompts", "short-bursts", "long-answers"
+FAN_OUTS = "fan-outs"
 BURST_REQUESTS = 50
 SYSTEM_PROMPTS = 40
 MAX_PROMPT_TOKENS = 120_000
@@ -171,6 +173,14 @@ def _burst(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
         yield from _short(rng, text.copy(), at_ms)
 
 
+def _fan_out(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
+    text.grow(rng.randint(4_000, 16_000))
+    for _ in range(8):
+        branch = text.copy()
+        branch.grow(_tokens(rng, 150, 0.8, 2000))
+        yield branch.to_row(at_ms, _tokens(rng, 200, 0.6, 2000))
+
+
 def _long_chat(rng: Random, text: _Text, at_ms: float) -> Iterator[TraceRow]:
     while True:
         text.grow(_tokens(rng, 120, 1.0, 4000))
@@ -189,5 +199,6 @@ TRACE_KINDS: Mapping[str, _SessionProfile] = {
     LONG_PROMPTS: _SessionProfile(_document, 1, (500, 1_500), system_prompts=8),
     SHORT_PROMPTS: _SessionProfile(_short, 1, (0, 0), system_prompts=1),
     SHORT_BURSTS: _SessionProfile(_burst, BURST_REQUESTS, (0, 0), 1, is_regular=True),
+    FAN_OUTS: _SessionProfile(_fan_out, 8, (200, 2_000), system_prompts=8),
     LONG_ANSWERS: _SessionProfile(_long_chat, 4, (200, 2_000)),
 }

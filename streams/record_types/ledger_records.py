@@ -103,7 +103,8 @@ class Assigned(RunRecord, frozen=True):
     youngest ledger record that its router had read. `choice`: whether to hand over, where costs
     decided. `is_preemptible`: whether a run of class batch gives way; not if no other run could
     continue its answer. `is_prompt`: whether the request came from Kafka, so that copies of it may
-    come for days.
+    come for days. `prefix_marks`: keys of blocks of its prompt, 8 bytes each, little endian, at
+    depths that all routers have.
     """
 
     origin: RequestOffset
@@ -131,6 +132,7 @@ class Assigned(RunRecord, frozen=True):
     candidate_rows: CandidateRows | None = None
     is_prompt: bool = False
     itl_ms_predicted: float = 0.0
+    prefix_marks: bytes = b""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from zlib import crc32
 
 from msgspec.structs import replace
 
@@ -42,13 +43,13 @@ class QueueHarness:
 
     def send(
         self, *names: str, tokens: int = 100, phase: Phase = "aggregated",
-        deadline_ms: float = math.inf, model: str = "m", **hints: Any,
+        deadline_ms: float = math.inf, model: str = "m", begins_alike: bool = False, **hints: Any,
     ) -> None:  # fmt: skip
         """Requests come at one moment, and are planned together."""
         for name in names:
-            request = Request(
-                id=name, model=model, token_ids=pack_tokens([*range(tokens)]), hints=Hints(**hints)
-            )
+            first = 0 if begins_alike else crc32(name.encode())
+            token_ids = pack_tokens([first, *range(1, tokens)])
+            request = Request(id=name, model=model, token_ids=token_ids, hints=Hints(**hints))
             lane_request = self.queue.waiting.new_request(
                 RequestKey(0, name), PromptHashes(request), 0, self.now_ms, deadline_ms
             )
@@ -89,6 +90,7 @@ class QueueHarness:
                 **self._runs[request.key.id], rank=place.rank, origin=ORIGIN,
                 responses_from=0, deadline_ms=0, prompt_tokens=decision.tokens,
                 prefill_tokens=decision.prefill_tokens, policy=decision.policy,
+                prefix_marks=decision.prefix_marks,
             ))  # fmt: skip
 
     def leave(self, name: str) -> None:

@@ -74,11 +74,12 @@ from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.performance import PerformanceModel, WorkerKind, profile_from_card
 from kvlane.app.routing.state.request_state import RunId
+from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.app.routing.state.silent_workers import SilentWorkers
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.indexer.events import Tier
 from kvlane.streams.record_base import ServiceClass
-from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone
+from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone, RunKey
 from kvlane.streams.request import Request
 
 log = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class RouterQueue:
         self._counts_output = config.counts_output
         self.herd_avoidance = HerdAvoidance(router)
         self._performance = PerformanceModel()
+        self._routed = RoutedPrefixes(index)
         self._dispatched = Counter[Phase]()
         self._prompt_workers: Sequence[str] = ()
         """The workers that compute prompts, of all models."""
@@ -205,6 +207,13 @@ class RouterQueue:
         place. A place is free until the next decision, so the caller counts the request there
         before.
         """
+        decision = self._decide(request, now_ms)
+        if isinstance(decision, Placement) and decision.phase != "decode":
+            local = request.prompt.local_hashes(decision.block_size)
+            return replace(decision, prefix_marks=self._routed.marks_of(local))
+        return decision
+
+    def _decide(self, request: LaneRequest, now_ms: int) -> Decision:
         if request.is_batch:
             awaited = self.ranks_with_reservations()
             full_workers = self.worker_capacity.full_for_batch(now_ms)
@@ -329,6 +338,7 @@ class RouterQueue:
             transfer_token_ms=performance.transfer_token_ms,
             recent_prefill=performance.recent_prefill, batch_runs=self._ledger.batch_runs,
             curves=performance.curves, step_shares=performance.step_shares,
+            routed=self._routed,
             stagger_ms=self.herd_avoidance.stagger_ms(
                 self._prompt_workers, self._fleet.version, now_ms, performance.mean_prefill_ms
             ),
@@ -348,9 +358,14 @@ class RouterQueue:
         if pinned_worker(request.hints, run.phase) is None:  # for policies that go in turn
             self._dispatched[run.phase] += 1
         self.worker_capacity.on_assigned(run.worker, run.epoch)
+        self._routed.add(
+            RunKey(request.id, run.attempt, run.phase), place, placement.prefix_marks,
+            placement.at_ms,
+        )  # fmt: skip
 
     def remove_unconfirmed(self, run: RunId, request: Request, placement: Placement) -> None:
         """Undo `add_unconfirmed` when a decision was read back or not written, but not its turn."""
+        self._routed.discard_unread(RunKey(request.id, run.attempt, run.phase))
         if request.service_class == "batch":
             self.unconfirmed_batch.discard(_batch_key(run, request))
         else:
@@ -491,6 +506,7 @@ class RouterQueue:
         if self._decode_weight.value != self.config.predictive_weights.decode_weight:
             self._use_weight(self.config)
         self.herd_avoidance.on_record(record)
+        self._routed.on_record(record)
         if is_replay:
             return
         self.worker_capacity.on_record(record)

@@ -8,8 +8,8 @@ is too long ago.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from struct import Struct
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -28,8 +28,10 @@ from kvlane.app.routing.state.batch_runs import BatchRuns, batch_delay_ms
 from kvlane.app.routing.state.change_log import ChangeLog, TrackedDict
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
+from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.indexer.epochs import CacheId
+from kvlane.indexer.events import Tier
 from kvlane.indexer.index import MatchDepths
 
 _LOAD = Struct(f"{cost_kernels.BUSY_MS}d")
@@ -37,6 +39,11 @@ _LOAD = Struct(f"{cost_kernels.BUSY_MS}d")
 _SPOT_BYTES = 8 * cost_kernels.FEATURES
 NO_ROW = -1
 """The row of places of other pools."""
+MIN_ESTIMATE = 1.5
+"""Least length of an estimate that counts, as a multiple of the longest prefix in the index. Where
+one worker has most of a prompt, the others go by their load: parallel calls of an agent would go to
+the worker of the first one for little, and their decode be slower (mean E2E 1092 for 1007 ms)."""
+NO_BLOCKS = (0,) * len(Tier)
 NO_SLOWDOWNS: Mapping[str, float] = MappingProxyType({})
 NO_CURVES: Mapping[str, PerfCurves] = MappingProxyType({})
 
@@ -78,7 +85,8 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     not read back. `heartbeats`: heartbeats by worker, `changed_heartbeats`: their changes,
     `count_output_tokens`: whether they count. `slowdown`: of measured workers, `TrackedDict` if it
     can change. `stagger_ms`: by worker, the delay of this router behind others; an immutable
-    mapping. `curves`: learned ones by worker, which change together with `slowdown`.
+    mapping. `curves`: learned ones by worker, which change together with `slowdown`. `routed`:
+    prompts that count as cached already.
     """
 
     committed: ActiveLoad
@@ -89,6 +97,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
     slowdown: Mapping[str, float] = NO_SLOWDOWNS
     stagger_ms: Mapping[str, float] = NO_SLOWDOWNS
     curves: Mapping[str, PerfCurves] = NO_CURVES
+    routed: RoutedPrefixes | None = None
 
     def is_same(self, others: TableInputs) -> bool:
         """Whether these are the same objects; their content is not compared."""
@@ -98,7 +107,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
             and self.changed_heartbeats is others.changed_heartbeats
             and self.count_output_tokens is others.count_output_tokens
             and self.slowdown is others.slowdown and self.stagger_ms is others.stagger_ms
-            and self.curves is others.curves
+            and self.curves is others.curves and self.routed is others.routed
         )  # fmt: skip
 
 
@@ -161,8 +170,12 @@ class CandidateTable:
         self._owners: Sequence[CacheId] = ()
         self._reserved: Sequence[WorkerRank] = ()
         self._reserved_rows: Ints = np.empty(0, np.int64)
-        self.row_of_column: Ints = np.empty(0, np.int64)
-        """The row of each column of the index; -1 for caches that are not in this pool."""
+        self.row_of_column: Ints = np.arange(len(rows))
+        """The row of each column of the index, -1 for caches that are not in this pool; behind
+        these, a column for each row, for estimates."""
+        self.estimated_blocks: dict[WorkerRank, int] = {}
+        """Of the last prompt, the blocks at a place beyond those by the index."""
+        self._now_ms = 0
 
     def rows_of(self, ranks: Iterable[WorkerRank | None]) -> Ints:
         """The row numbers of these places; -1 for None and for places of other pools."""
@@ -226,11 +239,45 @@ class CandidateTable:
                 break
         if owners is not self._owners:
             self._owners = owners
-            self.row_of_column = np.array([self._shown.get(o, NO_ROW) for o in owners], np.int64)
-        return each
+            shown = [self._shown.get(owner, NO_ROW) for owner in owners]
+            self.row_of_column = np.append(np.array(shown, np.int64), np.arange(len(self._ranks)))
+        routed = None if self._read is None else self._read.routed
+        if routed is None or not len(routed):
+            self.estimated_blocks = {}
+            return each
+        return [
+            self._with_estimates(depths, routed.find(local, self._now_ms))
+            for depths, local in zip(each, prompts, strict=True)
+        ]
+
+    def _with_estimates(
+        self, known: MatchDepths, routed: Collection[tuple[WorkerRank, int]]
+    ) -> MatchDepths:
+        """The cached prefix of a prompt, at least as long as estimated, which is on the device."""
+        self.estimated_blocks = {}
+        if not routed:
+            return known
+        columns, depths = [], []
+        rows = self.row_of_column[known.columns].tolist()
+        of_row = dict(zip(rows, known.depths.tolist(), strict=True))
+        least = MIN_ESTIMATE * known.depths.sum(axis=1).max(initial=0)
+        for place, blocks in routed:
+            if blocks <= least or (row := self._row_of.get(place)) is None:
+                continue
+            ends = [*accumulate(of_row.get(row, NO_BLOCKS))]
+            if blocks > ends[0]:
+                longer = [max(end, blocks) for end in ends]
+                columns.append(len(self._owners) + row)
+                depths.append([blocks, *(b - a for a, b in pairwise(longer))])
+                if blocks > ends[-1]:
+                    self.estimated_blocks[place] = blocks - ends[-1]
+        if not columns:
+            return known
+        return MatchDepths(np.append(known.columns, columns), np.vstack((known.depths, depths)))
 
     def refresh(self, sources: TableInputs, now_ms: int) -> None:
         """Apply the changes since the last call, and the passing of time."""
+        self._now_ms = now_ms
         counts = (
             sources.committed.changes.count, sources.unconfirmed.changes.count,
             sources.changed_heartbeats.count,

@@ -30,6 +30,7 @@ from kvlane.app.routing.state.performance import (
     PrefillShares,
     RecentPrefill,
 )
+from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Candidate, CandidateRows, EndCode, HandOverChoice, Phase
 
@@ -70,6 +71,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     `count_output_tokens`: whether output tokens of running requests count as load.
     `expected_followups`, `prefill_shares`, `step_shares`, `recent_prefill`, `transfer_token_ms`:
     see `PerformanceModel`. `batch_runs`: those by the ledger. `curves`: learned ones, by worker.
+    `routed`: prompts that count as cached already.
     """
 
     fleet: Fleet
@@ -90,6 +92,7 @@ class RoutingState(msgspec.Struct, frozen=True, gc=False):
     batch_runs: BatchRuns | None = None
     curves: Mapping[str, PerfCurves] = NO_CURVES
     step_shares: PrefillShares | None = None
+    routed: RoutedPrefixes | None = None
 
     def profile_of(self, worker: str, card_profile: EngineProfile) -> EngineProfile:
         """The profile of a worker as learned; `card_profile`: that by its card."""
@@ -117,7 +120,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     fields hold all inputs of the costs that are not in the request. `at_ms`: when it was decided.
     `session_rank`: the place of the request's session, if affinity was considered.
     `overlap_blocks`: blocks of the prompt cached at its place, in any tier. `phase`: the part of
-    the request that it is for; `choice`: whether that is all of it.
+    the request that it is for; `choice`: whether that is all of it. `prefix_marks`: see
+    `RoutedPrefixes`.
     """
 
     worker_rank: WorkerRank
@@ -135,6 +139,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     overlap_blocks: int = 0
     phase: Phase = "aggregated"
     choice: HandOverChoice | None = None
+    prefix_marks: bytes = b""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

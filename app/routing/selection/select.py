@@ -141,6 +141,10 @@ def select_worker(
             return wait
     overlap_blocks = int(sum(options.blocks[chosen].tolist()))
     cached = min(overlap_blocks * pool.block_size, prompt.tokens)
+    if phase != "decode" and (
+        estimated := pool.table.estimated_blocks.get(options.worker_ranks[chosen])
+    ):
+        params["estimated_tokens"] = float(min(estimated * pool.block_size, cached))
     return Placement(
         worker_rank=options.worker_ranks[chosen],
         tokens=prompt.tokens,
@@ -330,7 +334,7 @@ def refreshed_table(pool: CandidatePool, state: RoutingState) -> CandidateTable:
     sources = TableInputs(
         state.committed, state.unconfirmed, state.fleet.heartbeats, state.fleet.changed_heartbeats,
         state.count_output_tokens,
-        state.slowdown, state.stagger_ms, state.curves,
+        state.slowdown, state.stagger_ms, state.curves, state.routed,
     )  # fmt: skip
     pool.table.refresh(sources, state.now_ms)
     if pool.has_transfers and pool.has_curves and state.prefill_shares is not None:

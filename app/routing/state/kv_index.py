@@ -52,8 +52,10 @@ class KvIndexView:
     def __init__(self, secret: KeySecret) -> None:
         """`secret`: the one behind the keys of all workers."""
         self.skipped = SkippedRecords()
+        self.secret = secret
         self.blocks = BlockIndex(secret)
-        self._fingerprint = secret.fingerprint
+        self.publishing: set[str] = set()
+        """Workers with cache events other than the `cleared` of an epoch."""
         self._foreign: dict[str, int] = {}
         self._signs: dict[Partition, LastSeen] = {}
         self._positions: dict[Partition, int] = {}
@@ -98,11 +100,13 @@ class KvIndexView:
                 continue
             for gone in self._seen(source).touch(record.worker, log_record.timestamp_ms):
                 self.blocks.drop_worker(source.partition, gone)
+                self.publishing.discard(gone)
             if isinstance(record, Blocks):
                 self._take(source, record)
             elif isinstance(record, Heartbeat):
                 for rank, event_id in enumerate(record.last_event_ids):
                     holder = CacheId(record.worker, rank)
+                    self._note_events(record.worker, event_id)
                     self.blocks.on_heartbeat(source.partition, holder, record.epoch, event_id)
             else:
                 self.blocks.end_epoch(source.partition, record.worker, record.epoch)
@@ -111,14 +115,19 @@ class KvIndexView:
     def _seen(self, source: Partition) -> LastSeen:
         return self._signs.setdefault(source, LastSeen())
 
+    def _note_events(self, worker: str, event_id: int) -> None:
+        if event_id > 0:
+            self.publishing.add(worker)
+
     def _take(self, source: Partition, record: Blocks) -> None:
-        if record.hash_fingerprint != self._fingerprint:
+        if record.hash_fingerprint != self.secret.fingerprint:
             self._report_wrong_secret(record)
             return
         columns = EventColumns(
             record.kinds, record.tiers, record.positions, record.counts, record.keys
         )
         holder = CacheId(record.worker, record.rank)
+        self._note_events(record.worker, record.first_event_id)
         try:
             self.blocks.apply_events(
                 source.partition, holder, record.epoch, record.first_event_id, columns
@@ -134,7 +143,7 @@ class KvIndexView:
             log.error(
                 "the cache of worker %s is unknown: its keys are made with another secret "
                 "(fingerprint %s, not %s); give all processes the same KVLANE_HASH_SECRET",
-                record.worker, record.hash_fingerprint or "none", self._fingerprint,
+                record.worker, record.hash_fingerprint or "none", self.secret.fingerprint,
             )  # fmt: skip
 
     def position(self, source: Partition) -> int | None:

@@ -9,7 +9,7 @@ from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.fair_share import UNBOUNDED, ClassConfig, QueueKey
 from kvlane.app.routing.queueing.router_queue import MAX_FREQUENT_RETRIES
 from kvlane.app.routing.queueing.worker_capacity import PROBE_INTERVAL_MS
-from kvlane.app.routing.selection.decision import Rejection, Wait
+from kvlane.app.routing.selection.decision import Placement, Rejection, Wait
 from kvlane.app.routing.selection.handover_rules import HandOverRules
 from kvlane.streams.records import Assigned
 from tests.harness.queue_harness import ORIGIN, QueueHarness
@@ -293,3 +293,26 @@ def test_dry_run_has_no_effect(routing: RoutingHarness) -> None:
     assert not isinstance(planned, Wait | Rejection)
     assert planned.worker_rank.worker == "w"
     assert (queue.queue.reservations, "a" in queue.workers) == (1, False)
+
+
+def test_burst_with_one_prefix_meets_at_a_worker_before_its_first_event(
+    routing: RoutingHarness,
+) -> None:
+    for name in ("w1", "w2", "w3"):
+        routing.index.publishing.add(routing.worker(name))
+    queue = QueueHarness(routing, "predictive")
+    queue.send("first", tokens=4000, begins_alike=True)
+    queue.send("second", tokens=4050, begins_alike=True)
+    queue.send("third", tokens=4100, begins_alike=True)
+    assert len({*queue.workers.values()}) == 1
+    placed = {name: d for name, d in queue.decisions if isinstance(d, Placement)}
+    assert "estimated_tokens" not in placed["first"].params
+    assert placed["second"].cached_tokens == placed["second"].params["estimated_tokens"] > 3600
+    queue.finish("first", "broken")
+    queue.finish("second", "broken")
+    queue.finish("third", "broken")
+    queue.send("alone", tokens=8100, begins_alike=True)
+    assert queue.decisions[-1][0] == "alone"
+    last = queue.decisions[-1][1]
+    assert isinstance(last, Placement)
+    assert last.cached_tokens == 0, "no run has computed it"
