@@ -158,9 +158,7 @@ async def bench_engines(
             DeploymentPart("router-1", "router"), DeploymentPart("gateway-1", "gateway"),
         ]  # fmt: skip
         changes = {"http_port": free_port(), "model": MODEL, "drain_grace_s": 0.5}
-        async with demo_environment(
-            settings, broker, parts=parts, changes=changes, builds={}
-        ) as on:
+        async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
             for engine in engines:
                 await _wait_answering(f"{engine.url}/health", engine.process, on.context.clock)
             traffic = make_traffic(
