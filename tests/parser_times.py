@@ -45,10 +45,12 @@ def main() -> None:
         tokens, taken = [*(text * TOKENS)[:TOKENS].encode()], [*prefix.encode()]
         for step in (1, 8):
             rounds = [
-                (cpu_us(model.text_stream(request), tokens, step),
-                 cpu_us(parsed(taken), tokens, step))
+                (
+                    cpu_us(model.text_stream(request), tokens, step),
+                    cpu_us(parsed(taken), tokens, step),
+                )
                 for _ in range(ROUNDS)
-            ]  # fmt: skip
+            ]
             plain, with_parser = (median(column) for column in zip(*rounds, strict=True))
             sys.stdout.write(f"{name}, {step} a step: {plain:.2f}, parsed {with_parser:.2f} us\n")
         replay = median(_ms(lambda: parsed([*taken, *tokens[:1000]])) for _ in range(ROUNDS))  # noqa: B023

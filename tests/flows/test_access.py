@@ -82,9 +82,10 @@ async def test_without_a_valid_key_all_but_probes_is_refused(
     for path in ("/livez", "/readyz"):
         assert (await harness.send("GET", path).wait_done()).status == 200
     for headers in (
-        {"authorization": f"Bearer {good}"}, {"authorization": f"bearer {good}"},
+        {"authorization": f"Bearer {good}"},
+        {"authorization": f"bearer {good}"},
         {"x-api-key": good},
-    ):  # fmt: skip
+    ):
         assert (await harness.send("GET", "/v1/models", headers=headers).wait_done()).status == 200
 
 

@@ -31,9 +31,7 @@ def client_of(deployment: MemoryDeployment) -> anthropic.AsyncAnthropic:
 
 def body(text: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
-    return {
-        "model": "scripted", "max_tokens": 500, "messages": messages, "tools": [WEATHER],
-    } | more  # fmt: skip
+    return {"model": "scripted", "max_tokens": 500, "messages": messages, "tools": [WEATHER]} | more
 
 
 def events_of(text: str) -> list[Event]:
@@ -103,9 +101,10 @@ async def test_stream_has_its_events_in_order() -> None:
     ]
     assert events[2]["delta"] == {"type": "text_delta", "text": "I look it up.\n"}
     assert events[4] == {
-        "type": "content_block_start", "index": 1,
+        "type": "content_block_start",
+        "index": 1,
         "content_block": {"type": "tool_use", "name": "weather", "input": {}},
-    }  # fmt: skip
+    }
     assert events[5]["delta"] == {"type": "input_json_delta", "partial_json": '{"city": "Köln"}'}
     assert events[7]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
@@ -120,9 +119,11 @@ async def test_text_behind_a_call_is_a_block_behind_it() -> None:
 async def test_results_of_tools_reach_the_model() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
     result = {
-        "type": "tool_result", "tool_use_id": "toolu_1",
-        "content": [{"type": "text", "text": "rain"}], "cache_control": {"type": "ephemeral"},
-    }  # fmt: skip
+        "type": "tool_result",
+        "tool_use_id": "toolu_1",
+        "content": [{"type": "text", "text": "rain"}],
+        "cache_control": {"type": "ephemeral"},
+    }
     messages = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": [thought, {"type": "text", "text": "I look."}, CALL]},
@@ -208,7 +209,7 @@ async def test_answer_whose_worker_fails_has_the_same_events() -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"nvext": {"kv_transfer_params": {"a": 1}}}, "nvext.kv_transfer_params"),
     ],
-)  # fmt: skip
+)
 async def test_field_that_is_not_honoured_is_refused_by_name(
     fields: dict[str, Any], named: str
 ) -> None:

@@ -629,9 +629,11 @@ async def test_decode_is_in_the_required_zone_and_preferably_in_the_rack(
     FakeWorker(world, "d1", role="decode", taints=("topology/zone=b", "topology/rack=7"))
     decode = FakeWorker(world, "d2", role="decode", taints=near)
     await start_router(
-        world, transfer_domain="zone", transfer_domain_required=True,
+        world,
+        transfer_domain="zone",
+        transfer_domain_required=True,
         preferred_transfer_domain="rack",
-    )  # fmt: skip
+    )
     asked = RoutingConstraints(preferred_taints={"topology/rack=7": 0.1, "gpu=x": 2.0})
     append_record(world, REQUESTS, replace(LONG, hints=Hints(routing_constraints=asked)))
     prefill.hand_over(await assigned(world, prefill), PARAMS)

@@ -14,9 +14,10 @@ TEXT = CALL + CALL + "<tool_call>no call"
 
 def agent_request(text: str = TEXT) -> Request:
     return Request(
-        id="a", token_ids=pack_tokens([*text.encode(), ASSISTANT]),
+        id="a",
+        token_ids=pack_tokens([*text.encode(), ASSISTANT]),
         parsing=AnswerParsing(tools="hermes"),
-    )  # fmt: skip
+    )
 
 
 def counted(page: bytes, name: str) -> float:

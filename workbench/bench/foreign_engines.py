@@ -102,15 +102,17 @@ async def bench_foreign_engines(
 
 def _row(engine: str, traffic: str, known: RunMetrics, learned: RunMetrics) -> dict[str, Any]:
     return {
-        "engine": engine, "traffic": traffic,
+        "engine": engine,
+        "traffic": traffic,
         "TTFT ms": {"known": known.ttft_mean, "learned": learned.ttft_mean},
         "E2E ms": {"known": known.e2e_mean, "learned": learned.e2e_mean},
         "learned to known": {
-            "TTFT": learned.ttft_mean / known.ttft_mean, "E2E": learned.e2e_mean / known.e2e_mean,
+            "TTFT": learned.ttft_mean / known.ttft_mean,
+            "E2E": learned.e2e_mean / known.e2e_mean,
         },
         "TTFT error": {"p50": learned.ttft_error_p50, "p90": learned.ttft_error_p90},
         "ITL error": {"p50": learned.itl_error_p50, "p90": learned.itl_error_p90},
-    }  # fmt: skip
+    }
 
 
 def _thresholds(name: str, known: RunMetrics, learned: RunMetrics) -> Iterator[Threshold]:

@@ -184,9 +184,8 @@ def test_local_hashes_agree_with_the_formula(
         data += np.array(sorted(held or ()), "<u8").tobytes()
         expected.append(xxhash.xxh3_64_intdigest(data, salted % 2**64))
     found = local_hashes(
-        tokens, size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=objects,
-        seed=seed,
-    )  # fmt: skip
+        tokens, size, lora_name=lora_name, cache_salt=cache_salt, mm_hashes=objects, seed=seed
+    )
     assert found.tolist() == expected
 
 

@@ -222,9 +222,11 @@ class KafkaClients:
             parsing=AnswerParsing(tools="hermes", reasoning="qwen3"),
         )
         self.requests[request_id] = ExpectedRequest(
-            request, echo_answer(prompt, max_tokens), is_cancelled=False,
+            request,
+            echo_answer(prompt, max_tokens),
+            is_cancelled=False,
             may_expire=bool(self._world.parameters.peak_s or self._world.parameters.absence),
-        )  # fmt: skip
+        )
         self._publish_at(at, request_id, REQUESTS, entry_of(request, request_id))
 
     def _draw_reply_topic(self) -> str:

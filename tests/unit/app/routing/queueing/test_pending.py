@@ -133,10 +133,11 @@ def test_earliest_deadline_goes_first_of_all_classes() -> None:
     classes = FairQueue({"chat": ClassConfig(weight=0.1, ttft_target_ms=300.0)})
     held = ReservedRequests[str]("edf", classes)
     coming = [
-        with_target("none", 0, 0, None), with_target("own", 1, 100, 500.0),
+        with_target("none", 0, 0, None),
+        with_target("own", 1, 100, 500.0),
         with_target("class", 2, 200, None, QueueKey("m", "chat")),
         with_target("both", 3, 300, 250.0, QueueKey("m", "chat")),
-    ]  # fmt: skip
+    ]
     assert held.dispatch_order(coming) == ["class", "both", "own", "none"]
     for each in coming:
         held.reserve(each, planned(W1, 20.0))

@@ -629,8 +629,9 @@ def test_worker_is_predicted_by_learned_curves_until_they_are_forgotten(
     decision = routing.chosen(PREDICTIVE, known=known)
     assert decision.worker_rank.worker == "w2"
     assert {c.worker: c.curve for c in decision.candidates} == {
-        "w1": curves["w1"].coefficients(), "w2": CURVES.coefficients(),
-    }  # fmt: skip
+        "w1": curves["w1"].coefficients(),
+        "w2": CURVES.coefficients(),
+    }
     record = to_assigned(decision)
     assert recompute_choice(record) == decision.worker_rank
     recalled = reconstruct(record)
