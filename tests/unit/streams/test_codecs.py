@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlane.streams import codecs, record_base
+from kvlane.streams import codecs, record_base, response_records
 from kvlane.streams import records as r
 from kvlane.streams import request as q
 from kvlane.streams.codecs import (
@@ -354,6 +354,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of a field."""
     if hint in (dict[str, Any], dict[str, Any] | None):
         return OBJECT
+    if hint == list[dict[str, Any]]:
+        return st.lists(OBJECT, max_size=2)
     return st.from_type(hint)
 
 
@@ -367,7 +369,7 @@ def built(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
     return values.map(lambda given_fields: kind(**given_fields))
 
 
-MODULES = (*vars(r).values(), *vars(q).values())
+MODULES = (*vars(r).values(), *vars(q).values(), response_records.StoredTurn)
 STRUCTS = [t for t in MODULES if isinstance(t, type) and issubclass(t, msgspec.Struct)]
 for struct in STRUCTS:
     st.register_type_strategy(struct, built)
