@@ -46,11 +46,11 @@ DEFAULT_LANES = 8
 """Lanes of a deployment that sets no number (`KVLANE_LANES`): as many routers can share the work.
 Many lanes cost time, fewer than 8 save little (docs/benchmarks.md, number of lanes)."""
 
-_HOUR_MS = 3_600_000
-_DAY_MS = 24 * _HOUR_MS
+HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
 _WORD, _U32 = Struct("<I"), 0xFFFFFFFF
 _MURMUR2_SEED, _MURMUR2_FACTOR = 0x9747B28C, 0x5BD1E995
-PROMPT_READABLE_MS = 8 * _DAY_MS
+PROMPT_READABLE_MS = 8 * DAY_MS
 """Age at which a prompt counts as deleted, although it is in its topic: brokers delete by segment,
 up to a day after the retention of `batch` in use, and never the newest records. For so long after
 its end the id of a prompt is known."""
@@ -91,11 +91,11 @@ class Topic(NamedTuple):
         }
         if self.compression is not None:
             shared["compression.type"] = self.compression
-        segment_ms, policies = self.retention_ms or _DAY_MS, []
+        segment_ms, policies = self.retention_ms or DAY_MS, []
         if self.compacts or self.retention_ms is None:
-            segment_ms = min(segment_ms, _DAY_MS)
+            segment_ms = min(segment_ms, DAY_MS)
             policies.append("compact")
-            shared["min.compaction.lag.ms"] = shared["delete.retention.ms"] = str(_DAY_MS)
+            shared["min.compaction.lag.ms"] = shared["delete.retention.ms"] = str(DAY_MS)
         if self.retention_ms is not None:
             policies.append("delete")
             shared["retention.ms"] = str(self.retention_ms)
@@ -106,54 +106,54 @@ class Topic(NamedTuple):
 
 TOPICS: tuple[Topic, ...] = (
     Topic(
-        PROMPTS, "request id", 16, 24 * _HOUR_MS, "JSON",
+        PROMPTS, "request id", 16, 24 * HOUR_MS, "JSON",
         ("Prompt",),
         ("client",), ("preprocessor",),
     ),
     Topic(
         # Its own topic, so that no prompt waits behind batch work.
-        BATCH, "request id", 16, 7 * 24 * _HOUR_MS, "JSON",
+        BATCH, "request id", 16, 7 * 24 * HOUR_MS, "JSON",
         ("Prompt",),
         ("client", "collector", "preprocessor"), ("preprocessor",),
     ),
     Topic(
-        REQUESTS, "request id", PER_LANE, _HOUR_MS, "msgpack",
+        REQUESTS, "request id", PER_LANE, HOUR_MS, "msgpack",
         ("Request", "Cancel", "Refused"),
         # Routers append batch requests again that have waited there.
         ("gateway", "preprocessor", "router"), ("router", "operator", "collector"),
     ),
     Topic(
-        LEDGER, "request id", PER_LANE, 24 * _HOUR_MS, "msgpack",
+        LEDGER, "request id", PER_LANE, 24 * HOUR_MS, "msgpack",
         ("Assigned", "Started", "PrefillDone", "Finished", "Fencing", "Ended"),
         ("router", "worker"), ("router", "operator", "collector"), "lz4",
     ),
     Topic(
-        RESPONSES, "request id", PER_LANE, _HOUR_MS, "JSON",
+        RESPONSES, "request id", PER_LANE, HOUR_MS, "JSON",
         ("Chunk", "Fence", "End"),
         ("worker", "router"), ("gateway", "client", "router", "operator", "collector"),
     ),
     Topic(
-        RESULTS, "request id", PER_LANE, 7 * 24 * _HOUR_MS, "JSON",
+        RESULTS, "request id", PER_LANE, 7 * 24 * HOUR_MS, "JSON",
         ("Result",),
         ("collector",), ("collector", "gateway", "client", "operator"),
     ),
     Topic(
-        ENDED_IDS, "lane", 1, 10 * 24 * _HOUR_MS, "msgpack",
+        ENDED_IDS, "lane", 1, 10 * 24 * HOUR_MS, "msgpack",
         ("EndedIds",),
         ("router",), ("router",),
     ),
     Topic(
-        ASSIGNMENTS, "worker id", 16, _HOUR_MS, "msgpack",
+        ASSIGNMENTS, "worker id", 16, HOUR_MS, "msgpack",
         ("Assignment", "CancelRun", "Lost"),
         ("router",), ("worker",),
     ),
     Topic(
-        KV_EVENTS, "worker id", 8, 24 * _HOUR_MS, "msgpack",
+        KV_EVENTS, "worker id", 8, 24 * HOUR_MS, "msgpack",
         ("Blocks", "Heartbeat", "Lost", "Probe"),
         ("worker", "router"), ("router", "indexer", "operator"),
     ),
     Topic(
-        CAPACITY, "router, gateway", 1, _HOUR_MS, "msgpack",
+        CAPACITY, "router, gateway", 1, HOUR_MS, "msgpack",
         ("RouterCapacity", "LimitClaims"),
         ("router", "gateway"), ("preprocessor", "gateway", "operator"),
     ),
@@ -179,12 +179,12 @@ TOPICS: tuple[Topic, ...] = (
         ("gateway", "collector"), ("gateway", "collector"), compacts=True,
     ),
     Topic(
-        SNAPSHOTS, "view/part", 8, 48 * _HOUR_MS, "bytes",
+        SNAPSHOTS, "view/part", 8, 48 * HOUR_MS, "bytes",
         (),
         ("indexer",), ("router", "indexer"),
     ),
     Topic(
-        DEAD_LETTERS, "as it was", 4, 7 * 24 * _HOUR_MS, "bytes",
+        DEAD_LETTERS, "as it was", 4, 7 * 24 * HOUR_MS, "bytes",
         (),
         ("preprocessor", "router", "collector"), ("operator",),
     ),

@@ -25,7 +25,6 @@ from kvlane.streams.records import (
     Chunk,
     End,
     Ended,
-    Fence,
     Finished,
     LogRecord,
     PrefillDone,
@@ -33,7 +32,7 @@ from kvlane.streams.records import (
 )
 from kvlane.streams.request import Request, ResultOptions
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
-from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.responses.transcript import VISIBLE, Transcript
 from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
 
 _PRIVATE = frozenset({
@@ -269,7 +268,7 @@ class _Readers:
 
     def take(self, log_record: LogRecord) -> None:
         record = log_record.record
-        if not isinstance(record, Chunk | Fence | End):
+        if not isinstance(record, VISIBLE):
             return
         if not isinstance(record, Chunk):
             self.close()

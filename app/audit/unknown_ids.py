@@ -16,9 +16,7 @@ from kvlane.streams.ids import issued_ms
 from kvlane.streams.ports import Log, Partition, Record
 from kvlane.streams.reading.range_reader import Progress, read_range
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
-from kvlane.streams.topics import BATCH, LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
-
-_HOUR_MS = 3_600_000
+from kvlane.streams.topics import BATCH, HOUR_MS, LEDGER, PROMPTS, REQUESTS, TOPICS_BY_NAME, lane_of
 
 
 class FoundRecord(NamedTuple):
@@ -91,7 +89,7 @@ async def _first_record(
 
 
 def explain_unknown(request_id: str, now_ms: int) -> str:
-    hours = (TOPICS_BY_NAME[LEDGER].retention_ms or 0) / _HOUR_MS
+    hours = (TOPICS_BY_NAME[LEDGER].retention_ms or 0) / HOUR_MS
     drawn_ms = issued_ms(request_id)
     if drawn_ms is None:
         return (
@@ -99,7 +97,7 @@ def explain_unknown(request_id: str, now_ms: int) -> str:
             "complete, and KVLANE_TOPIC_PREFIX right?"
         )
     drawn = f"the id was issued at {format_time(drawn_ms)} UTC"
-    if drawn_ms < now_ms - hours * _HOUR_MS:
+    if drawn_ms < now_ms - hours * HOUR_MS:
         return (
             f"{drawn}, and records older than {hours:g} h are deleted. `kvlane capture` keeps a "
             "period for longer."

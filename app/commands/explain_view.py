@@ -19,7 +19,7 @@ from kvlane.app.audit.waits import REPORTED_AFTER_S, RouterReports
 from kvlane.app.commands.console import escape_text, format_value, plain_table
 from kvlane.streams.records import Assigned, Cancel, Refused
 from kvlane.streams.request import Request
-from kvlane.streams.topics import REQUESTS, TOPICS_BY_NAME
+from kvlane.streams.topics import HOUR_MS, REQUESTS, TOPICS_BY_NAME
 
 _SHOWN_ELSEWHERE = frozenset({
     "worker", "epoch", "rank", "attempt", "policy", "router", "held_ms", "cached_tokens_predicted",
@@ -34,7 +34,6 @@ _UNREAD = (
     "its prompt waits: preprocessors pass on no more prompts than routers have room for "
     "(`kvlane_backlog_records`)"
 )
-_HOUR_MS = 3_600_000
 
 
 def show_timeline(
@@ -101,7 +100,7 @@ def _without_request(steps: AbstractSet[str]) -> str:
         return "its prompt was rejected before a router got it"
     if Cancel.__name__ in steps and Assigned.__name__ not in steps:
         return "only a cancel has this id: no request, as far as the log goes back"
-    hours = (TOPICS_BY_NAME[REQUESTS].retention_ms or 0) / _HOUR_MS
+    hours = (TOPICS_BY_NAME[REQUESTS].retention_ms or 0) / HOUR_MS
     return f"the request is no longer retained ({hours:g} h)"
 
 

@@ -99,6 +99,10 @@ class InvalidRequest(EngineError):
 COMPILE_TIMEOUT_S = 60.0
 """From the start of a request with guided decoding in its engine to its first output. The engine
 of vLLM bounds the time of a compile; a request also waits for other prompts."""
+MAX_KNOWN_FORMS = 10_000
+"""Forms of answers that an engine remembers as compiled."""
+KV_TRANSFER_FIELD = "kv_transfer_params"
+"""The field of a prefill's transfer for vLLM's connector."""
 
 
 def not_compiled() -> InvalidRequest:

@@ -20,9 +20,9 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams import codecs
 from kvlane.streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError
 from kvlane.streams.ports import Log, Partition, Record
-from kvlane.streams.records import Chunk, End, Fence, RequestOffset
+from kvlane.streams.records import Chunk, RequestOffset
 from kvlane.streams.request import Request
-from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.responses.transcript import VISIBLE, Transcript
 from kvlane.streams.responses.unreadable import describe, place_of
 from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import REQUESTS, RESPONSES
@@ -79,7 +79,7 @@ class SharedScanner:
                 return
             except RecordError:  # readers stop at it
                 return
-            if isinstance(decoded, Chunk | Fence | End):
+            if isinstance(decoded, VISIBLE):
                 piece = transcript.apply(decoded)
                 if on_piece is not None and isinstance(piece, Chunk):
                     on_piece(piece)

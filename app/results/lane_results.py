@@ -15,13 +15,13 @@ from kvlane.streams.clock import CLOCK_SKEW_MS
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import Malformed
 from kvlane.streams.ports import Partition, Record, Unreadable
-from kvlane.streams.records import Chunk, End, Fence, LogRecord, Refused
+from kvlane.streams.records import LogRecord, Refused
 from kvlane.streams.request import Request
+from kvlane.streams.responses.transcript import VISIBLE
 from kvlane.streams.responses.unreadable import UnknownPlace, describe, place_of
 
 log = logging.getLogger(__name__)
 
-_VISIBLE = (Chunk, Fence, End)
 
 OnUnreadable = Callable[[Record, str], None]
 
@@ -122,7 +122,7 @@ class LaneResults:
             except Malformed as e:
                 self._apply_unreadable(record, pending, e)
                 continue
-            if not isinstance(decoded, _VISIBLE):
+            if not isinstance(decoded, VISIBLE):
                 continue
             try:
                 is_over = pending.apply(decoded, record.timestamp)

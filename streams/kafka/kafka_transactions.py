@@ -15,9 +15,7 @@ from aiokafka.errors import (
     IllegalOperation,
     InvalidProducerEpoch,
     KafkaError,
-    MessageSizeTooLargeError,
     ProducerFenced,
-    RecordListTooLargeError,
     TransactionalIdAuthorizationFailed,
 )
 
@@ -30,13 +28,12 @@ from kvlane.streams.errors import (
 )
 from kvlane.streams.kafka.aiokafka_client import REFUSAL_ERRORS, start_client, to_access_denied
 from kvlane.streams.kafka.client_patches.client_parts import client_parts
-from kvlane.streams.kafka.producer import end_unflushed
+from kvlane.streams.kafka.producer import OVERSIZE, end_unflushed
 from kvlane.streams.ports import TopicEntry
 from kvlane.streams.topics import MAX_RECORD_BYTES, partition_of
 
 _BATCH_BYTES = 1024 * 1024
 _FENCED = (ProducerFenced, InvalidProducerEpoch)
-_OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
 _CLIENT_ERRORS = (KafkaError, IllegalOperation, AssertionError)
 """The last two: answers to calls after a transaction has failed (`_write`)."""
 _REFUSALS = (*REFUSAL_ERRORS, TransactionalIdAuthorizationFailed)
@@ -102,7 +99,7 @@ class KafkaTransactionalWriter:
             async with asyncio.timeout(self._timeout_s):
                 await _write(producer, records)
             is_whole = True
-        except _OVERSIZE as e:
+        except OVERSIZE as e:
             raise RecordTooLarge(f"{self._id}: {e}") from e
         except _FENCED as e:
             raise OwnershipLost(f"{self._id}: another writer has taken over") from e

@@ -42,7 +42,7 @@ MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """Bound of the queue; beyond it an append fails at once, with nothing appended. The client sends
 all pending batches for a broker in one request, and brokers accept up to 100 MiB."""
 
-_OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
+OVERSIZE = (MessageSizeTooLargeError, RecordListTooLargeError)
 
 
 class Producer:
@@ -174,7 +174,7 @@ class Producer:
             translated = AppendFailed(
                 f"{_name(to)}: no acknowledgement in {self.append_timeout_s:g} s"
             )
-        elif isinstance(error, _OVERSIZE):
+        elif isinstance(error, OVERSIZE):
             translated = RecordTooLarge(f"{_name(to)}: {error}")
         elif isinstance(error, REFUSAL_ERRORS):
             translated = to_access_denied(error, _name(to))

@@ -23,9 +23,8 @@ from kvlane.streams.memory.broker_faults import BrokerFaults
 from kvlane.streams.memory.consumer_groups import NEVER, ConsumerGroup
 from kvlane.streams.memory.partition_log import MemoryRecord, PartitionLog
 from kvlane.streams.ports import Appended, Entry, Partition
-from kvlane.streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
+from kvlane.streams.topics import DAY_MS, DEFAULT_LANES, PER_LANE, TOPICS
 
-_DAY_MS = 24 * 3_600_000
 _COMPACT_FROM = 1000  # records in a partition before compaction looks at it
 
 
@@ -120,13 +119,13 @@ class MemoryBroker:
         """Delete the records below an offset, as an administrator does."""
         self.log(topic, partition).delete_before(before)
 
-    def compact(self, topic: str, lag_ms: int = _DAY_MS) -> None:
+    def compact(self, topic: str, lag_ms: int = DAY_MS) -> None:
         """Compact now, keeping records younger than the lag, and tombstones for twice as long."""
         now_ms = self.now_ms()
         for log in self._logs[topic]:
             log.compact(now_ms - lag_ms, now_ms - 2 * lag_ms)
 
-    def compact_all(self, lag_ms: int = _DAY_MS) -> None:
+    def compact_all(self, lag_ms: int = DAY_MS) -> None:
         """Compact every topic whose records are replaced by newer ones of their key."""
         for topic, retention_ms in self._retention_ms.items():
             if retention_ms is None or topic in self._compacting:
@@ -164,7 +163,7 @@ class MemoryBroker:
         retention_ms = self._retention_ms[log.name.topic]
         if retention_ms is None or log.name.topic in self._compacting:
             if len(log.records) >= 2 * log.compacted_size + _COMPACT_FROM:
-                log.compact(now_ms - _DAY_MS, now_ms - 2 * _DAY_MS)
+                log.compact(now_ms - DAY_MS, now_ms - 2 * DAY_MS)
             if retention_ms is not None:
                 log.delete_older(now_ms - retention_ms)
             return

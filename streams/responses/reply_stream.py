@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import Malformed, NewerRecord
 from kvlane.streams.ports import Record
-from kvlane.streams.records import Chunk, End, Fence, LogProb
+from kvlane.streams.records import Chunk, End, LogProb
 from kvlane.streams.responses.positions import Position
-from kvlane.streams.responses.transcript import Transcript
+from kvlane.streams.responses.transcript import VISIBLE, Transcript
 from kvlane.streams.responses.unreadable import ChunkPlace, UnknownPlace, describe, place_of
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ delays no other consumer, and the buffer holds at most one whole answer."""
 NO_OFFSET = sys.maxsize
 """An offset that no partition reaches."""
 
-_VISIBLE = (Chunk, Fence, End)
 
 PieceSink = Callable[[Chunk | End], bool]
 """Takes a piece at once, without waiting; False leaves it, unchanged, to the waiting task."""
@@ -185,7 +184,7 @@ class Reply:
         except NewerRecord as e:
             self.fail(e)
             return True
-        if not isinstance(decoded, _VISIBLE):
+        if not isinstance(decoded, VISIBLE):
             self.malformed += 1
             return False
         if (piece := transcript.apply(decoded)) is not None:

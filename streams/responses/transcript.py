@@ -26,6 +26,9 @@ from kvlane.streams.responses.unreadable import (
     UnreadableEnd,
 )
 
+VISIBLE = (Chunk, Fence, End)
+"""The types of the records of a reply."""
+
 
 class Transcript:
     """The visible answer of one request. Feed it the records of that request only.

@@ -18,6 +18,7 @@ import msgspec
 
 from kvlane.app.engine.interface import (
     COMPILE_TIMEOUT_S,
+    MAX_KNOWN_FORMS,
     EngineError,
     EngineOutput,
     GenerateContext,
@@ -31,7 +32,6 @@ PLACES = 4
 """New forms of a tenant that a server compiles at a time; others wait for their first output."""
 UNFINISHED_S = 600.0
 """Time for which a form without an output keeps its place: it may still be compiled."""
-MAX_KNOWN_FORMS = 10_000
 
 FormKey = tuple[str, bytes]
 """Tenant, and digest of a form."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
+from kvlane.app.engine.interface import KV_TRANSFER_FIELD, InvalidRequest, refuse_unknown_options
 from kvlane.app.engine.media_urls import refuse_media
 from kvlane.app.text.answer_forms import after_reasoning
 from kvlane.streams.codecs import unpack_tokens
@@ -21,7 +21,6 @@ from kvlane.streams.request import GuidedDecoding, Request
 AnswerTokens = Literal["token_ids", "log_probs", "text"]
 """Where an answer has its token ids: in their own field, only in the log probabilities, or nowhere;
 then its text is tokenised again."""
-KV_TRANSFER_FIELD = "kv_transfer_params"
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """The bootstrap host of requests that a SGLang server in disaggregation mode answers alone."""
 FORBIDDEN_BIAS = -100.0

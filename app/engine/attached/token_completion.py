@@ -13,10 +13,15 @@ import msgspec
 
 from kvlane.app.engine.attached.answer_stream import AnswerStream, parse_usage
 from kvlane.app.engine.attached.completion_events import CompletionEvent, parse_completion_event
-from kvlane.app.engine.attached.request_body import KV_TRANSFER_FIELD, ServerDialect
+from kvlane.app.engine.attached.request_body import ServerDialect
 from kvlane.app.engine.attached.server_client import EventStream
 from kvlane.app.engine.attached.server_errors import ServerFailed, error_of_event
-from kvlane.app.engine.interface import EngineOutput, GenerateContext, token_usage
+from kvlane.app.engine.interface import (
+    KV_TRANSFER_FIELD,
+    EngineOutput,
+    GenerateContext,
+    token_usage,
+)
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.streams.codecs import token_count
 from kvlane.streams.records import Usage

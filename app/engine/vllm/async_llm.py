@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvlane.app.engine.interface import (
+    KV_TRANSFER_FIELD,
     Engine,
     EngineDead,
     EngineError,
@@ -38,12 +39,7 @@ from kvlane.app.engine.vllm import guided_resume
 from kvlane.app.engine.vllm.calls_parser import VllmCallsParser
 from kvlane.app.engine.vllm.event_receiver import KvEventReceiver
 from kvlane.app.engine.vllm.form_trials import FormTrials
-from kvlane.app.engine.vllm.params import (
-    KV_TRANSFER_FIELD,
-    sampling_params,
-    vllm_priority,
-    vllm_prompt,
-)
+from kvlane.app.engine.vllm.params import sampling_params, vllm_priority, vllm_prompt
 from kvlane.app.engine.vllm.parent_death import PARENT_PID_VARIABLE
 from kvlane.app.engine.vllm.plugin import ENDPOINT_PREFIX
 from kvlane.app.engine.vllm.stats import VllmStats

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from kvlane.app.engine.interface import EngineError, InvalidRequest
+from kvlane.app.engine.interface import MAX_KNOWN_FORMS, EngineError, InvalidRequest
 from kvlane.streams.request import GuidedDecoding
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ TRIAL_TOKENS = 64
 """Tokens that are taken after the compile: the steps of the engine must not slow down either."""
 TRIAL_TIMEOUT_S = 120.0
 """For a trial on a machine without a free processor, and for the start of the process."""
-MAX_KNOWN_FORMS = 10_000
 _NICENESS = 5
 """So that the steps of the engine come first."""
 _READ_BYTES = 1 << 16

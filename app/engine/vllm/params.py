@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.engine.interface import InvalidRequest, refuse_unknown_options
+from kvlane.app.engine.interface import KV_TRANSFER_FIELD, InvalidRequest, refuse_unknown_options
 from kvlane.app.engine.media_urls import check_url
 from kvlane.app.engine.vllm.guided_resume import TAKEN_FIELD
 from kvlane.app.text.answer_forms import after_reasoning
@@ -20,8 +20,6 @@ from kvlane.streams.record_base import JsonText
 from kvlane.streams.records import Phase
 from kvlane.streams.request import GuidedDecoding, MultimodalData, Request
 
-KV_TRANSFER_FIELD = "kv_transfer_params"
-"""The field of a prefill's transfer for vLLM's connector."""
 _RESERVED = {
     KV_TRANSFER_FIELD: "transfers between servers",
     TAKEN_FIELD: "answers that another worker began",

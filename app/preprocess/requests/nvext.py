@@ -53,7 +53,7 @@ MAX_NAMES = 1024
 """Names of workers, taints and the like in one list; keys of an object that is passed on."""
 U32 = 2**32 - 1
 U64 = 2**64 - 1
-_I32 = 2**31 - 1
+I32 = 2**31 - 1
 _UNSET_RANK = U32
 """Value of x-prefill-dp-rank that some gateways send for "none"."""
 
@@ -148,8 +148,8 @@ class AgentHints(BaseModel):
 
     model_config = STRICT_MODEL
 
-    priority: int | None = Field(default=None, ge=-_I32, le=_I32)
-    strict_priority: int | None = Field(default=None, ge=0, le=_I32)
+    priority: int | None = Field(default=None, ge=-I32, le=I32)
+    strict_priority: int | None = Field(default=None, ge=0, le=I32)
     osl: int | None = Field(default=None, ge=0, le=U32)
     speculative_prefill: Annotated[bool, AfterValidator(_not_offered)] | None = None
     latency_sensitivity: float | None = None
@@ -163,7 +163,7 @@ class SessionOptions(BaseModel):
 
     session_id: Name
     action: Literal["open", "close", "bind"] | None = None
-    timeout: int = Field(default=300, ge=1, le=_I32)
+    timeout: int = Field(default=300, ge=1, le=I32)
 
 
 class LatencyTargets(BaseModel):

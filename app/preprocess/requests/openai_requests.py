@@ -30,6 +30,7 @@ from kvlane.app.preprocess.requests.nvext import (
     with_headers,
 )
 from kvlane.app.preprocess.requests.request_models import (
+    I63,
     MAX_CHOICES,
     ChatBody,
     CompletionBody,
@@ -53,7 +54,6 @@ TextOrTokens = str | Sequence[int]
 
 B = TypeVar("B", bound=BaseModel)
 
-_I63 = 2**63 - 1
 _TOKEN = re.compile(r"[0-9]{1,9}")
 _BODIES: dict[TokenizedKind, type[GenerationBody]] = {
     "chat": ChatBody,
@@ -319,7 +319,7 @@ def nth_request(request: Request, number: int) -> Request:
     seed = request.sampling.seed
     if not number or seed is None:
         return request
-    return replace(request, sampling=replace(request.sampling, seed=(seed + number) & _I63))
+    return replace(request, sampling=replace(request.sampling, seed=(seed + number) & I63))
 
 
 def _valid(kind: type[B], fields: Mapping[str, Any]) -> B:

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvlane.app.preprocess.requests.nvext import (
+    I32,
     SHORT_LIST,
     STRICT_MODEL,
     Name,
@@ -84,13 +85,12 @@ MAX_ALLOWED_TOKENS = 2**18
 MAX_GRAMMAR_CHARS = 2**20
 """Characters of a schema, a grammar or a regular expression."""
 
-_I32 = 2**31 - 1
-_I63 = 2**63 - 1
+I63 = 2**63 - 1
 
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[str], Field(max_length=MAX_LOGIT_BIASES, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Limit = Annotated[int, Field(ge=1, le=_I32)]
+Limit = Annotated[int, Field(ge=1, le=I32)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -193,15 +193,15 @@ class GenerationBody(BaseModel):
 
     model: Text = ""
     max_tokens: Limit | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    min_tokens: int | None = Field(default=None, ge=0, le=I32)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=_I32)
+    top_k: int | None = Field(default=None, ge=-1, le=I32)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(default=None, gt=0, le=2)
-    seed: int | None = Field(default=None, ge=-_I63 - 1, le=_I63)
+    seed: int | None = Field(default=None, ge=-I63 - 1, le=I63)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: (
@@ -212,7 +212,7 @@ class GenerationBody(BaseModel):
     ) = None
     stop_token_ids: Annotated[list[Token], SHORT_LIST] | None = None
     ignore_eos: bool | None = None
-    thinking_token_budget: int | None = Field(default=None, ge=0, le=_I32)
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=I32)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: (
@@ -419,9 +419,9 @@ class PassthroughBody(BaseModel):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: int | None = Field(default=None, ge=-_I63 - 1, le=_I63)
-    max_tokens: int | None = Field(default=None, ge=0, le=_I32)
-    max_completion_tokens: int | None = Field(default=None, ge=0, le=_I32)
+    seed: int | None = Field(default=None, ge=-I63 - 1, le=I63)
+    max_tokens: int | None = Field(default=None, ge=0, le=I32)
+    max_completion_tokens: int | None = Field(default=None, ge=0, le=I32)
     cache_salt: Text | None = None
     nvext: NvExt | None = None
 
