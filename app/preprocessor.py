@@ -43,7 +43,7 @@ from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.request_reader import (
     check_supported,
     unsupported_features,
-    with_supported_parsing,
+    with_supported_features,
 )
 from kvlane.app.preprocess.result_rules import ResultRules
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
@@ -289,7 +289,7 @@ class Preprocessor(ObservedProcess):
             answer = await to_request(parsed, find, limit_s, service_class, traceparent)
             if isinstance(answer, Request):
                 unsupported = unsupported_features(self._fleet, answer.model)
-                [answer] = with_supported_parsing([answer], unsupported)
+                [answer] = with_supported_features([answer], unsupported)
         finally:
             span.set_attribute("request_id", parsed.prompt.id)
             span.end()

@@ -111,13 +111,21 @@ def unsupported_features(fleet: Fleet, model: str) -> Mapping[str, str]:
     return lacking_features(card for card in members if card.model == model)
 
 
-def with_supported_parsing(
+def with_supported_features(
     requests: Sequence[Request], unsupported: Collection[str]
 ) -> tuple[Request, ...]:
-    """The requests, without the parsing of their answers where a worker cannot do it."""
-    if ANSWER_PARSING_FEATURE not in unsupported:
-        return tuple(requests)
-    return tuple(replace(request, parsing=None) for request in requests)
+    """The requests of a checked body, without the parsing of their answers where a worker cannot
+    do it, and without the form of strict calls."""
+    if ANSWER_PARSING_FEATURE in unsupported:
+        requests = [replace(request, parsing=None) for request in requests]
+    if GUIDED_DECODING_FEATURE in unsupported:
+        requests = [
+            replace(request, sampling=replace(request.sampling, guided_decoding=None))
+            if request.sampling.guided_decoding is not None
+            else request
+            for request in requests
+        ]
+    return tuple(requests)
 
 
 def check_supported(
@@ -129,9 +137,7 @@ def check_supported(
         return
     calls, engine = enforced_calls(request), unsupported.get(GUIDED_DECODING_FEATURE)
     if calls and engine:
-        raise InvalidPrompt(
-            calls, f"the engine {engine} cannot enforce calls: use auto or none, without strict"
-        )
+        raise InvalidPrompt(calls, f"the engine {engine} cannot enforce calls: use auto or none")
     if calls and ANSWER_PARSING_FEATURE in unsupported:
         raise InvalidPrompt(calls, "needs workers of this version: use auto until all are replaced")
     if engine and (field := guided_field(request.body)):

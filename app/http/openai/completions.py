@@ -31,7 +31,7 @@ from kvlane.app.preprocess.request_reader import (
     check_supported,
     prepare,
     read_request,
-    with_supported_parsing,
+    with_supported_features,
 )
 from kvlane.app.preprocess.requests import openai_requests
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
@@ -127,7 +127,7 @@ class Completions:
             if values:  # a large body, which was parsed in steps
                 await asyncio.sleep(0)
             prepared = await prepare(parsed, model, caller.cache_tenant)
-            requests = with_supported_parsing(prepared.requests, unsupported)
+            requests = with_supported_features(prepared.requests, unsupported)
         return PreparedBody(parsed, prepared._replace(requests=requests), model, body_read)
 
     async def _response(

@@ -63,34 +63,30 @@ def with_parsing(
 
 
 def enforced_calls(request: OpenAIRequest) -> str:
-    """The field by which a chat prescribes calls, or their arguments; "" for none."""
+    """The field by which a chat prescribes calls; "" for none."""
+    is_free = not isinstance(request.body, ChatBody) or request.tool_choice in ("none", "auto")
+    return "" if is_free else "tool_choice"
+
+
+def _strict_field(request: OpenAIRequest) -> str:
+    """The first field by which a chat asks for arguments by their schema; "" for none. It is
+    honoured where it can be: client libraries set it in all tools."""
     body = request.body
-    if not isinstance(body, ChatBody) or request.tool_choice == "none":
+    if not isinstance(body, ChatBody) or request.tool_choice != "auto":
         return ""
-    return "tool_choice" if request.tool_choice != "auto" else _strict_field(body)
-
-
-def _strict_field(body: ChatBody) -> str:
     strict = (n for n, tool in enumerate(body.tools or ()) if tool.function.strict)
     return next((f"tools.{n}.function.strict" for n in strict), "")
 
 
 def _calls_form(request: OpenAIRequest, parsers: ModelParsers) -> GuidedDecoding | None:
     """The form of an answer by its enforced calls, if there are any. Raises InvalidPrompt."""
-    field = enforced_calls(request)
-    if not field:
-        return None
+    enforced, known = enforced_calls(request), CALL_FORMS.get(parsers.tools)
+    if enforced and known is None:
+        raise InvalidPrompt(enforced, "the form of this model's calls is not known: use auto")
+    field = enforced or _strict_field(request)
+    if not field or known is None or (not enforced and known.style):
+        return None  # in XML there may be white space beside strings
     assert isinstance(request.body, ChatBody)
-    if parsers.tools not in CALL_FORMS:
-        raise InvalidPrompt(
-            field, "the form of this model's calls is not known: use auto, without strict"
-        )
-    if CALL_FORMS[parsers.tools].style and (strict := _strict_field(request.body)):
-        raise InvalidPrompt(
-            strict,
-            f"arguments in the form of the tool parser {parsers.tools} may have white space beside "
-            "their strings: leave it out",
-        )
     form = calls_form(
         request.tools or (), request.tool_choice,
         is_single=request.body.parallel_tool_calls is False,

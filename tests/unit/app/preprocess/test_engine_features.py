@@ -16,8 +16,10 @@ from kvlane.app.preprocess.request_reader import (
     lacking_features,
     read_request,
     unsupported_features,
-    with_supported_parsing,
+    with_supported_features,
 )
+from kvlane.app.preprocess.requests.answer_parsing import ModelParsers, with_parsing
+from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.text.answer_parsers import PARSER_VERSION
 from kvlane.streams.clock import SystemClock
@@ -58,14 +60,21 @@ def test_call_is_enforced_by_engines_with_guided_decoding_alone(choice: Any) -> 
     assert refused({"answer_parsing": "vllm"}, tools=TOOLS, tool_choice=choice) == "tool_choice"
 
 
-def test_strict_arguments_are_enforced_by_engines_with_guided_decoding_alone() -> None:
-    assert refused(tools=STRICT) == "tools.0.function.strict"
-    assert refused({}, tools=STRICT) == ""
-    assert refused(tools=STRICT, tool_choice="none") == ""
+def test_strict_arguments_have_their_form_with_engines_that_can_enforce_it() -> None:
+    asked = read_request("chat", CHAT | {"tools": STRICT}, as_is=False)
+    assert isinstance(asked, OpenAIRequest)
+    check_supported(asked, ALL)
+    for tools, enforces in (("hermes", True), ("glm45", False), ("", False)):
+        parsers = ModelParsers(tools, "")
+        requests = with_parsing(asked, parsers, [Request(id="a")], [None])
+        for unsupported, is_guided in (({}, enforces), (ALL, False)):
+            [request] = with_supported_features(requests, unsupported)
+            assert (request.sampling.guided_decoding is not None) == is_guided
 
 
 def test_refusal_names_the_engine() -> None:
-    request = read_request("chat", CHAT | {"tools": STRICT}, as_is=False)
+    body = CHAT | {"tools": TOOLS, "tool_choice": "required"}
+    request = read_request("chat", body, as_is=False)
     with pytest.raises(InvalidPrompt, match="engine echo"):
         check_supported(request, ALL)
 
@@ -151,5 +160,5 @@ def test_answer_stays_text_while_a_worker_cannot_parse_it() -> None:
         for version in (PARSER_VERSION, 0)
     ]  # fmt: skip
     both, new = lacking_features(cards), lacking_features(cards[:1])
-    assert with_supported_parsing([request], both)[0].parsing is None
-    assert with_supported_parsing([request], new) == (request,)
+    assert with_supported_features([request], both)[0].parsing is None
+    assert with_supported_features([request], new) == (request,)
