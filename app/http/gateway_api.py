@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -14,10 +13,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from kvlane.app.http.anthropic.messages_endpoint import MessagesEndpoint
+from kvlane.app.http.anthropic.message_requests import VERSION_HEADER
+from kvlane.app.http.anthropic.messages_endpoint import MessagesEndpoint, model_of
 from kvlane.app.http.api_errors import MESSAGES_PATH, ApiError, error_of_prompt, error_of_stream
 from kvlane.app.http.batches.batches_endpoint import BatchesEndpoint
 from kvlane.app.http.batches.files_endpoint import FilesEndpoint
+from kvlane.app.http.batches.listing import json_response, list_response
 from kvlane.app.http.openai.active_streams import ActiveStreams
 from kvlane.app.http.openai.completions import Completions
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
@@ -28,7 +29,7 @@ from kvlane.app.http.responses.responses_endpoint import ResponsesEndpoint
 from kvlane.app.http.server.authentication import Authentication
 from kvlane.app.http.server.middleware import RequestIdMiddleware
 from kvlane.app.http.server.origin_guard import OriginGuard
-from kvlane.app.http.server.probes import JSON, Checks
+from kvlane.app.http.server.probes import Checks
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, PreprocessorOverloaded
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.views.follower import Follower
@@ -185,14 +186,18 @@ class ModelsEndpoint:
     def __init__(self, parts: GatewayDeps) -> None:
         self._parts = parts
 
-    async def models(self) -> Response:
-        """The models that have a live worker."""
-        models = [_model(served) for served in self._parts.served_models.models()]
-        return _json({"object": "list", "data": models})
+    async def models(self, request: Request) -> Response:
+        """The models that have a live worker, in the form of the client's API."""
+        served = self._parts.served_models.models()
+        if VERSION_HEADER in request.headers:
+            return list_response([model_of(each) for each in served], has_more=False)
+        return json_response({"object": "list", "data": list(map(_model, served))})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request) -> Response:
         """One of them. Raises ApiError."""
-        return _json(_model(self._parts.served_models.model(name)))
+        served = self._parts.served_models.model(request.path_params["name"])
+        form = model_of if VERSION_HEADER in request.headers else _model
+        return json_response(form(served))
 
 
 def _model(served: ServedModel) -> dict[str, object]:
@@ -203,10 +208,6 @@ def _model(served: ServedModel) -> dict[str, object]:
         "owned_by": "kvlane",
         "max_model_len": served.context_length,
     }
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type=JSON)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

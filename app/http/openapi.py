@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvlane.app.http.anthropic.message_events import MessageEncoder
-from kvlane.app.http.anthropic.message_requests import CountBody, MessagesBody
+from kvlane.app.http.anthropic.message_requests import VERSION_HEADER, CountBody, MessagesBody
 from kvlane.app.http.api_errors import is_messages_path
 from kvlane.app.http.batches.batches_endpoint import NewBatch
 from kvlane.app.http.openai.openai_responses import EndpointKind
@@ -177,6 +177,16 @@ _RESPONSE = _listing(
     usage=_nullable({"type": "object"}),
 )  # fmt: skip
 _MODELS = _listing("list", data={"type": "array", "items": _MODEL})
+_MESSAGE_MODEL: JsonObject = {
+    "type": "object",
+    "required": ["id", "type", "display_name", "created_at"],
+    "properties": {"type": {"const": "model"}, "created_at": _STRING},
+}
+_MESSAGE_MODELS: JsonObject = {
+    "type": "object",
+    "required": ["data", "has_more", "first_id", "last_id"],
+    "properties": {"data": {"type": "array", "items": _MESSAGE_MODEL}},
+}
 _EVENTS: JsonObject = {
     "text/event-stream": {
         "schema": {
@@ -238,6 +248,9 @@ _HEADERS_IN = [
         "x-kvlane-detach", "header", "true: it continues after its client has disconnected", _STRING
     ),
 ]  # fmt: skip
+_VERSION = _parameter(
+    VERSION_HEADER, "header", "With it the models have the form of Anthropic's API", _STRING
+)
 _WHOLE = "The answer; a stream of events with `stream`"
 
 # --- files and batches ----------------------------------------------------------------------------
@@ -347,8 +360,13 @@ _OPERATIONS: Mapping[tuple[str, str], JsonObject] = {
         "It ends shortly", _json(_listing("stream", id=_STRING, status={"const": "cancelling"})),
         _ID, code="202",
     ),
-    ("/v1/models", "get"): _operation("The models", _json(_MODELS)),
-    ("/v1/models/{name}", "get"): _operation("The model", _json(_MODEL)),
+    ("/v1/models", "get"): _operation(
+        "The models", _json({"anyOf": [_MODELS, _MESSAGE_MODELS]}), _VERSION
+    ),
+    ("/v1/models/{name}", "get"): _operation(
+        "The model", _json({"anyOf": [_MODEL, _MESSAGE_MODEL]}),
+        _parameter("name", "path", "As in the list", _STRING), _VERSION,
+    ),
     ("/livez", "get"): _probe("alive"),
     ("/readyz", "get"): _probe("ready"),
     ("/metrics", "get"): _operation(

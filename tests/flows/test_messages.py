@@ -242,3 +242,20 @@ async def test_errors_have_the_classes_of_the_client() -> None:
 async def post(deployment: MemoryDeployment, fields: dict[str, Any]) -> httpx.Response:
     async with httpx.AsyncClient(base_url=deployment.url, timeout=20) as http:
         return await http.post("/v1/messages", json=fields)
+
+
+async def test_models_have_the_form_of_the_api_whose_version_is_sent() -> None:
+    async with (
+        memory_deployment(ScriptedEngine(SCRIPT)) as deployment,
+        anthropic.AsyncAnthropic(base_url=deployment.url, api_key="-", max_retries=0) as claude,
+    ):
+        listed = [model async for model in claude.models.list()]
+        assert [(model.id, model.type, model.display_name) for model in listed] == [
+            ("scripted", "model", "scripted")
+        ]
+        assert await claude.models.retrieve("scripted") == listed[0]
+        assert listed[0].created_at.year > 2000
+        with pytest.raises(anthropic.NotFoundError):
+            await claude.models.retrieve("other")
+        async with httpx.AsyncClient(base_url=deployment.url) as http:
+            assert (await http.get("/v1/models")).json()["data"][0]["object"] == "model"

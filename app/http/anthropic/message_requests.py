@@ -33,6 +33,7 @@ from kvlane.app.preprocess.requests.unsupported_fields import (
     refuse_unsupported,
 )
 
+VERSION_HEADER = "anthropic-version"
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Values of the header `anthropic-version`; the stream of earlier versions is another."""
 
@@ -214,8 +215,8 @@ _SAME = (
 
 def check_version(headers: Mapping[str, str]) -> None:
     """Raises InvalidPrompt for a version of the API that is not this one."""
-    if headers.get("anthropic-version", VERSIONS[0]) not in VERSIONS:
-        raise InvalidPrompt("anthropic-version", f"must be {' or '.join(VERSIONS)}")
+    if headers.get(VERSION_HEADER, VERSIONS[0]) not in VERSIONS:
+        raise InvalidPrompt(VERSION_HEADER, f"must be {' or '.join(VERSIONS)}")
 
 
 def chat_of(fields: Mapping[str, Any]) -> JsonObject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from starlette.responses import Response
 from kvlane.app.http.anthropic.message_events import MessageEncoder
 from kvlane.app.http.anthropic.message_requests import chat_of, check_version, counted_chat_of
 from kvlane.app.http.openai.completions import Completions, ReadBody
+from kvlane.app.http.openai.passthrough_fields import JsonObject
+from kvlane.app.http.openai.served_models import ServedModel
 from kvlane.app.http.server.middleware import Hold
 
 
@@ -31,6 +34,15 @@ class MessagesEndpoint:
         body = await self._completions.prepare("chat", request, _read_counted)
         counted = {"input_tokens": body.prompts.requests[0].prompt_tokens}
         return Response(msgspec.json.encode(counted), media_type="application/json")
+
+
+def model_of(served: ServedModel) -> JsonObject:
+    """A model in the form of Anthropic's API."""
+    created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "id": served.name, "type": "model", "display_name": served.name, "created_at": created,
+        "max_input_tokens": served.context_length, "max_tokens": served.context_length,
+    }  # fmt: skip
 
 
 async def _read(fields: dict[str, Any], _: Hold) -> ReadBody:
