@@ -371,7 +371,7 @@ async def test_killed_worker_and_killed_gateway_repeat_and_lose_nothing(
                 assert whole(kind.model_validate_json(again.text)) == answer, (name, case)
 
 
-async def test_agent_of_the_examples_calls_both_tools(
+async def test_agents_of_the_examples_call_both_tools(
     kafka: Broker, topic_prefix: str, tmp_path: Path
 ) -> None:
     settings = Settings(
@@ -383,15 +383,18 @@ async def test_agent_of_the_examples_calls_both_tools(
     async with provisioned(settings) as log:
         everything = StandaloneProcess(log, settings, ctx)
         await everything.start()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "examples/agent_with_tools.py", everything.gateway.url, cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        out, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+        shown = []
+        for name in ("tools", "responses", "messages"):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, f"examples/agent_with_{name}.py", everything.gateway.url, cwd=ROOT,
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            shown.append((await asyncio.wait_for(process.communicate(), WAIT_S))[0].decode())
         await everything.stop()
         await ctx.cancel_tasks()
-    assert out.decode().splitlines() == [
-        "weather: rain in Köln",
-        "trains: the train to Köln leaves at 9:41",
-        "Yes: it rains in Köln, and the train leaves at 9:41.",
-    ]
+    for text in shown:
+        assert text.splitlines() == [
+            "weather: rain in Köln",
+            "trains: the train to Köln leaves at 9:41",
+            "Yes: it rains in Köln, and the train leaves at 9:41.",
+        ]
