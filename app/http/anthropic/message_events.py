@@ -30,11 +30,9 @@ class MessageEncoder(ItemEncoder):
     form = "message"
 
     def encode_failure(self, failure: ApiError) -> bytes:
-        """As `AnswerEncoder.encode_failure`."""
         return b"event: error\ndata: %b\n\n" % failure.message_body()
 
     def whole(self) -> JsonObject:
-        """As `AnswerEncoder.whole`."""
         return self._message([self._block(item) for item in self.items.items]) | {
             **self._stop(),
             "usage": self._usage(),
@@ -47,7 +45,6 @@ class MessageEncoder(ItemEncoder):
         return [{"type": "message_start", "message": message}]
 
     def item_events(self, change: ItemChange) -> Sequence[JsonObject]:
-        """As `ItemEncoder.item_events`."""
         item, place = change.item, {"index": change.item.index}
         if change.step == "begin":
             block = {"type": "content_block_start"} | place
@@ -59,7 +56,6 @@ class MessageEncoder(ItemEncoder):
         return events
 
     def text_event(self, change: ItemChange) -> JsonObject:
-        """As `ItemEncoder.text_event`."""
         kind, field = {
             "text": ("text_delta", "text"),
             "reasoning": ("thinking_delta", "thinking"),
@@ -69,7 +65,6 @@ class MessageEncoder(ItemEncoder):
         return {"type": "content_block_delta", "index": change.item.index, "delta": delta}
 
     def last_events(self) -> Sequence[JsonObject]:
-        """As `ItemEncoder.last_events`."""
         return [
             {"type": "message_delta", "delta": self._stop(), "usage": self._usage()},
             {"type": "message_stop"},

@@ -147,11 +147,9 @@ class ItemEncoder:
         """Whether the items have ended."""
 
     def add(self, index: int, piece: ReplyPiece) -> None:
-        """As `AnswerEncoder.add`."""
         self.encode(index, piece)
 
     def encode(self, index: int, piece: ReplyPiece) -> bytes:  # noqa: ARG002
-        """As `AnswerEncoder.encode`."""
         if (failure := error_of_piece(piece)) is not None:
             raise failure
         self.choice.add(piece)
@@ -172,7 +170,6 @@ class ItemEncoder:
         return b""
 
     def encode_ending(self) -> bytes:
-        """As `AnswerEncoder.encode_ending`."""
         events = self._beginning()
         self.is_ending = True
         for change in self.items.end():
@@ -192,7 +189,6 @@ class ItemEncoder:
         return events + self._framed(event)
 
     def resume_queries(self) -> list[str]:
-        """As `AnswerEncoder.resume_queries`."""
         return [f"from={max(self._number, self._from)}&form={self.form}"]
 
     @property

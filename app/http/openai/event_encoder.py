@@ -121,7 +121,6 @@ class EventEncoder:
         self._paces[index].on_tokens(choice.timed_tokens)
 
     def encode(self, index: int, piece: ReplyPiece) -> bytes:
-        """As `AnswerEncoder.encode`."""
         choice = self.choices[index]
         if not (
             choice.has_started
@@ -141,7 +140,6 @@ class EventEncoder:
         return self._encode_text(index, text) if text else b""
 
     def encode_held(self) -> bytes:
-        """As `AnswerEncoder.encode_held`."""
         events = b""
         for index, held in enumerate(self._held):
             if text := held.take():
@@ -149,7 +147,6 @@ class EventEncoder:
         return events
 
     def encode_ending(self) -> bytes:
-        """As `AnswerEncoder.encode_ending`."""
         options = self._options
         if not options.include_usage:
             return DONE
@@ -159,15 +156,12 @@ class EventEncoder:
         return encode_event(msgspec.json.encode(total)) + DONE
 
     def encode_failure(self, failure: ApiError) -> bytes:
-        """As `AnswerEncoder.encode_failure`."""
         return encode_error(failure.body()) + DONE
 
     def whole(self) -> JsonObject:
-        """As `AnswerEncoder.whole`."""
         return openai_responses.full_response(self.header, self.choices, self._options.n)
 
     def resume_queries(self) -> list[str]:
-        """As `AnswerEncoder.resume_queries`."""
         kind = self.header.kind
         form = "" if kind == "chat" else f"&form={kind}"
         return [f"from={choice.position}{form}" for choice in self.choices]

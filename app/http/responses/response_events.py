@@ -45,7 +45,6 @@ class ResponseEncoder(ItemEncoder):
         self._namespaces = namespaces
 
     def encode_failure(self, failure: ApiError) -> bytes:
-        """As `AnswerEncoder.encode_failure`."""
         response = self.failed(failure)
         return self.encode_last({"type": f"response.{response['status']}", "response": response})
 
@@ -65,13 +64,11 @@ class ResponseEncoder(ItemEncoder):
         }
 
     def first_events(self) -> Sequence[JsonObject]:
-        """As `ItemEncoder.first_events`."""
         response = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
         return [{"type": kind, "response": response} for kind in kinds]
 
     def item_events(self, change: ItemChange) -> Sequence[JsonObject]:
-        """As `ItemEncoder.item_events`."""
         item = change.item
         if change.step == "begin":
             fields = _begun(self._item(item, "in_progress"))
@@ -87,13 +84,11 @@ class ResponseEncoder(ItemEncoder):
         return [*self._text_done(item), {"type": "response.output_item.done"} | done]
 
     def text_event(self, change: ItemChange) -> JsonObject:
-        """As `ItemEncoder.text_event`."""
         item = change.item
         event = {"type": f"{_kind(item)}.delta", "delta": change.text} | self._place(item)
         return event | ({"logprobs": []} if item.kind == "text" else {})
 
     def last_events(self) -> Sequence[JsonObject]:
-        """As `ItemEncoder.last_events`."""
         whole = self.whole()
         return [{"type": f"response.{whole['status']}", "response": whole}]
 
