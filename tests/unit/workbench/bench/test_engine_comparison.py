@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 
 from kvlane.app.demo.demo_environment import demo_environment
-from kvlane.app.demo.demo_run import PROCESS_FACTORIES
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings
@@ -34,7 +33,7 @@ async def test_sides_take_turns_with_all_kinds_of_traffic() -> None:
     with obtain_broker("memory", report=print) as broker:
         async with demo_environment(
             Settings(_env_file=None, worker_id="-", router_id="-"), broker, parts=parts,
-            changes=changes, builds=PROCESS_FACTORIES,
+            changes=changes,
         ) as on:  # fmt: skip
             traffic = make_traffic(WORDS, 0.1, 40.0, 1024, shrink=16)
             comparison = EngineComparison(on, traffic, [], progress.append)
