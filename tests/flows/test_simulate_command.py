@@ -85,8 +85,8 @@ def test_impossible_option_is_refused_by_name(arguments: list[str], fault: str) 
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_benchmark_draws_its_thresholds_and_ends_with_1_if_one_is_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
+def test_benchmark_ends_with_1_if_a_threshold_is_missed(
+    monkeypatch: pytest.MonkeyPatch, passed: bool
 ) -> None:
     sent: list[Any] = []
 
@@ -95,9 +95,7 @@ def test_benchmark_draws_its_thresholds_and_ends_with_1_if_one_is_missed(
         return Report("simulate", [], [Threshold("8x1: ours", 1.2, "x", "<= 1", passed)])
 
     monkeypatch.setattr("workbench.bench.routing.policy_simulation.bench_policies", found)
-    file = tmp_path / "thresholds.png"
-    done = CliRunner().invoke(app, ["bench", "simulate", "--jobs", "3", "--plot", f"{file}"])
+    done = CliRunner().invoke(app, ["bench", "simulate", "--jobs", "3"])
     assert done.exit_code == (0 if passed else 1), done.output
     assert f"1.2 x (<= 1) {'passed' if passed else 'failed'}" in done.output
-    assert file.read_bytes().startswith(b"\x89PNG")
     assert sent[-1] == 3

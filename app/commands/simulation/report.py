@@ -23,8 +23,12 @@ def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
     An `.html` file is a self-contained page with the plot.
     """
+    from matplotlib.figure import Figure
+
     names = list(dict.fromkeys(row["policy"] for row in rows))
-    figure, diagrams = axes(len(POLICY_FIGURES), len(POLICY_FIGURES) * (0.7 + 0.25 * len(names)))
+    height_in = len(POLICY_FIGURES) * (0.7 + 0.25 * len(names))
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    diagrams = figure.subplots(len(POLICY_FIGURES), 1)
     for ax, (title, value) in zip(diagrams, POLICY_FIGURES.items(), strict=True):
         for place, name in enumerate(names):
             found = [value(row) for row in rows if row["policy"] == name]
@@ -55,14 +59,6 @@ POLICY_FIGURES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "time to the last token, mean, ms": lambda row: row["e2e_ms"]["mean"],
     "prompt tokens found in a cache, %": lambda row: 100 * row["reuse"],
 }
-
-
-def axes(rows: int, height_in: float) -> tuple[Any, Sequence[Any]]:
-    """A matplotlib figure with diagrams below each other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    return figure, list(figure.subplots(rows, 1, squeeze=False)[:, 0])
 
 
 _PARTS = " / "

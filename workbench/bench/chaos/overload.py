@@ -96,7 +96,7 @@ async def bench_overload(
     scale: OverloadScale,
     print_line: PrintLine,
     progress: Callable[[float], None],
-) -> tuple[Report, OverloadResult]:
+) -> Report:
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
     whole_s = CALIBRATION_S + WARM_UP_S + scale.unloaded_s + scale.overload_s + RECOVERY_S
     async with bench_environment(settings, print_line) as on:
@@ -131,8 +131,9 @@ async def bench_overload(
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-    found = OverloadResult(capacity, scale.factor, bench.outcomes, bench.samples, ended_at)
-    return overload_report(found), found
+    return overload_report(
+        OverloadResult(capacity, scale.factor, bench.outcomes, bench.samples, ended_at)
+    )
 
 
 class OverloadLoad:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlane.app.commands import console as screen
 from kvlane.app.settings import Settings
 from workbench.bench.commands.benchmark_command import (
     Benchmark,
@@ -82,7 +81,6 @@ def chaos(
     logs: Annotated[
         Path | None, typer.Option(help="Copy the output of all processes into this folder.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the gaps into this file.")] = None,
     json: Json = None,
 ) -> None:
     """Kill and stop real processes under load, on Kafka: no token lost, none repeated.
@@ -95,12 +93,10 @@ def chaos(
     """
     from workbench.bench.chaos.chaos_run import PROCESS_FAULTS, ChaosScale, bench_chaos, read_rounds
     from workbench.bench.chaos.fault_injection import FAULT_KINDS
-    from workbench.bench.plots import plot_chaos
 
     kinds = tuple(filter(None, only.split(","))) or PROCESS_FAULTS
     if unknown := set(kinds) - set(FAULT_KINDS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: one of {', '.join(FAULT_KINDS)}")
-    screen.require_matplotlib(plot)
     scale = ChaosScale(
         kills, seed=seed, kinds=kinds, rate=rate, tokens=tokens, workers=workers,
         limit_s=60 * minutes, prefill_workers=prefill_workers, batch=batch,
@@ -115,8 +111,6 @@ def chaos(
         ),
         json,
     )
-    if plot is not None:
-        plot_chaos(lines, plot)
     require_passed(report)
 
 
@@ -128,7 +122,6 @@ def overload(
         float, typer.Option(help="Load as a multiple of the capacity.", min=1.1)
     ] = 2.0,
     full: Full = False,
-    plot: Annotated[Path | None, typer.Option(help="Plot memory and times into this file.")] = None,
     json: Json = None,
 ) -> None:
     """More requests than the capacity: rejections, latency of the others, memory, on Kafka.
@@ -136,21 +129,10 @@ def overload(
     Quick: one minute; --full: ten. Every text is compared with the engine's. Uses
     KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker. Exit code 1 if a threshold is missed.
     """
-    screen.require_matplotlib(plot)
-    from workbench.bench.chaos.overload import OverloadResult, OverloadScale, bench_overload
-    from workbench.bench.plots import plot_overload
+    from workbench.bench.chaos.overload import OverloadScale, bench_overload
 
     scale = OverloadScale(60 * (FULL_MINUTES if full else minutes), factor)
-    results: list[OverloadResult] = []
-
-    async def run(out: Callback, progress: Callback) -> Report:
-        report, found = await bench_overload(Settings(), scale, out, progress)
-        results.append(found)
-        return report
-
-    report = measure("overload", run, json)
-    if plot is not None:
-        plot_overload(results[0], plot)
+    report = measure("overload", partial(bench_overload, Settings(), scale), json)
     require_passed(report)
 
 

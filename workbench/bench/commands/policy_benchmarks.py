@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kvlane.app.commands import console as screen
 from kvlane.app.settings import Settings
 from workbench.bench.commands.benchmark_command import (
     Benchmark,
@@ -33,9 +32,6 @@ def simulate(
         Path | None, typer.Option(help="Cache results in this file; cached runs are not repeated.")
     ] = None,
     jobs: Annotated[int, typer.Option(help="Parallel runs; 0: one per CPU.", min=0)] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot ours to dynamo's best setting into this file.")
-    ] = None,
     json: Json = None,
 ) -> None:
     """All policies on a production trace and four simulated fleets, with published figures.
@@ -45,8 +41,6 @@ def simulate(
     performance is on no card: twenty minutes on two CPUs. Generated traces run without --trace,
     too. Exit code 1 if a threshold is missed; those that need --trace are missed without it.
     """
-    screen.require_matplotlib(plot)
-    from workbench.bench.plots import plot_thresholds
     from workbench.bench.routing.policy_scenarios import FULL, QUICK
     from workbench.bench.routing.policy_simulation import bench_policies
 
@@ -56,8 +50,6 @@ def simulate(
         lambda out, progress: bench_policies(scale, trace, out, progress, keep, at_a_time),
         json,
     )
-    if plot is not None:
-        plot_thresholds(report.thresholds, plot)
     require_passed(report)
 
 
