@@ -53,7 +53,7 @@ async def test_prompt_is_computed_by_a_prefill_worker_and_decoded_by_another(
     world: MemoryWorld,
 ) -> None:
     prefill, decode = workers(world)
-    await start_router(world)
+    await start_router(world, policy="dynamo")
     override = RouterConfigOverride(router_temperature=0.25, overlap_score_credit=3.0)
     append_record(world, REQUESTS, replace(LONG, router_config_override=override))
     first = await assigned(world, prefill)

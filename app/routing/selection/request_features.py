@@ -9,6 +9,8 @@ import msgspec
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.streams.request import Request
 
+COST_SETTINGS = "overlap_score_credit", "prefill_load_scale", "router_temperature"
+"""Fields of `RouterConfigOverride` that costs depend on."""
 MAX_WEIGHT = 1e6
 """Bound on weights that a request may set: costs stay finite, so that one is the least."""
 
@@ -58,11 +60,17 @@ def latency_targets(request: Request) -> tuple[float, float]:
     return math.inf if ttft_ms is None else ttft_ms, math.inf if itl_ms is None else itl_ms
 
 
+def cost_settings(request: Request) -> list[str]:
+    """The settings of the cost function that a request sets for itself, by name."""
+    override = request.router_config_override
+    return [name for name in COST_SETTINGS if override and getattr(override, name) is not None]
+
+
 def invalid_weight(request: Request) -> str:
     """The name of a number in the request that would make costs incomparable; mostly empty."""
     override, constraints = request.router_config_override, request.hints.routing_constraints
     if override is not None:
-        for name in ("overlap_score_credit", "prefill_load_scale", "router_temperature"):
+        for name in COST_SETTINGS:
             value = getattr(override, name)
             if value is not None and not 0 <= value <= MAX_WEIGHT:  # nor is it NaN
                 return name

@@ -43,6 +43,7 @@ from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.request_features import (
     MAX_WEIGHT,
     RequestFeatures,
+    cost_settings,
     expected_output_tokens,
     invalid_weight,
     latency_targets,
@@ -94,6 +95,10 @@ def select_worker(
     pinned_phase = policy.pinned_phase(phase)
     if fault := policy.fault(request, pinned_phase):
         return Rejection("invalid", fault)
+    # Of a decode, the router has set the credit of its overlap.
+    if phase != "decode" and not policy.has_cost_settings and (unused := cost_settings(request)):
+        name = f"router_config_override.{unused[0]}"
+        return Rejection("invalid", f"{name}: policy {policy.name} has none; leave it out")
     if fault := invalid_weight(request):
         return Rejection("invalid", f"{fault} must be a number up to {MAX_WEIGHT:g}")
     pool = state.pools.pool(request.model, phase)

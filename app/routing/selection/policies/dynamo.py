@@ -29,6 +29,7 @@ from kvlane.streams.records import Assigned, Candidate
 
 class Dynamo(Policy):
     name = "dynamo"
+    has_cost_settings = True
     unit = "blocks"
     summary = (
         "the documented cost of NVIDIA Dynamo's KV router: prefill and decode load in blocks, "

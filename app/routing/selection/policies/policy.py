@@ -70,9 +70,11 @@ class RecordedPolicy:
 
 class Policy(RecordedPolicy, ABC):
     """A policy that a router can have. `summary`: its row in docs/routing.md; `is_simulated`:
-    whether a simulation can choose it."""
+    whether a simulation can choose it; `has_cost_settings`: whether requests may set its weights.
+    """
 
     summary: ClassVar[str]
+    has_cost_settings: ClassVar[bool] = False
     is_simulated: ClassVar[bool] = True
 
     @abstractmethod

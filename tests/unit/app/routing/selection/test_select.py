@@ -328,3 +328,20 @@ def test_every_decision_is_recomputed_from_its_record(
 def test_decision_without_candidates_cannot_be_recomputed(routing: RoutingHarness) -> None:
     routing.worker("w1")
     assert recompute_choice(to_assigned(routing.chosen(), candidate_rows=None)) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["overlap_score_credit", "prefill_load_scale", "router_temperature"]
+)
+@pytest.mark.parametrize("policy", ["predictive", "least_loaded"])
+def test_policy_without_a_setting_refuses_it_by_name(
+    routing: RoutingHarness, policy: str, name: str
+) -> None:
+    routing.worker("w1")
+    override = RouterConfigOverride(**{name: 0.5})
+    request = Request(id="a", model="m", token_ids=TOKENS, router_config_override=override)
+    refused = routing.plan(policy, request=request)
+    assert isinstance(refused, Rejection)
+    assert f"{name}: policy {policy}" in refused.message
+    assert isinstance(routing.plan("dynamo", request=request), Placement)
+    assert isinstance(routing.plan(policy, request=request, phase="decode"), Placement)
