@@ -14,18 +14,19 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
 from kvlane.app.preprocess.requests.nvext import SHORT_LIST, STRICT_MODEL, Name, NvExt, Object, Text
 from kvlane.app.preprocess.requests.request_models import (
-    MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_STOPS,
+    PARTS_LIST,
     Limit,
     StopText,
+    content_of,
+    text_or_list,
 )
 from kvlane.app.preprocess.requests.unsupported_fields import (
     Unsupported,
@@ -84,18 +85,7 @@ class ToolUseBlock(_Part):
     input: dict[str, Any] = {}
 
 
-def _blocks(value: Any) -> Any:
-    """A text as a list of one block."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise PydanticCustomError("blocks", "must be a text or a list of blocks")
-    return value
-
-
-TextBlocks = Annotated[
-    list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True), BeforeValidator(_blocks)
-]
+TextBlocks = Annotated[list[TextBlock], PARTS_LIST, text_or_list("text", "blocks")]
 
 
 class ToolResultBlock(_Part):
@@ -122,9 +112,7 @@ Block = Annotated[
         custom_error_message="must be a block of the type text, thinking, tool_use or tool_result",
     ),
 ]
-MessageBlocks = Annotated[
-    list[Block], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True), BeforeValidator(_blocks)
-]
+MessageBlocks = Annotated[list[Block], PARTS_LIST, text_or_list("text", "blocks")]
 
 
 _BLOCKS: Mapping[str, tuple[type[_Part], ...]] = {
@@ -260,7 +248,7 @@ def _messages(body: CountBody) -> Iterator[JsonObject]:
     if body.messages[-1].role == "assistant":
         raise InvalidPrompt("messages", "the last one is the assistant's: no answer is continued")
     if body.system:
-        yield {"role": "system", "content": _text(body.system)}
+        yield {"role": "system", "content": content_of(body.system)}
     number = 0
     for role, turns in groupby(body.messages, key=lambda turn: turn.role):
         blocks = []
@@ -284,12 +272,12 @@ def _asked(role: str, blocks: Sequence[Block]) -> Iterator[JsonObject]:
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": role, "content": _text(texts)}
+                yield {"role": role, "content": content_of(texts)}
                 texts = []
-            content = _text(block.content or ())
+            content = content_of(block.content or ())
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     if texts or not blocks:
-        yield {"role": role, "content": _text(texts)}
+        yield {"role": role, "content": content_of(texts)}
 
 
 def _answer(blocks: Sequence[Block]) -> JsonObject:
@@ -297,7 +285,7 @@ def _answer(blocks: Sequence[Block]) -> JsonObject:
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
-    message: JsonObject = {"role": "assistant", "content": _text(texts) if texts else None}
+    message: JsonObject = {"role": "assistant", "content": content_of(texts) if texts else None}
     if reasoning:
         message["reasoning_content"] = reasoning
     return message | ({"tool_calls": calls} if calls else {})
@@ -310,13 +298,6 @@ def _call(block: ToolUseBlock) -> JsonObject:
         "type": "function",
         "function": {"name": block.name, "arguments": arguments},
     }
-
-
-def _text(blocks: Sequence[TextBlock]) -> str | list[JsonObject]:
-    """The content of a message: a text, or its parts if there are several."""
-    if len(blocks) > 1:
-        return [{"type": "text", "text": block.text} for block in blocks]
-    return blocks[0].text if blocks else ""
 
 
 def _tool(tool: MessageTool) -> JsonObject:

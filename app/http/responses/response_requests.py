@@ -19,10 +19,12 @@ from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt, invalid_prompt
 from kvlane.app.preprocess.requests.nvext import SHORT_LIST, STRICT_MODEL, Name, NvExt, Object, Text
 from kvlane.app.preprocess.requests.request_models import (
-    MAX_CONTENT_PARTS,
     MAX_MESSAGES,
+    PARTS_LIST,
     Limit,
     Part,
+    content_of,
+    text_or_list,
 )
 from kvlane.app.preprocess.requests.unsupported_fields import (
     Unsupported,
@@ -45,18 +47,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 """Fields that are refused; see `unsupported_fields.py`. Encrypted reasoning is never given."""
 
 
-def _parts(value: Any) -> Any:
-    """A text as a list of one part."""
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if not isinstance(value, list):
-        raise PydanticCustomError("parts", "must be a text or a list of parts")
-    return value
-
-
-Parts = Annotated[
-    list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True), BeforeValidator(_parts)
-]
+Parts = Annotated[list[Part], PARTS_LIST, text_or_list("input_text", "parts")]
 
 
 class _Item(BaseModel):
@@ -301,7 +292,7 @@ def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[JsonO
                 if answer.get("content") or answer.get("tool_calls"):
                     yield answer
                     answer = {}
-                answer |= {"role": "assistant", "content": _text(item.content)}
+                answer |= {"role": "assistant", "content": content_of(item.content)}
             case FunctionCall():
                 calls = [*answer.get("tool_calls", ()), _call(item)]
                 answer = {"role": "assistant", "content": None} | answer | {"tool_calls": calls}
@@ -322,15 +313,8 @@ def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[JsonO
 
 def _asked(item: InputMessage | FunctionCallOutput) -> JsonObject:
     if isinstance(item, FunctionCallOutput):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
-    return {"role": item.role, "content": _text(item.content)}
-
-
-def _text(parts: Sequence[Part]) -> str | list[JsonObject]:
-    """The content of a message: a text, or its parts if there are several."""
-    if len(parts) > 1:
-        return [{"type": "text", "text": part.text} for part in parts]
-    return parts[0].text if parts else ""
+        return {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
+    return {"role": item.role, "content": content_of(item.content)}
 
 
 def _call(item: FunctionCall) -> JsonObject:

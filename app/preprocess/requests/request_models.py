@@ -8,7 +8,8 @@ Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown 
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -77,6 +78,7 @@ MAX_INPUTS = 2048
 """Texts in one request for embeddings, as with OpenAI."""
 MAX_MESSAGES = 10_000
 MAX_CONTENT_PARTS = 10_000
+PARTS_LIST = Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)
 """Parts of one message."""
 MAX_DOCUMENTS = 10_000
 MAX_LOGIT_BIASES = 8192
@@ -292,8 +294,33 @@ class ToolCall(BaseModel):
 
 
 Part = Annotated[TextPart | RefusalPart, WrapValidator(_part)]
-ContentParts = Annotated[list[Part], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+ContentParts = Annotated[list[Part], PARTS_LIST]
 _parts = TypeAdapter(ContentParts)
+
+
+def text_or_list(kind: str, entries: str) -> BeforeValidator:
+    """Accepts a text as a list of one entry of this type. `entries`: their name in errors."""
+
+    def validate(value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": kind, "text": value}]
+        if not isinstance(value, list):
+            raise PydanticCustomError("list", f"must be a text or a list of {entries}")
+        return value
+
+    return BeforeValidator(validate)
+
+
+class _TextEntry(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def content_of(parts: Sequence[_TextEntry]) -> str | list[dict[str, Any]]:
+    """The content of a chat's message: a text, or its parts if there are several."""
+    if len(parts) > 1:
+        return [{"type": "text", "text": part.text} for part in parts]
+    return parts[0].text if parts else ""
 
 
 def _content(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
