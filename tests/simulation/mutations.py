@@ -452,6 +452,13 @@ MUTATIONS: dict[str, Mutation] = {
             scenarios=("limits",),
         ),
         Mutation(
+            "files-apart",
+            "limits",
+            "bytes of files of a tenant in the order of the log, over all gateways",
+            edge.files_count_at_each_gateway,
+            scenarios=("limits",),
+        ),
+        Mutation(
             "batches-apart",
             "limits",
             "batches of a tenant in the order of the log, over all gateways",

@@ -71,6 +71,7 @@ FOUND_BY = {
     "tenants-meet": (4,),
     "limits-kept": (0,),
     "limits-apart": (0,),
+    "files-apart": (1,),
     "batches-apart": (11,),
     "replies-awaited": (7,),
     "reply-early": (33,),

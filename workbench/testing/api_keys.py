@@ -12,6 +12,8 @@ from workbench.testing.virtual_time import VirtualLoop
 TENANTS = ("acme", "zenith")
 LIMITED, LIMITS = "frugal", Tenant(requests=2, batches=1)
 """A tenant with limits, of the scenario `limits`."""
+HOARDER, FILE_BYTES = "hoarder", 1500
+"""A tenant with a limit of the bytes of its files, in the same scenario."""
 NOTICE_S = 2.0
 """Time in which a gateway that runs follows a change of the file."""
 
@@ -23,8 +25,9 @@ class SimulatedKeys:
         self._loop = loop
         self._folder = tempfile.TemporaryDirectory()
         self.path = Path(self._folder.name) / "keys.json"
-        tenants = (*TENANTS, *((LIMITED,) if has_limits else ()))
-        self._file = KeyFile({LIMITED: LIMITS} if has_limits else {})
+        limits = {LIMITED: LIMITS, HOARDER: Tenant(file_bytes=FILE_BYTES)} if has_limits else {}
+        tenants = (*TENANTS, *limits)
+        self._file = KeyFile(limits)
         self._valid: dict[str, str] = {}
         self._changed_s: dict[str, float] = {}
         """When each key became valid, or was revoked."""

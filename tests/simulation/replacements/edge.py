@@ -10,6 +10,7 @@ import msgspec
 
 from kvlane.app.access import quota
 from kvlane.app.batches import batch_view
+from kvlane.app.http.batches import files_endpoint
 from kvlane.app.http.openai import stream_resume
 from kvlane.app.http.server import authentication
 from kvlane.app.lanes import admission, owner
@@ -148,6 +149,13 @@ def ended_requests_count_on() -> Iterator[Replacement]:
 
 def limits_hold_for_each_gateway() -> Iterator[Replacement]:
     yield authentication.AccessControl, "share_limits", lambda *_: None
+
+
+def files_count_at_each_gateway() -> Iterator[Replacement]:
+    async def check_kept(*_: Any) -> None:
+        pass
+
+    yield files_endpoint.FilesEndpoint, "_check_kept", check_kept
 
 
 def batches_count_at_each_gateway() -> Iterator[Replacement]:

@@ -31,7 +31,7 @@ READ_TIMEOUT_S = 15.0
 ENDED = ("completed", "failed", "expired", "cancelled")
 ENDPOINT = "/v1/completions"
 _BOUNDARY = "a-boundary"
-_FORM = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+UPLOAD_HEADERS = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
 
 
 class JobClient:
@@ -71,7 +71,7 @@ class JobClient:
         """Bring a job from its input to the lines of its output."""
         clock = self._world.clock
         await clock.sleep(self._begins_s)
-        file = await self._json("POST", "/v1/files", _form(self._input), _FORM)
+        file = await self._json("POST", "/v1/files", upload_form(self._input), UPLOAD_HEADERS)
         self._own(f"/v1/files/{file['id']}/content")
         wanted = {"input_file_id": file["id"], "endpoint": ENDPOINT}
         self.job = await self._json("POST", "/v1/batches", msgspec.json.encode(wanted))
@@ -134,10 +134,10 @@ class JobClient:
     async def _answer(self, gateway: SimulatedProcess, call: HttpCall) -> tuple[int, bytes]:
         """Status and body, asked for with the key of the tenant. Raises Disconnected."""
         if (key := self._key) is None:
-            return await _answer_of(gateway, call)
+            return await answer_of(gateway, call)
         is_valid = key.is_valid(gateway)
         call = call._replace(headers={**call.headers, **key.headers})
-        status, content = await _answer_of(gateway, call)
+        status, content = await answer_of(gateway, call)
         is_refused = status == HTTPStatus.UNAUTHORIZED
         if is_valid == is_refused:
             self.unexpected_errors.append("a revoked key is served, or a valid one refused")
@@ -171,14 +171,14 @@ class JobClients:
         ]
 
 
-async def _answer_of(gateway: SimulatedProcess, call: HttpCall) -> tuple[int, bytes]:
+async def answer_of(gateway: SimulatedProcess, call: HttpCall) -> tuple[int, bytes]:
     """Status and body. Raises Disconnected."""
     async with aclosing(http_exchange(gateway, call, READ_TIMEOUT_S)) as parts:
         status: int = (await anext(parts))["status"]
         return status, b"".join([part.get("body", b"") async for part in parts])
 
 
-def _form(content: bytes) -> bytes:
+def upload_form(content: bytes) -> bytes:
     """The multipart body of an upload."""
     head = b"--a-boundary\r\ncontent-disposition: form-data; name="
     purpose = head + b'"purpose"\r\n\r\nbatch\r\n'

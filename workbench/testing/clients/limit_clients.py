@@ -12,8 +12,9 @@ import msgspec
 from kvlane.app.http.server.limit_sharing import CLAIM_TTL_S, RENEWAL_S
 from kvlane.streams.codecs import type_of
 from kvlane.streams.topics import CAPACITY
-from workbench.testing.api_keys import LIMITED, ClientKey
+from workbench.testing.api_keys import HOARDER, LIMITED, ClientKey
 from workbench.testing.clients.http_exchange import Disconnected, HttpCall, http_exchange
+from workbench.testing.clients.job_clients import UPLOAD_HEADERS, answer_of, upload_form
 from workbench.testing.clients.kafka_clients import TEXTS
 from workbench.testing.simulated_world import SimulatedWorld
 from workbench.testing.virtual_time import process_context
@@ -22,6 +23,7 @@ from workbench.testing.world_parameters import MODELS
 CLIENTS, REQUESTS_EACH = 6, 2
 READ_TIMEOUT_S, RETRY_PAUSE_S = 15.0, 1.0
 PATH = "/v1/completions"
+UPLOADERS, UPLOADS_EACH, UPLOAD_BYTES = 4, 4, 1000
 
 
 class LimitClients:
@@ -38,11 +40,16 @@ class LimitClients:
         """Responses that have begun and not ended, by gateway."""
         self.most = 0
         """The most of them at a time, over all gateways whose claims have not lapsed."""
+        self.files: set[str] = set()
+        """Files of the tenant with a limit of their bytes, as its clients were given them."""
 
     def start(self) -> None:
         for name in sorted(self.waiting):
             context = process_context("limited")
             self._world.loop.create_task(self._run(name), name=name, context=context)
+        for n in range(UPLOADERS if self.waiting else 0):
+            name, context = f"uploader-{n}", process_context("limited")
+            self._world.loop.create_task(self._upload(name), name=name, context=context)
 
     async def _run(self, name: str) -> None:
         assert self._world.keys is not None
@@ -52,6 +59,31 @@ class LimitClients:
             while not await self._is_answered(name, key):
                 await self._world.clock.sleep(RETRY_PAUSE_S * self._rng.random())
         self.waiting.discard(name)
+
+    async def _upload(self, name: str) -> None:
+        """Upload files at the same time as others, and delete some."""
+        world, rng = self._world, random.Random(f"{self._world.seed} {name}")
+        assert world.keys is not None
+        key = ClientKey(world.keys, HOARDER)
+        await world.clock.sleep(self._begins_s)
+        for _ in range(UPLOADS_EACH):
+            form, headers = upload_form(b"x" * UPLOAD_BYTES), {**UPLOAD_HEADERS, **key.headers}
+            up = [node for node in world.running("gateway") if node.state == "up"]
+            try:
+                if up:
+                    gateway = rng.choice(up)
+                    upload = HttpCall("POST", "/v1/files", form, headers)
+                    status, content = await answer_of(gateway, upload)
+                    world.history.add_event(f"{name} gets {status} at {gateway.label}")
+                    if status == HTTPStatus.OK:
+                        file_id = msgspec.json.decode(content)["id"]
+                        self.files.add(file_id)
+                        await world.clock.sleep(rng.random())
+                        path = f"/v1/files/{file_id}"
+                        await answer_of(gateway, HttpCall("DELETE", path, b"", key.headers))
+            except Disconnected:
+                pass
+            await world.clock.sleep(rng.choice((0.0, 2.0)))
 
     async def _is_answered(self, name: str, key: ClientKey) -> bool:
         world, rng = self._world, self._rng
