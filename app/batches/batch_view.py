@@ -190,18 +190,6 @@ class BatchView:
             self._drop(source.partition, key)
         self._positions.pop(source, None)
 
-    def snapshot(self, source: Partition) -> bytes:  # noqa: ARG002
-        """Empty: the topic is compacted, it is its own snapshot."""
-        return b""
-
-    def restore(self, source: Partition, data: bytes, position: int) -> None:  # noqa: ARG002
-        """Raises ValueError: there are no snapshots."""
-        raise ValueError(f"{self.name} has no snapshots")
-
-    def state_hash(self, source: Partition) -> str:  # noqa: ARG002
-        """Constant: the topic is compacted, and has no snapshots to compare."""
-        return ""
-
 
 def _touch(seen: dict[str, int], key: str, at_ms: int) -> None:
     seen.pop(key, None)

@@ -90,7 +90,7 @@ class _UnreadLane:
 
 
 class PromptCredit:
-    """The credit of one preprocessor for one class; a `MaterializedView` over `capacity`.
+    """The credit of one preprocessor for one class; a `FollowedView` over `capacity`.
 
     `prompts_share`: of the partitions of `prompts`. `credit_changed`: notified when credit may
     grow.
@@ -199,14 +199,3 @@ class PromptCredit:
     def forget(self, source: Partition) -> None:  # noqa: ARG002
         self._position = None
         self._reports.clear()
-
-    def snapshot(self, source: Partition) -> bytes:  # noqa: ARG002
-        """Empty: old reports are worthless."""
-        return b""
-
-    def restore(self, source: Partition, data: bytes, position: int) -> None:  # noqa: ARG002
-        self._position = position
-
-    def state_hash(self, source: Partition) -> str:  # noqa: ARG002
-        """Constant: the state depends on when the reports were read."""
-        return ""

@@ -35,7 +35,7 @@ from kvlane.streams.views.tail_reader import (
     decode_batches,
     skip_gaps,
 )
-from kvlane.streams.views.view import MaterializedView
+from kvlane.streams.views.view import FollowedView, MaterializedView
 
 WaitKey = Partition | None
 """None: a wait that concerns no single partition."""
@@ -119,7 +119,7 @@ class Follower:
     def __init__(
         self,
         log: Log,
-        view: MaterializedView,
+        view: FollowedView,
         sources: Sequence[str | Partition],
         clock: Clock,
         *,
@@ -229,6 +229,7 @@ class Follower:
         """Set a position that the log can serve in each partition, and note the end offsets."""
         view = self._view
         if self._snapshots is not None:
+            assert isinstance(view, MaterializedView)
             new = [source for source in sources if view.position(source) is None]
             if new:
                 self.restored += len(await self._snapshots.load(view, *new))

@@ -8,18 +8,18 @@ clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import LogRecord
 
 
-class MaterializedView(Protocol):
-    """A pure state machine: its state depends only on the records below its positions."""
+class FollowedView(Protocol):
+    """A view that begins with the log, or with its newest records."""
 
     @property
     def name(self) -> str:
-        """The name of its snapshots."""
+        """Its name in the log, and that of its snapshots."""
 
     def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:
         """Apply the next records of a partition; `position` is the offset after them.
@@ -30,6 +30,11 @@ class MaterializedView(Protocol):
 
     def forget(self, source: Partition) -> None:
         """Drop the state and the position of this partition."""
+
+
+@runtime_checkable
+class MaterializedView(FollowedView, Protocol):
+    """A pure state machine: its state depends only on the records below its positions."""
 
     def snapshot(self, source: Partition) -> bytes:
         """The serialized state of this partition."""

@@ -57,7 +57,7 @@ class _Claim(NamedTuple):
 
 
 class LimitSharing:
-    """The shares of one gateway; a `MaterializedView` of the claims of all gateways."""
+    """The shares of one gateway; a `FollowedView` of the claims of all gateways."""
 
     name = "limit claims"
 
@@ -304,17 +304,6 @@ class LimitSharing:
         """Claims that the log has lost have lapsed, or are written again."""
         self._position = None
         self._claims.clear()
-
-    def snapshot(self, source: Partition) -> bytes:  # noqa: ARG002
-        """Empty: old claims have lapsed."""
-        return b""
-
-    def restore(self, source: Partition, data: bytes, position: int) -> None:  # noqa: ARG002
-        self._position = position
-
-    def state_hash(self, source: Partition) -> str:  # noqa: ARG002
-        """Constant: the state depends on when the claims were read."""
-        return ""
 
 
 def _amounts(amounts: Sequence[int]) -> tuple[int, ...]:
