@@ -23,7 +23,6 @@ from kvlane.streams.topics import RESPONSES, RESULTS
 
 
 def specification() -> AsyncAPI:
-    """Title and description of the document, one per application."""
     return AsyncAPI(
         title="kvlane",
         description="Prompts in, streams of answers out, and one result record of each request "

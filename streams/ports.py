@@ -69,7 +69,6 @@ class Unreadable(bytes):
 
     @property
     def reason(self) -> str:
-        """Why the record could not be read."""
         return self.decode(errors="replace")
 
 

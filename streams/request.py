@@ -321,7 +321,6 @@ class Request(InternalRecord, frozen=True):
 
     @property
     def kind(self) -> ModelKind:
-        """The required input kind of the model."""
         return "tokens" if self.body is None else self.body.kind
 
     @property
@@ -331,7 +330,6 @@ class Request(InternalRecord, frozen=True):
 
     @property
     def prompt_bytes(self) -> int:
-        """Memory of the prompt, in any of its forms."""
         info = self.mm_routing_info
         media = (data for of in (self.multi_modal_data or {}).values() for data in of)
         stored = None if self.result is None else self.result.stored

@@ -164,7 +164,6 @@ class JvmNode:
             raise NoLocalBroker(f"broker {self.number} has not ended") from None
 
     def log_tail(self) -> str:
-        """The end of the broker's output, for people."""
         written = []
         for name in ("output.log", "server.log"):
             log = self._directory / "logs" / name

@@ -77,7 +77,6 @@ class TopicState(NamedTuple):
 
     @property
     def is_as_expected(self) -> bool:
-        """Whether partitions and settings are as expected."""
         return self.partitions == self.expected_partitions and not self.differing_configs
 
 

@@ -55,7 +55,6 @@ class AppendQueue:
         return sending.appended
 
     def arrive(self, last: _Sending) -> None:
-        """Everything up to `last` arrives."""
         client = self._client
         while not last.landed:
             sending = self._under_way.popleft()

@@ -142,7 +142,6 @@ class MemoryBroker:
         return group
 
     def member_id(self, client_id: str) -> str:
-        """A new member id of this client."""
         self._members += 1
         return f"{client_id}-{self._members:06}"
 
@@ -155,7 +154,6 @@ class MemoryBroker:
         return self._writer_epochs.get(name) == epoch
 
     def expire(self, log: PartitionLog) -> None:
-        """Delete records whose retention is over."""
         if log.records and (retention_ms := self._retention_ms[log.name.topic]) is not None:
             log.delete_older(self.now_ms(log) - retention_ms)
 

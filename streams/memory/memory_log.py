@@ -61,7 +61,6 @@ class MemoryLog:
         self._started = True
 
     async def close(self) -> None:
-        """Flush pending appends, leave all groups, disconnect."""
         if self._closed:
             return
         self._closed = True
@@ -171,7 +170,6 @@ class MemoryLog:
         return {topic: self.broker.partitions.get(topic, 0) for topic in topics}
 
     def outside(self) -> MemoryLog:
-        """This connection: there are no prefixes here."""
         return self
 
     def transactional_writer(self, name: str) -> MemoryTransactionalWriter:
@@ -217,7 +215,6 @@ class MemoryLog:
         return self.broker.faults.answered(self.client_id, operation)
 
     async def receive_answer(self, operation: Operation) -> None:
-        """The way back."""
         if (answer_s := self.broker.faults.answer_s(self.client_id, operation)) > 0:
             await self.broker.clock.sleep(answer_s)
         if self.is_killed:

@@ -36,13 +36,11 @@ class ClientTransaction:
         self._logs: dict[PartitionLog, None] = {}
 
     def append(self, topic: str, partition: int, *entries: Entry) -> None:
-        """Append without faults."""
         log = self._broker.log(topic, partition)
         self._logs[log] = None
         log.append(entries, self._broker.now_ms(log), self)
 
     def end(self, *, is_committed: bool) -> None:
-        """Commit or abort it."""
         for log in self._logs:
             log.end_transaction(self, is_committed=is_committed)
 
@@ -98,7 +96,6 @@ class MemoryTransactionalWriter:
         self._epoch = epoch
 
     async def close(self) -> None:
-        """Nothing is appended from now on."""
         self.is_closed = True
 
     def kill(self) -> None:

@@ -67,7 +67,6 @@ class Cursor:
         self._logs: dict[Partition, PartitionLog] = {}
 
     def add(self, log: PartitionLog, position: int) -> None:
-        """Read a partition from a position on."""
         self.positions[log.name] = position
         self._logs[log.name] = log
         log.followers[self] = None
@@ -131,7 +130,6 @@ class PartitionLog:
     def append(
         self, entries: Sequence[Entry], timestamp_ms: int, transaction: object | None = None
     ) -> int:
-        """Append in order; the offset of the first one."""
         first = self.end
         if transaction is not None:
             self._open.setdefault(transaction, first)
@@ -173,7 +171,6 @@ class PartitionLog:
         return next((r.offset for r in self.records if r.timestamp >= timestamp_ms), self.end)
 
     def delete_before(self, offset: int) -> None:
-        """Drop the records below `offset`, at most all there are."""
         offset = min(offset, self.end)
         if offset <= self.start:
             return
@@ -184,7 +181,6 @@ class PartitionLog:
                 follower.on_append(self)
 
     def delete_older(self, timestamp_ms: int) -> None:
-        """Drop the records appended before `timestamp_ms`."""
         if self.records and self.records[0].timestamp < timestamp_ms:
             self.delete_before(self.offset_at(timestamp_ms))
 

@@ -124,7 +124,6 @@ class PartitionClaim:
 
     @property
     def unfinished(self) -> int:
-        """Number of delivered records that are not done."""
         return len(self._undone)
 
     def mark_done(self, offset: int) -> None:

@@ -164,13 +164,11 @@ class LogBroker(KafkaBroker):
     # --- appending, as `Log` does ---
 
     async def append(self, topic: str, entry: Entry, partition: int | None = None) -> Appended:
-        """As `Log.append`, through the middlewares."""
         answer: Any = await self.publish(entry, self._prefix + topic, partition=partition)
         appended: Appended = answer
         return appended
 
     async def append_batch(self, topic: str, partition: int, entries: Sequence[Entry]) -> Appended:
-        """As `Log.append_batch`, through the middlewares."""
         answer: Any = await self.publish_batch(
             *entries, topic=self._prefix + topic, partition=partition
         )

@@ -103,12 +103,10 @@ class CandidateRows(InternalRecord, frozen=True):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All of them."""
         rows = self._row.iter_unpack(self.rows)
         return tuple([self._candidate(i, row) for i, row in enumerate(rows)])
 
     def candidate(self, place: Place) -> Candidate | None:
-        """The one at a place, if it is among them."""
         try:
             i = self.places.index(place)
         except ValueError:

@@ -151,7 +151,6 @@ class Assigned(RunRecord, frozen=True):
 
     @property
     def candidate_workers(self) -> list[str]:
-        """The worker of each recorded candidate."""
         rows = self.candidate_rows
         return [c.worker for c in self.listed] if rows is None else [w for w, _, _ in rows.places]
 

@@ -76,7 +76,6 @@ class CatchUpReader:
         self._wanted.set()
 
     def remove(self, number: int, reply: Reply) -> None:
-        """Stop feeding a reply; ignored if it is not here."""
         for is_far in (False, True):
             queue = PassKey(number, is_far)
             if (lane := self.active_passes.get(queue)) is not None:

@@ -107,7 +107,6 @@ class ReplyReader:
         return self._live.last_poll_at
 
     async def wait_until_failed(self) -> None:
-        """Wait until reading fails, and raise its error."""
         await asyncio.gather(*self._tasks)
 
     async def pin(self, lanes: Iterable[int]) -> None:

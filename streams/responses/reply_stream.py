@@ -258,7 +258,6 @@ class Reply:
         return pieces
 
     def cancel_timer(self) -> None:
-        """Cancel the timer, once no task awaits pieces."""
         if self._timer is not None and self._waiter is None:
             self._timer.cancel()
             self._timer = None

@@ -79,7 +79,6 @@ class OffsetWaiters:
             del self._heaps[source]
 
     def fail(self, error: Exception) -> None:
-        """End all current and later waits with this error."""
         self._failure = error
         for heap in self._heaps.values():
             for _, _, future in heap:

@@ -99,7 +99,6 @@ def part_id(record: Record) -> tuple[str, int] | None:
 
 
 def encode_parts(cover: SnapshotHeader, data: bytes) -> Iterator[bytes]:
-    """The values of all parts, in their order."""
     yield encode_header(cover)
     compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
     for part in split_slices(data):
@@ -114,7 +113,6 @@ def split_slices(data: bytes) -> Iterator[memoryview]:
 
 
 def encode_header(cover: SnapshotHeader) -> bytes:
-    """The value of part 0."""
     return msgspec.msgpack.encode(cover)
 
 

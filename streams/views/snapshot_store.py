@@ -275,5 +275,4 @@ def _restore(view: MaterializedView, source: Partition, pieces: SnapshotAssemble
 
 
 def pointer_key(view: str, source: Partition) -> str:
-    """The registry key of a snapshot."""
     return f"snapshot/{view}/{source.partition}"

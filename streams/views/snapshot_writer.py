@@ -95,7 +95,6 @@ class SnapshotWriter:
         await self._membership.close()
 
     def age_s(self, partition: int) -> float | None:
-        """Age of the newest known snapshot; None without one."""
         newest = self._snapshots.newest(self._view.name, Partition(self._topic, partition))
         if newest is None:
             return None
@@ -104,7 +103,6 @@ class SnapshotWriter:
     # --- ownership, called by the member ---
 
     def assigned(self, starts: Mapping[int, int]) -> None:
-        """The group has assigned these partitions."""
         self.owned |= starts.keys()
 
     def revoked(self, partitions: frozenset[int]) -> None:

@@ -163,7 +163,6 @@ class BatchClass:
         return planned
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
-        """The load of all batch runs of a rank."""
         return self._ledger.batch_runs.load(rank).add(self._unconfirmed.load(rank))
 
     # --- preemption ------------------------------------------------------------------------------
@@ -197,7 +196,6 @@ class BatchClass:
         ]
 
     def gives_way(self, request_id: str, state: RequestState, now_ms: int) -> bool:
-        """Whether the open run of a request gives way."""
         return any(
             run.state in OPEN
             and run.service_class == "batch"
@@ -232,6 +230,5 @@ def _queue_name(model: str, is_preempted: bool) -> QueueName:  # noqa: FBT001
 
 
 def batch_run(request_id: str, placement: Placement) -> BatchRun:
-    """The run of a placed batch request."""
     prefill_tokens = max(placement.prefill_tokens, 1)
     return BatchRun(request_id, placement.tokens, prefill_tokens, placement.at_ms)

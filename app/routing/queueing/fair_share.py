@@ -105,7 +105,6 @@ class FairQueue:
         return self._shares[queue.class_name].ttft_target_ms
 
     def waiting_queues(self, *models: str) -> list[QueueKey]:
-        """The queues of these models in which requests wait."""
         lines = [(model, self._lines[model]) for model in models if model in self._lines]
         return [QueueKey(model, of) for model, line in lines for of in line.waiting]
 
@@ -118,7 +117,6 @@ class FairQueue:
         return given if queue.class_name in line.waiting else max(given, line.served)
 
     def charge(self, claim: ShareCost) -> None:
-        """Charge a class for a request that goes to a worker."""
         line = self._lines.get(claim.queue.model)
         if line is not None:
             before = self.virtual_time(claim.queue)
@@ -158,7 +156,6 @@ class FairQueue:
         return requests >= share.max_queued_requests or self._tokens[of] >= share.max_queued_tokens
 
     def add_waiting(self, queue: QueueKey, uncached_tokens: int) -> None:
-        """A request begins to wait."""
         line = self._lines.setdefault(queue.model, _Line())
         line.given[queue.class_name] = self.virtual_time(queue)
         line.waiting[queue.class_name] += 1

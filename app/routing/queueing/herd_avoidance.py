@@ -5,14 +5,8 @@ Routers read each other's decisions only after a lag. So each worker has its own
 before it, until it has read their decisions.
 
 This costs a few lags, and CPU time, since a request that waits its turn is planned again. So it is
-done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker. Three
-simulated routers that read decisions after 40 ms, 8 workers, mean TTFT (`kvlane simulate --routers
-3 --ledger-lag-ms 40 --policy predictive`) with routers that always take turns (BURST_FACTOR 0),
-with those here, and with `--no-stagger`:
-
-    conversation trace, 4 times its speed (a burst every 0.75 s)    279, 279, 365 ms
-    gen:agent-tools, 3000 requests, 60/s, five seeds                162, 138, 129 ms
-    gen:shared-prefixes, 3000 requests, 60/s, two seeds             104, 88, 90 ms
+done only while requests arrive in bursts (`BurstDetector`): then many meet at a worker
+(docs/benchmarks.md has figures).
 """
 
 from __future__ import annotations

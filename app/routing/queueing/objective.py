@@ -39,7 +39,6 @@ class DecodeWeight:
             self._update()
 
     def on_record(self, log_record: LogRecord) -> None:
-        """A record of the ledger was applied."""
         record = log_record.record
         if type(record) is Assigned:
             is_first = record.phase != "decode" and not record.attempt

@@ -275,7 +275,6 @@ class ReservedRequests(Generic[K]):
         return due_ms, replace(cost, queue=QueueKey(cost.queue.model))
 
     def remove(self, key: K) -> None:
-        """Remove a request, if it is there."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -297,20 +296,16 @@ class ReservedRequests(Generic[K]):
         return self._columns.others(None if entry is None else entry.arrival)
 
     def ranks_with_reservations(self) -> set[WorkerRank]:
-        """The places that have reservations."""
         return {place for places in self._by_worker.values() for place in places}
 
     def has_reservations(self, places: Iterable[WorkerRank]) -> bool:
-        """Whether all of these places are reserved."""
         return all(place in self._by_worker.get(place.worker, ()) for place in places)
 
     def reserved_rank(self, key: K) -> WorkerRank | None:
-        """The place reserved for a request."""
         entry = self._entries.get(key)
         return None if entry is None else entry.reservation.worker_rank
 
     def next_for(self, place: WorkerRank) -> K | None:
-        """The next request to go to a place."""
         lines = self._by_worker.get(place.worker, {}).get(place)
         if lines is None:
             return None

@@ -74,7 +74,6 @@ class WaitingRequests:
         return self.deferred.size.requests
 
     def queued_bytes_of_lane(self, lane: int) -> int:
-        """Bytes of the prompts that wait in one lane."""
         return self._lane_bytes[lane]
 
     def has_decodes(self, model: str) -> bool:
@@ -128,7 +127,6 @@ class WaitingRequests:
         deadline_ms: float | None = None,
         excluded: Collection[str] = (),
     ) -> LaneRequest:
-        """A request that begins to look for a worker."""
         self._arrived += 1
         queue = self._classes.classify(prompt.request)
         return LaneRequest(key, self._arrived, prompt, seed, now_ms, deadline_ms, excluded, queue)

@@ -91,7 +91,6 @@ class WorkerCapacity:
             self._limits[key] = _Limit(runs, None)
 
     def on_fleet_changed(self) -> None:
-        """Drop lost workers."""
         for key in [key for key in self._limits if self._fleet.is_lost(*key)]:
             del self._limits[key]
 

@@ -54,7 +54,6 @@ class Candidates(msgspec.Struct, frozen=True, gc=False):
         return np.array([math.exp(-math.tanh(w)) for w in self.taint_weights.tolist()])
 
     def subset(self, numbers: Ints) -> Candidates:
-        """The options with these numbers, in this order."""
         position = np.full(
             len(self.worker_ranks) + 1, -1
         )  # the last one is for places of other pools

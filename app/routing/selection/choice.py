@@ -53,7 +53,6 @@ def random_shares(seed: int, tags: Words) -> Floats:
 
 
 def cost_range(costs: Costs) -> float:
-    """The range of the costs, without excluded options."""
     finite = costs[costs < INELIGIBLE]
     return float(finite.max() - finite.min()) if len(finite) else 0.0
 

@@ -101,7 +101,6 @@ def _reservations(
 
 
 def candidates_from_record(candidates: Sequence[Candidate]) -> Candidates:
-    """The inverse."""
     places = [WorkerRank(c.worker, c.epoch, c.rank) for c in candidates]
     spots = np.zeros((len(candidates), FEATURES))
     for spot, c in zip(spots, candidates, strict=True):

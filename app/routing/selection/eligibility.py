@@ -112,7 +112,6 @@ class CandidatePools:
         self._pools: dict[tuple[str, Phase], CandidatePool] = {}
 
     def pool(self, model: str, phase: Phase) -> CandidatePool:
-        """The present pool of a model, "" for any model."""
         known = self._pools.get((model, phase))
         if (
             known is not None

@@ -169,7 +169,6 @@ def select_worker(
 
 
 def added_prefill(policy: str, params: Mapping[str, float], tokens: int, cached: int) -> int:
-    """Tokens that a request adds to the prefill of its worker."""
     if not (adds_load(policy) and params.get("track_prefill_tokens", 1.0)):
         return 0
     return tokens - cached if params.get("assume_kv_reuse", 1.0) else tokens
@@ -335,7 +334,6 @@ def reservation_rows(table: CandidateTable, planned: PlannedReservations) -> Res
 
 
 def refreshed_table(pool: CandidatePool, state: RoutingState) -> CandidateTable:
-    """The table of a pool, brought up to date."""
     sources = TableInputs(
         state.committed, state.unconfirmed, state.fleet.heartbeats, state.fleet.changed_heartbeats,
         state.count_output_tokens,

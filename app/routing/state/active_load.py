@@ -106,7 +106,6 @@ class ActiveLoad:
         self.replace(rank, NO_LOAD, load, adapter)
 
     def remove(self, rank: WorkerRank, load: WorkerLoad, adapter: str = "") -> None:
-        """Remove load that was added."""
         self.replace(rank, load, NO_LOAD, adapter)
 
     def replace(

@@ -102,7 +102,6 @@ class BatchRuns:
         self._count(rank, run, before)
 
     def discard(self, key: BatchRunKey) -> None:
-        """Remove a run, if it is there."""
         rank = self._ranks.pop(key, None)
         if rank is not None:
             runs = self._by_rank[rank]

@@ -1,16 +1,11 @@
 """Ids of prompts that have ended, for as long as a copy of one may still be read from Kafka.
 
-A prompt waits in `batch` for up to a week, and so does its copy: a retry of its producer, a job
-that starts over, or the same record after a crash. It is a copy if it was appended before the end
-of its id, or within the dedup window after it. The ledger is kept for a day, and `LaneState` has
-outcomes for the dedup window only. So the owner of each lane appends what has ended to `ended-ids`
-(`app/lanes/ended_ids_writer.py`), and this view has those ids; what is not there yet comes from the
-ledger (`LedgerState`), from the offset up to which the last record reaches.
-
-A topic of their own, because seven days of the ledger, or of `results`, are hundreds of gigabytes
-to read at a start. An id is 12 bytes here, a digest of 8 and its second: a million prompts a day
-are 92 MB in each router after a week. The only copies of a request over HTTP are repeated appends,
-whose ids the ledger has (`EndIds`).
+A prompt is a copy if it was appended before the end of its id, or within the dedup window after it,
+and may wait in `batch` for a week. The owner of each lane appends ended ids to `ended-ids`
+(`app/lanes/ended_ids_writer.py`), and this view has those ids; later ones come from the ledger
+(`LedgerState`), from the offset up to which the last record reaches. The topic is their own, since
+a week of the ledger is hundreds of gigabytes to read at a start. An id takes 12 bytes. The only
+copies of a request over HTTP are repeated appends, whose ids the ledger has (`EndIds`).
 
 Two ids with one digest: among 10 million ids, a new one meets one in 10^12.
 """
@@ -67,7 +62,6 @@ class EndIds:
         self._blocks: deque[_Block] = deque()
 
     def add(self, digest: int, ended_s: int) -> None:
-        """Take an end, in any order."""
         self.recent[digest] = max(ended_s, self.recent.get(digest, NEVER))
         if len(self.recent) >= BLOCK_IDS:
             self._close_block()
@@ -121,7 +115,6 @@ class EndedPrompts:
         return ends is not None and ends.ids.ended_after(id_digest(request_id), since_s)
 
     def add(self, lane: int, offset: int, request_id: str, ended_ms: int) -> None:
-        """A record of the ledger ends a prompt."""
         ends = self._of(lane)
         digest, ended_s = id_digest(request_id), -(-ended_ms // 1000)
         if offset >= ends.until:

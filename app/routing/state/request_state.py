@@ -95,7 +95,6 @@ class RequestState(msgspec.Struct):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it has a run of class batch."""
         return any(run.service_class == "batch" for run in self.runs.values())
 
     @property

@@ -193,7 +193,6 @@ def _next_state(state: RunState, record: Assigned | Started | PrefillDone | Fini
 
 
 def clear_runs(request_id: str, state: RequestState, loads: RunLoads) -> None:
-    """Remove all runs of a request, and their load."""
     for run_id, run in state.runs.items():
         loads.remove(request_id, run_id, run)
     state.runs.clear()

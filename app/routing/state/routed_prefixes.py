@@ -175,7 +175,6 @@ class RoutedPrefixes:
             self._drop(run)
 
     def on_record(self, log_record: LogRecord) -> None:
-        """A record of the ledger was applied."""
         record, at_ms = log_record.record, log_record.timestamp_ms
         if type(record) is Assigned:
             if record.prefix_marks:

@@ -61,7 +61,6 @@ class SessionAffinities:
         return None if last.closed or now_ms > last.until_ms else last.worker_rank
 
     def apply(self, lane: int, decision: Assigned, at_ms: int) -> None:
-        """Apply a decision of a lane, in the order of the lane."""
         use = decision.session
         if use is None:
             return

@@ -78,7 +78,6 @@ class PendingBatch:
         return self._data
 
     def done(self, base_offset: int, timestamp: int, log_start_offset: int | None = None) -> None:  # noqa: ARG002  # the sender's arguments
-        """The broker has acknowledged the batch."""
         if base_offset < 0:  # a repeat that the broker recognises, without its offset
             self._queue.on_acknowledged(self, KafkaError("appended, but at an unknown offset"))
             return
@@ -136,7 +135,6 @@ class BatchQueue:
         self.heard_at = self._loop.time()
 
     def add(self, tp: TopicPartition, append: PendingAppend) -> None:
-        """Queue an append behind all others of its partition."""
         queue = self._unsent.get(tp)
         if queue is None:
             queue = self._unsent[tp] = deque()
@@ -173,7 +171,6 @@ class BatchQueue:
     # --- for aiokafka's sender ---
 
     def waiter(self) -> asyncio.Future[None]:
-        """Completes when there may be batches to send."""
         return self._work
 
     def drain_by_nodes(

@@ -88,11 +88,9 @@ class FetchedBatches:
         return len(self._data)
 
     def has_next(self) -> bool:
-        """Whether there is another complete batch."""
         return self._end is not None
 
     def next_batch(self) -> Any:
-        """The next batch, None after the last one."""
         end = self._end
         if end is None:
             return None

@@ -104,7 +104,6 @@ class Policy(RecordedPolicy, ABC):
         return math.inf
 
     def pinned_phase(self, phase: Phase) -> Phase:
-        """The phase whose worker the request may name."""
         return phase
 
     def fault(self, request: Request, phase: Phase) -> str:
