@@ -215,6 +215,9 @@ class HermesParser(ContentParser):
         """Read a call up to its end; returns the text behind it."""
         call = self._call
         assert call is not None
+        if call.name is not None and call.push_within_string(text):
+            self._emit_call(call)
+            return ""
         for place, char in enumerate(text):
             try:
                 call.push(char)

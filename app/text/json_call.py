@@ -54,6 +54,15 @@ class JsonCall:
         elif char not in _SPACE:
             self._read_structure(char)
 
+    def push_within_string(self, text: str) -> bool:
+        """Read a text at once if it lies within a string of the arguments; whether it does."""
+        if not self._in_string or self._is_escaped or self._key not in ARGUMENT_KEYS:
+            return False
+        if '"' in text or "\\" in text:
+            return False
+        self._add_arguments(text)
+        return True
+
     def take_arguments(self) -> str:
         """The arguments so far that were not taken, once the name is known."""
         if self.name is None:

@@ -41,6 +41,18 @@ def tokens() -> Benchmark:
 
 
 @benchmark(app)
+def parser() -> Benchmark:
+    """CPU time of a token with the parsers of calls and reasoning, beside one without, on Kafka.
+
+    From worker to client as in `tokens`: the arguments of a call, and plain text in turns. Uses
+    KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from workbench.bench.streaming.token_latency import FULL, QUICK, bench_parser
+
+    return Benchmark(bench_parser, QUICK, FULL)
+
+
+@benchmark(app)
 def gateway() -> Benchmark:
     """Requests/s over HTTP, and the event loop delay from prompts of 100 to 100000 tokens.
 

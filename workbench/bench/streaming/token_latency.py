@@ -11,7 +11,7 @@ in between; both take turns in the same run, at the same rate, with the same num
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ MODEL = "bench"
 CPU_LIMITS_US = {1: 40.0, 8: 11.0}
 """Limits of the CPU time of a token in microseconds, by tokens per step."""
 ADDED_LATENCY_LIMIT_MS = 10.0
+PARSER_LIMIT = 1.3
+"""Limit of the CPU time of a token with parsers, as a multiple of one without."""
 WARM_UP_TOKENS = 200
 CHAT = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -83,6 +85,31 @@ async def bench_tokens(
     return _report(rounds)
 
 
+async def bench_parser(
+    settings: Settings, scale: TokenScale, print_line: PrintLine, progress: Callable[[float], None]
+) -> Report:
+    """CPU time of a token of a call, beside one of plain text. Arguments as for `bench_tokens`."""
+    rounds: list[TokenRound] = []
+    async with bench_environment(settings, print_line) as on:
+        gateway, port = await on.start_gateway(MODEL, 131_072)
+        await token_round(on, "text", 1, WARM_UP_TOKENS, gateway, port)
+        for number in range(scale.rounds):
+            for step in CPU_LIMITS_US:
+                for side in ("text", "calls") if number % 2 == 0 else ("calls", "text"):
+                    rounds.append(await token_round(on, side, step, scale.tokens, gateway, port))
+                    progress(1 / (scale.rounds * len(CPU_LIMITS_US) * 2))
+    rows, thresholds = list[dict[str, Any]](), list[Threshold]()
+    for step in CPU_LIMITS_US:
+        cpu_us = {}
+        for side in ("text", "calls"):
+            own = [r for r in rounds if (r.side, r.tokens_per_step) == (side, step)]
+            rows.append(_row(side, step, own))
+            cpu_us[side] = median(r.total_cpu_us for r in own)
+        ratio = cpu_us["calls"] / cpu_us["text"]
+        thresholds.append(at_most(f"calls at {step} a step", ratio, "x", PARSER_LIMIT))
+    return Report("parser", rows, thresholds)
+
+
 async def token_round(
     on: BenchEnvironment,
     side: str,
@@ -100,7 +127,8 @@ async def token_round(
         measured = [on.launch(side, "workbench.bench.streaming.baseline_http", str(port), *pace)]
         await wait_listening(port, on.clock, measured[0].check)
     else:
-        measured = [gateway, await on.start_feeder(*pace)]
+        form = () if side == "kvlane" else (side,)
+        measured = [gateway, await on.start_feeder(*pace, *form)]
     try:
         before = {child.name: cpu_time_s(child) for child in measured}
         request = http_request("/v1/chat/completions", CHAT)
@@ -136,20 +164,7 @@ def _report(rounds: list[TokenRound]) -> Report:
             for side in ("bare", "kvlane")
         }
         for side, own in sides.items():
-            parts = {name: median(r.cpu_us[name] for r in own) for name in own[0].cpu_us}
-            rows.append(
-                {
-                    "side": side,
-                    "tokens/step": step,
-                    "CPU us/token": str(spread([r.total_cpu_us for r in own])),
-                    "of it": ", ".join(f"{name} {us:.1f}" for name, us in parts.items()),
-                    "p50 ms": str(spread([r.p50_ms for r in own])),
-                    "p99 ms": str(spread([r.p99_ms for r in own])),
-                    "tokens": own[0].tokens,
-                    "events": own[0].events,
-                    "rounds": len(own),
-                }
-            )
+            rows.append(_row(side, step, own))
         cpu_us = median(r.total_cpu_us for r in sides["kvlane"])
         added_ms = median(r.p99_ms for r in sides["kvlane"]) - median(
             r.p99_ms for r in sides["bare"]
@@ -159,3 +174,18 @@ def _report(rounds: list[TokenRound]) -> Report:
             at_most(f"p99 added at {step} a step", added_ms, "ms", ADDED_LATENCY_LIMIT_MS),
         ]
     return Report("tokens", rows, thresholds)
+
+
+def _row(side: str, step: int, own: Sequence[TokenRound]) -> dict[str, Any]:
+    parts = {name: median(r.cpu_us[name] for r in own) for name in own[0].cpu_us}
+    return {
+        "side": side,
+        "tokens/step": step,
+        "CPU us/token": str(spread([r.total_cpu_us for r in own])),
+        "of it": ", ".join(f"{name} {us:.1f}" for name, us in parts.items()),
+        "p50 ms": str(spread([r.p50_ms for r in own])),
+        "p99 ms": str(spread([r.p99_ms for r in own])),
+        "tokens": own[0].tokens,
+        "events": own[0].events,
+        "rounds": len(own),
+    }
