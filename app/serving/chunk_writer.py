@@ -228,7 +228,7 @@ class ChunkStream:
     def _add_asides(self, data: Sequence[PassthroughDelta]) -> None:
         before = self._chars + len(self._text)
         for aside in data:
-            self._asides.append(replace(aside, at=before + aside.at))
+            self._asides.append(replace(aside, at=before + aside.at) if before else aside)
             self._aside_bytes += _ASIDE_BYTES + len(_encode(aside))
 
     def _clear(self) -> None:
