@@ -51,7 +51,7 @@ class GivenTexts:
         return ""
 
 
-class AnswerText:
+class FedText:
     """The text of one answer in a form of the command line."""
 
     def __init__(self, form: str, request_id: str) -> None:
@@ -90,7 +90,7 @@ class TokenFeeder:
     ) -> None:
         self._writer = writer
         self._form = form
-        self._texts: dict[ChunkStream, AnswerText] = {}
+        self._texts: dict[ChunkStream, FedText] = {}
         self._tokens = tokens
         self._step = step
         self._pause_s = 1 / steps_per_s
@@ -104,7 +104,7 @@ class TokenFeeder:
         """Add a request; one with a single token is answered at once."""
         stream = self._writer.open(request.id, 0, RUN, index=0, chars=0)
         stream.release()
-        self._texts[stream] = AnswerText(self._form, request.id)
+        self._texts[stream] = FedText(self._form, request.id)
         left = min(self._tokens, request.stop.max_tokens or self._tokens)
         if left == 1:
             self._end(stream, 1)
