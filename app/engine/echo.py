@@ -91,7 +91,6 @@ class EchoEngine(Engine):
         self.running_count = 0
 
     def versions(self) -> Mapping[str, str]:
-        """As `Engine.versions`: it has the version of kvlane."""
         return {"echo": version("kvlane")}
 
     async def start(self, worker_id: str) -> EngineConfig:

@@ -160,7 +160,6 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no part of the answer."""
         return not (self.token_ids or self.text or self.data)
 
     @staticmethod
@@ -189,11 +188,9 @@ class EngineOutput(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
         return EngineOutput(finish_reason="error", message=message)
 
     def with_tokens(self, token_ids: Iterable[int]) -> EngineOutput:
-        """The same output with these tokens."""
         return msgspec.structs.replace(self, token_ids=tuple(token_ids))
 
     def with_usage(self, usage: Usage) -> EngineOutput:
-        """The same output with token counts."""
         return msgspec.structs.replace(self, usage=usage)
 
 
@@ -229,11 +226,9 @@ class GenerateContext:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the request was cancelled."""
         return self._stopped
 
     def cancel(self) -> None:
-        """Cancel the request. Idempotent."""
         self._stopped = True
 
     def notify_first_token(self) -> None:

@@ -50,7 +50,6 @@ def check_url(url: str, field: str, hosts: Collection[str]) -> None:
 
 
 def _urls(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The addresses of media in a value, with their paths."""
     stack: list[tuple[Any, str, bool]] = [(value, path, False)]
     while stack:
         one, at, is_media = stack.pop()

@@ -42,7 +42,6 @@ class ValidatingEngine(Engine):
         self._drained = False
 
     def set_kv_event_listener(self, listener: KvEventListener) -> None:
-        """Pass the listener on, before the start."""
         _rule(self._starts == 0, "set_kv_event_listener is called before start")
         self._engine.set_kv_event_listener(listener)
 
@@ -66,7 +65,6 @@ class ValidatingEngine(Engine):
         return self._engine.output_timeout_s
 
     async def start(self, worker_id: str) -> EngineConfig:
-        """Start the engine once, and check its configuration."""
         _rule(self._starts == 0, "start is called once")
         self._starts += 1
         config = await self._engine.start(worker_id)
@@ -89,7 +87,6 @@ class ValidatingEngine(Engine):
     async def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        """Its stream, every output checked."""
         _rule(self._ready, "generate is called between start and cleanup")
         stream = self._engine.generate(request, context)
         check = _StreamCheck(context)
@@ -110,7 +107,6 @@ class ValidatingEngine(Engine):
         await self._engine.abort(context)
 
     async def drain(self) -> None:
-        """Drain it, before cleanup."""
         _rule(not self._cleaned, "drain comes before cleanup")
         _rule(not self._drained, "drain is called once")
         self._drained = True

@@ -276,7 +276,6 @@ class ChunkWriter:
         return ChunkStream(self, lane, request_id, attempt, run, index, chars, model)
 
     def wake(self, stream: ChunkStream) -> None:
-        """Schedule a stream that has something to send."""
         self._ready[stream.lane][stream] = None
         if stream.lane not in self._in_flight:
             self._schedule(stream.lane)

@@ -94,7 +94,6 @@ class KvEventPublisher:
             self._publishing = self._ctx.spawn("cache events", self._publish_loop())
 
     def end_epoch(self) -> None:
-        """Stop publishing events of this epoch."""
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             publishing.cancel()

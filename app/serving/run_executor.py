@@ -180,7 +180,6 @@ class Run:
         return (self.last_token_at - self.first_token_at) * 1000 / (self.generated_tokens - 1)
 
     def count_tokens(self, tokens: int, now: float) -> None:
-        """Count tokens that the engine has generated."""
         if not tokens:
             return
         if not self.generated_tokens:
@@ -329,7 +328,6 @@ class RunExecutor:
         )  # fmt: skip
 
     async def _outcome(self, run: Run, work: Coroutine[Any, Any, RunEnd]) -> RunEnd:
-        """The outcome of the run; every failure becomes an outcome."""
         try:
             return await work
         except asyncio.CancelledError:

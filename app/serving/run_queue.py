@@ -264,7 +264,6 @@ class RunQueue:
         return 0 < until_ms < self._broker_clock.now_ms()
 
     def _close(self, run: Run, outcome: RunEnd) -> None:
-        """End a run that never started."""
         run.state = "closing"
         run.task = self._ctx.spawn(f"report {run.key.id}", self._report(run, outcome))
 

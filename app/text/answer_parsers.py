@@ -381,7 +381,6 @@ def reasoning_parser_of(template: str) -> str:
 
 
 def begins_in_reasoning(parser: str, prompt: str) -> bool:
-    """Whether an answer to a prompt begins within its reasoning."""
     tags, prompt = REASONING_TAGS.get(parser), prompt.rstrip()
     if tags is None:
         return False
@@ -389,7 +388,6 @@ def begins_in_reasoning(parser: str, prompt: str) -> bool:
 
 
 def is_harmony(parsing: AnswerParsing) -> bool:
-    """Whether the answer has the form of gpt-oss."""
     return parsing.tools == HARMONY_TOOLS or parsing.reasoning == HARMONY_REASONING
 
 

@@ -52,7 +52,6 @@ class HarmonyParser(ContentParser):
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next text belongs to the reasoning."""
         return self._state == "reasoning"
 
     def push(self, text: str) -> None:

@@ -191,7 +191,6 @@ def _string(literal: str) -> str:
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is an object of JSON."""
     try:
         return isinstance(msgspec_json.decode(text.encode(errors="replace")), dict)
     except (DecodeError, RecursionError):

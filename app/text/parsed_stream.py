@@ -51,7 +51,6 @@ class ParsedStream:
 
     @property
     def token_chars(self) -> list[int] | None:
-        """As `TextStream.token_chars`."""
         return self._text.token_chars
 
     @token_chars.setter
@@ -97,7 +96,6 @@ class ParsedStream:
         return self._piece(self._parser.push(self._text.end().text) + self._parser.end(), 0)
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
-        """As `TextStream.finish_reason`."""
         return "tool_calls" if reason == "stop" and self._parser.calls else reason
 
     def _piece(self, parts: Iterable[AnswerPart], tokens: int) -> TextPiece:

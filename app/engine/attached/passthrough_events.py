@@ -85,7 +85,6 @@ class PassthroughStream(AnswerStream):
         )
 
     def _changed_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields of an event that differ from those already sent."""
         sent = self._sent
         changed = {
             name: value

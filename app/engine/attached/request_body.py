@@ -40,7 +40,6 @@ class ServerDialect(NamedTuple):
 
     @property
     def is_vllm(self) -> bool:
-        """Whether the server supports vLLM's own fields."""
         return self.vendor == "vllm"
 
 

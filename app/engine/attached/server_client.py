@@ -69,7 +69,6 @@ class ServerClient:
         )
 
     async def close(self) -> None:
-        """Close all connections. Idempotent."""
         await self.session.close()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
@@ -110,7 +109,6 @@ class ServerClient:
 
     @contextmanager
     def translating_errors(self, timeout_s: float) -> Iterator[None]:
-        """Translate errors of aiohttp to ConnectionBroken."""
         try:
             yield
         except TimeoutError as e:  # aiohttp's own are of this kind, too

@@ -67,7 +67,6 @@ class ServerHealth:
         self._compare(self.metrics.started_at, metrics or ServerMetrics())
 
     async def run(self) -> None:
-        """Check once a second until cancelled."""
         while True:
             await self._clock.sleep(CHECK_INTERVAL_S)
             await self.check()

@@ -178,7 +178,6 @@ class Retokenizer:
         return tuple(tokens)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that follow the last one."""
         decode = self._tokenizer.decode
         before = decode(self._last, skip_special=False)
         return decode([*self._last, *tokens], skip_special=False)[len(before) :]

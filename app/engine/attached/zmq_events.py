@@ -104,7 +104,6 @@ class ZmqEventFollower:
                 await self._check_for_missed()
 
     def close(self) -> None:
-        """Close all sockets. Idempotent."""
         self._context.destroy(linger=0)
 
     # --- batches ------------------------------------------------------------------------------

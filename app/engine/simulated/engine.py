@@ -130,7 +130,6 @@ class SimulatedEngine(Engine):
         )
 
     def versions(self) -> Mapping[str, str]:
-        """As `Engine.versions`: it has the version of kvlane."""
         return {"simulated": version("kvlane")}
 
     async def start(self, worker_id: str) -> EngineConfig:
@@ -214,8 +213,6 @@ class SimulatedEngine(Engine):
     # --- transfers -------------------------------------------------------------------------------
 
     def _hold(self, run: SimulatedRun) -> None:
-        """Hold the blocks of a computed prompt for another engine."""
-
         def release() -> None:
             release_held(self._state, run.sequence)
             self._work.set()  # prompts may have waited for these blocks

@@ -47,7 +47,6 @@ def fill_end_times(
 
 
 def fast_forward(state: BatchState, steps: int) -> None:
-    """Advance an engine by decode-only steps."""
     state.step_count += steps
 
 

@@ -142,6 +142,5 @@ class SimulatedRun:
 
 
 def _ends(stop: StopConditions, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """The tokens that end an answer."""
     hidden = () if stop.ignore_eos else (*eos_token_ids, *stop.stop_token_ids_hidden)
     return frozenset((*stop.stop_token_ids, *hidden))

@@ -74,7 +74,6 @@ def echo_continuation(sequence: Sequence[int], max_tokens: int | None) -> Iterat
 
 
 def demo_sentences() -> list[str]:
-    """The sentences that come with kvlane, for a `TextGenerator`."""
     text = files("kvlane.app").joinpath("data/sentences.txt").read_text("utf-8")
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 

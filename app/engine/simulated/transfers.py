@@ -33,7 +33,6 @@ class TransferModel(NamedTuple):
     lease_s: float = 2.0
 
     def duration_s(self, tokens: int) -> float:
-        """Duration of the transfer of a prompt, in seconds."""
         return self.latency_ms / 1000 + tokens * self.bytes_per_token / self.bytes_per_s
 
 

@@ -157,7 +157,6 @@ class VllmEngine(Engine):
         return {"vllm": installed_version()}
 
     def calls_parser(self, parsing: AnswerParsing, request_id: str, emit: Emit) -> VllmCallsParser:
-        """As `Engine.calls_parser`."""
         return VllmCallsParser(parsing, request_id, emit, self._llm.get_tokenizer())
 
     # --- lifecycle
@@ -434,7 +433,6 @@ def _side_channel_port() -> Iterator[None]:
 
 
 def _translated(error: Exception) -> EngineError:
-    """The EngineError for an error of vLLM."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -60,7 +60,6 @@ class KvEventReceiver:
         return endpoint
 
     async def close(self) -> None:
-        """Stop receiving. Idempotent."""
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.cancel()

@@ -82,7 +82,6 @@ class FormTrials:
             self._reading = asyncio.create_task(self._read(self._process))
 
     async def close(self) -> None:
-        """End the process, and all trials. Idempotent."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()

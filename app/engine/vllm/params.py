@@ -121,7 +121,6 @@ async def vllm_prompt(request: Request, model_config: Any) -> Any:
 
 
 def _refuse(request: Request) -> None:
-    """Raise InvalidRequest for a feature that this engine lacks."""
     refuse_unknown_options(request, "vLLM has no beam search")
     if request.bootstrap_info is not None:
         raise InvalidRequest(f"bootstrap_info: vLLM uses {KV_TRANSFER_FIELD} instead")

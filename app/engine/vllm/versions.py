@@ -37,7 +37,6 @@ def installed_version() -> str:
 
 
 def is_cpu_build() -> bool:
-    """Whether the build of vLLM for CPUs is installed."""
     try:
         version(CPU_PACKAGE)
     except PackageNotFoundError:

@@ -63,7 +63,6 @@ class NonBlockingPublisher(EventPublisher):  # type: ignore[misc]
         self._socket.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def shutdown(self) -> None:
-        """Close the socket, and drop its queue."""
         self._socket.close(linger=0)
 
     def _attach(self, socket: Any, endpoint: str) -> None:
