@@ -119,5 +119,5 @@ async def write_stream(
             return "" if whole else f"{piece.code}: {piece.message}".removesuffix(": ")
         write(piece.text)
         if piece.finish_reason in ("cancelled", "error"):
-            return str(piece.finish_reason)
+            return f"{piece.finish_reason}: {piece.invalid}".removesuffix(": ")
     return ""

@@ -284,6 +284,19 @@ async def test_dry_run_returns_the_selected_worker(world: MemoryWorld) -> None:
 
 
 @scenario_test
+async def test_refusal_of_an_engine_is_written_with_its_reason(world: MemoryWorld) -> None:
+    client, worker = await begin_reply(world)
+    worker.append(
+        Chunk(
+            id=worker.id, attempt=0, run="1", seq=0, index=0, finish_reason="error",
+            invalid="stop: too many",
+        )
+    )  # fmt: skip
+    assert await write_stream(client, worker.id, print, timeout_s=5) == "error: stop: too many"
+    assert (await client.result(worker.id)).error == "error: stop: too many"
+
+
+@scenario_test
 async def test_answer_whose_last_chunk_was_lost_ends_normally(world: MemoryWorld) -> None:
     client, worker = await begin_reply(world)
     worker.write("he")
