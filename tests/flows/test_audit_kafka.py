@@ -6,15 +6,25 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.record_publisher import RecordPublisher
-from kvlane.streams.records import Assigned, Candidate, Chunk, Ended, Finished, RequestOffset
+from kvlane.streams.records import (
+    Assigned,
+    Candidate,
+    Chunk,
+    Ended,
+    Finished,
+    ReportedWaits,
+    RequestOffset,
+    RouterCapacity,
+)
 from kvlane.streams.request import Request
-from kvlane.streams.topics import LEDGER, REQUESTS, RESPONSES, lane_of
+from kvlane.streams.topics import CAPACITY, LEDGER, REQUESTS, RESPONSES, lane_of
 from tests.harness.kafka_processes import kvlane, provisioned
 
 LANES = 4
@@ -43,6 +53,12 @@ async def write(log: KafkaLog) -> None:
         ):
             await publisher.publish(topic, request_id, record)
     await publisher.publish(LEDGER, "lost", Ended(id="lost", code="lost"))
+    queued = await publisher.publish(REQUESTS, "queued", Request(id="queued"))
+    waits = ReportedWaits(reasons=("no worker is ready",), requests=(("queued", 1, 0),))
+    positions = {lane_of("queued", LANES): queued.offset + 1}
+    report = RouterCapacity(router="r1", positions=positions, waits=waits)
+    await publisher.publish(CAPACITY, "r1", report)
+    await publisher.publish(CAPACITY, "r1", replace(report, waits=None))
 
 
 @pytest.mark.timeout(120)
@@ -71,3 +87,4 @@ async def test_explain_reads_the_log_of_a_real_broker(
             "Request", "Assigned", "Shown", "Finished",
         ]  # fmt: skip
         assert timeline.splitlines()[-1] == "ended: stop"
+        assert "queued in router r1: no worker is ready" in await kvlane("explain", "queued")
