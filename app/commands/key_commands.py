@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,6 +29,10 @@ _HEADINGS = {
     "batches": "batches",
 }
 """The limits of a tenant, each with its heading in the list."""
+
+
+def _limit(meaning: str | None = None) -> Any:
+    return typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT, help=meaning)
 
 
 @app.command()
@@ -97,34 +101,12 @@ def revoke(
 def limit(
     tenant: Annotated[str, typer.Argument(help="The tenant.")],
     *,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=_NO_LIMIT, max=key_file.MAX_LIMIT, help="Requests in flight; -1: no limit."
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=_NO_LIMIT,
-            max=key_file.MAX_LIMIT,
-            help="Tokens in flight: prompts and longest answers.",
-        ),
-    ] = None,
-    requests_per_minute: Annotated[
-        int | None, typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT)
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT)
-    ] = None,
-    file_bytes: Annotated[
-        int | None,
-        typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT, help="Bytes of all files together."),
-    ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option(min=_NO_LIMIT, max=key_file.MAX_LIMIT, help="Batches that have not ended."),
-    ] = None,
+    requests: Annotated[int | None, _limit("Requests in flight; -1: no limit.")] = None,
+    tokens: Annotated[int | None, _limit("Tokens in flight: prompts and longest answers.")] = None,
+    requests_per_minute: Annotated[int | None, _limit()] = None,
+    tokens_per_minute: Annotated[int | None, _limit()] = None,
+    file_bytes: Annotated[int | None, _limit("Bytes of all files together.")] = None,
+    batches: Annotated[int | None, _limit("Batches that have not ended.")] = None,
     queue_class: Annotated[
         str | None, typer.Option(help="One of KVLANE_QUEUE_CLASSES; empty: the tenant's name.")
     ] = None,

@@ -139,56 +139,35 @@ def bytes_s(load: FleetLoad) -> float:
 def explain(load: FleetLoad) -> Iterator[tuple[str, str, str]]:
     """Rows of a table: a part of each deployment, its number, the arithmetic. Raises SizeError."""
     size = size_of(load)
-    count = size.deployments
-    requests, tokens = load.requests_s / count, load.tokens_s / count
-    workers = load.workers / count
-    yield (
-        "deployments",
-        str(count),
-        (
+    count, lanes, replicas = size.deployments, size.lanes, load.replication
+    requests, tokens, workers = (n / count for n in (load.requests_s, load.tokens_s, load.workers))
+    arithmetic = {
+        "deployments": (
             f"fewest routers in all ({count * size.routers}); each: {requests:.0f} requests/s, "
             f"{workers:.0f} workers, {tokens:.0f} tokens/s"
         ),
-    )
-    yield (
-        "routers",
-        str(size.routers),
-        (
+        "routers": (
             f"{workers:.0f} x {IDLE_CORES}/{IDLE_WORKERS} (heartbeats) + {requests:.0f} x "
             f"{RECORD_US} µs (records of all requests) + {requests / size.routers:.0f} x "
             f"(1/{ROUTER_REQUESTS_S} s - {RECORD_US} µs) (its own) = {size.router_cores:.2f} "
             f"cores, of {load.use:g}"
         ),
-    )
-    yield (
-        "lanes",
-        str(size.lanes),
-        f"a power of two, at least {LANES_PER_ROUTER} for each router and {DEFAULT_LANES}",
-    )
-    yield (
-        "gateways",
-        str(size.gateways),
-        (
+        "lanes": (
+            f"a power of two, at least {LANES_PER_ROUTER} for each router and {DEFAULT_LANES}"
+        ),
+        "gateways": (
             f"({requests:.0f} / {GATEWAY_REQUESTS_S} + {tokens:.0f} x {token_us(load):g} µs) / "
             f"{load.use:g} = {size.gateway_cores:.2f} / {load.use:g} cores"
         ),
-    )
-    yield (
-        "brokers",
-        str(size.brokers),
-        (
-            f"{load.replication} replicas x "
-            f"{size.written_bytes_s / load.replication / 1e6:.1f} MB/s "
+        "brokers": (
+            f"{replicas} replicas x {size.written_bytes_s / replicas / 1e6:.1f} MB/s "
             f"({requests:.0f} requests x (2 x {load.prompt_tokens} tokens x {TOKEN_BYTES} B + "
             f"{DECISION_BYTES} B) + {tokens / load.step_tokens:.0f} Chunks x {CHUNK_BYTES} B), "
-            f"at most {load.broker_bytes_s / 1e6:g} MB/s each; at least {load.replication}"
+            f"at most {load.broker_bytes_s / 1e6:g} MB/s each; at least {replicas}"
         ),
-    )
-    yield (
-        "partitions",
-        str(size.partitions),
-        f"of all topics with {size.lanes} lanes, x {load.replication} replicas",
-    )
+        "partitions": f"of all topics with {lanes} lanes, x {replicas} replicas",
+    }
+    return ((name, str(getattr(size, name)), text) for name, text in arithmetic.items())
 
 
 WIDTH = 100

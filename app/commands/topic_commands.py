@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvlane.app.commands.console import plain_table
 from kvlane.app.settings import Settings, settings_for_writing
 from kvlane.streams.topics import AclRule, required_acls
 
@@ -105,9 +106,7 @@ async def _topics(*, creating: bool) -> bool:
 
 
 def _table(states: Sequence[TopicState], prefix: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("topic", "partitions", "state"):
-        table.add_column(column)
+    table = plain_table("topic", "partitions", "state")
     for state in states:
         wrong = [f"{k} is {v}, should be {w}" for k, (v, w) in state.differing_configs.items()]
         if not state.exists:
