@@ -128,11 +128,16 @@ class Probe(InternalRecord, frozen=True):
 class ReportedWaits(InternalRecord, frozen=True):
     """The requests that have waited longest in a router: `requests` has for each its id, the broker
     time since when, and the position of its reason in `reasons`. `left_out`: how many more wait.
+    A position without a reason is malformed.
     """
 
     reasons: tuple[str, ...] = ()
     requests: tuple[tuple[str, int, int], ...] = ()
     left_out: int = 0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= number < len(self.reasons) for _, _, number in self.requests):
+            raise ValueError(f"a request has none of the {len(self.reasons)} reasons")
 
 
 class RouterCapacity(InternalRecord, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from kvlane.app.lanes import capacity_reports
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import encode, pack_tokens
 from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.ports import Entry
 from kvlane.streams.records import Assignment, ReportedWaits, RouterCapacity
 from kvlane.streams.request import Hints, Request, RoutingConstraints
 from kvlane.streams.topics import CAPACITY, REQUESTS, lane_of
@@ -147,6 +149,14 @@ async def test_report_of_waits_is_bounded_and_has_the_longest(
     assert [wait.request_id for wait in reports.waits] == ["first", "second"]
     assert reports.left_out == 2
     assert "2 wait that none reports" in await wait_text(world, "third")
+
+
+@one_lane
+async def test_report_with_a_reason_that_is_missing_is_left_out(world: MemoryWorld) -> None:
+    odd = {"router": "r1", "waits": {"requests": [["a", 1, 3]], "reasons": ["x"]}}
+    headers = encode(RouterCapacity(router="r1"), "r1").headers
+    world.append_raw(CAPACITY, 0, Entry(b"r1", msgspec.msgpack.encode(odd), headers))
+    assert (await read_reports(await world.connect("audit"), world.clock)).waits == ()
 
 
 def test_waiting_requests_are_listed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
