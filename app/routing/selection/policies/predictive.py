@@ -141,6 +141,10 @@ def recorded_params(features: RequestFeatures, weights: PredictiveWeights) -> di
     return params
 
 
+LATER_TERM = "later requests, balance"
+"""The rest of the cost: the load that later requests find, and the difference in runs."""
+
+
 class Predictive(Policy):
     """Policy predictive."""
 
@@ -188,7 +192,9 @@ class Predictive(Policy):
         }
         if candidate.cost - sum(terms.values()) > MISSED_TARGET_MS / 2:
             terms[MISSED_TARGET] = MISSED_TARGET_MS
-        return terms | taint_term(candidate, terms)
+        if candidate.taint_weight:
+            return terms | taint_term(candidate, terms)
+        return terms | {LATER_TERM: candidate.cost - sum(terms.values())}
 
 
 POLICY = Predictive()

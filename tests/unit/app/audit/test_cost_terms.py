@@ -54,6 +54,17 @@ def test_terms_of_a_cost_add_up_to_it(
     assert [w.cost for w in found.others] == sorted(w.cost for w in found.others)
 
 
+def test_balance_of_equal_workers_is_a_term(routing: RoutingHarness) -> None:
+    for name in ("w1", "w2"):
+        routing.worker(name)
+    routing.add_load("w1", 500)
+    found = got(routing, RoutingConfig("predictive", WEIGHTS))
+    assert found.chosen.worker == "w2"
+    assert found.others[0].terms["later requests, balance"] > 1
+    for each in (found.chosen, *found.others):
+        assert sum(each.terms.values()) == pytest.approx(each.cost)
+
+
 def test_runner_up_is_shown_with_its_cost_difference_by_term(routing: RoutingHarness) -> None:
     for name, blocks in (("w1", 10), ("w2", 1)):
         routing.worker(name)
