@@ -1,11 +1,11 @@
 """A worker without an engine: it answers every request with tokens at a fixed rate.
 
-    python -m workbench.bench.streaming.token_feeder TOKENS STEP STEPS_PER_S TOTAL [FORM]
+    python -m workbench.bench.streaming.token_feeder TOKENS STEP STEPS_PER_S TOTAL [text|calls]
 
 Reads `requests` (no router), and appends through the writer of real workers
 (`app/serving/chunk_writer.py`). All answers step together, as in a batching engine: TOKENS each,
 STEP at a time. The text of a step begins with the time of its creation, so that readers can compute
-its latency. All answers wait until TOTAL requests have arrived. With FORM `text` the text goes
+its latency. All answers wait until TOTAL requests have arrived. With `text` the text goes
 through the stop conditions, with `calls` through the parsers too, as arguments of a call. Prints
 `ready` when it reads.
 """
