@@ -45,7 +45,7 @@ async def test_answers_are_those_of_the_document(tmp_path: Path) -> None:
             "--continue-on-failure", "--generation-database=none",
             f"--report-json-path={report}", *more,
             env=os.environ | {"SCHEMATHESIS_HOOKS": str(HOOKS), KNOWN_ID: known.id},
-            stdout=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, cwd=tmp_path,
         )  # fmt: skip
         shown, _ = await process.communicate()
     assert process.returncode == 0, shown.decode()
