@@ -196,6 +196,8 @@ async def test_deleted_response_stays_unknown_and_later_ones_keep_their_history(
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
         answer = await talk.get(f"{first['id']}{path}", method)
         assert unknown(answer) == (404, "response_not_found")
+    stream = talk.gateway.send("GET", f"/v1/streams/{first['id']}?form=response")
+    assert unknown(await stream.wait_done()) == (404, "stream_not_found")
     continued = await talk.post("one", previous_response_id=first["id"])
     assert unknown(continued) == (400, "previous_response_not_found")
     third = await talk.ask("text", previous_response_id=second["id"])

@@ -17,13 +17,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvlane.app.http.api_errors import invalid_request
+from kvlane.app.http.api_errors import error_of_stream, invalid_request, unknown_stream
 from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
 from kvlane.app.http.openai.merged_replies import MergedReplies, resume_reply
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import caller_of
+from kvlane.streams.errors import StreamError
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.records import MAX_ID_CHARS
 from kvlane.streams.responses.reply_reader import may_begin
@@ -63,6 +64,7 @@ class StreamResume:
         """
         request_id = self.id_of(request)
         await caller_of(request).count_reader()
+        await self._check_not_deleted(request_id, caller_of(request).tenant)
         from_token = _position(request)
         return self.response(
             request_id,
@@ -134,6 +136,17 @@ class StreamResume:
         return Response(
             msgspec.json.encode(answer), HTTPStatus.ACCEPTED, media_type="application/json"
         )
+
+    async def _check_not_deleted(self, request_id: str, tenant: str) -> None:
+        """Raises ApiError, 404, for a response that its client deleted."""
+        if not self._parts.streams.seal.is_stored(request_id, tenant):
+            return
+        try:
+            is_deleted = await self._parts.batches.is_deleted(request_id)
+        except StreamError as e:
+            raise error_of_stream(e) from e
+        if is_deleted:
+            raise unknown_stream()
 
     def _form(self, request: Request) -> ResumedForm:
         form = self._forms.get(request.query_params.get("form", "chat"))
