@@ -87,6 +87,18 @@ def engines(
 
 
 @benchmark(app)
+def peer_router() -> Benchmark:
+    """Requests and tokens from client to model server and back, compared with SGLang's router.
+
+    Mock servers, the same for both; bodies are forwarded unchanged. Needs `workbench/peers/build.sh
+    router`. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a broker.
+    """
+    from workbench.bench.streaming.peer_router import FULL, QUICK, bench_peer_router
+
+    return Benchmark(bench_peer_router, QUICK, FULL)
+
+
+@benchmark(app)
 def growth() -> Benchmark:
     """Costs at a tenth and at ten times the usual workers, blocks, requests, lanes and streams.
 

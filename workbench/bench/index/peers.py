@@ -161,12 +161,12 @@ def load_crate(print_line: PrintLine, *, build: bool = True) -> PeerCrate:
     if LIBRARY.exists() and LIBRARY.stat().st_mtime >= max(f.stat().st_mtime for f in sources):
         return PeerCrate(LIBRARY)
     if not build:
-        raise PeerUnavailable("not built; workbench/peers/build.sh does it")
+        raise PeerUnavailable("not built; workbench/peers/build.sh library does it")
     if shutil.which("cargo") is None:
         raise PeerUnavailable("cargo is missing, which builds it (https://rustup.rs)")
     print_line(f"building {CRATE_NAME}, once: some minutes")
     built = subprocess.run(  # noqa: S603 - a script of this repository
-        [str(BUILD_SCRIPT)],
+        [str(BUILD_SCRIPT), "library"],
         env={"JOBS": str(os.cpu_count() or 1), **os.environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
