@@ -265,15 +265,15 @@ class LimitSharing:
 
     # --- View -------------------------------------------------------------------------------------
 
-    def apply(self, source: Partition, facts: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
+    def apply(self, source: Partition, log_records: Sequence[LogRecord], position: int) -> None:  # noqa: ARG002
         self._position = position
-        for fact in facts:
-            record = fact.record
+        for log_record in log_records:
+            record = log_record.record
             if isinstance(record, LimitClaims) and record.number > self._numbers.get(
                 record.gateway, 0
             ):
                 self._numbers[record.gateway] = record.number
-                self._read(record, fact.offset)
+                self._read(record, log_record.offset)
 
     def _read(self, record: LimitClaims, offset: int) -> None:
         at_s = self._clock.now()
