@@ -43,11 +43,11 @@ class ReplyResult(NamedTuple):
     """A reply that is over: whole if `error` is None, else as far as it came.
 
     `finish_reason`: "stop", "length" or "cancelled"; "error" if its engine failed or refused it;
-    of attached servers also "content_filter", "tool_calls" or "function_call"; None if a router
-    ended it with an error. `code`: that of the router's `End`, also "stop" or "length" if it wrote
-    the end of a whole answer; None if the worker did. `message`: of that end, or the reason of a
-    refusal by the engine. `placed`: the result of a dry run. `data`: output that is not text, see
-    `Chunk`.
+    "tool_calls" with parsed calls; of attached servers also "content_filter" or "function_call";
+    None if a router ended it with an error. `code`: that of the router's `End`, also "stop" or
+    "length" if it wrote the end of a whole answer; None if the worker did. `message`: of that end,
+    or the reason of a refusal by the engine. `placed`: the result of a dry run. `data`: output that
+    is not text, see `Chunk`.
     """
 
     text: str

@@ -121,7 +121,7 @@ class LogProb(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PassthroughDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Output of a server that is not text, unchanged. Part of a Chunk.
+    """Output that is not text: parsed by the worker, or a server's, unchanged. Part of a Chunk.
 
     `at`: length of the whole text before it. `delta`, `choice`, `event`: fields of the choice's
     delta (tool calls, reasoning …), of the choice, and of the event in OpenAI's form.
