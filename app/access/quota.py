@@ -135,10 +135,11 @@ class TenantQuota:
             return None
         lacks_share = need + self.waiting[limit] <= most + _ROUNDING
         in_use = used + self.elsewhere[limit]
+        here = f"{used:.0f} here, {self.elsewhere[limit]} are shares of other gateways"
         if rate is not None:
             missing = need + self.elsewhere[limit] - most
             wait_s = missing * MINUTE_S / most if most else MINUTE_S
-            message = f"the tenant may have {most} {rate} a minute"
+            message = f"the tenant may have {most} {rate} a minute: {here}"
             return QuotaRefusal(
                 rate, message, wait_s if missing > 0 else QUOTA_RETRY_S, lacks_share
             )
@@ -149,7 +150,8 @@ class TenantQuota:
                 "the tenant may have at a time are in use"
             )
             return QuotaRefusal("tokens", message, again_s, lacks_share)
-        message = f"the tenant may have {most} requests at a time"
+        what = "readers of streams" if limit is TenantLimit.READERS else "requests"
+        message = f"the tenant may have {most} {what} at a time: {here}"
         return QuotaRefusal("requests", message, again_s, lacks_share)
 
     def headers(self, now_s: float) -> Iterable[tuple[str, str]]:

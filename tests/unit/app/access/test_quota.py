@@ -139,6 +139,29 @@ def test_readers_of_streams_are_bounded_like_requests_and_apart_from_them() -> N
     assert other.add_reader(0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (TenantLimit.REQUESTS, "8 requests at a time: 2 here, 6 are shares of other gateways"),
+        (TenantLimit.READERS, "8 readers of streams at a time: 2 here, 6 are shares of other"),
+        (TenantLimit.REQUEST_RATE, "8 requests a minute: 2 here, 6 are shares of other gateways"),
+        (TenantLimit.TOKEN_RATE, "8 tokens a minute: 2 here, 6 are shares of other gateways"),
+        (TenantLimit.TOKENS, "1 tokens, 8 of the 8"),
+    ],
+)
+def test_refusal_has_the_use_here_and_the_shares_elsewhere(
+    limit: TenantLimit, message: str
+) -> None:
+    limits = Tenant(requests=8, tokens=8, requests_per_minute=8, tokens_per_minute=8)
+    of = TenantQuota(limits, 0.0, is_shared=True)
+    of.hold(limit, 2, 0.0)
+    of.elsewhere[limit] = 6
+    assert Lease(of).add({limit: 2}, 0.0) is None
+    refused = Lease(of).add({limit: 1}, 0.0)
+    assert refused is not None
+    assert message in refused.message
+
+
 def test_new_limits_apply_at_once_and_keep_the_usage() -> None:
     of = quota(requests=5, requests_per_minute=60)
     for _ in range(5):
