@@ -88,6 +88,7 @@ class Gateway:
         self._access.share_limits(log, registry_clock)
         self._health = GatewayHealth(self._streams, self._registry, ctx)
         self._metrics = GatewayMetrics()
+        self._access.count_refusals(self._metrics.refused_requests)
         self._metrics.responses_in_flight.set_function(lambda: self._streams.open_streams)
         self._metrics.log_silent.set_function(lambda: self._health.broker_silence_s)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)

@@ -9,6 +9,7 @@ and answers when they end, so more than the share may be used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -41,6 +42,13 @@ class TenantLimit(IntEnum):
     TOKEN_RATE = 4
 
 
+LIMIT_NAMES = (
+    "requests", "readers", "tokens", "requests_per_minute", "tokens_per_minute", "file_bytes",
+    "batches",
+)  # fmt: skip
+"""By `TenantLimit`, as operators set them; the last two hold over all gateways by themselves."""
+
+
 _RATES: dict[TenantLimit, LimitKind] = {
     TenantLimit.REQUEST_RATE: "requests",
     TenantLimit.TOKEN_RATE: "tokens",
@@ -51,7 +59,7 @@ class QuotaRefusal(NamedTuple):
     """A limit that is reached. Without `retry_after_s` the request can never be within it.
     `lacks_share`: other gateways may hold what is missing."""
 
-    kind: LimitKind
+    limit: TenantLimit
     message: str
     retry_after_s: float | None
     lacks_share: bool = False
@@ -76,6 +84,8 @@ class TenantQuota:
         """Shares of other gateways."""
         self.is_active = False
         """Whether anything was counted since this was last set to False."""
+        self.logged_s = -math.inf
+        """When a refusal was last logged."""
         self._at_s = now_s
         self.set_limits(limits, now_s)
 
@@ -141,7 +151,7 @@ class TenantQuota:
             wait_s = missing * MINUTE_S / most if most else MINUTE_S
             message = f"the tenant may have {most} {rate} a minute: {here}"
             return QuotaRefusal(
-                rate, message, wait_s if missing > 0 else QUOTA_RETRY_S, lacks_share
+                limit, message, wait_s if missing > 0 else QUOTA_RETRY_S, lacks_share
             )
         again_s = QUOTA_RETRY_S if own + more <= most else None
         if limit is TenantLimit.TOKENS:
@@ -149,10 +159,10 @@ class TenantQuota:
                 f"prompts and longest answers have {more} tokens, {in_use:.0f} of the {most} that "
                 "the tenant may have at a time are in use"
             )
-            return QuotaRefusal("tokens", message, again_s, lacks_share)
+            return QuotaRefusal(limit, message, again_s, lacks_share)
         what = "readers of streams" if limit is TenantLimit.READERS else "requests"
         message = f"the tenant may have {most} {what} at a time: {here}"
-        return QuotaRefusal("requests", message, again_s, lacks_share)
+        return QuotaRefusal(limit, message, again_s, lacks_share)
 
     def headers(self, now_s: float) -> Iterable[tuple[str, str]]:
         """Rate limit headers, with OpenAI's names."""

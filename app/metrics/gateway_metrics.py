@@ -27,6 +27,9 @@ class GatewayMetrics(MetricSet):
             "endpoint",
             "status",
         )
+        self.refused_requests = self.counter(
+            "kvlane_gateway_refused_requests", "Requests beyond a limit of their tenant", "limit"
+        )
         self.completed_responses = self.counter(
             "kvlane_gateway_completions", "Ended completions, by outcome for the client", "outcome"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvlane.app.access.key_file import KeyFile, KeyFileError
+from kvlane.app.access.quota import LIMIT_NAMES
 from kvlane.app.gateway import Gateway
 from kvlane.app.http.server.authentication import AccessControl, Authentication
 from kvlane.app.indexer import Indexer
@@ -442,6 +444,33 @@ async def test_requests_in_flight_are_limited_by_tenant(
     await running[0].task
     assert (await harness.chat("hello", auth_headers(ours)).wait_done()).status == 200
     await running[1].wait_done()
+
+
+@scenario_test
+async def test_refusals_are_counted_by_limit_and_logged_once_a_minute_for_each_tenant(
+    world: MemoryWorld, keys: KeyFileHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = [keys.add("acme"), keys.add("globex")]
+    keys.limit("acme", requests=0)
+    keys.limit("globex", tokens=1)
+    harness = await GatewayHarness.with_backend(world, **keys.settings)
+    for wait_s in (0, 0, 61):
+        await world.sleep(wait_s)
+        for token in tokens:
+            refused = await harness.chat("hello", auth_headers(token)).wait_done()
+            assert refusal(refused) == (429, "rate_limit_exceeded")
+    lines = [line for line in caplog.messages if line.startswith("refused a request")]
+    assert [line.split(":")[0] for line in lines] == [
+        "refused a request of tenant acme, limit requests",
+        "refused a request of tenant globex, limit tokens",
+    ] * 2
+    headers = auth_headers(keys.add("ops", "operator"))
+    await world.sleep(2)
+    page = (await harness.send("GET", "/metrics", headers=headers).wait_done()).content.decode()
+    found = re.findall(
+        r'^kvlane_gateway_refused_requests_total{limit="(.*)"} (.*)$', page, re.MULTILINE
+    )
+    assert dict(found) == dict.fromkeys(LIMIT_NAMES, "0.0") | {"requests": "3.0", "tokens": "3.0"}
 
 
 @scenario_test

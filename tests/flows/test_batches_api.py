@@ -639,6 +639,7 @@ async def test_open_batches_of_a_tenant_are_limited(
     body = {"input_file_id": await harness.upload(input_of(1), token), "endpoint": CHATS}
     answer = await harness.send("POST", "/v1/batches", body, token)
     assert (answer.status, answer.error["code"]) == (429, "batch_limit_exceeded")
+    assert harness.gateway.gateway.parts.metrics.refused_requests.labels("batches").value == 1
     harness.fleet.answers = lambda _: True
     await harness.ended(batch_id, token)
     assert (await harness.send("POST", "/v1/batches", body, token)).status == 200

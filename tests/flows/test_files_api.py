@@ -261,6 +261,7 @@ async def test_files_of_a_tenant_have_a_size(world: MemoryWorld, keys: KeyFileHa
     last = await uploaded(harness, b"x" * 40, token)
     answer = await upload(harness, b"x", auth_headers(token)).wait_done()
     assert (answer.status, answer.error["code"]) == (429, "file_quota_exceeded")
+    assert harness.gateway.parts.metrics.refused_requests.labels("file_bytes").value == 1
     path = f"/v1/files/{last['id']}"
     await harness.send("DELETE", path, headers=auth_headers(token)).wait_done()
     await uploaded(harness, b"x", token)

@@ -85,7 +85,7 @@ class BatchesEndpoint:
             )
             await self._batches.put_job(job)
         if self._batches.view.job(job.id, caller.tenant) is None:  # others came before it
-            raise _limit_error(limit or 0)
+            raise _limit_error(caller, limit or 0)
         return self._response(job)
 
     async def list(self, request: Request) -> Response:
@@ -142,7 +142,7 @@ class BatchesEndpoint:
         limit, tenant = caller.terms.batches, caller.tenant
         opened = sum(not job.has_ended for job in self._batches.view.jobs(tenant))
         if limit is not None and opened + self._creating[tenant] >= limit:
-            raise _limit_error(limit)
+            raise _limit_error(caller, limit)
         self._creating[tenant] += 1
         try:
             yield
@@ -162,9 +162,9 @@ class BatchesEndpoint:
         return self._parts.ctx.clock.wall_ms() // 1000
 
 
-def _limit_error(limit: int) -> ApiError:
+def _limit_error(caller: Caller, limit: int) -> ApiError:
     message = f"{limit} batches of the tenant may be open at a time: wait for the end of one"
-    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="batch_limit_exceeded")
+    return caller.refused("batches", message, "batch_limit_exceeded")
 
 
 def _new_batch(fields: dict[str, Any]) -> NewBatch:

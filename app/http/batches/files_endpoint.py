@@ -147,7 +147,7 @@ class FilesEndpoint:
             return most
         used = self._used(caller)
         if used + sum(self._arriving.get(caller.tenant, {}).values()) >= limit:
-            raise _quota_error(limit)
+            raise _quota_error(caller, limit)
         return min(most, limit - used)
 
     @contextmanager
@@ -178,7 +178,7 @@ class FilesEndpoint:
         """Raises ApiError if `more` bytes exceed the quota of the tenant."""
         limit = caller.terms.file_bytes
         if limit is not None and self._used(caller) + more > limit:
-            raise _quota_error(limit)
+            raise _quota_error(caller, limit)
 
     async def _check_kept(self, card: FileCard, caller: Caller) -> None:
         """Withdraw a file that is beyond the limit with those before it in the log, which other
@@ -190,7 +190,7 @@ class FilesEndpoint:
         if before + card.size > limit:
             await self._batches.delete_file(card)
             await self._store.delete(card)
-            raise _quota_error(limit)
+            raise _quota_error(caller, limit)
 
     async def _pieces(self, card: FileCard) -> AsyncGenerator[bytes, None]:
         with self._transfers.taken(card.tenant):
@@ -199,9 +199,9 @@ class FilesEndpoint:
                     yield piece
 
 
-def _quota_error(limit: int) -> ApiError:
+def _quota_error(caller: Caller, limit: int) -> ApiError:
     message = f"the files of the tenant may have {limit} bytes together: delete some"
-    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="file_quota_exceeded")
+    return caller.refused("file_bytes", message, "file_quota_exceeded")
 
 
 def _check_purpose(fields: Mapping[str, str]) -> None:

@@ -19,9 +19,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlane.app.access.key_file import ApiKey, KeyFileError, KeyRing, KeyRole, Tenant, read_key_file
-from kvlane.app.access.quota import CountedAnswer, QuotaLease, TenantLimit, TenantQuota
+from kvlane.app.access.quota import LIMIT_NAMES, CountedAnswer, QuotaLease, TenantLimit, TenantQuota
 from kvlane.app.http.api_errors import ApiError
 from kvlane.app.http.server.limit_sharing import LimitSharing
+from kvlane.app.metrics.metric_set import Counter
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.streams import request as prepared
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 KEY_FILE_POLL_S = 1.0
 """Poll period of the key file, and the delay of a revocation."""
+REFUSAL_LOG_S = 60.0
+"""Least time between two lines about refusals of a tenant."""
 AUTHORIZATION = b"authorization"
 API_KEY = b"x-api-key"
 """The header of Anthropic's clients; Authorization counts more."""
@@ -120,7 +123,7 @@ class Caller:
     def __init__(
         self, tenant: str = "", role: KeyRole = "operator", lease: QuotaLease | None = None,
         terms: Tenant | None = None, clock: Clock | None = None,
-        sharing: LimitSharing | None = None,
+        sharing: LimitSharing | None = None, refusals: Counter | None = None,
     ) -> None:  # fmt: skip
         """Without arguments: any sender where there are no keys."""
         self.tenant = tenant
@@ -130,6 +133,7 @@ class Caller:
         self._lease = lease
         self._clock = clock
         self._sharing = sharing
+        self._refusals = refusals
 
     @property
     def is_counted(self) -> bool:
@@ -179,10 +183,26 @@ class Caller:
         else:
             refusal = await self._sharing.add(self.tenant, lease, amounts)
         if refusal is not None:
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS, refusal.message, code="rate_limit_exceeded",
-                retry_after_s=refusal.retry_after_s,
+            raise self.refused(
+                LIMIT_NAMES[refusal.limit], refusal.message, "rate_limit_exceeded",
+                refusal.retry_after_s,
             )  # fmt: skip
+
+    def refused(
+        self, limit: str, message: str, code: str, retry_after_s: float | None = None
+    ) -> ApiError:
+        """The error of a request beyond a limit, 429; it is counted, and logged at times."""
+        if self._refusals is not None:
+            self._refusals.labels(limit).inc()
+        if self._lease is not None and self._clock is not None:
+            quota, now = self._lease.quota, self._clock.now()
+            if now - quota.logged_s >= REFUSAL_LOG_S:
+                quota.logged_s = now
+                log.warning("refused a request of tenant %s, limit %s: %s; further ones are logged "
+                            "after a minute", self.tenant, limit, message)  # fmt: skip
+        return ApiError(
+            HTTPStatus.TOO_MANY_REQUESTS, message, code=code, retry_after_s=retry_after_s
+        )
 
     @property
     def cache_tenant(self) -> str:
@@ -247,12 +267,19 @@ class AccessControl:
         """None: there are no keys."""
         self.sharing: LimitSharing | None = None
         """None: the limits are those of this process."""
+        self._refusals: Counter | None = None
 
     def share_limits(self, kafka: Log, broker_clock: BrokerClock) -> None:
         """Divide the limits of tenants among gateways. To be called before `start`."""
         if self.store is not None:
             self.store.is_shared = True
             self.sharing = LimitSharing(kafka, self._ctx, broker_clock)
+
+    def count_refusals(self, counter: Counter) -> None:
+        """Count the requests beyond a limit, by its name. To be called before `start`."""
+        self._refusals = counter
+        for name in LIMIT_NAMES:
+            counter.labels(name)
 
     def start(self) -> None:
         """Follow the file of keys, and log whether HTTP is open to all."""
@@ -289,7 +316,8 @@ class AccessControl:
             raise _forbidden(f"this needs a key of the role {needs}, not {key.role}")
         tenant = key.tenant
         terms, lease = self.store.tenant(tenant), QuotaLease(self.store.quota(tenant))
-        return Caller(tenant, key.role, lease, terms, self._ctx.clock, self.sharing)
+        clock = self._ctx.clock
+        return Caller(tenant, key.role, lease, terms, clock, self.sharing, self._refusals)
 
 
 class Authentication:

@@ -52,7 +52,7 @@ def test_requests_in_flight_count_until_they_end() -> None:
     assert second.add_request(0.0) is None
     refused = third.add_request(0.0)
     assert refused is not None
-    assert (refused.kind, refused.retry_after_s) == ("requests", 1.0)
+    assert (refused.limit, refused.retry_after_s) == (TenantLimit.REQUESTS, 1.0)
     first.release(5.0)
     first.release(5.0)
     assert third.add_request(5.0) is None
@@ -81,7 +81,7 @@ def test_tokens_in_flight_are_prompts_and_longest_answers() -> None:
     assert lease.add_answers(1, 20, 60, 0.0) is None
     refused = other.add_answers(1, 20, 50, 0.0)
     assert refused is not None
-    assert (refused.kind, refused.retry_after_s) == ("tokens", 1.0)
+    assert (refused.limit, refused.retry_after_s) == (TenantLimit.TOKENS, 1.0)
     assert "60 of the 100" in refused.message
     lease.release(1.0)
     assert other.add_answers(1, 20, 50, 1.0) is None
