@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet
 from kvlane.streams.clock import Clock
 
-ENDPOINTS = ("chat", "completion", "embedding", "streams", "other")
-_STATUSES = (200, 400, 404, 408, 413, 499, 500, 503, 529)
 RESPONSE_OUTCOMES = (
     "stop", "length", "content_filter", "tool_calls", "function_call", "left", "cancelled",
     "deadline", "no_workers", "none_eligible", "all_busy", "pinned_gone", "pinned_busy",
@@ -64,9 +62,6 @@ class GatewayMetrics(MetricSet):
             "kvlane_gateway_broker_last_response_age_seconds",
             "Time since the broker last answered; it is asked every 5 s",
         )
-        for endpoint in ENDPOINTS:
-            for status in _STATUSES:
-                self.responses.labels(endpoint, str(status))
         for outcome in RESPONSE_OUTCOMES:
             self.completed_responses.labels(outcome)
 

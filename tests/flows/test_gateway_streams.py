@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from http import HTTPStatus
+from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,9 @@ from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test
 from tests.reply_harness import Worker
+
+ROOT = Path(__file__).resolve().parents[2]
+HTTP_PAGE = ROOT / "docs" / "http.md"
 
 # --- failures under way ---------------------------------------------------------------------------
 
@@ -403,6 +409,27 @@ async def test_metrics_are_there_before_the_first_request(world: MemoryWorld) ->
         "kvlane_gateway_stream_gaps_total 0.0",
     ):
         assert f"\n{line}\n" in page
+
+
+@scenario_test
+async def test_responses_of_each_endpoint_and_status_are_counted_from_zero(
+    world: MemoryWorld,
+) -> None:
+    harness = await GatewayHarness.open(world)
+    page = (await harness.send("GET", "/metrics").wait_done()).content.decode()
+    found = set(re.findall(r'http_responses_total{endpoint="(\w+)",status="(\d+)"} 0.0\n', page))
+    documented = re.findall(r"^\| (\d{3}) \|", HTTP_PAGE.read_text(), re.MULTILINE)
+    raised = {
+        str(HTTPStatus[name].value)
+        for file in (ROOT / "app" / "http").rglob("*.py")
+        for name in re.findall(r"HTTPStatus\.([A-Z_]+)", file.read_text())
+    }
+    endpoints = (
+        "chat", "completion", "embedding", "message", "response", "responses", "streams", "files",
+        "batches", "other",
+    )  # fmt: skip
+    assert {*documented, *raised} >= {"200", "401", "403", "429", "529"}
+    assert found == set(product(endpoints, {*documented, *raised}))
 
 
 @scenario_test

@@ -41,6 +41,11 @@ _PREFIXES = {
     "/v1/batches": "batches",
     "/v1/responses": "responses",
 }
+_OTHER = "other"
+_STATUSES = (
+    200, 202, 400, 401, 403, 404, 405, 408, 409, 410, 413, 415, 429, 499, 500, 503, 529,
+)  # fmt: skip
+"""Of kvlane's own answers; those of attached servers have others, too."""
 
 
 class RequestIdMiddleware:
@@ -53,6 +58,9 @@ class RequestIdMiddleware:
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
+        for endpoint in (*_PATHS.values(), *_PREFIXES.values(), _OTHER):
+            for status in _STATUSES:
+                metrics.responses.labels(endpoint, str(status))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,7 +90,7 @@ class RequestIdMiddleware:
 
     def _count(self, path: str, status: int) -> None:
         first = "/".join(path.split("/", 3)[:3])
-        endpoint = _PATHS.get(path) or _PREFIXES.get(first, "other")
+        endpoint = _PATHS.get(path) or _PREFIXES.get(first, _OTHER)
         self._metrics.responses.labels(endpoint, str(status)).inc()
 
 
