@@ -41,7 +41,7 @@ def anchors(page: Path) -> set[str]:
 @each_page
 def test_links_have_targets(page: Path) -> None:
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s*]+)\)", page.read_text()):
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")

@@ -32,6 +32,7 @@ FOREIGN = frozenset({
     # patterns of texts
     "kvl_ID_SECRET", "FROM", "TO",
     # tables of other tools
+    "METRICS_PORT",
 })  # fmt: skip
 """Names that are not of this code."""
 SETTING = "KVLANE_"

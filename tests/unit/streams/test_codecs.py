@@ -395,6 +395,18 @@ def fitting_rows(count: int) -> st.SearchStrategy[r.CandidateRows]:
     return st.booleans().flatmap(rows)
 
 
+def waits_with(reasons: list[str]) -> st.SearchStrategy[r.ReportedWaits]:
+    """Waits for these reasons."""
+    position = st.integers(0, len(reasons) - 1) if reasons else st.nothing()
+    requests = st.lists(st.tuples(st.text(), st.from_type(int), position), max_size=3)
+    left_out = st.from_type(int)
+    return st.builds(
+        r.ReportedWaits,
+        reasons=st.just(tuple(reasons)), requests=requests.map(tuple), left_out=left_out,
+    )  # fmt: skip
+
+
+st.register_type_strategy(r.ReportedWaits, st.lists(st.text(), max_size=3).flatmap(waits_with))
 st.register_type_strategy(r.CandidateRows, st.integers(0, 3).flatmap(fitting_rows))
 
 
