@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.app.routing.state import change_log, ended_prompts, performance
+from kvlane.app.routing.state import change_log, ended_prompts, performance, routed_prefixes
 from kvlane.streams.responses.reply_reader import ReplyReader
 from kvlane.streams.responses.reply_stream import Reply
 from tests.harness.gateway_harness import GatewayHarness
@@ -25,8 +25,8 @@ MANY = int(os.environ.get("KVLANE_TEST_REQUESTS", "240"))
 FORGOTTEN_S = 2500.0
 """Longer than any window in which something of a request is remembered."""
 REMEMBERED = 8
-"""Changes that a log of changes keeps here, ids of a block, and half of the runs of a worker, so
-that they are full after FEW requests."""
+"""Changes that a log of changes keeps here, ids of a block, half of the runs of a worker, and the
+blocks whose keys are kept, so that they are full after FEW requests."""
 GROWN = 50
 """More than counters and caches of fixed size waver; less than one entry for each request."""
 
@@ -98,6 +98,7 @@ def short_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_log, "MIN_REMEMBERED_CHANGES", REMEMBERED)
     monkeypatch.setattr(ended_prompts, "BLOCK_IDS", REMEMBERED)
     monkeypatch.setattr(performance, "RUN_WINDOW", REMEMBERED)
+    monkeypatch.setattr(routed_prefixes, "MAX_BLOCKS", REMEMBERED)
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ MAX_MARKS = 100_000
 MAX_PLACES = 16
 """Places that are found for a prompt, those with most of it first."""
 MAX_WORKERS = 10_000
-MAX_PROMPTS = 1024
-"""Prompts whose keys are remembered."""
+MAX_BLOCKS = 1 << 20
+"""Blocks of the prompts whose keys are remembered: 8 MB of hashes."""
 TRUST_STEP, MIN_TRUST = 0.125, 0.5
 """Share of the last report in the mean share of estimates that were true; and the least mean."""
 
@@ -91,6 +91,7 @@ class RoutedPrefixes:
         self._trust: OrderedDict[str, _Trust] = OrderedDict()
         self._keys: dict[int, tuple[NDArray[np.uint64], list[int]]] = {}
         """By the identity of a prompt's hashes, unique for as long as they are here."""
+        self._key_blocks = 0
 
     def __len__(self) -> int:
         return self._marks
@@ -132,10 +133,14 @@ class RoutedPrefixes:
         return not (is_kept and has_events)
 
     def _keys_of(self, local: NDArray[np.uint64]) -> list[int]:
+        if not len(local):
+            return []
         known = self._keys.get(id(local))
         if known is None:
-            if len(self._keys) >= MAX_PROMPTS:
+            self._key_blocks += len(local)
+            if self._key_blocks > MAX_BLOCKS:
                 self._keys.clear()
+                self._key_blocks = len(local)
             places = _PLACES[: bisect_right(DEPTHS, len(local))]
             known = self._keys[id(local)] = (
                 local,
