@@ -55,7 +55,7 @@ FOUND_BY = {
     "result-open": (10,),
     "prefill-chunks": (9,),
     "decode-early": (14,),
-    "handover-twice": (321,),
+    "handover-twice": (5,),
     "handover-late": (42,),
     "decode-lost": (2,),
     "prefill-failed+transfer-endless": (22,),

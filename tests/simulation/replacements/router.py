@@ -32,6 +32,7 @@ from kvlane.streams.records import (
 from kvlane.streams.responses import transcript
 from kvlane.streams.topics import RESPONSES
 from tests.simulation.replacements import Replacement
+from workbench.testing import simulation_engines
 
 # --- obligations ---------------------------------------------------------------------------------
 
@@ -299,6 +300,8 @@ def handovers_are_used_again() -> Iterator[Replacement]:
     def is_due(self: Any, rest: Any, phase: Any) -> bool:
         return phase == "decode" or original(self, rest, phase)
 
+    # Engines fail more often, also after they have fetched the blocks.
+    yield simulation_engines, "RETRYABLE_ERROR_SHARE", 0.1
     yield handovers.HandOvers, "drop", lambda *_: None
     yield dispatch.Dispatcher, "_is_due", is_due
     yield reconcile, "_is_handed_over", is_handed_over
