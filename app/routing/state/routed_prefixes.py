@@ -3,8 +3,8 @@
 The index has the blocks of a prompt only when its first cache event is read, and never those of an
 engine without events. A decision therefore records the keys of its prompt at some depths (*marks*,
 8 an octave), and prompts that begin alike are estimated by the deepest mark that they share. A mark
-counts until the first token of its run, and then for as long as its event may take; without events
-of that cache, for `TIME_TO_LIVE_MS`. A run that ends without a first token leaves none.
+counts until the first token of its run, since the events come then; without events of that cache,
+for `TIME_TO_LIVE_MS`. A run that ends without a first token leaves none.
 
 The cached tokens that workers report correct the estimate: of engines without events none counts
 before one has reported a hit; and where less than half of the estimate was true, lately, none
@@ -30,8 +30,6 @@ from kvlane.indexer.block_keys import prompt_keys
 from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone, RunKey
 
 TIME_TO_LIVE_MS = 120_000
-EVENT_MS = 1000
-"""Time from a first token until its cache event is read, at most, but for overload."""
 MAX_MARKS = 100_000
 """About 35 MB; two minutes of 20 prompts a second with 600 blocks."""
 MAX_PLACES = 16
@@ -82,8 +80,6 @@ class RoutedPrefixes:
         self._caches = caches
         self._runs: OrderedDict[RunKey, _Routed] = OrderedDict()
         """Without a first token, and those whose caches have no events: in order of time."""
-        self._leaving: OrderedDict[RunKey, _Routed] = OrderedDict()
-        """With a first token, whose event comes."""
         self._holders: dict[int, dict[WorkerRank, list[_Routed]]] = {}
         """By key, the prompts with that mark at each place."""
         self._marks = 0
@@ -129,8 +125,7 @@ class RoutedPrefixes:
         trust = self._trust.get(routed.place.worker)
         if trust is not None and trust.share < MIN_TRUST:
             return now_ms - trust.at_ms > TIME_TO_LIVE_MS
-        is_kept = routed.is_computed and routed.until_ms - now_ms > EVENT_MS
-        return not (is_kept and has_events)
+        return not (routed.is_computed and has_events)
 
     def _keys_of(self, local: NDArray[np.uint64]) -> list[int]:
         if not len(local):
@@ -158,6 +153,7 @@ class RoutedPrefixes:
         if (known := self._runs.get(run)) is not None and known.place == place:
             known.predicted, known.estimated, known.is_read = predicted, estimated, is_read
             known.until_ms = at_ms + TIME_TO_LIVE_MS
+            self._runs.move_to_end(run)
             return
         self._drop(run)
         if len(marks) % _KEY.itemsize:
@@ -172,7 +168,7 @@ class RoutedPrefixes:
         for key in keys:
             self._holders.setdefault(key, {}).setdefault(place, []).append(routed)
         while self._marks > MAX_MARKS:
-            self._drop(next(iter(self._leaving or self._runs)))
+            self._drop(next(iter(self._runs)))
 
     def discard_unread(self, run: RunKey) -> None:
         """Forget a decision of this router that was not written."""
@@ -208,13 +204,12 @@ class RoutedPrefixes:
         if routed.estimated > 0:
             true = (done.cached_tokens - routed.predicted) / routed.estimated + 1.0
             self._report(done.worker, min(max(true, 0.0), 1.0), at_ms)
-        routed.is_computed = True
         if routed.place.worker in self._caches.publishing:
-            routed.until_ms = at_ms + EVENT_MS
-            self._leaving[done.run_key] = self._runs.pop(done.run_key)
-        else:
-            routed.until_ms = at_ms + TIME_TO_LIVE_MS
-            self._runs.move_to_end(done.run_key)
+            self._drop(done.run_key)
+            return
+        routed.is_computed = True
+        routed.until_ms = at_ms + TIME_TO_LIVE_MS
+        self._runs.move_to_end(done.run_key)
 
     def _report(self, worker: str, share: float, at_ms: int) -> None:
         trust = self._trust.setdefault(worker, _Trust(1.0, at_ms))
@@ -226,12 +221,11 @@ class RoutedPrefixes:
             self._trust.popitem(last=False)
 
     def _expire(self, at_ms: int) -> None:
-        for runs in (self._leaving, self._runs):
-            while runs and next(iter(runs.values())).until_ms <= at_ms:
-                self._drop(next(iter(runs)))
+        while self._runs and next(iter(self._runs.values())).until_ms <= at_ms:
+            self._drop(next(iter(self._runs)))
 
     def _drop(self, run: RunKey) -> None:
-        routed = self._runs.pop(run, None) or self._leaving.pop(run, None)
+        routed = self._runs.pop(run, None)
         if routed is None:
             return
         self._marks -= len(routed.keys)
