@@ -397,8 +397,10 @@ def fitting_rows(count: int) -> st.SearchStrategy[r.CandidateRows]:
 
 def waits_with(reasons: list[str]) -> st.SearchStrategy[r.ReportedWaits]:
     """Waits for these reasons."""
-    position = st.integers(0, len(reasons) - 1) if reasons else st.nothing()
-    requests = st.lists(st.tuples(st.text(), st.from_type(int), position), max_size=3)
+    position = st.integers(0, max(0, len(reasons) - 1))
+    requests = st.lists(
+        st.tuples(st.text(), st.from_type(int), position), max_size=3 if reasons else 0
+    )
     left_out = st.from_type(int)
     return st.builds(
         r.ReportedWaits,

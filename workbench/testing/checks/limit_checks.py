@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvlane.app.gateway import Gateway
-from kvlane.streams.record_types.batch_records import BatchJob, FileCard
-from kvlane.streams.records import Tombstone
+from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.topics import BATCH_JOBS
 from workbench.testing.api_keys import FILE_BYTES, HOARDER, LIMITED, LIMITS
 from workbench.testing.checks.stream_checks import decode_or_none
@@ -29,7 +28,7 @@ def limit_violations(world: SimulatedWorld, clients: Clients) -> Iterator[str]:
         yield f"limits: {most} requests of {LIMITED} at a time"
     if (batches := _most_batches(world, clients)) > LIMITS.batches:
         yield f"limits: {batches} batches of {LIMITED} at a time"
-    if (most := _most_file_bytes(world, clients)) > FILE_BYTES:
+    if (most := clients.limited.most_file_bytes) > FILE_BYTES:
         yield f"limits: {most} bytes of files of {HOARDER} at a time"
     for node in world.running("gateway"):
         if node.state == "up" and isinstance(node.process, Gateway):
@@ -52,20 +51,4 @@ def _most_batches(world: SimulatedWorld, clients: Clients) -> int:
             else:
                 opened.add(job.id)
                 most = max(most, len(opened))
-    return most
-
-
-def _most_file_bytes(world: SimulatedWorld, clients: Clients) -> int:
-    """The most bytes at a time of files that clients were given, in the order of appends. A card
-    that was appended again counts from there: its client was given the file later."""
-    records = [(raw.key, decode_or_none(raw)) for raw in world.history.appended(BATCH_JOBS)]
-    last = {key: record for key, record in records if isinstance(record, FileCard)}
-    sizes: dict[bytes | None, int] = {}
-    most = 0
-    for key, record in records:
-        if isinstance(record, Tombstone):
-            sizes.pop(key, None)
-        elif record is last.get(key) and last[key].id in clients.limited.files:
-            sizes[key] = last[key].size
-            most = max(most, sum(sizes.values()))
     return most

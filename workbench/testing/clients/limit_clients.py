@@ -40,8 +40,8 @@ class LimitClients:
         """Responses that have begun and not ended, by gateway."""
         self.most = 0
         """The most of them at a time, over all gateways whose claims have not lapsed."""
-        self.files: set[str] = set()
-        """Files of the tenant with a limit of their bytes, as its clients were given them."""
+        self.file_bytes = self.most_file_bytes = 0
+        """Bytes of files that clients of another tenant were given and have not begun to delete."""
 
     def start(self) -> None:
         for name in sorted(self.waiting):
@@ -76,10 +76,11 @@ class LimitClients:
                     status, content = await answer_of(gateway, upload)
                     world.history.add_event(f"{name} gets {status} at {gateway.label}")
                     if status == HTTPStatus.OK:
-                        file_id = msgspec.json.decode(content)["id"]
-                        self.files.add(file_id)
+                        self.file_bytes += UPLOAD_BYTES
+                        self.most_file_bytes = max(self.most_file_bytes, self.file_bytes)
                         await world.clock.sleep(rng.random())
-                        path = f"/v1/files/{file_id}"
+                        path = f"/v1/files/{msgspec.json.decode(content)['id']}"
+                        self.file_bytes -= UPLOAD_BYTES
                         await answer_of(gateway, HttpCall("DELETE", path, b"", key.headers))
             except Disconnected:
                 pass
