@@ -301,7 +301,7 @@ def handovers_are_used_again() -> Iterator[Replacement]:
         return phase == "decode" or original(self, rest, phase)
 
     # Engines fail more often, also after they have fetched the blocks.
-    yield simulation_engines, "RETRYABLE_ERROR_SHARE", 0.1
+    yield simulation_engines, "RETRYABLE_ERROR_SHARE", 0.3
     yield handovers.HandOvers, "drop", lambda *_: None
     yield dispatch.Dispatcher, "_is_due", is_due
     yield reconcile, "_is_handed_over", is_handed_over
