@@ -39,10 +39,10 @@ _LOAD = Struct(f"{cost_kernels.BUSY_MS}d")
 _SPOT_BYTES = 8 * cost_kernels.FEATURES
 NO_ROW = -1
 """The row of places of other pools."""
-MIN_ESTIMATE = 1.5
+MIN_ESTIMATE = 4.0
 """Least length of an estimate that counts, as a multiple of the longest prefix in the index. Where
-one worker has most of a prompt, the others go by their load: parallel calls of an agent would go to
-the worker of the first one for little, and their decode be slower (mean E2E 1092 for 1007 ms)."""
+one worker has part of a prompt, the others go by their load: parallel calls of an agent would go to
+the worker of the first one for little, and their decode be slower."""
 NO_BLOCKS = (0,) * len(Tier)
 NO_SLOWDOWNS: Mapping[str, float] = MappingProxyType({})
 NO_CURVES: Mapping[str, PerfCurves] = MappingProxyType({})
