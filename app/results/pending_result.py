@@ -110,7 +110,7 @@ class PendingResult:
 
     @property
     def is_silent(self) -> bool:
-        return self._attempts == 0 and not self.is_over
+        return not (self._has_begun or self._is_cut or self.is_over)
 
     @property
     def wanted_model(self) -> str | None:

@@ -231,8 +231,9 @@ async def test_id_that_is_published_again_gets_one_result(world: MemoryWorld) ->
     assert committed(world, results.lane("a")) == 3
 
 
+@pytest.mark.parametrize("is_fenced", [False, True])
 @scenario_test
-async def test_unanswered_repetition_blocks_nothing(world: MemoryWorld) -> None:
+async def test_unanswered_repetition_blocks_nothing(world: MemoryWorld, is_fenced: bool) -> None:
     """Its first one asked for no result, so no result says that it is over."""
     results = await collector(world)
     lane = results.lane("a")
@@ -248,6 +249,8 @@ async def test_unanswered_repetition_blocks_nothing(world: MemoryWorld) -> None:
     world.append_raw(REQUESTS, lane, *world.records(REQUESTS, lane))
     world.append(REQUESTS, lane, Request(id="a"), key="a")
     results.ask("a")
+    if is_fenced:
+        results.fence("a", 7)
     results.ask("late")
     await world.wait_until(lambda: committed(world, lane) >= 2, within_s=120)
     assert results.results() == []
