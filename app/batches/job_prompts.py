@@ -1,4 +1,4 @@
-"""Prompts of one batch job: their publication within a window, and their withdrawal.
+"""Requests of one batch job: their check, their publication within a window, their withdrawal.
 
 Ids of prompts follow from job and line, so routers ignore duplicates. Their append time is the time
 at which the job began, by which routers recognise late ones. At most `WINDOW` are under way.
@@ -7,15 +7,16 @@ at which the job began, by which routers recognise late ones. At most `WINDOW` a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
 
-from kvlane.app.batches.batch_requests import JobRequest, prompt_of, request_id
-from kvlane.app.batches.job_input import JobInput
+from kvlane.app.batches.batch_requests import JobRequest, prompt_of, request_id, requests_of
+from kvlane.app.batches.file_store import FileStore
 from kvlane.app.batches.job_output import JobOutput, failure_line
 from kvlane.streams.clock import Clock
 from kvlane.streams.errors import RecordTooLarge
@@ -23,8 +24,84 @@ from kvlane.streams.ports import Entry, Log
 from kvlane.streams.prompt import Prompt, encode_prompt, with_append_time
 from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.record_publisher import RecordPublisher
-from kvlane.streams.record_types.batch_records import BatchEnding, BatchJob
+from kvlane.streams.record_types.batch_records import (
+    BatchEnding,
+    BatchEndpoint,
+    BatchError,
+    BatchJob,
+    FileCard,
+)
 from kvlane.streams.topics import BATCH
+
+MAX_ERRORS = 100
+"""Errors of an input that are listed."""
+
+
+class CheckedInput(NamedTuple):
+    lines: int
+    errors: tuple[BatchError, ...]
+
+
+class JobInput:
+    def __init__(
+        self, store: FileStore, card: FileCard, endpoint: BatchEndpoint, max_lines: int
+    ) -> None:
+        self._store = store
+        self._card = card
+        self._endpoint: BatchEndpoint = endpoint
+        self._max_lines = max_lines
+
+    async def requests(
+        self, is_wanted: Callable[[int], bool] = lambda _: True
+    ) -> AsyncGenerator[JobRequest | BatchError, None]:
+        """The requests, or the errors of their lines. `is_wanted`: by index; others are not read.
+        Close it (`aclosing`) when leaving it early. Raises FileDamaged, BrokerUnavailable."""
+        async with (
+            aclosing(self._store.read(self._card)) as pieces,
+            aclosing(requests_of(pieces, self._endpoint, is_wanted)) as requests,
+        ):
+            async for request in requests:
+                yield request
+
+    async def check(self, interrupt: Callable[[], None]) -> CheckedInput:
+        """Check all lines, up to 100 errors. `interrupt`: called at each, may raise."""
+        errors: list[BatchError] = []
+        known: set[bytes] = set()
+        lines = 0
+        async with aclosing(self.requests()) as requests:
+            async for request in requests:
+                interrupt()
+                lines += 1
+                if lines > self._max_lines:
+                    message = f"a batch may have {self._max_lines} requests"
+                    errors.append(BatchError(code="too_many_requests", message=message))
+                elif isinstance(request, BatchError):
+                    errors.append(request)
+                elif not _add(known, request.custom_id):
+                    message = "custom_id: another line has the same one"
+                    errors.append(
+                        BatchError(
+                            code="duplicate_custom_id",
+                            message=message,
+                            line=request.line,
+                            param="custom_id",
+                        )
+                    )
+                if len(errors) >= MAX_ERRORS or lines > self._max_lines:
+                    break
+        if not lines:
+            errors.append(BatchError(code="empty_file", message="the input file has no lines"))
+        return CheckedInput(lines, tuple(errors))
+
+
+def _add(known: set[bytes], custom_id: str) -> bool:
+    """Add an id, by a digest of 8 bytes; false if it is known."""
+    digest = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=8).digest()
+    if digest in known:
+        return False
+    known.add(digest)
+    return True
+
 
 WINDOW = 1000
 """Prompts of a job under way: as many as keep a fleet busy between two looks at the results."""

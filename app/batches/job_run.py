@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvlane.app.batches.batch_log import BatchLog
+from kvlane.app.batches.batch_log import BatchLog, BatchView
 from kvlane.app.batches.batch_requests import (
     JobRequest,
     RequestKeys,
@@ -34,12 +34,10 @@ from kvlane.app.batches.batch_requests import (
     output_file_id,
     request_index,
 )
-from kvlane.app.batches.batch_view import BatchView
 from kvlane.app.batches.fair_turns import FairTurns
 from kvlane.app.batches.file_store import FileDamaged, FileStore, WrittenFile
-from kvlane.app.batches.job_input import JobInput
 from kvlane.app.batches.job_output import JobOutput, OutputSuperseded, failure_line, result_line
-from kvlane.app.batches.job_prompts import JobPrompts
+from kvlane.app.batches.job_prompts import JobInput, JobPrompts
 from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import decode

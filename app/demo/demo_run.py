@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import SecretStr
 from rich.console import Console
 
-from kvlane.app.demo.demo_environment import demo_environment
+from kvlane.app.demo.demo_session import demo_environment
 from kvlane.app.demo.scenario import DemoScenario
 from kvlane.app.local.deployment import DemoFailed, DeploymentPart, deployment_parts
 from kvlane.app.local.processes import free_port

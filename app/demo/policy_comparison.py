@@ -1,24 +1,60 @@
 """Comparison of two routing policies on one production trace: cache hits, latency, decisions.
 
-Replays the requests at their times, through Kafka. All figures are from the engines and the client.
+Replays the requests at their times, through Kafka. Equal ids of chunks give equal tokens, so
+prompts share exactly the prefixes that they shared in production.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvlane.app.demo.expected_answers import DemoAnswer
 from kvlane.app.demo.ledger_reader import LedgerDecisions
-from kvlane.app.demo.trace_prompts import TracePrompt
-from kvlane.app.percentiles import percentile
+from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
 from kvlane.streams.clock import Clock
 from kvlane.streams.records import Assigned, Candidate
+
+
+class TracePrompt(NamedTuple):
+    """One request. `arrival_s` is relative to the start of the trace."""
+
+    arrival_s: float
+    token_ids: list[int]
+    output_tokens: int
+
+
+def bundled_prompts(vocabulary: Sequence[int]) -> list[TracePrompt]:
+    """The 300 requests that ship with kvlane, in tokens of this vocabulary."""
+    return [
+        TracePrompt(
+            row.timestamp / 1000,
+            chunk_tokens(row.hash_ids, row.input_length, vocabulary),
+            row.output_length,
+        )
+        for row in read_trace(BUNDLED_TRACE)
+    ]
+
+
+def chunk_tokens(
+    hash_ids: Sequence[int],
+    length: int,
+    vocabulary: Sequence[int],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> list[int]:
+    """A prompt of `length` tokens from its chunk ids."""
+    tokens: list[int] = []
+    for chunk in hash_ids:
+        tokens += random.Random(chunk).choices(vocabulary, k=chunk_tokens)
+    return tokens[:length]
+
 
 TRACE_SPEEDUP = 60.0
 """Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""
@@ -90,12 +126,13 @@ def comparison_table(runs: Sequence[PolicyRun]) -> Table:
         shown.add_column(head, justify="right")
     for s in runs:
         ttft_ms = [a.ttft_s * 1000 for a in s.answers]
+        p50, p99 = np.percentile(ttft_ms, (50, 99), method="inverted_cdf")
         shown.add_row(
             s.policy,
             f"{s.cached_share:.1%}",
             f"{sum(ttft_ms) / len(ttft_ms):.0f} ms",
-            f"{percentile(ttft_ms, 0.5):.0f} ms",
-            f"{percentile(ttft_ms, 0.99):.0f} ms",
+            f"{p50:.0f} ms",
+            f"{p99:.0f} ms",
             f"{s.busiest_worker_share:.0%}",
             f"{s.duration_s:.0f} s",
         )
@@ -107,7 +144,9 @@ def prediction_lines(runs: Sequence[PolicyRun]) -> list[str]:
     lines = []
     for run in runs:
         shown = [
-            f"{name} {percentile(errors, 0.5):.0%} (median), {percentile(errors, 0.9):.0%} (p90)"
+            "{} {:.0%} (median), {:.0%} (p90)".format(
+                name, *np.percentile(errors, (50, 90), method="inverted_cdf")
+            )
             for name, errors in run.prediction_errors.items()
             if errors
         ]

@@ -19,11 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from kvlane.app.demo import agent_scene
 from kvlane.app.demo.agent_scene import AgentCall, AgentTurn
-from kvlane.app.demo.demo_environment import DemoEnvironment
-from kvlane.app.demo.demo_session import DemoSession
+from kvlane.app.demo.demo_session import DemoEnvironment, DemoSession
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
-from kvlane.app.demo.policy_comparison import TRACE_SPEEDUP
-from kvlane.app.demo.trace_prompts import TracePrompt, bundled_prompts
+from kvlane.app.demo.policy_comparison import TRACE_SPEEDUP, TracePrompt, bundled_prompts
 from kvlane.app.local.deployment import DemoFailed
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
 from kvlane.streams.prompt import Prompt

@@ -17,16 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import openai
 from rich.markup import escape
 
 from kvlane.app.demo import tiny_model
 from kvlane.app.demo.demo_session import DemoSession
 from kvlane.app.demo.expected_answers import DemoAnswer
-from kvlane.app.demo.policy_comparison import PolicyRun
-from kvlane.app.demo.trace_prompts import TracePrompt, chunk_tokens
+from kvlane.app.demo.policy_comparison import PolicyRun, TracePrompt, chunk_tokens
 from kvlane.app.engine.simulated.text_generator import ExpectedAnswer
-from kvlane.app.percentiles import percentile
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
 from kvlane.streams.prompt import Prompt
 
@@ -219,7 +218,8 @@ class VllmScenario(DemoSession):
             )
             if found is not None:
                 off.append(abs(found - decision.cached_tokens_predicted) / tiny_model.BLOCK_SIZE)
-        return PredictionErrors(len(off), sum(off) / len(off), percentile(off, 0.95), max(off))
+        p95 = float(np.percentile(off, 95, method="inverted_cdf"))
+        return PredictionErrors(len(off), sum(off) / len(off), p95, max(off))
 
     # --- requests --------------------------------------------------------------------------------
 

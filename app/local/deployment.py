@@ -13,8 +13,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvlane.app.local.http_probe import READY_POLL_S, http_get
-from kvlane.app.local.processes import ManagedProcess, launch, process_command
+from kvlane.app.local.processes import (
+    READY_POLL_S,
+    ManagedProcess,
+    http_get,
+    launch,
+    process_command,
+)
 from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
 from kvlane.app.settings import Settings

@@ -1,17 +1,22 @@
-"""Child processes of a deployment on this machine: start, signals and output.
+"""Child processes of a deployment on this machine: start, signals, output and HTTP probes.
 
 Each carries the mark of a guard and ends with it (`streams/brokers/watchdog.py`).
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import SecretStr
 
@@ -136,3 +141,37 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
     return "" if value is None else str(value)
+
+
+HTTP_TIMEOUT_S = 2.0
+READY_POLL_S = 0.1
+"""Time between two looks whether the processes of a deployment are ready."""
+
+
+class HttpAnswer(NamedTuple):
+    """A response: its HTTP status, 0 without an answer, and its body as JSON."""
+
+    status: int
+    body: Any
+
+
+def http_get(url: str) -> HttpAnswer:
+    """GET from a server of this machine, with any certificate."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S, context=context) as answer:  # noqa: S310 - http
+            return HttpAnswer(answer.status, _body(answer.read()))
+    except urllib.error.HTTPError as e:
+        with e:
+            return HttpAnswer(e.code, _body(e.read()))
+    except (OSError, http.client.HTTPException):
+        return HttpAnswer(0, None)
+
+
+def _body(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from kvlane.app.local.http_probe import READY_POLL_S
+from kvlane.app.local.processes import READY_POLL_S
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.clock import BrokerClock

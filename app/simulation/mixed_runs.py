@@ -18,11 +18,11 @@ from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
-from kvlane.app.simulation.simulated_request import SimulatedRequest
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
     RequestArrival,
+    SimulatedRequest,
     TraceRequest,
     schedule_arrivals,
     trace_requests,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlane.app.routing.selection.request_features import latency_targets
-from kvlane.app.simulation.simulated_request import SimulatedRequest
 from kvlane.app.simulation.simulated_worker import SimulatedWorker
+from kvlane.app.simulation.trace_requests import SimulatedRequest
 
 
 class RunMetrics(NamedTuple):

@@ -1,4 +1,4 @@
-"""Simulated router: the queue of a real router (`RouterQueue`), without what takes time around it.
+"""Simulated routers: the queue of a real router (`RouterQueue`), and the delays around it.
 
 A request goes at once where it may go; there are no refusals, no deadlines and no failures.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -15,8 +16,40 @@ from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey
 from kvlane.app.routing.queueing.router_queue import RouterQueue
 from kvlane.app.routing.selection.decision import Placement, Rejection, Wait
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.selection.routing_config import TransferSpeed
+from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 from kvlane.app.simulation.shared_views import SimulatedLedger
 from kvlane.streams.records import Phase
+
+
+class NetworkConditions(NamedTuple):
+    """Delays and routers. Default: one router, and only engines take time.
+
+    `dispatch_delay_ms`: from a decision until its worker has the request. `event_delay_ms`: from an
+    event on a worker (tokens, ends, cache changes) until routers read it. `ledger_lag_ms`: from a
+    ledger record until routers read it; each counts its own decisions at once. `shares_ledger`:
+    whether routers read each other's decisions. `staggers_routers`: whether they take turns at each
+    worker, by the lag. `publishes_curves`: whether worker cards contain performance curves.
+    `transfer`: of KV caches between workers; None: it takes no time.
+    """
+
+    dispatch_delay_ms: float = 0.0
+    event_delay_ms: float = 0.0
+    routers: int = 1
+    ledger_lag_ms: float = 0.0
+    shares_ledger: bool = True
+    publishes_curves: bool = True
+    transfer: TransferSpeed | None = None
+    staggers_routers: bool = True
+
+    def transfer_ms(self, tokens: int) -> float:
+        if self.transfer is None:
+            return 0.0
+        size = 1000 * tokens * DEFAULT_BYTES_PER_TOKEN
+        return self.transfer.latency_ms + size / self.transfer.bytes_per_s
+
+
+DEFAULT_CONDITIONS = NetworkConditions()
 
 
 class SimulationFailed(Exception):

@@ -15,12 +15,12 @@ from kvlane.app.routing.policy_names import Objective, QueueOrder
 from kvlane.app.routing.selection.handover_rules import HandOverRules
 from kvlane.app.routing.selection.policies.registry import SIMULATED
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
-from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulated_router import DEFAULT_CONDITIONS, NetworkConditions
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
+    SimulatedRequest,
     TraceRequest,
     schedule_arrivals,
     trace_requests,

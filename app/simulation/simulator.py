@@ -41,8 +41,6 @@ from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.simulation.batch_work import BatchTask, BatchWork
-from kvlane.app.simulation.event_queue import EventQueue
-from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
 from kvlane.app.simulation.shared_views import (
     HEARTBEAT_MS,
     SharedViews,
@@ -52,10 +50,14 @@ from kvlane.app.simulation.shared_views import (
     finished_record,
     prefill_done_record,
 )
-from kvlane.app.simulation.simulated_request import SimulatedRequest, request_of
-from kvlane.app.simulation.simulated_router import SimulatedRouter, SimulationFailed
-from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
-from kvlane.app.simulation.trace_requests import RequestArrival
+from kvlane.app.simulation.simulated_router import (
+    DEFAULT_CONDITIONS,
+    NetworkConditions,
+    SimulatedRouter,
+    SimulationFailed,
+)
+from kvlane.app.simulation.simulated_worker import NEVER, EventQueue, SimulatedWorker
+from kvlane.app.simulation.trace_requests import RequestArrival, SimulatedRequest, request_of
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, InvalidTrace
 from kvlane.streams.records import Fencing, Phase, Role
 from kvlane.streams.request import Request

@@ -1,4 +1,4 @@
-"""Requests of a trace, in the form that routers and engines need.
+"""Requests of a trace, in the form that routers and engines need, and their course in a run.
 
 Chunks of the trace are the blocks of the caches, so a block has CHUNK_TOKENS tokens.
 """
@@ -6,13 +6,16 @@ Chunks of the trace are the blocks of the caches, so a block has CHUNK_TOKENS to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlane.app.engine.simulated.batch import BatchSequence
 from kvlane.app.routing.selection.policies.registry import POLICIES
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
 from kvlane.streams.request import NO_HINTS, Hints, Request, RouterParams, SessionControl
@@ -114,3 +117,37 @@ def schedule_arrivals(
         at_ms += np.random.default_rng(seed).uniform(0, pace.jitter_s * 1000, len(at_ms))
     order = np.argsort(at_ms, kind="stable").tolist()
     return [RequestArrival(float(at_ms[i]) / pace.speed, requests[i]) for i in order]
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """A simulated request; times in ms since the start, NEVER until they are known.
+
+    `router`: its number. `cached_tokens`: at its first admission. `predicted_ttft_ms`,
+    `predicted_itl_ms`: by its decision, 0 for none. `held`: its prefill worker and sequence there,
+    until the blocks are transferred.
+    """
+
+    request: TraceRequest
+    arrived_ms: float
+    router: int = 0
+    worker: str = ""
+    sent_ms: float = NEVER
+    first_token_ms: float = NEVER
+    last_token_ms: float = NEVER
+    cached_tokens: int = 0
+    predicted_ttft_ms: float = 0.0
+    predicted_itl_ms: float = 0.0
+    prefill_worker: str = ""
+    held: tuple[SimulatedWorker, BatchSequence] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.prompt.request.id
+
+
+def request_of(sequence: BatchSequence) -> SimulatedRequest:
+    """The request that a sequence runs for."""
+    simulated = sequence.key
+    assert isinstance(simulated, SimulatedRequest)
+    return simulated

@@ -24,7 +24,7 @@ from kvlane.app.local.deployment import (
     count_workers,
     deployment_parts,
 )
-from kvlane.app.local.http_probe import READY_POLL_S, HttpAnswer, http_get
+from kvlane.app.local.processes import READY_POLL_S, HttpAnswer, http_get
 from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name

@@ -5,7 +5,7 @@ follows. The content of files is on `file-parts` (`streams/reading/part_format.p
 
 Of two records of a job the one with the higher `fence` counts, then the one with more `writes`.
 Compaction keeps the last record of a key, so the partition's owner repeats the one that counts if
-another one is behind it (`app/batches/batch_view.py`). A removed key is never used again.
+another one is behind it (`app/batches/batch_log.py`). A removed key is never used again.
 """
 
 # ruff: noqa: RUF012 - msgspec gives each struct its own copy of an empty default

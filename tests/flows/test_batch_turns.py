@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvlane.app.batches.fair_turns import FairTurns
-from kvlane.app.batches.job_input import JobInput
-from kvlane.app.batches.job_prompts import WINDOW
+from kvlane.app.batches.job_prompts import WINDOW, JobInput
 from kvlane.app.batches.job_run import GRACE_S
 from kvlane.app.batches.job_runner import MAX_RUNNING, MAX_RUNS
 from kvlane.streams.memory.broker_faults import AppendFate

@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from kvlane.app.batches.batch_view import batch_key, file_key
+from kvlane.app.batches.batch_log import batch_key, file_key
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.routing.state.fleet import Fleet

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kvlane.app.percentiles import percentile
 from tests.harness.http_prober import probing
 from tests.harness.http_process import HttpProcess, http_process
 from tests.harness.key_files import KeyFileHarness
 from tests.harness.raw_http import Conversation, converse
+from workbench.bench.statistics import percentile
 
 IS_LONG = bool(os.environ.get("KVLANE_TEST_LONG"))
 FIRST = int(os.environ.get("KVLANE_TEST_SEED", "0"))

@@ -26,7 +26,6 @@ import pytest
 from kvlane.app.demo.expected_answers import AnswerOracle
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
-from kvlane.app.percentiles import percentile
 from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
@@ -37,6 +36,7 @@ from tests.harness.http_and_kafka_clients import CLOCK
 from tests.harness.topic_cleanup import delete_topics
 from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
 from workbench.bench.chaos.log_observer import LogObserver
+from workbench.bench.statistics import percentile
 
 ROOT = Path(__file__).resolve().parents[2]
 BEFORE = os.environ.get("KVLANE_TEST_UPGRADE_FROM", "3084ef4")

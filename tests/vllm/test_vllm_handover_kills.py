@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from kvlane.app.demo import demo_run, vllm_scenario
-from kvlane.app.demo.demo_environment import demo_environment
+from kvlane.app.demo.demo_session import demo_environment
+from kvlane.app.demo.policy_comparison import TracePrompt
 from kvlane.app.demo.tiny_model import BLOCK_SIZE, VOCABULARY_SIZE
-from kvlane.app.demo.trace_prompts import TracePrompt
 from kvlane.app.demo.vllm_scenario import MIN_COMPARED, MIN_HANDED_OVER, VllmScenario
 from kvlane.app.local.deployment import deployment_parts
 from kvlane.app.settings import Settings

@@ -46,3 +46,12 @@ def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> 
 def loop_delay_buckets(page: str) -> dict[float, float]:
     """Cumulative counts of the event loop delay in a page of metrics, by upper bound in seconds."""
     return {float(bound): float(count) for bound, count in _DELAY.findall(page)}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed; nan without values."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    place = -(-share * len(ordered) // 1)  # rounded up
+    return ordered[max(0, int(place) - 1)]

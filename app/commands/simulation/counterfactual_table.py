@@ -20,8 +20,8 @@ from kvlane.app.simulation.counterfactual import (
     recorded_metrics,
     simulate_recorded,
 )
-from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.indexer.precompile import compile_all
 
 RECORDED_ROW, REPLAYED_ROW = "as it happened", "decisions taken"

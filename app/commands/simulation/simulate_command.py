@@ -156,7 +156,7 @@ def simulate(
     """
     from kvlane.app.commands.simulation.report import Report
     from kvlane.app.perf_curves import PROFILES, curves_from
-    from kvlane.app.simulation.network_conditions import NetworkConditions
+    from kvlane.app.simulation.simulated_router import NetworkConditions
     from kvlane.app.simulation.simulation_runs import (
         PreparedTrace,
         SimulationRun,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvlane.app.access import quota
-from kvlane.app.batches import batch_view
+from kvlane.app.batches import batch_log
 from kvlane.app.http.batches import files_endpoint
 from kvlane.app.http.openai import stream_resume
 from kvlane.app.http.server import authentication
@@ -159,12 +159,12 @@ def files_count_at_each_gateway() -> Iterator[Replacement]:
 
 
 def batches_count_at_each_gateway() -> Iterator[Replacement]:
-    original = batch_view.BatchView._is_later
+    original = batch_log.BatchView._is_later
 
     def is_later(self: Any, source: Any, job: Any) -> bool:
         return original(self, source, msgspec.structs.replace(job, most_open=0))
 
-    yield batch_view.BatchView, "_is_later", is_later
+    yield batch_log.BatchView, "_is_later", is_later
 
 
 # --- readers -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most, none_of
-from kvlane.app.percentiles import percentile
+from workbench.bench.statistics import percentile
 
 SAMPLE_INTERVAL_S = 1.0
 """Time between two samples of the memory."""

@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most, figure, none_of
-from kvlane.app.percentiles import percentile
 from workbench.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFault
 from workbench.bench.chaos.load_generator import Conversation
 from workbench.bench.chaos.log_observer import ObservedRequest, WorkerLoss
+from workbench.bench.statistics import percentile
 
 ROUND_S = 10.0
 """The least time between the starts of two rounds."""

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import TransferSpeed
-from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import SimulationRun, result_row, run_timed
 from kvlane.app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
 from kvlane.app.simulation.trace_requests import ArrivalRate

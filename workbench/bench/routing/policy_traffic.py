@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.perf_curves import PROFILES, ProfileName
-from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import SimulationRun
 from kvlane.app.simulation.synthetic_traces import (
     LONG_ANSWERS,

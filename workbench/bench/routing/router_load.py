@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlane.app.local.processes import ManagedProcess
-from kvlane.app.percentiles import percentile
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import decode, encode, token_count, type_of
 from kvlane.streams.ids import RequestIds
@@ -30,6 +29,7 @@ from kvlane.streams.request import Request, StopConditions
 from kvlane.streams.topics import ASSIGNMENTS, KV_EVENTS, LEDGER, REQUESTS, lane_of
 from workbench.bench.process_usage import cpu_time_s
 from workbench.bench.routing.baseline_kafka import BareProducer
+from workbench.bench.statistics import percentile
 
 WORKERS = 64
 PROMPT_TOKENS = 2000

@@ -25,7 +25,6 @@ import aiohttp
 from kvlane.app.commands.simulation.report import Report, figure, none_of
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
-from kvlane.app.percentiles import percentile
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.settings import Settings
@@ -57,6 +56,7 @@ from workbench.bench.routing.router_views import (
     disagreements,
     parse_view,
 )
+from workbench.bench.statistics import percentile
 
 ENGINE_SETTINGS = {"engine_speedup": 0.25}
 """Slow enough for all processes to run on two cores: a token every 16 ms, and a tenth of a second

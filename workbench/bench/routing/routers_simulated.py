@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most
-from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
-from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
-from kvlane.app.simulation.trace_requests import ArrivalRate
+from kvlane.app.simulation.trace_requests import ArrivalRate, SimulatedRequest
 from kvlane.app.traces.mooncake_trace import read_trace
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, at_most, none_of
-from kvlane.app.percentiles import percentile
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import encode
@@ -25,6 +24,7 @@ from kvlane.streams.records import Chunk
 from kvlane.streams.responses.reply_reader import ReplyReader
 from kvlane.streams.topics import RESPONSES
 from workbench.bench.bench_environment import PrintLine, bench_environment
+from workbench.bench.statistics import percentile
 
 STREAM_CHUNKS = 50
 BATCH = 1000

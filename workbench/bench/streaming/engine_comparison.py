@@ -34,12 +34,10 @@ from tokenizers import Tokenizer
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.demo import tiny_model
-from kvlane.app.demo.demo_environment import DemoEnvironment, demo_environment
+from kvlane.app.demo.demo_session import DemoEnvironment, demo_environment
 from kvlane.app.demo.ledger_reader import LedgerDecisions, TimeErrors
 from kvlane.app.local.deployment import DeploymentPart
-from kvlane.app.local.http_probe import http_get
-from kvlane.app.local.processes import ManagedProcess, free_port, launch
-from kvlane.app.percentiles import percentile
+from kvlane.app.local.processes import ManagedProcess, free_port, http_get, launch
 from kvlane.app.settings import Settings
 from kvlane.app.simulation.synthetic_traces import (
     SHORT_BURSTS,
@@ -53,6 +51,7 @@ from kvlane.streams.brokers.broker_factory import obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import Clock
 from workbench.bench.bench_environment import BenchFailed, PrintLine
+from workbench.bench.statistics import percentile
 from workbench.bench.streaming.raw_http import metrics_page
 
 MODEL = "bench"

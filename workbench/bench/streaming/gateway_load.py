@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, at_least, at_most
 from kvlane.app.local.processes import ManagedProcess, free_port
-from kvlane.app.percentiles import percentile
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model import publish_folder
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
@@ -31,7 +30,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
-from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
+from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, percentile, spread
 from workbench.bench.streaming.raw_http import (
     HttpConnection,
     http_request,

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report
 from kvlane.app.local.processes import ManagedProcess, free_port, process_command
-from kvlane.app.percentiles import percentile
 from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import (
     BenchEnvironment,
@@ -27,7 +26,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
-from workbench.bench.statistics import spread
+from workbench.bench.statistics import percentile, spread
 from workbench.bench.streaming.mock_server import MODEL
 from workbench.bench.streaming.peer_process import PEER_PYTHON
 from workbench.bench.streaming.raw_http import (

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.local.processes import ManagedProcess, free_port
-from kvlane.app.percentiles import percentile
 from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import (
     BenchEnvironment,
@@ -26,7 +25,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
-from workbench.bench.statistics import spread
+from workbench.bench.statistics import percentile, spread
 from workbench.bench.streaming.raw_http import http_request, read_stream, wait_listening
 
 STREAMS = 100

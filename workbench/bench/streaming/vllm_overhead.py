@@ -36,7 +36,6 @@ from kvlane.app.engine.interface import (
 )
 from kvlane.app.engine.vllm.async_llm import VllmEngine
 from kvlane.app.engine.vllm.versions import check_plugin, installed_version
-from kvlane.app.percentiles import percentile
 from kvlane.app.preprocess.models.model_folder import read_folder
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.serving.worker_model import ModelPublisher
@@ -52,7 +51,7 @@ from kvlane.streams.records import Assignment, EngineConfig, Finished, RequestOf
 from kvlane.streams.request import Request, SamplingOptions, StopConditions
 from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
 from workbench.bench.bench_environment import BenchFailed, PrintLine, bench_environment
-from workbench.bench.statistics import spread
+from workbench.bench.statistics import percentile, spread
 
 TINY_STREAMS = (8,)
 STREAMS = (8, 64)

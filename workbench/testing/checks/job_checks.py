@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from kvlane.app.batches.batch_log import BatchView
 from kvlane.app.batches.batch_requests import request_id
-from kvlane.app.batches.batch_view import BatchView
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import LogRecord

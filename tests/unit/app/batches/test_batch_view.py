@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.app.batches.batch_view import BatchView, batch_key, file_key
+from kvlane.app.batches.batch_log import BatchView, batch_key, file_key
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_types.batch_records import (
     BatchCancel,

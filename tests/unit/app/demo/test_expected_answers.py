@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
-from kvlane.app.demo.trace_prompts import bundled_prompts, chunk_tokens
+from kvlane.app.demo.policy_comparison import bundled_prompts, chunk_tokens
 from kvlane.app.engine.simulated.text_generator import ExpectedAnswer
 from kvlane.app.settings import Settings
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS

@@ -12,11 +12,15 @@ import pytest
 from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
-from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import metrics_of
-from kvlane.app.simulation.simulated_request import SimulatedRequest
+from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulator import Simulator, new_simulator
-from kvlane.app.simulation.trace_requests import ArrivalRate, schedule_arrivals, trace_requests
+from kvlane.app.simulation.trace_requests import (
+    ArrivalRate,
+    SimulatedRequest,
+    schedule_arrivals,
+    trace_requests,
+)
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from tests.unit.app.simulation.test_trace_replay import SIMPLE
 from workbench.bench.routing.disagg import FLEETS, free_thresholds, thresholds

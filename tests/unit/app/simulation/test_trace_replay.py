@@ -17,10 +17,8 @@ from kvlane.app.routing.selection.decision import Decision, Rejection, Wait
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import select_worker
 from kvlane.app.simulation import simulated_worker
-from kvlane.app.simulation.network_conditions import NetworkConditions
 from kvlane.app.simulation.run_metrics import metrics_of
-from kvlane.app.simulation.simulated_request import SimulatedRequest
-from kvlane.app.simulation.simulated_router import SimulationFailed
+from kvlane.app.simulation.simulated_router import NetworkConditions, SimulationFailed
 from kvlane.app.simulation.simulated_worker import SimulatedWorker
 from kvlane.app.simulation.simulation_runs import (
     SIMULATED,
@@ -32,6 +30,7 @@ from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
 from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
+    SimulatedRequest,
     schedule_arrivals,
     trace_requests,
     uses_sessions,

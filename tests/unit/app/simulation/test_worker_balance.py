@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvlane.app.simulation.network_conditions import DEFAULT_CONDITIONS, NetworkConditions
+from kvlane.app.simulation.simulated_router import DEFAULT_CONDITIONS, NetworkConditions
 from kvlane.app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
 from kvlane.app.traces.mooncake_trace import TraceRow
 

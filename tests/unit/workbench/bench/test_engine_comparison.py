@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvlane.app.demo.demo_environment import demo_environment
+from kvlane.app.demo.demo_session import demo_environment
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from kvlane.app.percentiles import percentile
-from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
+from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, percentile, spread
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
