@@ -154,9 +154,9 @@ def up(
     With KVLANE_BOOTSTRAP_SERVERS set, and no `--port`, `--data` or `--ephemeral`, it uses that
     Kafka and starts only the rest. Ports: KVLANE_HTTP_PORT (8000), KVLANE_INDEXER_PORT (8090).
     """
-    from kvlane.app.up.data_folder import default_folder
-    from kvlane.app.up.up_run import UpOptions
-    from kvlane.app.up.up_run import run_up as run
+    from kvlane.app.local.data_folder import default_folder
+    from kvlane.app.local.up_run import UpOptions
+    from kvlane.app.local.up_run import run_up as run
 
     if data is not None and ephemeral:
         raise typer.BadParameter("give --data or --ephemeral, not both")

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
+from kvlane.app.local.data_folder import CannotStart, DataFolder, rotate_logs
 from kvlane.app.local.deployment import (
     PORT_FIELDS,
     STATUS_PORT_FIELD,
@@ -25,11 +26,10 @@ from kvlane.app.local.deployment import (
     deployment_parts,
 )
 from kvlane.app.local.processes import READY_POLL_S, HttpAnswer, http_get
+from kvlane.app.local.supervisor import BrokerSupervisor, ProcessSupervisor
 from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name
-from kvlane.app.up.data_folder import CannotStart, DataFolder, rotate_logs
-from kvlane.app.up.supervisor import BrokerSupervisor, ProcessSupervisor
 from kvlane.streams.brokers.broker import LOOPBACK, ReportLine, free_ports
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard

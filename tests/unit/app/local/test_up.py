@@ -15,17 +15,17 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlane.app import cli
+from kvlane.app.local.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
 from kvlane.app.local.deployment import count_workers, deployment_parts, part_settings
-from kvlane.app.settings import Settings
-from kvlane.app.up.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
-from kvlane.app.up.supervisor import (
+from kvlane.app.local.supervisor import (
     MAX_RESTART_PAUSE_S,
     STABLE_RUN_S,
     BrokerSupervisor,
     ProcessSupervisor,
     RestartBackoff,
 )
-from kvlane.app.up.up_run import UpOptions, assign_ports, check_ports, choose_broker, run_up
+from kvlane.app.local.up_run import UpOptions, assign_ports, check_ports, choose_broker, run_up
+from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker import Broker, KeptData
 from kvlane.streams.brokers.broker_factory import Kind
 from kvlane.streams.brokers.docker import DockerBroker, volume

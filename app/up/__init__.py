@@ -1,1 +1,0 @@
-"""The command `kvlane up`: a small persistent deployment on this machine."""
