@@ -17,8 +17,8 @@ from rich.console import Console
 
 from kvlane.app.demo.demo_session import demo_environment
 from kvlane.app.demo.scenario import DemoScenario
-from kvlane.app.local.deployment import DemoFailed, DeploymentPart, deployment_parts
-from kvlane.app.local.processes import free_port
+from kvlane.app.local.deployment import DeploymentPart, deployment_parts
+from kvlane.app.local.processes import DeploymentFailed, free_port
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, obtain_broker
 
@@ -48,7 +48,7 @@ def run_vllm_demo(
         installed_version()
         check_plugin()
     except EngineError as e:
-        raise DemoFailed(str(e)) from e
+        raise DeploymentFailed(str(e)) from e
     with _broker(settings, console, kind) as broker, vllm_scenario.temporary_folder() as folder:
         if broker.kind == "memory":  # several engines in this process: a forked child would keep
             os.environ[START_METHOD_VARIABLE] = "spawn"  # the resources of the others
@@ -84,7 +84,7 @@ def run_demo(
     """Run the demo and clean up; True when every text is correct.
 
     `prefill_workers`: of its workers; the others decode then. Raises BrokerUnavailable,
-    TopicMismatch, DemoFailed.
+    TopicMismatch, DeploymentFailed.
     """
     with _broker(settings, console, kind) as broker:
         parts = deployment_parts(DEMO_WORKERS, prefill_workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -14,21 +15,19 @@ from kvlane.app.demo import policy_comparison
 from kvlane.app.demo.ledger_reader import LedgerDecisions
 from kvlane.app.demo.policy_comparison import PolicyRun, RunTraceRequest, TracePrompt
 from kvlane.app.local.deployment import (
-    PORT_FIELDS,
-    STATUS_PORT_FIELD,
-    DemoFailed,
     DeploymentPart,
     InProcessDeployment,
     LocalDeployment,
     ProcessDeployment,
+    assign_ports,
     count_workers,
-    run_scenario,
+    part_url,
 )
+from kvlane.app.local.processes import DeploymentFailed
 from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings
 from kvlane.app.standalone import PROCESS_FACTORIES
-from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.client import Client
@@ -79,15 +78,9 @@ async def demo_environment(
         else:
             guard = ProcessGuard()
             cleanup.callback(guard.close)
-            ports = {"gateway-1": settings.http_port, "indexer-1": settings.indexer_port}
-            others = [part.name for part in parts if part.name not in ports]
-            ports |= zip(others, free_ports(len(others)), strict=True)
-            fields = {p.name: PORT_FIELDS.get(p.kind, STATUS_PORT_FIELD) for p in parts}
-            listening = [
-                p._replace(settings={**p.settings, fields[p.name]: ports[p.name]}) for p in parts
-            ]
-            urls = {name: f"http://{settings.http_host}:{port}" for name, port in ports.items()}
-            deployment = ProcessDeployment(listening, changes, guard, clock, status_urls=urls)
+            parts = assign_ports(settings.model_copy(update={"status_port": None}), parts)
+            urls = {part.name: part_url(settings, part) for part in parts}
+            deployment = ProcessDeployment(parts, changes, guard, clock, status_urls=urls)
             log = open_log(settings, "stage")
         try:
             await log.start()
@@ -126,17 +119,32 @@ class DemoSession:
         return self._clock.now() - self._began
 
     async def play(self, steps: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
-        """Start the deployment and run the steps. Raises DemoFailed when a process ends."""
+        """Start the deployment and run the steps. Raises DeploymentFailed when a process ends."""
         self._ctx.spawn("ledger", self._decisions.follow(await self._decisions.end_positions()))
         await self._fleet.start()
         self._since = self._fleet.next_epoch()
         async with self._client:
             await self._deployment.start()
-            return await run_scenario(self._deployment, steps(), self._clock)
+            playing = asyncio.create_task(steps())
+            watching = asyncio.create_task(self._watch())
+            try:
+                await asyncio.wait([playing, watching], return_when=asyncio.FIRST_COMPLETED)
+                return await (watching if watching.done() else playing)
+            finally:
+                playing.cancel()
+                watching.cancel()
+                await asyncio.gather(playing, watching, return_exceptions=True)
+
+    async def _watch(self) -> bool:
+        while True:
+            self._deployment.check()
+            await self._clock.sleep(0.5)
 
     async def wait_for_workers(self) -> None:
         if not await self._fleet.wait_ready(self._workers, self.ready_timeout_s, self._since):
-            raise DemoFailed(f"not all workers accept requests after {self.ready_timeout_s:g} s")
+            raise DeploymentFailed(
+                f"not all workers accept requests after {self.ready_timeout_s:g} s"
+            )
         await self._deployment.wait_ready(timeout_s=self.ready_timeout_s)
 
     async def replay(

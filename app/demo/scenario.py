@@ -22,7 +22,7 @@ from kvlane.app.demo.agent_scene import AgentCall, AgentTurn
 from kvlane.app.demo.demo_session import DemoEnvironment, DemoSession
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
 from kvlane.app.demo.policy_comparison import TRACE_SPEEDUP, TracePrompt, bundled_prompts
-from kvlane.app.local.deployment import DemoFailed
+from kvlane.app.local.processes import DeploymentFailed
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
 from kvlane.streams.prompt import Prompt
 
@@ -48,7 +48,7 @@ class DemoScenario(DemoSession):
         self.answers: list[DemoAnswer] = []
 
     async def run(self, prompts: Sequence[str]) -> bool:
-        """Run it; True when every text is correct. Raises DemoFailed when a process ends."""
+        """Run it; True when every text is correct. Raises DeploymentFailed when a process ends."""
         await self._oracle.load()
         url = f"http://{self._settings.http_host}:{self._settings.http_port}/v1"
         chat = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=ANSWER_S)
@@ -75,7 +75,9 @@ class DemoScenario(DemoSession):
                     break
             except openai.APIError:
                 if self._clock.now() > until:
-                    raise DemoFailed(f"the gateway has no model after {READY_S:g} s") from None
+                    raise DeploymentFailed(
+                        f"the gateway has no model after {READY_S:g} s"
+                    ) from None
             await self._clock.sleep(0.1)
         self._console.print(
             "a gateway, a preprocessor, a router, a collector, an indexer and "
@@ -238,7 +240,7 @@ class DemoScenario(DemoSession):
                 return
             except openai.APIError as e:
                 if self._clock.now() > until:
-                    raise DemoFailed(f"no scripted answer after {READY_S:g} s: {e}") from None
+                    raise DeploymentFailed(f"no scripted answer after {READY_S:g} s: {e}") from None
             await self._clock.sleep(0.1)
 
     def _check_answers(self) -> bool:

@@ -94,7 +94,7 @@ class VllmScenario(DemoSession):
     ready_timeout_s = READY_S
 
     async def run(self) -> bool:
-        """Run it. Raises DemoFailed when a process ends."""
+        """Run it. Raises DeploymentFailed when a process ends."""
         self._console.print(f"{self._workers_shown} with vLLM are starting", style="dim")
         return await self.play(self._steps)
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvlane.app.local.processes import (
     READY_POLL_S,
+    DeploymentFailed,
     ManagedProcess,
     http_get,
     launch,
     process_command,
 )
-from kvlane.app.operator_error import OperatorError
 from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle
 from kvlane.app.settings import Settings
+from kvlane.streams.brokers.broker import LOOPBACK, free_ports
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import Clock
 from kvlane.streams.memory.memory_broker import MemoryBroker
@@ -41,10 +43,6 @@ STATUS_PORT_FIELD = "status_port"
 SINGLE_KINDS = ("router", "indexer", "preprocessor", "collector", "gateway")
 
 
-class DemoFailed(OperatorError):
-    """A process does not work; the message has the reason."""
-
-
 class DeploymentPart(NamedTuple):
     """One process: its name, the kind of process it runs, and its own settings by field."""
 
@@ -56,6 +54,10 @@ class DeploymentPart(NamedTuple):
     def role(self) -> object:
         """The role of a worker; None: that of the common settings."""
         return self.settings.get("worker_role")
+
+    @property
+    def port_field(self) -> str:
+        return PORT_FIELDS.get(self.kind, STATUS_PORT_FIELD)
 
 
 def deployment_parts(workers: int, prefill_workers: int = 0) -> list[DeploymentPart]:
@@ -79,34 +81,70 @@ def count_workers(parts: Sequence[DeploymentPart]) -> str:
     return f"{words} ({prefill} prefill, {len(roles) - prefill} decode)"
 
 
+def assign_ports(settings: Settings, parts: Sequence[DeploymentPart]) -> list[DeploymentPart]:
+    """The parts, each with a port in its settings: the given one, else a free one. A given status
+    port is the router's."""
+    free = iter(free_ports(len(parts)))
+    listening = []
+    for part in parts:
+        has_given = part.kind in PORT_FIELDS or part.kind == "router"
+        port = (has_given and getattr(settings, part.port_field)) or next(free)
+        listening.append(part._replace(settings={**part.settings, part.port_field: port}))
+    return listening
+
+
+def part_url(settings: Settings, part: DeploymentPart) -> str:
+    """The address of a process with a port, for clients on this machine."""
+    host, port = settings.http_host, part.settings[part.port_field]
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)  # noqa: S104 - only compared
+    scheme = "http" if settings.http_tls_cert is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 def part_settings(part: DeploymentPart) -> dict[str, object]:
     """The settings of this process alone: its name, and its own."""
     return {"worker_id": part.name, "router_id": part.name, **part.settings}
 
 
-class LocalDeployment(Protocol):
+class LocalDeployment(ABC):
     """The processes of a deployment, started and stopped together."""
 
-    async def start(self, *names: str) -> None:
-        """Start the named processes, or all."""
+    def __init__(self, parts: Iterable[DeploymentPart]) -> None:
+        self.parts = {part.name: part for part in parts}
 
-    async def wait_ready(self, *names: str, timeout_s: float) -> None:
-        """Wait until the named processes, or all, are ready. Raises DemoFailed."""
-
-    async def kill(self, *names: str) -> None:
-        """End processes as kill -9 does."""
+    async def start(self, *names: str, changes: Mapping[str, Any] = NO_CHANGES) -> None:
+        """Start the named processes, or all, with changed settings."""
+        for name in names or self.parts:
+            await self._start(self.parts[name], changes)
 
     async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
         """Stop all processes of these kinds gracefully; start new ones with changed settings."""
+        names = [part.name for part in self.parts.values() if part.kind in kinds]
+        await self.stop(*names)
+        await self.start(*names, changes=changes)
 
+    @abstractmethod
+    async def _start(self, part: DeploymentPart, changes: Mapping[str, Any]) -> None:
+        """Start a process that does not run."""
+
+    @abstractmethod
+    async def wait_ready(self, *names: str, timeout_s: float) -> None:
+        """Wait until the named processes, or all, are ready. Raises DeploymentFailed."""
+
+    @abstractmethod
+    async def kill(self, *names: str) -> None:
+        """End processes as kill -9 does."""
+
+    @abstractmethod
     def check(self) -> None:
-        """Raise DemoFailed or ProcessFailed when a process ended that was not killed."""
+        """Raise DeploymentFailed when a process ended that was not killed."""
 
-    async def stop(self) -> object:
-        """Stop everything gracefully, and kill the processes that do not stop in time."""
+    @abstractmethod
+    async def stop(self, *names: str) -> object:
+        """Stop the named processes, or all, gracefully."""
 
 
-class ProcessDeployment:
+class ProcessDeployment(LocalDeployment):
     """A deployment of child processes. They end with the guard, however this process ends."""
 
     def __init__(
@@ -126,7 +164,7 @@ class ProcessDeployment:
         `/readyz` by process name; another process is ready when it has logged it.
         `command`: the module and arguments that run a kind of process.
         """
-        self.parts = {part.name: part for part in parts}
+        super().__init__(parts)
         self._settings = settings
         self._guard = guard
         self._clock = clock
@@ -136,9 +174,8 @@ class ProcessDeployment:
         self.processes: dict[str, ManagedProcess] = {}
         """Those that were started, and not ended from here."""
 
-    async def start(self, *names: str) -> None:
-        """Start the named processes, or all, at once; does not wait until they are ready."""
-        self.launch(*names or self.parts)
+    async def _start(self, part: DeploymentPart, changes: Mapping[str, Any]) -> None:
+        self.launch(part.name, changes=changes)
 
     async def wait_ready(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:
         until = self._clock.now() + timeout_s
@@ -146,7 +183,7 @@ class ProcessDeployment:
             while not await self._is_ready(name):
                 if self._clock.now() > until:
                     tail = self.processes[name].tail
-                    raise DemoFailed(f"{name} is not ready after {timeout_s:g} s:\n{tail}")
+                    raise DeploymentFailed(f"{name} is not ready after {timeout_s:g} s:\n{tail}")
                 await self._clock.sleep(READY_POLL_S)
 
     async def _is_ready(self, name: str) -> bool:
@@ -157,11 +194,6 @@ class ProcessDeployment:
     async def kill(self, *names: str) -> None:
         for name in names:
             self.processes.pop(name).kill()
-
-    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
-        names = [part.name for part in self.parts.values() if part.kind in kinds]
-        await self.stop(*names)
-        self.launch(*names, changes=changes)
 
     def take_exited(self) -> dict[str, int]:
         """The exit status of each process that ended since the last call; negative: a signal."""
@@ -201,8 +233,7 @@ class ProcessDeployment:
             part = self.parts[name]
             settings = {**self._settings, **part_settings(part), **changes}
             command, output = self._command(part.kind), self.output_file(name)
-            child = launch(self._guard, name, command, settings, output, folder)
-            self.processes[name] = child
+            self.processes[name] = launch(self._guard, name, command, settings, output, folder)
 
     def output_file(self, name: str) -> Path:
         return self._logs / f"{name}.log"
@@ -211,7 +242,7 @@ class ProcessDeployment:
 ProcessFactory = Callable[[Log, Settings, ProcessContext], ProcessLifecycle]
 
 
-class InProcessDeployment:
+class InProcessDeployment(LocalDeployment):
     """A deployment inside this process, each part with its own connection to the log in memory."""
 
     def __init__(
@@ -223,47 +254,14 @@ class InProcessDeployment:
         rng: random.Random,
     ) -> None:
         """`builds` constructs a process of each kind."""
-        self._parts = {part.name: part for part in parts}
+        super().__init__(parts)
         self._builds = builds
         self._settings = settings
         self._broker = broker
         self._rng = rng
         self._running: dict[str, tuple[MemoryLog, ProcessContext, ProcessLifecycle]] = {}
 
-    async def start(self, *names: str) -> None:
-        """Start the processes one after the other; returns when all are ready."""
-        for name in names or self._parts:
-            await self._launch(self._parts[name], NO_CHANGES)
-
-    async def wait_ready(self, *names: str, timeout_s: float) -> None:
-        """Nothing to wait for: a process that was started is ready."""
-
-    async def kill(self, *names: str) -> None:
-        """Cut their connections at once, and cancel their tasks."""
-        for name in names:
-            log, ctx, _ = self._running.pop(name)
-            log.kill()
-            await ctx.cancel_tasks()
-
-    async def restart(self, kinds: Collection[str], changes: Mapping[str, Any]) -> None:
-        parts = [part for part in self._parts.values() if part.kind in kinds]
-        ending = [self._running.pop(part.name) for part in parts if part.name in self._running]
-        await asyncio.gather(*(_ended(*running) for running in ending))
-        for part in parts:
-            await self._launch(part, changes)
-
-    def check(self) -> None:
-        for name, (_, ctx, _) in self._running.items():
-            if ctx.error is not None:
-                raise DemoFailed(f"{name} failed: {ctx.error!r}")
-
-    async def stop(self) -> None:
-        """Stop the processes in reverse order; workers drain last."""
-        while self._running:
-            _, running = self._running.popitem()
-            await _ended(*running)
-
-    async def _launch(self, part: DeploymentPart, changes: Mapping[str, Any]) -> None:
+    async def _start(self, part: DeploymentPart, changes: Mapping[str, Any]) -> None:
         name = part.name
         log = MemoryLog(self._broker, name)
         ctx = ProcessContext(name, self._broker.clock, random.Random(self._rng.random()))
@@ -273,6 +271,29 @@ class InProcessDeployment:
         await log.start()
         await process.start()
 
+    async def wait_ready(self, *names: str, timeout_s: float) -> None:
+        """Nothing to wait for: `start` returns when its processes are ready."""
+
+    async def kill(self, *names: str) -> None:
+        """Cut their connections at once, and cancel their tasks."""
+        for name in names:
+            log, ctx, _ = self._running.pop(name)
+            log.kill()
+            await ctx.cancel_tasks()
+
+    def check(self) -> None:
+        for name, (_, ctx, _) in self._running.items():
+            if ctx.error is not None:
+                raise DeploymentFailed(f"{name} failed: {ctx.error!r}")
+
+    async def stop(self, *names: str) -> None:
+        """Stop the named processes together, or all in reverse order: workers drain last."""
+        ending = [self._running.pop(name) for name in names if name in self._running]
+        await asyncio.gather(*(_ended(*running) for running in ending))
+        while self._running and not names:
+            _, running = self._running.popitem()
+            await _ended(*running)
+
 
 async def _ended(log: MemoryLog, ctx: ProcessContext, process: ProcessLifecycle) -> None:
     try:
@@ -281,24 +302,3 @@ async def _ended(log: MemoryLog, ctx: ProcessContext, process: ProcessLifecycle)
     finally:
         await ctx.cancel_tasks()
         await log.close()
-
-
-async def run_scenario(
-    parts: LocalDeployment, scenario: Coroutine[Any, Any, bool], clock: Clock
-) -> bool:
-    """Run a scenario while its processes run. Raises DemoFailed when a process ends."""
-    playing = asyncio.create_task(scenario)
-    watching = asyncio.create_task(_watch(parts, clock))
-    try:
-        await asyncio.wait([playing, watching], return_when=asyncio.FIRST_COMPLETED)
-        return await (watching if watching.done() else playing)
-    finally:
-        playing.cancel()
-        watching.cancel()
-        await asyncio.gather(playing, watching, return_exceptions=True)
-
-
-async def _watch(parts: LocalDeployment, clock: Clock) -> bool:
-    while True:
-        parts.check()
-        await clock.sleep(0.5)

@@ -30,8 +30,8 @@ READY_LINE = " is ready\n"
 """End of the line that every process logs when it has started."""
 
 
-class ProcessFailed(OperatorError):
-    """A process ended by itself; the message has its last lines."""
+class DeploymentFailed(OperatorError):
+    """A process does not work; the message has the reason, or its last lines."""
 
 
 def free_port() -> int:
@@ -78,9 +78,9 @@ class ManagedProcess:
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
 
     def check(self) -> None:
-        """Raises ProcessFailed when it has ended."""
+        """Raises DeploymentFailed when it has ended."""
         if (status := self.status) is not None:
-            raise ProcessFailed(f"{self.name} ended with status {status}:\n{self.tail}")
+            raise DeploymentFailed(f"{self.name} ended with status {status}:\n{self.tail}")
 
     def kill(self) -> None:
         """SIGKILL, and wait."""

@@ -22,15 +22,17 @@ from kvlane.app.local.deployment import (
     STATUS_PORT_FIELD,
     DeploymentPart,
     ProcessDeployment,
+    assign_ports,
     count_workers,
     deployment_parts,
+    part_url,
 )
 from kvlane.app.local.processes import READY_POLL_S, HttpAnswer, http_get
 from kvlane.app.local.supervisor import BrokerSupervisor, ProcessSupervisor
 from kvlane.app.local.worker_observer import WorkerObserver
 from kvlane.app.runtime.process import ProcessContext, open_log
 from kvlane.app.settings import Settings, variable_name
-from kvlane.streams.brokers.broker import LOOPBACK, ReportLine, free_ports
+from kvlane.streams.brokers.broker import LOOPBACK, ReportLine
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, KeptData, obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import SystemClock
@@ -133,19 +135,6 @@ def check_ports(settings: Settings, broker_port: int, within_s: float = PORT_REL
         time.sleep(0.1)
 
 
-def assign_ports(settings: Settings, parts: Sequence[DeploymentPart]) -> dict[str, tuple[str, int]]:
-    """The setting and the port that each process listens on, by process name. A given status port
-    is the router's; the other processes get free ones."""
-    fields = {part.name: PORT_FIELDS.get(part.kind, STATUS_PORT_FIELD) for part in parts}
-    given = {
-        part.name: getattr(settings, fields[part.name])
-        for part in parts
-        if part.kind in PORT_FIELDS or part.kind == "router"
-    }
-    free = iter(free_ports(len(parts)))
-    return {name: (field, given.get(name) or next(free)) for name, field in fields.items()}
-
-
 def _is_free(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -170,8 +159,7 @@ class _Deployment:
         self._broker = broker
         self._folder = folder
         self._report = say
-        self._parts = parts
-        self._ports = assign_ports(self._settings, self._parts)
+        self._parts = assign_ports(settings, parts)
         self._workers = [part.name for part in self._parts if part.kind == "worker"]
         self._clock = SystemClock()
         self._ctx = ProcessContext("up", self._clock)
@@ -222,7 +210,7 @@ class _Deployment:
             self._ctx.spawn(
                 "broker", BrokerSupervisor(self._broker, self._clock, self._print).watch()
             )
-            urls = {name: self._url(port) for name, (_, port) in self._ports.items()}
+            urls = {part.name: part_url(s, part) for part in self._parts}
             await self._wait_ready(
                 ReadinessCheck(workers, self._workers, workers.next_epoch(), urls)
             )
@@ -242,10 +230,8 @@ class _Deployment:
         )
         cleanup.push_async_callback(asyncio.to_thread, guard.close)
         servers = {"bootstrap_servers": s.bootstrap_servers}
-        ports = {name: {field: port} for name, (field, port) in self._ports.items()}
-        listening = [p._replace(settings={**p.settings, **ports[p.name]}) for p in self._parts]
         self._logs = guard.directory if folder is None else folder.new_logs()
-        parts = ProcessDeployment(listening, servers, guard, self._clock, logs=self._logs)
+        parts = ProcessDeployment(self._parts, servers, guard, self._clock, logs=self._logs)
         cleanup.push_async_callback(parts.stop)
         return parts
 
@@ -299,12 +285,6 @@ class _Deployment:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(rotate_logs, self._logs)
             await self._clock.sleep(LOG_ROTATION_S)
-
-    def _url(self, port: int) -> str:
-        host = self._settings.http_host
-        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)  # noqa: S104 - only compared
-        scheme = "http" if self._settings.http_tls_cert is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _with_role(part: DeploymentPart) -> str:

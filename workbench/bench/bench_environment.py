@@ -118,7 +118,7 @@ class BenchEnvironment:
     async def wait_ready(
         self, process: ManagedProcess, timeout_s: float = READY_TIMEOUT_S, poll_s: float = POLL_S
     ) -> None:
-        """Wait until a process has started. Raises BenchFailed, ProcessFailed."""
+        """Wait until a process has started. Raises BenchFailed, DeploymentFailed."""
         await self.wait_until(lambda: process.has_started, process, timeout_s, poll_s)
 
     async def wait_until(
@@ -128,7 +128,10 @@ class BenchEnvironment:
         timeout_s: float = READY_TIMEOUT_S,
         poll_s: float = POLL_S,
     ) -> None:
-        """Wait for a condition that a process brings about. Raises BenchFailed, ProcessFailed."""
+        """Wait for a condition that a process brings about.
+
+        Raises BenchFailed, DeploymentFailed.
+        """
         deadline = self.clock.now() + timeout_s
         while not condition():
             process.check()

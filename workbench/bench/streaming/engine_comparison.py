@@ -135,7 +135,7 @@ async def bench_engines(
     progress: Callable[[float], None],
 ) -> Report:
     """Run it with `servers` servers and `rate` requests a second. Raises BenchFailed,
-    BrokerUnavailable, ProcessFailed."""
+    BrokerUnavailable, DeploymentFailed."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvlane-bench-")))
         guard = ProcessGuard()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlane.app.local.processes import ManagedProcess, ProcessFailed, launch
+from kvlane.app.local.processes import DeploymentFailed, ManagedProcess, launch
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import SystemClock
 from workbench.bench.cpu_limit import limit_cpu
@@ -35,7 +35,7 @@ def test_process_that_ended_fails_its_check_with_its_status_and_last_lines(
     arguments = ["timeit", "-n", "x"]
     process = launch(guard, "p", arguments, {}, guard.directory / "p.log")
     wait_ended(process)
-    with pytest.raises(ProcessFailed, match=r"p ended with status 1:\n(.|\n)*invalid literal"):
+    with pytest.raises(DeploymentFailed, match=r"p ended with status 1:\n(.|\n)*invalid literal"):
         process.check()
 
 

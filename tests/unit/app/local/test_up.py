@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvlane.app import cli
 from kvlane.app.local.data_folder import MAX_LOG_BYTES, CannotStart, DataFolder, rotate_logs
-from kvlane.app.local.deployment import count_workers, deployment_parts, part_settings
+from kvlane.app.local.deployment import assign_ports, count_workers, deployment_parts, part_settings
 from kvlane.app.local.supervisor import (
     MAX_RESTART_PAUSE_S,
     STABLE_RUN_S,
@@ -24,7 +25,7 @@ from kvlane.app.local.supervisor import (
     ProcessSupervisor,
     RestartBackoff,
 )
-from kvlane.app.local.up_run import UpOptions, assign_ports, check_ports, choose_broker, run_up
+from kvlane.app.local.up_run import UpOptions, check_ports, choose_broker, run_up
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker import Broker, KeptData
 from kvlane.streams.brokers.broker_factory import Kind
@@ -266,13 +267,14 @@ def test_taken_ports_are_named_with_their_variables() -> None:
 
 
 def test_every_process_listens_on_a_port_of_its_own() -> None:
-    parts = deployment_parts(2)
-    ports = assign_ports(Settings(http_port=8000, indexer_port=0, status_port=9100), parts)
-    assert len({port for _, port in ports.values()}) == len(parts)
-    assert ports["gateway-1"] == ("http_port", 8000)
-    assert ports["router-1"] == ("status_port", 9100)
-    assert ports["worker-1"][0] == ports["preprocessor-1"][0] == "status_port"
-    assert ports["indexer-1"][0] == "indexer_port"
+    settings = Settings(http_port=8000, indexer_port=0, status_port=9100)
+    parts = assign_ports(settings, deployment_parts(2))
+    own = {part.name: dict(part.settings) for part in parts}
+    assert len({*chain(*(settings.values() for settings in own.values()))}) == len(parts)
+    assert own["gateway-1"] == {"http_port": 8000}
+    assert own["router-1"] == {"status_port": 9100}
+    assert [*own["worker-1"]] == [*own["preprocessor-1"]] == ["status_port"]
+    assert [*own["indexer-1"]] == ["indexer_port"]
 
 
 def test_prefill_workers_are_the_first_ones_and_the_others_decode() -> None:
