@@ -18,16 +18,15 @@ from typer.core import TyperGroup
 from kvlane.app.commands import (
     audit_commands,
     batch_commands,
-    capture_commands,
     dead_letter_commands,
     key_commands,
     local_commands,
     request_commands,
+    simulate_command,
     size_command,
     topic_commands,
 )
 from kvlane.app.commands.console import escape_lines
-from kvlane.app.commands.simulation import simulate_command
 
 
 class _Commands(TyperGroup):
@@ -86,7 +85,7 @@ app.command()(request_commands.cancel)
 app.command()(audit_commands.explain)
 app.command()(audit_commands.replay)
 app.command(context_settings={"ignore_unknown_options": True})(audit_commands.verify_decisions)
-app.command()(capture_commands.capture)
+app.command()(audit_commands.capture)
 app.command()(simulate_command.simulate)
 app.command()(size_command.size)
 app.add_typer(batch_commands.app, name="batch")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import category
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -69,6 +70,12 @@ def require_matplotlib(plot: Path | None) -> None:
     """Raises BadParameter before the work, and not after it, when matplotlib is missing."""
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter(f"--plot needs matplotlib: {install_hint('plot')}")
+
+
+def write_json(file: Path | None, value: Any) -> None:
+    """Write a value to the file of option --json, where it is given."""
+    if file is not None:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 def format_value(value: Any) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from kvlane.app.commands import console as screen
 from kvlane.app.settings import Settings, settings_for_writing
+from kvlane.streams.clock import SystemClock
 
 if TYPE_CHECKING:
     from kvlane.app.audit.dead_letter_retry import DeadLetterRecord
@@ -65,9 +66,7 @@ def list_letters(
         console.print(table)
     shown = f", showing the newest {len(found)}" if count > len(found) else ""
     console.print(f"{count} dead letters{shown}", style="dim")
-    if json is not None:
-        rows = [letter._replace(value=None)._asdict() for letter in found]
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+    screen.write_json(json, [letter._replace(value=None)._asdict() for letter in found])
 
 
 @app.command()
@@ -100,7 +99,6 @@ def retry(
 async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], int]:
     from kvlane.app.audit.dead_letter_retry import list_dead_letters
     from kvlane.app.commands import kafka_client
-    from kvlane.streams.clock import SystemClock
 
     def wanted(letter: DeadLetter) -> bool:
         return letter.origin_topic.startswith(topic) and reason in letter.reason
@@ -113,7 +111,6 @@ async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], 
 async def _show(name: str) -> None:
     from kvlane.app.audit import dead_letter_retry
     from kvlane.app.commands import kafka_client
-    from kvlane.streams.clock import SystemClock
     from kvlane.streams.errors import RecordError
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-dead-letters") as log:
@@ -140,7 +137,6 @@ async def _show(name: str) -> None:
 async def _retry(names: Sequence[str]) -> int:
     from kvlane.app.audit import dead_letter_retry
     from kvlane.app.commands import kafka_client
-    from kvlane.streams.clock import SystemClock
 
     refused = 0
     async with kafka_client.connect_kafka(settings_for_writing(), "kvlane-dead-letters") as log:

@@ -12,6 +12,7 @@ import typer
 
 from kvlane.app.commands.console import escape_control, escape_lines
 from kvlane.app.settings import Settings, settings_for_writing
+from kvlane.streams.clock import SystemClock
 from kvlane.streams.record_base import ServiceClass
 
 CHECK_AFTER_S = 3.0
@@ -143,7 +144,6 @@ async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> 
     from kvlane.app.audit.unknown_ids import explain_unknown, is_published
     from kvlane.app.commands import kafka_client
     from kvlane.streams.client import STREAM_TIMEOUT_S, Client
-    from kvlane.streams.clock import SystemClock
     from kvlane.streams.errors import NotFound, PositionLost
 
     clock, seen, name = SystemClock(), asyncio.Event(), escape_control(request_id)

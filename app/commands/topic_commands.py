@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvlane.app.commands.console import plain_table
 from kvlane.app.settings import Settings, settings_for_writing
+from kvlane.streams.clock import SystemClock
 from kvlane.streams.topics import AclRule, required_acls
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
 
 async def _skip(topic: str, partition: int, offset: int) -> int:
     from kvlane.app.commands.kafka_client import connect_kafka
-    from kvlane.streams.clock import SystemClock
     from kvlane.streams.ports import Partition
     from kvlane.streams.reading.decoding import write_skip
 

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvlane.app.cli import app
-from kvlane.app.commands.simulation.report import Report, Threshold
 from kvlane.app.text.byte_level import encode_bytes as tokens_of
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import encode
@@ -18,6 +17,7 @@ from kvlane.streams.memory.memory_broker import MemoryBroker
 from kvlane.streams.records import Chunk, End
 from kvlane.streams.topics import PROMPTS, RESPONSES, lane_of
 from tests.harness.memory_commands import connect_commands
+from workbench.bench.report import Report, Threshold
 
 COMMANDS = [
     [], ["demo"], ["up"], ["publish"], ["follow"], ["cancel"], ["settings"], ["asyncapi"],

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvlane.app.cli import app
-from kvlane.app.commands.simulation.report import Report, Threshold
+from workbench.bench.report import Report, Threshold
 
 
 def simulate(*arguments: str) -> Result:

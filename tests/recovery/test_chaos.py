@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvlane.app.commands.simulation.report import Report
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker
 from tests.harness.topic_cleanup import delete_topics
 from workbench.bench.chaos.backlog_drain import BacklogScale, bench_backlog
 from workbench.bench.chaos.chaos_run import ChaosScale, bench_chaos, read_rounds
+from workbench.bench.report import Report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

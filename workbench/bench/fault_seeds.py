@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, none_of
 from workbench.bench.process_pool import process_pool
+from workbench.bench.report import Report, none_of
 
 
 class SeedResult(NamedTuple):

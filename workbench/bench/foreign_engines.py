@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import NetworkConditions
@@ -24,6 +23,7 @@ from kvlane.app.simulation.simulation_runs import SimulationRun
 from kvlane.app.simulation.synthetic_traces import NAME_PREFIX, SHORT_PROMPTS, TraceSize
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.indexer.precompile import compile_all
+from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.routing.policy_scenarios import OWN_POLICY, WARM_UP_PER_WORKER, ScenarioRun
 from workbench.bench.routing.policy_simulation import TraceSet, run_all
 from workbench.bench.routing.result_cache import ResultCache

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most, figure
 from kvlane.app.local.processes import ManagedProcess, process_command
 from kvlane.app.settings import Settings
 from kvlane.indexer.block_keys import prompt_keys
@@ -30,6 +29,7 @@ from kvlane.streams.records import EngineConfig
 from kvlane.streams.topics import DEFAULT_LANES, REQUESTS
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.process_usage import cpu_time_s, resident_bytes
+from workbench.bench.report import Report, Threshold, at_most, figure
 from workbench.bench.routing.baseline_kafka import BareProducer
 from workbench.bench.routing.decision_latency import (
     SECRET,

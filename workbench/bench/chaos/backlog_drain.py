@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from kvlane.app.commands.simulation.report import Report
 from kvlane.app.demo.expected_answers import AnswerOracle
 from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings
@@ -73,6 +72,7 @@ from workbench.bench.chaos.impact import ROUND_S
 from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
 from workbench.bench.process_group import PROCESS_KINDS, ProcessGroup
 from workbench.bench.process_usage import resident_bytes
+from workbench.bench.report import Report
 
 WORKERS = 3
 PROCESS_SETTINGS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most, none_of
+from workbench.bench.report import Report, Threshold, at_least, at_most, none_of
 from workbench.bench.statistics import percentile
 
 SAMPLE_INTERVAL_S = 1.0

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvlane.app.commands.simulation.report import Report
 from kvlane.app.demo.expected_answers import AnswerOracle
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
@@ -45,6 +44,7 @@ from workbench.bench.chaos.load_generator import Conversation, LoadGenerator
 from workbench.bench.chaos.log_observer import LogObserver
 from workbench.bench.process_group import PROCESS_KINDS as PARTS
 from workbench.bench.process_group import ProcessGroup
+from workbench.bench.report import Report
 
 CLUSTER_BROKERS = 3
 CLUSTER_LANES = 6

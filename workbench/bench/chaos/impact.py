@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most, figure, none_of
 from workbench.bench.chaos.fault_injection import BROKER_FAULTS, ROLLING, InjectedFault
 from workbench.bench.chaos.load_generator import Conversation
 from workbench.bench.chaos.log_observer import ObservedRequest, WorkerLoss
+from workbench.bench.report import Report, Threshold, at_most, figure, none_of
 from workbench.bench.statistics import percentile
 
 ROUND_S = 10.0

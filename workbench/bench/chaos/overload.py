@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most, none_of
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
 from kvlane.app.local.processes import free_port
 from kvlane.app.settings import Settings
@@ -27,6 +26,7 @@ from kvlane.streams.clock import Clock
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.chaos.chaos_run import deployment_processes
 from workbench.bench.process_group import ProcessGroup
+from workbench.bench.report import Report, Threshold, at_most, none_of
 from workbench.bench.statistics import percentile
 from workbench.bench.streaming.raw_http import http_request, wait_listening
 

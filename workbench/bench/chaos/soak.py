@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most, none_of
 from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import PrintLine, bench_environment
 from workbench.bench.chaos.chaos_run import ChaosDeployment, ChaosScale, chaos_deployment
 from workbench.bench.process_group import ProcessGroup
 from workbench.bench.process_usage import cpu_time_s
+from workbench.bench.report import Report, Threshold, at_most, none_of
 from workbench.bench.statistics import percentile
 
 PARTS = 4

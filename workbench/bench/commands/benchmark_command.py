@@ -14,7 +14,7 @@ from kvlane.app.commands import console as screen
 from kvlane.app.settings import Settings
 
 if TYPE_CHECKING:
-    from kvlane.app.commands.simulation.report import Report
+    from workbench.bench.report import Report
 
 Callback = Callable[[Any], None]
 RunBenchmark = Callable[[Callback, Callback], Coroutine[Any, Any, "Report"]]

@@ -21,7 +21,7 @@ from workbench.bench.commands.benchmark_command import (
 )
 
 if TYPE_CHECKING:
-    from kvlane.app.commands.simulation.report import Report
+    from workbench.bench.report import Report
 
 app = typer.Typer()
 

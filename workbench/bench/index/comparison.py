@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlane.app.commands.simulation.report import Threshold, at_least
 from workbench.bench.index.index_workload import IndexSetup
+from workbench.bench.report import Threshold, at_least
 
 OUR_INDEX = "ours"
 LESS_IS_BETTER = frozenset({"us", "B"})

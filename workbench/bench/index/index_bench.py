@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most, machine_info
+from kvlane.app.commands.simulation_report import machine_info
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE
 from kvlane.indexer.block_hashes import local_hashes
 from workbench.bench.bench_environment import PrintLine
@@ -54,6 +54,7 @@ from workbench.bench.index.peers import (
     load_crate,
 )
 from workbench.bench.index.record_rates import record_rates
+from workbench.bench.report import Report, Threshold, at_least, at_most
 
 BYTES_PER_PAIR_LIMIT = 36.0
 RECORD_BLOCKS = (128, 1024, 8192)

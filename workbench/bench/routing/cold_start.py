@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlane.app.commands.simulation.report import Report, at_most, none_of
 from kvlane.app.local.processes import ManagedProcess, free_port, process_command
 from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
@@ -34,6 +33,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
+from workbench.bench.report import Report, at_most, none_of
 from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, spread
 from workbench.bench.streaming.raw_http import metrics_page
 

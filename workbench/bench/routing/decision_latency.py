@@ -22,7 +22,6 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvlane.app.commands.simulation.report import Report, Threshold
 from kvlane.app.routing.queueing.joint_planning import PlanningContext, plan_uniform, uniform_groups
 from kvlane.app.routing.queueing.pending import PendingRequest, ReservedRequests
 from kvlane.app.routing.selection.decision import Decision, Placement, Reservation, RoutingState
@@ -56,6 +55,7 @@ from kvlane.streams.records import (
 )
 from kvlane.streams.request import Request
 from workbench.bench.bench_environment import PrintLine
+from workbench.bench.report import Report, Threshold
 from workbench.bench.routing import cost_reference
 
 NOW_MS = 1_000_000

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import TransferSpeed
 from kvlane.app.simulation.run_metrics import RunMetrics
@@ -27,6 +26,7 @@ from kvlane.app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine
+from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.routing.policy_scenarios import (
     OWN_POLICY,
     PUBLISHED_TOLERANCE,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_least, at_most
 from kvlane.app.simulation.batch_work import MODES
 from kvlane.app.simulation.mixed_runs import (
     Mix,
@@ -23,6 +22,7 @@ from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine
+from workbench.bench.report import Report, Threshold, at_least, at_most
 
 MAX_TTFT, MAX_ITL, MIN_IDLE_SHARE, MAX_RECOMPUTED = 1.05, 1.10, 0.85, 0.05
 

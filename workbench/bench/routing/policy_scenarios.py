@@ -19,7 +19,6 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from kvlane.app.commands.simulation.report import Threshold, at_least, at_most
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.selection.policies.registry import SIMULATED
 from kvlane.app.simulation.run_metrics import RunMetrics
@@ -27,6 +26,7 @@ from kvlane.app.simulation.simulated_router import DEFAULT_CONDITIONS, NetworkCo
 from kvlane.app.simulation.simulation_runs import SimulationRun
 from kvlane.app.simulation.synthetic_traces import NAME_PREFIX
 from kvlane.app.simulation.trace_requests import ArrivalRate
+from workbench.bench.report import Threshold, at_least, at_most
 
 REQUESTS = 12_031
 CONVERSATION = "conversation"

@@ -19,7 +19,6 @@ from concurrent.futures import as_completed
 from functools import cache
 from pathlib import Path
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_least
 from kvlane.app.simulation.simulation_runs import (
     PreparedTrace,
     SimulationRun,
@@ -32,6 +31,7 @@ from kvlane.app.traces.mooncake_trace import InvalidTrace, TraceRow, read_trace
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine
 from workbench.bench.process_pool import process_pool
+from workbench.bench.report import Report, Threshold, at_least
 from workbench.bench.routing.policy_scenarios import (
     CONVERSATION,
     REQUESTS,

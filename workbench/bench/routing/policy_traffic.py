@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.perf_curves import PROFILES, ProfileName
 from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import NetworkConditions
@@ -29,6 +28,7 @@ from kvlane.app.simulation.synthetic_traces import (
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine
+from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.routing.policy_scenarios import (
     DYNAMO_POLICIES,
     OWN_POLICY,

@@ -27,14 +27,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import (
-    Report,
-    Threshold,
-    at_least,
-    at_most,
-    figure,
-    none_of,
-)
 from kvlane.app.local.processes import ManagedProcess, process_command
 from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
@@ -44,6 +36,7 @@ from kvlane.streams.records import Assignment, EngineConfig
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.cpu_limit import limit_cpu
 from workbench.bench.cpu_profile import ProfiledProcess
+from workbench.bench.report import Report, Threshold, at_least, at_most, figure, none_of
 from workbench.bench.routing.baseline_kafka import BareProducer
 from workbench.bench.routing.router_load import (
     IN_FLIGHT,

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import aiohttp
 
-from kvlane.app.commands.simulation.report import Report, figure, none_of
 from kvlane.app.local.deployment import DeploymentPart
 from kvlane.app.local.processes import free_port
 from kvlane.app.routing.state.kv_index import KvIndexView
@@ -48,6 +47,7 @@ from workbench.bench.bursty_workload import (
 )
 from workbench.bench.collisions import ConcurrentDecisions, find_concurrent
 from workbench.bench.process_group import ProcessGroup
+from workbench.bench.report import Report, figure, none_of
 from workbench.bench.routing.router_views import (
     ReferenceState,
     RouterView,

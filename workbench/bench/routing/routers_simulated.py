@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
@@ -22,6 +21,7 @@ from kvlane.app.simulation.trace_requests import ArrivalRate, SimulatedRequest
 from kvlane.app.traces.mooncake_trace import read_trace
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine
+from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.routing.policy_scenarios import ARRIVAL_JITTER_S, OWN_POLICY
 from workbench.bench.routing.policy_simulation import TRACE_MISSING
 

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, at_most, none_of
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import encode
@@ -24,6 +23,7 @@ from kvlane.streams.records import Chunk
 from kvlane.streams.responses.reply_reader import ReplyReader
 from kvlane.streams.topics import RESPONSES
 from workbench.bench.bench_environment import PrintLine, bench_environment
+from workbench.bench.report import Report, at_most, none_of
 from workbench.bench.statistics import percentile
 
 STREAM_CHUNKS = 50

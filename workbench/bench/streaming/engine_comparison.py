@@ -32,7 +32,6 @@ import aiohttp
 import msgspec
 from tokenizers import Tokenizer
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.demo import tiny_model
 from kvlane.app.demo.demo_session import DemoEnvironment, demo_environment
 from kvlane.app.demo.ledger_reader import LedgerDecisions, TimeErrors
@@ -51,6 +50,7 @@ from kvlane.streams.brokers.broker_factory import obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
 from kvlane.streams.clock import Clock
 from workbench.bench.bench_environment import BenchFailed, PrintLine
+from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.statistics import percentile
 from workbench.bench.streaming.raw_http import metrics_page
 

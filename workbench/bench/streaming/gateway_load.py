@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, at_least, at_most
 from kvlane.app.local.processes import ManagedProcess, free_port
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.model import publish_folder
@@ -30,6 +29,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
+from workbench.bench.report import Report, at_least, at_most
 from workbench.bench.statistics import histogram_quantile, loop_delay_buckets, percentile, spread
 from workbench.bench.streaming.raw_http import (
     HttpConnection,

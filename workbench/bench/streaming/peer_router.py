@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report
 from kvlane.app.local.processes import ManagedProcess, free_port, process_command
 from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import (
@@ -26,6 +25,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
+from workbench.bench.report import Report
 from workbench.bench.statistics import percentile, spread
 from workbench.bench.streaming.mock_server import MODEL
 from workbench.bench.streaming.peer_process import PEER_PYTHON

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold, at_most
 from kvlane.app.local.processes import ManagedProcess, free_port
 from kvlane.app.settings import Settings
 from workbench.bench.bench_environment import (
@@ -25,6 +24,7 @@ from workbench.bench.bench_environment import (
     bench_environment,
 )
 from workbench.bench.process_usage import cpu_time_s
+from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.statistics import percentile, spread
 from workbench.bench.streaming.raw_http import http_request, read_stream, wait_listening
 

@@ -25,7 +25,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from kvlane.app.commands.simulation.report import Report, Threshold
 from kvlane.app.demo import tiny_model
 from kvlane.app.engine.interface import (
     Engine,
@@ -51,6 +50,7 @@ from kvlane.streams.records import Assignment, EngineConfig, Finished, RequestOf
 from kvlane.streams.request import Request, SamplingOptions, StopConditions
 from kvlane.streams.topics import ASSIGNMENTS, LEDGER, REQUESTS
 from workbench.bench.bench_environment import BenchFailed, PrintLine, bench_environment
+from workbench.bench.report import Report, Threshold
 from workbench.bench.statistics import percentile, spread
 
 TINY_STREAMS = (8,)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvlane.app.commands.simulation.report import Report, Threshold
 from kvlane.app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
 from workbench.bench.bench_environment import BenchFailed
+from workbench.bench.report import Report, Threshold
 from workbench.bench.routing import policy_scenarios, policy_simulation, result_cache
 from workbench.bench.routing.policy_scenarios import (
     ARRIVAL_JITTER_S,

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from kvlane.app.commands.simulation.report import Report
 from kvlane.app.simulation.synthetic_traces import TraceSize
 from workbench.bench import foreign_engines
+from workbench.bench.report import Report
 from workbench.bench.routing import policy_simulation, policy_traffic
 from workbench.bench.routing.policy_traffic import (
     OWN_POLICY,

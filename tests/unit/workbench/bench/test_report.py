@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from kvlane.app.commands.simulation.report import Report, at_least, at_most
+from workbench.bench.report import Report, at_least, at_most
 
 
 def test_lines_below_the_table_are_printed_whole_on_a_narrow_terminal() -> None:

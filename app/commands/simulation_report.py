@@ -1,16 +1,21 @@
-"""Output of `kvlane simulate --from-ledger`: a recorded period and its counterfactuals."""
+"""Reports of simulations: tables, the same as JSON, the plot of policies, and counterfactuals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from rich.table import Table
 
-from kvlane.app.commands import capture_commands
+from kvlane.app.commands import audit_commands
 from kvlane.app.commands import console as screen
+from kvlane.app.commands.console import write_json
 from kvlane.app.simulation.counterfactual import (
     CapturedPeriod,
     CaptureReader,
@@ -23,6 +28,104 @@ from kvlane.app.simulation.counterfactual import (
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.indexer.precompile import compile_all
+
+WIDTH_IN = 9.0
+"""Inches."""
+
+
+def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed.
+
+    An `.html` file is a self-contained page with the plot.
+    """
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    height_in = len(POLICY_FIGURES) * (0.7 + 0.25 * len(names))
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    diagrams = figure.subplots(len(POLICY_FIGURES), 1)
+    for ax, (title, value) in zip(diagrams, POLICY_FIGURES.items(), strict=True):
+        for place, name in enumerate(names):
+            found = [value(row) for row in rows if row["policy"] == name]
+            ax.barh(place, sum(found) / len(found), height=0.7, color="tab:blue", alpha=0.6)
+            ax.plot(found, [place] * len(found), ".", color="black", markersize=4)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_title(title, loc="left", fontsize="medium")
+        ax.grid(axis="x", alpha=0.3)
+    first = rows[0]
+    figure.suptitle(
+        f"{first['requests']} requests, {first['workers']} workers, {first['speed']:g}x speed"
+    )
+    if file.suffix != ".html":
+        figure.savefig(file, dpi=120)
+        return
+    picture = StringIO()
+    figure.savefig(picture, format="svg")
+    svg = picture.getvalue()
+    head = "<!doctype html><meta charset=utf-8><title>kvlane simulate</title>"
+    file.write_text(head + svg[svg.index("<svg") :], "utf-8")
+
+
+POLICY_FIGURES: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "time to the first token, mean, ms": lambda row: row["ttft_ms"]["mean"],
+    "time to the first token, p99, ms": lambda row: row["ttft_ms"]["p99"],
+    "from token to token, mean, ms": lambda row: row["itl_ms"]["mean"],
+    "time to the last token, mean, ms": lambda row: row["e2e_ms"]["mean"],
+    "prompt tokens found in a cache, %": lambda row: 100 * row["reuse"],
+}
+
+
+_PARTS = " / "
+"""Between figures that share a column."""
+
+
+def machine_info() -> dict[str, Any]:
+    """The machine of a run."""
+    return {
+        "cpus": os.cpu_count(),
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    """The name of the processor if known, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of rows with equal keys; the figures of a mapping share a column."""
+    table = Table(box=None, pad_edge=False)
+    for name, value in rows[0].items() if rows else ():
+        parts = f" {_PARTS.join(value)}" if isinstance(value, dict) else ""
+        table.add_column(name + parts, no_wrap=True)
+    for row in rows:
+        table.add_row(*(_shown(v) for v in row.values()))
+    return table
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], file: Path | None) -> None:
+    """Write rows as JSON, in the form of a report of a benchmark without thresholds."""
+    report = {"bench": "simulate", "rows": rows, "thresholds": [], "machine": machine_info()}
+    write_json(file, {**report, "lines": []})
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return _PARTS.join(map(_shown, value.values()))
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "-"
+        return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    return str(value)
+
 
 RECORDED_ROW, REPLAYED_ROW = "as it happened", "decisions taken"
 EXPLANATION = (
@@ -46,7 +149,7 @@ def show_counterfactuals(
     `capture.read`.
     """
     reading = CaptureReader()
-    capture_commands.read(source, reading.add_line)
+    audit_commands.read_lines(source, reading.add_line)
     period = reading.build_period()
     compile_all()
     console, count = screen.make_console(), len(period.requests)
@@ -62,10 +165,8 @@ def show_counterfactuals(
             )
             rows.append(_row(policy, seed, metrics_of(requests), policy_regret(taken, requests)))
     _print(period, rows)
-    if json is not None:
-        report = {"model": period.model, "workers": period.workers, "rows": rows}
-        report |= {"left_out": dict(period.left_out)}
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    report = {"model": period.model, "workers": period.workers, "rows": rows}
+    write_json(json, report | {"left_out": dict(period.left_out)})
 
 
 def _row(

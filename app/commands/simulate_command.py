@@ -154,7 +154,11 @@ def simulate(
 
     - `kvlane simulate --from-ledger -1h`: the last hour under other policies
     """
-    from kvlane.app.commands.simulation.report import Report
+    from kvlane.app.commands.simulation_report import (
+        plot_policies,
+        show_counterfactuals,
+        write_rows,
+    )
     from kvlane.app.perf_curves import PROFILES, curves_from
     from kvlane.app.simulation.simulated_router import NetworkConditions
     from kvlane.app.simulation.simulation_runs import (
@@ -183,8 +187,6 @@ def simulate(
         staggers_routers=not no_stagger,
     )
     if from_ledger:
-        from kvlane.app.commands.simulation.counterfactual_table import show_counterfactuals
-
         _refuse_others(context)
         show_counterfactuals(from_ledger, policies, seeds, conditions, json)
         return
@@ -217,11 +219,8 @@ def simulate(
             run = like._replace(policy=each, seed=seed)
             rows.append(result_row(*run_timed(played, run, lambda n: progress.advance(bar, n))))
     _show(console, rows)
-    if json is not None:
-        Report("simulate", rows, []).write(json)
+    write_rows(rows, json)
     if plot is not None:
-        from kvlane.app.commands.simulation.report import plot_policies
-
         plot_policies(rows, plot)
 
 
@@ -270,7 +269,7 @@ BATCH_REQUESTS = 20_000
 
 def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None) -> None:
     """Print the comparison of modes of batch work."""
-    from kvlane.app.commands.simulation.report import Report
+    from kvlane.app.commands.simulation_report import rows_table, write_rows
     from kvlane.app.simulation.batch_work import MODES
     from kvlane.app.simulation.mixed_runs import Mix, mixed_row
     from kvlane.indexer.precompile import compile_all
@@ -283,10 +282,9 @@ def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None
         bar = progress.add_task("", total=(1 + len(MODES)) * len(rows))
         mix = Mix(rows, batch_rows, run)
         found = mix.compare(MODES, lambda n: progress.advance(bar, n))
-    report = Report("simulate", [mixed_row(each) for each in found], [])
-    report.show(console)
-    if json is not None:
-        report.write(json)
+    compared = [mixed_row(each) for each in found]
+    console.print(rows_table(compared), highlight=False)
+    write_rows(compared, json)
 
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".html")
