@@ -72,8 +72,7 @@ DRIFT_CHECK_INTERVAL_S = 10.0
 
 RESPONSE_ENDS_INTERVAL_S = 1.0
 """Interval between fetches of the ends of the response lanes
-(`RouterContext.response_end_offsets`).
-"""
+(`RouterContext.response_end_offsets`)."""
 
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""

@@ -232,11 +232,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def settings_for_writing() -> Settings:
-    """The settings of a command that writes.
-
-    Raises SettingsError for variables that no setting reads: a misspelt one would leave a default
-    in what is written, perhaps for good.
-    """
+    """The settings of a command that writes. Raises SettingsError for variables that no setting
+    reads: a misspelt one would leave a default in what is written, perhaps for good."""
     if unknown := unknown_variables(os.environ):
         names = "\n".join(f"{name} is not a setting: correct or unset it" for name in unknown)
         raise SettingsError(names)

@@ -1,7 +1,6 @@
-"""A whole deployment in one process: workers, router, preprocessor, collector, indexer, gateway.
+"""A whole deployment in one process, for trials and tests.
 
-For trials on one machine, and for tests. The parts share one connection and communicate through the
-topics, as separate processes do.
+The parts share one connection and communicate through the topics, as separate processes do.
 """
 
 from __future__ import annotations

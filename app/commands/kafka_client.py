@@ -55,10 +55,8 @@ def chat_body(text: str, system: str, options: dict[str, Any]) -> dict[str, Any]
 
 
 def parse_prompts(lines: Iterable[str], new_id: Callable[[], str]) -> list[Prompt]:
-    """The prompts of a JSONL file, one object a line; new ids where none are given.
-
-    Raises InvalidPromptFile with the line's number.
-    """
+    """The prompts of a JSONL file, one object a line; new ids where none are given. Raises
+    InvalidPromptFile with the line's number."""
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -106,11 +104,8 @@ async def write_stream(
     from_token: int = 0,
     timeout_s: float,
 ) -> str:
-    """Write the text of a request (of a dry run its worker and rank) as it arrives.
-
-    Returns "" when it is complete, else the reason. Raises TimeoutError, and the errors of
-    `Client.stream`.
-    """
+    """Write the text of a request (of a dry run its worker and rank) as it arrives. Returns "" when
+    it is complete, else the reason. Raises TimeoutError, and the errors of `Client.stream`."""
     async for piece in client.stream(request_id, from_token=from_token, timeout_s=timeout_s):
         if isinstance(piece, End):
             whole = piece.code in ("stop", "length")

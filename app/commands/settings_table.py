@@ -96,10 +96,8 @@ def _area_table(title: str, area: type[BaseModel]) -> str:
 
 
 def print_settings() -> None:
-    """Show every setting: its variable, value, default and meaning. Secrets are masked.
-
-    Raises SettingsError when the environment holds settings that cannot work.
-    """
+    """Show every setting: its variable, value, default and meaning. Secrets are masked. Raises
+    SettingsError when the environment holds settings that cannot work."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("variable", no_wrap=True)
     table.add_column("value", overflow="fold", max_width=24)

@@ -34,10 +34,8 @@ WIDTH_IN = 9.0
 
 
 def plot_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed.
-
-    An `.html` file is a self-contained page with the plot.
-    """
+    """Results of `kvlane simulate`: a diagram per figure, a bar per policy, a dot per seed. An
+    `.html` file is a self-contained page with the plot."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["policy"] for row in rows))
@@ -146,8 +144,7 @@ def show_counterfactuals(
     json: Path | None,
 ) -> None:
     """Print the tables of a file or a period. Raises InvalidTrace, and the errors of
-    `capture.read`.
-    """
+    `capture.read`."""
     reading = CaptureReader()
     audit_commands.read_lines(source, reading.add_line)
     period = reading.build_period()

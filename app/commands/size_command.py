@@ -1,8 +1,7 @@
 """The command `kvlane size`: the parts of a deployment for a load, with the arithmetic.
 
-All figures are measured (docs/benchmarks.md, machine A). A router applies the ledger records of all
-requests, and a heartbeat a second from every worker: above some load further routers do not help,
-and the fleet is divided into deployments.
+The figures are of docs/benchmarks.md, machine A. A router applies the ledger records of all
+requests and the heartbeats of all workers: above some load the fleet is divided into deployments.
 """
 
 from __future__ import annotations
@@ -21,16 +20,13 @@ from kvlane.streams.topics import DEFAULT_LANES, PER_LANE, TOPICS
 ROUTER_REQUESTS_S = 870
 """Requests a second that one router carries alone (`kvlane bench router-latency`)."""
 RECORD_US = 120 + 24
-"""CPU time of the views and of decoding for the records of a request (the same); every router
-spends it on every request."""
+"""CPU time of every router for the records of each request."""
 IDLE_CORES, IDLE_WORKERS = 0.0225, 64
-"""CPU time a second of an idle router, and its number of workers (the same). All of it
-is counted as work for heartbeats, which is an upper bound."""
+"""CPU time a second of an idle router, and its number of workers; it counts as heartbeats."""
 GATEWAY_REQUESTS_S = 971
 """Requests a second of one gateway, prompts of 100 tokens (`kvlane bench gateway`)."""
 TOKEN_US = {1: 38.8, 8: 9.25}
-"""By tokens of an engine step, CPU time of a token in gateway and writer, together (`kvlane bench
-tokens`); all of it is counted for the gateway, which is an upper bound."""
+"""By tokens of an engine step, CPU time of a token in gateway and writer."""
 CHUNK_BYTES, DECISION_BYTES, TOKEN_BYTES = 232, 4600, 4
 """Bytes of a Chunk with one token, of a decision before compression, of a prompt's token."""
 MAX_LANES = 1024
@@ -95,10 +91,8 @@ def routers_needed(load: FleetLoad, deployments: int) -> int | None:
 
 
 def size_of(load: FleetLoad) -> FleetSize:
-    """The size with the fewest routers in all, of these the fewest deployments.
-
-    Raises SizeError.
-    """
+    """The size with the fewest routers in all, of these the fewest deployments. Raises
+    SizeError."""
     found = [
         (deployments * routers, deployments, routers)
         for deployments in range(1, min(load.workers, MAX_DEPLOYMENTS) + 1)

@@ -1,7 +1,4 @@
-"""The agent of the demo: two tools, and an interruption in the middle of the second call.
-
-A script stands for its model. Owns the conversation; the scenario shows it and kills the worker.
-"""
+"""The agent of the demo: two tools, a script for a model, and an interruption in a call."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The run of `kvlane demo`: a broker and every process of a deployment on this machine.
-
-The scenario is in `scenario.py`, its environment in `demo_environment.py`.
-"""
+"""The run of `kvlane demo`: a broker and every process of a deployment on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ CONTEXT_LENGTH = 16_384
 """The trace has prompts of up to 12 000 tokens."""
 PREFILL_LOAD_SCALE = 4.0
 """Weight of prompts in a worker's load. Answers are short here, so pending prefill predicts load
-better than open requests: with 1, the default, many requests are routed away from their caches."""
+better than open requests."""
 HEARTBEAT_S = 0.5
 """A stopping worker waits for two heartbeats, so that routers notice."""
 DRAIN_GRACE_S = 2.0
@@ -81,11 +78,8 @@ def run_demo(
     *,
     prefill_workers: int = 0,
 ) -> bool:
-    """Run the demo and clean up; True when every text is correct.
-
-    `prefill_workers`: of its workers; the others decode then. Raises BrokerUnavailable,
-    TopicMismatch, DeploymentFailed.
-    """
+    """Run the demo and clean up; True when every text is correct. `prefill_workers`: of its
+    workers; the others decode then. Raises BrokerUnavailable, TopicMismatch, DeploymentFailed."""
     with _broker(settings, console, kind) as broker:
         parts = deployment_parts(DEMO_WORKERS, prefill_workers)
         return asyncio.run(_demo(settings, prompts, console, broker, parts))

@@ -58,10 +58,7 @@ async def demo_environment(
     changes: Mapping[str, Any],
 ) -> AsyncIterator[DemoEnvironment]:
     """Set up an environment on a running broker; removes everything but the broker at the end.
-
-    `changes`: to the settings, also of the processes. Raises BrokerUnavailable,
-    TopicMismatch.
-    """
+    `changes`: to the settings, also of the processes. Raises BrokerUnavailable, TopicMismatch."""
     changes = {**changes, "bootstrap_servers": broker.bootstrap_servers}
     settings = settings.model_copy(update=changes)
     context = ProcessContext("demo", SystemClock())

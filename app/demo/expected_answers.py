@@ -1,7 +1,4 @@
-"""Expected and received answers: the text, its arrival times, and whether it is correct.
-
-`AnswerOracle` computes the text, a function of the prompt alone, before the request is sent.
-"""
+"""Expected and received answers: the text, its arrival times, and whether it is correct."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ class DemoAnswer:
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest time between two chunks, or from the request to the first."""
+        """From the request, or a chunk, to the next chunk."""
         moments = [self.sent_at, *self.text_times]
         return max((b - a for a, b in zip(moments, self.text_times, strict=False)), default=0.0)
 

@@ -1,7 +1,4 @@
-"""Reader of the ledger: the routing decisions of requests.
-
-Follows the topic like any consumer; reads only.
-"""
+"""Reader of the ledger: the routing decisions of requests."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class LedgerDecisions:
 
     @property
     def handed_over_requests(self) -> int:
-        """Requests that a decode worker continued from the prompt of a prefill worker."""
         return len(self._handed_over)
 
     def decisions(self, request_id: str) -> Sequence[Assigned]:
@@ -56,7 +52,7 @@ class LedgerDecisions:
 
     def cached_tokens(self, request_id: str) -> int | None:
         """Prompt tokens that the engine found in its cache; None before the run has ended. Of a
-        prompt that was handed over, those that the prefill worker found."""
+        handed-over prompt: those of the prefill worker."""
         return self._cached.get(request_id)
 
     def prediction_errors(self, request_id: str) -> TimeErrors:

@@ -1,7 +1,6 @@
 """Comparison of two routing policies on one production trace: cache hits, latency, decisions.
 
-Replays the requests at their times, through Kafka. Equal ids of chunks give equal tokens, so
-prompts share exactly the prefixes that they shared in production.
+Equal ids of chunks give equal tokens, so prompts share the prefixes that they shared in production.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ TRACE_SPEEDUP = 60.0
 """Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""
 
 RunTraceRequest = Callable[[TracePrompt], Awaitable[DemoAnswer]]
-"""Publishes a request of the trace and returns when its answer is complete."""
 
 
 class PolicyRun(NamedTuple):

@@ -1,7 +1,6 @@
 """The demo scenario: chats and prompts, cache reuse under two policies, a worker failure, an agent.
 
-Chats go through OpenAI's own package, prompts through Kafka. Every text is compared with the
-expected one, so a token that is lost, duplicated or out of order is detected.
+Every text is compared with the expected one: a lost, duplicated or misplaced token is detected.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvlane.streams.prompt import Prompt
 READY_S = 60.0
 ANSWER_S = 60.0
 MAX_TRACE_OUTPUT_TOKENS = 64
-"""Limit of answers of the trace, in tokens, so that the demo takes seconds."""
+"""So that the demo takes seconds."""
 DISAGGREGATED_SPEEDUP = TRACE_SPEEDUP / 2
 """Speed-up of the trace with one prefill worker: at the usual one, the p99 of TTFT is 6 s."""
 LONG_PROMPT = "Tell me a very long story."
@@ -174,8 +173,8 @@ class DemoScenario(DemoSession):
         )
 
     async def _show_agent(self) -> bool:
-        """An agent with two tools: its worker is killed in the middle of the second call. True when
-        each call arrived once and whole."""
+        """Kill the worker of an agent in its second call. True when each call arrived once and
+        whole."""
         self.show_title("The worker of an agent is killed in the middle of a tool call")
         folder, path = agent_scene.script_file()
         with folder:

@@ -1,8 +1,7 @@
 """A tiny Llama model for any CPU or GPU: two layers of random weights.
 
 `python -m kvlane.app.demo.tiny_model FOLDER` writes one. Its text makes no sense, but depends on
-every token before. Its tokenizer is trained on the sentences of the demo. Needs `safetensors`, a
-dependency of vLLM.
+every token before. Needs `safetensors`, a dependency of vLLM.
 
 `--large`: the layers of Llama 3.2 1B without weights, to measure on a GPU: vLLM's argument
 `"load_format": "dummy"` makes random ones.
@@ -81,8 +80,7 @@ def engine_arguments(blocks: int = 128, context_length: int = 1024) -> dict[str,
 
 
 def connector_arguments(lease_s: int = 30) -> dict[str, Any]:
-    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers. Blocks stay in the memory
-    of the GPU, except in the build for CPUs."""
+    """Arguments of `vllm.AsyncEngineArgs` for prefill and decode workers."""
     return {
         "kv_transfer_config": {
             "kv_connector": "NixlConnector",
@@ -103,7 +101,6 @@ def make_model(folder: Path) -> Path:
 
 
 def make_large_model(folder: Path) -> Path:
-    """Write a model of a thousand million parameters, without weights, to a folder."""
     _write_files(folder, **LARGE)
     return folder
 

@@ -1,11 +1,9 @@
 """The demo scenario with vLLM: two workers on a CPU or GPU, and a tiny generated model.
 
 The answers of random weights are not known in advance, but do not depend on worker or cache: each
-request of the trace is sent under both policies, and a long one with and without a worker failure;
-the answers must be equal, token by token. Expected cache hits are compared with those of vLLM.
-
-With a prefill and a decode worker, the trace is sent to the decode worker alone first, then, with
-empty caches, handed over from one to the other.
+request is sent under both policies, a long one with and without a worker failure, and the answers
+must be equal. With a prefill and a decode worker, the trace is sent to the decode worker alone
+first, then, with empty caches, handed over.
 """
 
 from __future__ import annotations
@@ -40,11 +38,10 @@ ANSWER_S = 120.0
 SHRINK_FACTOR = CHUNK_TOKENS // tiny_model.BLOCK_SIZE
 """A chunk of the trace becomes one block, so that prompts of 12 000 tokens have 750."""
 TRACE_COPIES = 2
-"""The trace is replayed twice, the second time with other tokens: 600 requests."""
+"""The second time with other tokens."""
 REQUESTS_PER_S = 8.0
 DISAGGREGATED_COPIES, DISAGGREGATED_PER_S = 1, 4.0
-"""With one prefill and one decode worker. An engine that holds blocks for another one, or waits for
-some, is never idle: on two cores TTFT is seconds at 8 requests/s."""
+"""Slower with one prefill and one decode worker: an engine that holds blocks is never idle."""
 LONGEST_ANSWER = 12
 LONG_ANSWER = 600
 KILL_AFTER_TOKENS = 100
@@ -57,8 +54,7 @@ UNKNOWN_ANSWER = ExpectedAnswer((), "", "length")
 
 
 def vllm_settings(folder: Path, *, hands_over: bool = False) -> dict[str, Any]:
-    """Settings of a deployment that serves the model in a folder with vLLM. `hands_over`: all
-    prompts, from prefill to decode workers."""
+    """Settings of a deployment that serves the model in a folder; `hands_over`: all prompts."""
     engine_args = tiny_model.engine_arguments(BLOCKS, CONTEXT_LENGTH)
     settings: dict[str, Any] = {
         "engine": "vllm",
@@ -171,8 +167,7 @@ class VllmScenario(DemoSession):
         }
 
     async def _show_failover(self) -> bool:
-        """A long answer, twice; kills its worker the second time. Whether both are equal. A decode
-        worker is started again, since there is no other one."""
+        """A long answer, twice; kills its worker the second time. Whether both are equal."""
         what = "A decode worker" if self._is_disaggregated else "A worker"
         self.show_title(f"{what} is killed in mid stream")
         prompt = random.Random(99).choices(_VOCABULARY, k=100)

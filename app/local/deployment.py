@@ -1,7 +1,7 @@
 """A small deployment on this machine: one of each process and some workers.
 
 `ProcessDeployment` runs each as `kvlane run NAME`; `InProcessDeployment` runs them in this process,
-on the log in memory. Both can kill a single one. They send no request and read no topic.
+on the log in memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class DeploymentPart(NamedTuple):
 
 
 def deployment_parts(workers: int, prefill_workers: int = 0) -> list[DeploymentPart]:
-    """`workers` workers, and one of each other process. With `prefill_workers`, the first workers
-    have the role prefill, and the others decode."""
+    """`workers` workers, the first ones for prefill, and one of each other process."""
     assert prefill_workers < max(workers, 1), "none is left to decode"
     roles: list[Mapping[str, object]] = [NO_CHANGES] * workers
     if prefill_workers:
@@ -82,8 +81,7 @@ def count_workers(parts: Sequence[DeploymentPart]) -> str:
 
 
 def assign_ports(settings: Settings, parts: Sequence[DeploymentPart]) -> list[DeploymentPart]:
-    """The parts, each with a port in its settings: the given one, else a free one. A given status
-    port is the router's."""
+    """The parts, each with its given port or a free one. A given status port is the router's."""
     free = iter(free_ports(len(parts)))
     listening = []
     for part in parts:
@@ -158,12 +156,9 @@ class ProcessDeployment(LocalDeployment):
         status_urls: Mapping[str, str] = NO_URLS,
         command: Callable[[str], Sequence[str]] = process_command,
     ) -> None:
-        """`settings`: of all processes, by field; those of a part win.
-
-        `logs`: the folder of the output files, by default the guard's. `status_urls`: addresses of
-        `/readyz` by process name; another process is ready when it has logged it.
-        `command`: the module and arguments that run a kind of process.
-        """
+        """`settings`: of all processes, by field; those of a part win. `logs`: the folder of the
+        output files. `status_urls`: addresses of `/readyz`; another process is ready when it has
+        logged it."""
         super().__init__(parts)
         self._settings = settings
         self._guard = guard
@@ -207,8 +202,8 @@ class ProcessDeployment(LocalDeployment):
             process.check()
 
     async def stop(self, *names: str, within_s: float = STOP_TIMEOUT_S) -> dict[str, int]:
-        """Send SIGTERM to the named processes, or all, and SIGKILL to those that still run after
-        `within_s`; returns their exit status."""
+        """Send SIGTERM, and SIGKILL to processes that still run after `within_s`; returns the exit
+        status."""
         ending = {
             name: self.processes.pop(name)
             for name in names or [*self.processes]
@@ -253,7 +248,6 @@ class InProcessDeployment(LocalDeployment):
         broker: MemoryBroker,
         rng: random.Random,
     ) -> None:
-        """`builds` constructs a process of each kind."""
         super().__init__(parts)
         self._builds = builds
         self._settings = settings

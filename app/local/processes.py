@@ -116,8 +116,7 @@ def launch(
     output_file: Path,
     folder: Path | None = None,
 ) -> ManagedProcess:
-    """Start `python -m ARGUMENTS` in a folder, with `settings` by field added to our environment;
-    appends to the file."""
+    """Start `python -m ARGUMENTS` in a folder, with `settings` by field in its environment."""
     environment = {variable_name(field): _text(value) for field, value in settings.items()}
     with output_file.open("ab") as output:
         begin = output.tell()

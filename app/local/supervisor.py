@@ -39,13 +39,13 @@ class RestartBackoff:
         self._started_at = now
 
     def exited(self, now: float) -> float:
-        """Note an exit; returns the pause before the restart."""
+        """Returns the pause before the restart."""
         self.exits = 1 if now - self._started_at >= STABLE_RUN_S else self.exits + 1
         return float(min(MIN_RESTART_PAUSE_S * 2 ** min(self.exits - 1, 16), MAX_RESTART_PAUSE_S))
 
 
 class SupervisedProcesses(Protocol):
-    """The supervised processes, such as `kvlane.app.local.deployment.ProcessDeployment`."""
+    """The part of `ProcessDeployment` that a supervisor uses."""
 
     def take_exited(self) -> Mapping[str, int]:
         """The exit status of each process that ended since the last call."""

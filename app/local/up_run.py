@@ -1,7 +1,4 @@
-"""The run of `kvlane up`: a broker and one of each process on this machine, until Ctrl-C.
-
-Prints one line for each event, and the addresses when all is ready.
-"""
+"""The run of `kvlane up`: a broker and one of each process on this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -62,8 +59,7 @@ class UpOptions(NamedTuple):
 
 
 def run_up(settings: Settings, options: UpOptions, default_data: Path, report: ReportLine) -> None:
-    """Run a deployment until Ctrl-C or SIGTERM. Raises CannotStart, BrokerUnavailable,
-    TopicMismatch, SettingsError."""
+    """Raises CannotStart, BrokerUnavailable, TopicMismatch, SettingsError."""
     settings.require_authentication()
     if options.prefill_workers and settings.engine != "simulated":
         raise CannotStart(
@@ -99,8 +95,7 @@ def run_up(settings: Settings, options: UpOptions, default_data: Path, report: R
 def choose_broker(
     settings: Settings, options: UpOptions, report: ReportLine
 ) -> tuple[Settings, BrokerChoice]:
-    """The settings and the kind of broker; explicit options win. Raises CannotStart. "env": the
-    given servers; "auto": a broker that is started here, of any available kind."""
+    """The settings and the kind of broker; explicit options win. Raises CannotStart."""
     kind = settings.broker if options.kind == "auto" else options.kind
     if kind == "env" and options.needs_own_broker:
         raise CannotStart(

@@ -1,7 +1,4 @@
-"""Observer of the workers of a deployment: which accept requests, and which run elsewhere.
-
-Follows the registry and the heartbeats like any consumer; reads only.
-"""
+"""Observer of the workers of a deployment: which accept requests, and which run elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ LIVENESS_HEARTBEATS = 2.5
 
 
 class WorkerObserver:
-    """The workers of a deployment, read from its topics."""
-
     def __init__(self, log: Log, ctx: ProcessContext, heartbeat_s: float) -> None:
         self._log = log
         self._ctx = ctx
@@ -51,8 +46,7 @@ class WorkerObserver:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def find_alive(self, names: Collection[str]) -> list[str]:
-        """The workers of these that are alive: a new heartbeat arrives while this waits. Returns at
-        once if all last heartbeats are old."""
+        """The workers that are alive: a new heartbeat arrives while this waits."""
         before = {name: beat.offset for name in names if (beat := self._fleet.heartbeats.get(name))}
         recent = [n for n in before if not self._is_silent(n)]
         if not recent:

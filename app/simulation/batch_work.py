@@ -1,7 +1,6 @@
 """Batch work beside the interactive requests of a simulated run: an endless supply of requests.
 
-Ordered in windows by the shipped code (`app/prompts/job_order.py`); as many wait in a router's
-queue as it takes by default.
+The shipped code orders it in windows (`app/prompts/job_order.py`).
 """
 
 from __future__ import annotations

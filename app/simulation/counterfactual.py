@@ -1,12 +1,11 @@
 """Counterfactual simulation of a captured period: with its recorded decisions, or another policy.
 
 Requests arrive as recorded, at a fleet like that of the capture, with empty caches. The *regret* of
-the recorded decisions is their additional latency over another policy, both simulated, so that
-errors of the engine model are in both. It holds for the whole period, not for single requests.
+the recorded decisions is their additional latency over another policy, both simulated. It holds for
+the whole period, not for single requests.
 
-Only finished requests for the most requested model count, without those that a prefill worker
-handed over. Pinned workers, routing constraints, preferences and session affinity are not
-simulated; blocks filled by answers are not shared.
+Only finished requests for the most requested model count, without handed-over ones. Pinned workers,
+constraints, preferences and session affinity are not simulated; answers fill no shared blocks.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ class PolicyRegret(NamedTuple):
 
 
 class CapturedPeriod(NamedTuple):
-    """Requests to simulate, in order of arrival. `left_out`: ignored requests by reason; `fleets`:
-    number of engine configurations, of which the most common one is simulated.
-    """
+    """Requests in order of arrival. `left_out`: ignored ones by reason; `fleets`: number of engine
+    configurations, of which the most common one is simulated."""
 
     model: str
     workers: int

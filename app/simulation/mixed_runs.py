@@ -1,8 +1,8 @@
 """Runs of a trace with batch work, and their figures.
 
 Blocks have 64 tokens, not the 512 of the trace's chunks: a preempted run computes the part of its
-last block again. Idle capacity is the time in which a worker has no request of the trace, in the
-run without batch work, times the tokens per second of a worker that has batch work only.
+last block again. Idle capacity: the time of workers without a request of the trace, in the run
+without batch work, times the tokens per second of a worker with batch work only.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class Mix:
     def compare(
         self, modes: Sequence[BatchMode], progress: Callable[[int], None] = lambda _: None
     ) -> list[MixedMetrics]:
-        """The run without batch work, then one of each mode. Raises as `new_simulator` does.
-        `progress` gets the number of new arrivals of the trace."""
+        """The run without batch work, then one of each mode. Raises as `new_simulator` does."""
         simulator = self._simulator(self._arrivals, None, self._run.bounds, progress)
         requests = simulator.run()
         idle_tokens = _idle_s(requests, simulator) * self._alone_rate()

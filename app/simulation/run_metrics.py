@@ -14,14 +14,11 @@ from kvlane.app.simulation.trace_requests import SimulatedRequest
 
 
 class RunMetrics(NamedTuple):
-    """Metrics over all requests of a run. Times in ms; percentiles are interpolated, but for
-    `itl_p99`.
+    """Metrics over all requests of a run, in ms; percentiles are interpolated, but for `itl_p99`.
 
-    `reuse`: cache hit rate, as a share of all prompt tokens. `ttft`: since arrival, queueing
-    included. `itl`: over all tokens but the first ones; `itl_p99`: of all steps of the workers,
-    None if unknown. `e2e`: from arrival to last token. `on_time`: the share of the requests with a
-    target of the time to a first token that met it, None if there are none. `ttft_error_p50` to
-    `itl_error_p90`: of |predicted - measured| / measured, None without predictions.
+    `reuse`: cached share of all prompt tokens. `ttft`: since arrival, queueing included. `itl_p99`:
+    of all steps of the workers. `e2e`: from arrival to last token. `on_time`: share that met its
+    target of the time to a first token. Errors: |predicted - measured| / measured. None: unknown.
     """
 
     requests: int

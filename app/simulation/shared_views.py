@@ -1,7 +1,6 @@
 """Shared views of the simulated routers: those of a real router, fed with the same records.
 
-All routers read them with the same delay, so they share the views. Heartbeats come every
-`HEARTBEAT_MS`, so generated tokens are known as of the last one.
+All routers read them with the same delay, so they share the views.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ SimulatedLedgerRecord = Assigned | PrefillDone | Finished | Fencing
 
 class SharedViews:
     """Fleet and index. `keys`: key of each chunk in the index; `roles`: of the workers.
-
-    `transfer_bytes_per_token`: on the cards; None: the engines transfer no caches.
-    """
+    `transfer_bytes_per_token`: on the cards; None: the engines transfer no caches."""
 
     def __init__(
         self,
@@ -87,10 +84,7 @@ class SharedViews:
             self._unread[worker] = [CLEARED]
 
     def apply_cache_changes(self) -> None:
-        """Bring the index up to date, with one record for each worker whose cache has changed.
-
-        Called before routers read the index, since caches change more often.
-        """
+        """Bring the index up to date, with one record for each worker whose cache has changed."""
         for worker, events in self._unread.items():
             self._apply_events(worker, events)
         self._unread.clear()
@@ -107,7 +101,7 @@ class SharedViews:
         self._keys.update(zip(chunks, keys, strict=True))
 
     def on_heartbeat(self, worker: SimulatedWorker, now_ms: float) -> None:
-        """Apply a heartbeat; with one run for all, since only the sum of tokens is used."""
+        """Apply a heartbeat, with one run for the sum of all tokens."""
         tokens = worker.output_tokens(now_ms)
         runs = RunProgress(id="all", attempt=0, phase="aggregated", output_tokens=tokens)
         self._apply(self.fleet, EVENTS, Heartbeat(
@@ -145,9 +139,7 @@ class SharedViews:
 
 
 class SimulatedLedger:
-    """The ledger, as far as it was read by routers that read it at the same time: by all, unless
-    each reads its own records only. `queues`: those of these routers.
-    """
+    """The ledger, as read by routers (`queues`) that read it at the same time."""
 
     def __init__(self) -> None:
         self.state = LedgerState(dedup_window_ms=0)
@@ -170,7 +162,7 @@ def assigned_record(
     attempt: int = 0,
     service_class: ServiceClass = "interactive",
 ) -> Assigned:
-    """Ledger record of a decision, with the chosen candidate only: the others are not used."""
+    """Ledger record of a decision, with the chosen candidate only."""
     worker, epoch, rank = placement.worker_rank
     chosen = placement.record.candidate(placement.worker_rank)
     return Assigned(
@@ -209,8 +201,8 @@ def finished_record(
     ttft_ms: float = 0.0,
     itl_ms: float = 0.0,
 ) -> Finished:
-    """Ledger record of a last token, `ttft_ms` from the time at which its worker got the request
-    to the first one, and `itl_ms` between tokens, in the mean."""
+    """Ledger record of a last token; `ttft_ms` from when its worker got the request, `itl_ms` a
+    mean."""
     return Finished(
         id=request_id, attempt=attempt, phase=phase, worker=worker.name, epoch=worker.epoch,
         code="length", output_tokens=output_tokens, ttft_ms=ttft_ms, itl_ms=itl_ms,

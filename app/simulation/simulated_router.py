@@ -26,11 +26,10 @@ class NetworkConditions(NamedTuple):
     """Delays and routers. Default: one router, and only engines take time.
 
     `dispatch_delay_ms`: from a decision until its worker has the request. `event_delay_ms`: from an
-    event on a worker (tokens, ends, cache changes) until routers read it. `ledger_lag_ms`: from a
-    ledger record until routers read it; each counts its own decisions at once. `shares_ledger`:
-    whether routers read each other's decisions. `staggers_routers`: whether they take turns at each
-    worker, by the lag. `publishes_curves`: whether worker cards contain performance curves.
-    `transfer`: of KV caches between workers; None: it takes no time.
+    event on a worker until routers read it. `ledger_lag_ms`: from a ledger record until routers
+    read it; each counts its own decisions at once. `shares_ledger`: whether routers read each
+    other's decisions. `staggers_routers`: whether they take turns at each worker, by the lag.
+    `transfer`: of KV caches; None: it takes no time.
     """
 
     dispatch_delay_ms: float = 0.0
@@ -58,8 +57,8 @@ class SimulationFailed(Exception):
 
 @dataclass(slots=True)
 class SimulatedRouter:
-    """Simulated router. `name`: in the records of its decisions; "" hides it from the others, which
-    then do not take turns with it. `ledger`: as it reads it."""
+    """`name`: in the records of its decisions; "" hides it from the others, which then do not take
+    turns with it. `ledger`: as it reads it."""
 
     name: str
     queue: RouterQueue
@@ -93,8 +92,8 @@ class SimulatedRouter:
         return bool(self._arrived) or self.queue.has_woken
 
     def schedule(self, now_ms: float) -> Iterator[tuple[str, Placement]]:
-        """Plan all requests that are due; the caller must apply each decision before the next one.
-        Raises SimulationFailed for a rejection."""
+        """Plan all due requests; the caller applies each decision before the next. Raises
+        SimulationFailed."""
         queue, at_ms = self.queue, int(now_ms)
         while self.has_due(now_ms):
             due, self._arrived = [*self._arrived, *queue.take_woken()], []

@@ -34,9 +34,8 @@ from kvlane.app.perf_curves import PerfCurves
 NEVER = math.inf
 
 MIN_BATCHED_STEPS = 1
-"""Minimum number of decode-only steps that are batched."""
 MAX_BATCHED_STEPS = 512
-"""Maximum number of decode-only steps in a batch: the next arrival discards the rest."""
+"""The next arrival discards the rest of a batch."""
 
 
 class RemovedSequence(NamedTuple):
@@ -64,7 +63,7 @@ class SimulatedWorker:
         self._gaps: list[tuple[NDArray[np.float64], int]] = []
         self._removals: list[BatchSequence] = []
         self._ends: NDArray[np.float64] | None = None
-        """Ends of the current batch of decode-only steps; the state is that before them."""
+        """Ends of the current decode-only steps; the state is that before them."""
 
     def admit(self, sequence: BatchSequence, now_ms: float) -> None:
         """Admit a request to the next step. Raises ValueError, see `run_step`."""
@@ -136,8 +135,8 @@ class SimulatedWorker:
         return () if self._step is None else self._step.received
 
     def token_gaps(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Times between tokens of running requests in ms, and the number of each: the steps of
-        decode. The wait of a preempted request is no gap."""
+        """Times between tokens of running requests in ms, by steps of decode, and the number of
+        each."""
         counts = [np.full(len(gaps), count, np.int64) for gaps, count in self._gaps]
         gaps = [gaps for gaps, _ in self._gaps]
         return np.concatenate([[], *gaps]), np.concatenate([np.empty(0, np.int64), *counts])
@@ -159,8 +158,8 @@ class EventQueue:
 
     workers: list[SimulatedWorker]
     _ends: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of ends of steps with the worker's number; an entry that differs from the worker's
-    `ends_at_ms` is stale."""
+    """Heap of ends with the worker's number; stale where it differs from the worker's
+    `ends_at_ms`."""
     _actions: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     """Heap of delayed actions: time, sequence number, action."""
     _action_count: int = 0

@@ -1,7 +1,4 @@
-"""Simulation runs: a policy by name, on a fleet, at a speed; and their result rows.
-
-A row is the form of a run in tables and files, with units in the field names.
-"""
+"""Simulation runs: a policy by name, on a fleet, at a speed; and their rows in tables and files."""
 
 from __future__ import annotations
 
@@ -40,11 +37,10 @@ class UnknownPolicy(Exception):
 class SimulationRun(NamedTuple):
     """Parameters of one run. `policy` as for `parse_policy`, `cache_blocks`: of each worker.
 
-    `curves`: of all engines. `warmup_requests`: leading requests that are not in the figures.
-    `prefill_workers`: so many compute prompts, the others only decode; 0: each does both.
-    `handover_rules`: when prompts are handed over; None: never, or with such workers always.
-    `objective`, `queue_order`: of policy predictive. `later_curves`: of all engines from the
-    arrival in the middle on; None: as before.
+    `warmup_requests`: leading requests that are not in the figures. `prefill_workers`: compute
+    prompts alone, the others only decode; 0: each does both. `handover_rules`: None: never, or with
+    such workers always. `later_curves`: of all engines from the arrival in the middle on; None: as
+    before.
     """
 
     policy: str
@@ -110,10 +106,7 @@ def parse_policy(policy: str) -> RoutingConfig:
 
 
 def run_requests(trace: PreparedTrace, run: SimulationRun) -> list[SimulatedRequest]:
-    """Run the simulation; returns the requests after `warmup_requests`, in order of arrival.
-
-    Raises as `new_simulator` does.
-    """
+    """The requests after `warmup_requests`, in order of arrival. Raises as `new_simulator` does."""
     return _simulator(trace, run, lambda _: None).run()[run.warmup_requests :]
 
 
@@ -153,7 +146,6 @@ class TimedRun(NamedTuple):
 def run_timed(
     trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
 ) -> TimedRun:
-    """Run and time it. `progress` gets numbers of arrived requests."""
     began = time.perf_counter()
     found = run_metrics(trace, run, progress)
     return TimedRun(run, found, time.perf_counter() - began)

@@ -4,12 +4,9 @@
                    ▲                                        │              │
                    └──────────── planned again ◄────────────┴──────────────┘
 
-Where prompts are handed over, a prefill worker holds the blocks until a decode worker, which is
-chosen then, has received them.
-
 Queues and decisions are those of a real router (`app/routing/queueing/router_queue.py`), steps
-those of `app/engine/simulated/step.py`. No Kafka, no event loop, no clock: only engines and the
-delays of `NetworkConditions` take time.
+those of `app/engine/simulated/step.py`. Only engines and the delays of `NetworkConditions` take
+time.
 
 Order at one time: steps end first, worker by worker; then routers read records and plan, router by
 router; all requests that a worker gets at that time are in the next step that it starts.
@@ -85,7 +82,6 @@ class Simulator:
     """Requests that came and are not over."""
     _events: EventQueue = field(init=False)
     _event_delay_ms: float = field(init=False)
-    """Delay from an event on a worker until routers read it."""
     _wake_ms: float = NEVER
     """When a router plans next without a new event."""
     _heartbeat_ms: float = 0.0
@@ -149,10 +145,7 @@ class Simulator:
     # --- events ----------------------------------------------------------------------------------
 
     def _send_heartbeats(self, *, is_read: bool) -> None:
-        """Send the heartbeats of all workers, if a router may read them before the next ones.
-
-        Batch work is placed at any time, so routers read them all.
-        """
+        """Send the heartbeats of all workers, if a router may read them before the next ones."""
         is_read = is_read or self.batch is not None
         if is_read or any(router.waiting_count for router in self.routers):
             for worker in self.workers:
@@ -460,11 +453,8 @@ def new_simulator(
 ) -> Simulator:
     """A run of a trace on equal workers with empty caches. `batch`: the work beside it.
 
-    `prefill_workers`: the first workers compute prompts alone, the others only decode; 0: each does
-    both. `handover_rules`: when prompts are handed over; None: never, or with such workers always.
-
-    A function of the arguments. `run` raises InvalidTrace for a request that fits into no cache,
-    and SimulationFailed.
+    `prefill_workers`, `handover_rules`: as in `SimulationRun`. A function of the arguments. `run`
+    raises InvalidTrace for a request that fits into no cache, and SimulationFailed.
     """
     fleet = [
         SimulatedWorker(name, number, shape) for number, name in enumerate(worker_names(workers))

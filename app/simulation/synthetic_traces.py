@@ -2,20 +2,16 @@
 
     shared-prefixes   single questions after one of forty system prompts of uneven popularity
     multi-turn        conversations: each prompt is the whole history and a new question
-    offline           single requests of eight jobs, each with instructions of its own; such as run
-                      overnight, with more output than shared-prefixes
-    agent-tools       agents with long instructions and many tool calls in quick succession, some of
-                      them parallel, each followed by the tool's output
-    long-prompts      short questions, and beside them one of fourteen with a document of 30,000 to
-                      60,000 tokens
+    offline           single requests of eight jobs, each with instructions of its own
+    agent-tools       agents with long instructions and many tool calls in quick succession
+    long-prompts      short questions, and one of fourteen with 30,000 to 60,000 tokens
     short-prompts     single requests of 40 to 200 tokens without common prefixes
     short-bursts      the same, 50 at once at regular intervals
     fan-outs          eight questions at once about a new document of 4,000 to 16,000 tokens
     long-answers      chats whose answers are several times as long as the new part of a prompt
 
-Sessions arrive as a Poisson process with a given mean rate of requests, but for short-bursts. Owns
-the parameters of these workloads; they are not fitted to a recording, and no policy was tuned on
-them.
+Sessions arrive as a Poisson process, but for short-bursts. The parameters are not fitted to a
+recording, and no policy was tuned on them.
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ from typing import NamedTuple
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 
 NAME_PREFIX = "gen:"
-"""Prefix of a trace kind where a file name is allowed too."""
 LONG_PROMPTS = "long-prompts"
 SHORT_PROMPTS, SHORT_BURSTS, LONG_ANSWERS = "short-prompts", "short-bursts", "long-answers"
 FAN_OUTS = "fan-outs"
@@ -81,8 +76,8 @@ SessionGenerator = Callable[[Random, _Text, float], Iterator[TraceRow]]
 
 
 class _SessionProfile(NamedTuple):
-    """`mean_requests`: mean per session; `system_tokens`: minimum and maximum length. `is_regular`:
-    sessions arrive at equal intervals."""
+    """`mean_requests`: per session; `system_tokens`: minimum and maximum. `is_regular`: equal
+    intervals."""
 
     session: SessionGenerator
     mean_requests: float

@@ -44,21 +44,16 @@ class RequestArrival(NamedTuple):
 
 
 class ArrivalRate(NamedTuple):
-    """Arrival process. `speed`: factor on the recorded arrival rate.
-
-    `jitter_s`: maximum random delay of each arrival: recorded ones may be rounded to clock ticks (3
-    s in Mooncake's traces), and then come in bursts.
-    """
+    """Arrival process. `speed`: factor on the recorded rate. `jitter_s`: maximum random delay of
+    each arrival: recorded ones may be rounded to clock ticks, and then come in bursts."""
 
     speed: float = 1.0
     jitter_s: float = 0.0
 
 
 def uses_sessions(policy: str) -> bool:
-    """Whether a policy uses sessions. Other policies get requests without sessions: the simulation
-    has no session affinity, and requests without a session are planned in batches, which is faster
-    and has the same result.
-    """
+    """Whether a policy uses sessions. Requests of others have none: they are planned in batches,
+    which is faster and has the same result."""
     return POLICIES[policy].uses_sessions
 
 
@@ -69,11 +64,8 @@ def trace_requests(
     block_size: int = CHUNK_TOKENS,
     ttft_targets_ms: Sequence[float] = (),
 ) -> list[TraceRequest]:
-    """The requests of a trace, in its order. `with_sessions`: with session ids.
-
-    `block_size`: tokens of a block, for which `hash_ids` has one id each. `ttft_targets_ms`:
-    targets of the time to a first token, of the requests in turn.
-    """
+    """The requests of a trace, in its order. `block_size`: tokens of a block, for which `hash_ids`
+    has one id each. `ttft_targets_ms`: of the requests in turn."""
     targets = [RouterParams(ttft_target=target_ms) for target_ms in ttft_targets_ms]
     wishes: Sequence[RouterParams | None] = targets or [None]
     return [
@@ -122,11 +114,8 @@ def schedule_arrivals(
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
     """A simulated request; times in ms since the start, NEVER until they are known.
-
-    `router`: its number. `cached_tokens`: at its first admission. `predicted_ttft_ms`,
-    `predicted_itl_ms`: by its decision, 0 for none. `held`: its prefill worker and sequence there,
-    until the blocks are transferred.
-    """
+    `cached_tokens`: at its first admission. `held`: its prefill worker and sequence there, until
+    the blocks are transferred."""
 
     request: TraceRequest
     arrived_ms: float

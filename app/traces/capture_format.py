@@ -10,16 +10,14 @@ Times are the broker's, in ms since 1970. In this order, each kind in the order 
     Prefilled  a run produced its first token    Ran      a run ended: the engine's figures
     Ended      a router ended the request        Counted  the number of lines; the last line
 
-Runs and ends after the period are included, as far as the log has them. `CapturedRequest` of a
-decision may be missing: requests are kept for an hour, decisions for a day.
+Runs and ends after the period are included. The request of a decision may be missing, since
+requests are kept for an hour, decisions for a day.
 
 A file contains no prompts, answers, tokens, error texts, tenants, cache salts or keys. Block names
-are keyed hashes under a secret that is drawn for each file and discarded: prompts cannot be tested
-against them. It does contain ids of requests and sessions, and names of models, adapters, workers
-and taints, as log files do.
+are keyed hashes under a secret that is drawn for each file and discarded. It does contain ids of
+requests and sessions, and names of models, adapters, workers and taints.
 
-New fields are optional and come at the end; readers skip lines of unknown kinds. Pure except for
-file access; `app/audit/capture_lines.py` creates captures.
+New fields are optional and come at the end; readers skip lines of unknown kinds.
 """
 
 from __future__ import annotations
@@ -144,8 +142,7 @@ class CapturedEnd(CaptureLine, frozen=True, tag="Ended"):
 
 class CaptureTotals(CaptureLine, frozen=True, tag="Counted"):
     """The number of lines by kind. `unread`: malformed records; `without_request`: decisions whose
-    request is no longer retained.
-    """
+    request is no longer retained."""
 
     lines: dict[str, int]
     unread: int = 0
@@ -178,8 +175,7 @@ _kinds = msgspec.json.Decoder(_LineType)
 
 @contextmanager
 def created_capture(file: Path) -> Iterator[CaptureWriter]:
-    """Write a file atomically: it appears, complete, when the block ends without an error. Raises
-    InvalidCapture where it cannot be written."""
+    """Write a file that appears when it is complete. Raises InvalidCapture."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with part.open("xb") as out:
@@ -215,8 +211,8 @@ def _written(out: IO[bytes], *, compress: bool) -> Iterator[CaptureWriter]:
 def read_capture(
     file: Path, progress: Callable[[int, int], None] = lambda _done, _total: None
 ) -> Iterator[AnyCaptureLine]:
-    """The lines of a file in order. Raises InvalidCapture, for a truncated file at its end.
-    `progress` is called now and then with the bytes read and the size of the file."""
+    """The lines of a file. Raises InvalidCapture, for a truncated file at its end. `progress` is
+    called now and then with the bytes read and the size of the file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as raw:
