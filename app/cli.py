@@ -1,7 +1,6 @@
-"""The command line `kvlane`. Commands call functions elsewhere; this file only wires them.
+"""The command line `kvlane`, imported late, so that `--help` is quick.
 
 Errors that kvlane raises on purpose become one line and exit code 1; `--debug` shows the traceback.
-Everything is imported late, so that `--help` is quick.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Collector process: writes one result for each finished request that gets one.
 
-    requests ──group──► GroupConsumer ──► LaneCollector ──► results ──► ReplySender: their copies
-    responses ────────► LaneReader ─────────┘
-    registry ─────────► ModelNames   artifacts ──► ModelLoader: text of tokens, for logprobs
-    batch-jobs, results, file-parts ◄──► JobRunner ──► batch: the jobs of the Batch API
-
-This file wires; the rules are in `app/results/lane_collector.py` and
-`app/preprocess/result_rules.py`.
+requests ──group──► GroupConsumer ──► LaneCollector ──► results ──► ReplySender: their copies
+responses ────────► LaneReader ─────────┘
+registry ─────────► ModelNames   artifacts ──► ModelLoader: text of tokens, for logprobs
+batch-jobs, results, file-parts ◄──► JobRunner ──► batch: the jobs of the Batch API
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ GROUP = "collector"
 CHECK_INTERVAL_S = 5.0
 MAX_CHECK_INTERVAL_S = 60.0
 CHECK_PAUSE = 10.0
-"""Pause after the checks of all lanes, in units of their time. While any request waits for its
-reply, they read the ledger of `dedup_window_s` from Kafka: 90 000 records a second."""
+"""Pause after the checks of all lanes, in units of their time: they may read the whole ledger."""
 
 
 class Collector(ObservedProcess):

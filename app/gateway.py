@@ -5,8 +5,7 @@
     registry ──► ServedModels: models with workers
     HTTP ◄──► file-parts: content of files   batch-jobs ──► BatchView: their cards
 
-This file wires the parts of `app/http`. It holds no durable state: a broken client resumes at any
-gateway.
+It holds no durable state: a broken client resumes at any gateway.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     kv-events ─► Index ┬─► snapshots, with a pointer in the registry
     registry ──► Fleet ┴─► /query, /query_by_hash, /workers, /dump
 
-Routers need no indexer to route, but its snapshots let them start sooner. This file wires:
-`app/http/indexer_api.py` has the endpoints, `streams/views/snapshot_writer.py` the snapshots.
+Routers need no indexer to route, but its snapshots let them start sooner.
 """
 
 from __future__ import annotations

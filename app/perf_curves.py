@@ -1,7 +1,4 @@
-"""Performance curves of an engine: the duration of a step by its load.
-
-Pure numbers, which routers read from the cards of workers, and the profiles of simulated engines.
-"""
+"""Performance curves of an engine: the duration of a step by its load, and profiles of engines."""
 
 from __future__ import annotations
 
@@ -47,17 +44,14 @@ PROFILES: Final[Mapping[ProfileName, PerfCurves]] = {
 
 `h100`: vLLM 0.32 with a model of a thousand million parameters in bf16, four servers that shared an
 H100, 400 requests of a production trace (6090 prompt tokens in the mean, 8.8 requests a second).
-The time to a first token was 63 to 78 ms, and 23 to 26 us for each token that was not cached. About
-15 ms of the constant are half a step of decode, one beside the prompt, and the way to the engine;
-the rest is that of a step with prompts. The time between tokens was 10.3 ms; without the third of
-it in which steps with prompts ran, a step of decode took 6.8 ms. It was measured with about seven
-requests and 42,000 tokens at a server, and not with others, so it is constant.
+The constants come from the times to a first token without cached tokens, and from the times between
+tokens without steps with prompts. The step of decode was measured at one load, so it is constant.
 """
 
 
 def curves_from(numbers: Sequence[float]) -> PerfCurves | None:
-    """The inverse of `coefficients`; None for impossible curves. The time of prefill must not fall
-    with the number of tokens, and no time may be negative."""
+    """The inverse of `coefficients`; None for impossible curves: negative times, or falling
+    prefill."""
     if len(numbers) != 7 or not all(abs(x) <= MAX_COEFFICIENT for x in numbers):  # nor is it NaN
         return None
     a, b, c, *decode, floor = numbers

@@ -7,13 +7,11 @@
     capacity ──► PromptCredit, one for each class of work: free capacity of routers
 
 Delivery is at least once; request ids make duplicates harmless. Without a model, without capacity
-in routers, or while appends fail, the sources (`app/prompts/prompt_source.py`) do not read. A
-prompt is never refused for load; its deadline counts from its append. A cancel passes waiting
-prompts that were read together with it.
+in routers, or while appends fail, the sources do not read. A prompt is never refused for load; its
+deadline counts from its append.
 
-The topic decides the class: a prompt in `prompts` that names class batch is moved to `batch`, so
-that no other prompt waits behind it. Batch work differs only in its topic, group, credit and order.
-FastStream drives both (docs/benchmarks.md has its cost).
+A prompt in `prompts` that names class batch is moved to `batch`, so that no other prompt waits
+behind it. Batch work differs only in its topic, group, credit and order.
 """
 
 from __future__ import annotations
@@ -158,7 +156,6 @@ class Preprocessor(ObservedProcess):
         self._running = self._ctx.spawn("prompts", self._run_broker())
 
     def _declare_topics(self) -> None:
-        """Declare the topics of clients at the broker, and its middlewares."""
         self.broker.add_middleware(
             KafkaPrometheusMiddleware(registry=self._metrics.registry, app_name="preprocessor")
         )
@@ -221,7 +218,7 @@ class Preprocessor(ObservedProcess):
         )
 
     def _is_deleted(self, record: Record) -> bool:
-        """True for a prompt that counts as deleted by its age: its id may be forgotten."""
+        """A prompt counts as deleted by its age: its id may be forgotten."""
         self._broker_clock.observe(record.timestamp)
         if self._broker_clock.now_ms() - appended_ms(record) < PROMPT_READABLE_MS:
             return False
@@ -254,7 +251,6 @@ class Preprocessor(ObservedProcess):
         self._metrics.count_moved()
 
     async def _parsed(self, record: Record) -> PromptRecord | Cancel | Refused | UnreadablePrompt:
-        """Parse a record; large ones in several steps of the event loop."""
         received_ms = appended_ms(record)
         self._metrics.observe_read((self._ctx.clock.wall_ms() - received_ms) / 1000)
         return await run_cooperatively(
@@ -296,7 +292,7 @@ class Preprocessor(ObservedProcess):
         return answer
 
     async def _find(self, parsed: PromptRecord, name: str) -> Model:
-        """The model of a prompt; an outage is waited out. Raises InvalidPrompt, BadModel."""
+        """An outage is waited out. Raises InvalidPrompt, BadModel."""
         card = self._models.find(parsed.prompt.kind, name)
         check_supported(parsed.request, unsupported_features(self._fleet, card.name))
         if card.tokenizer is None:

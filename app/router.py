@@ -1,12 +1,9 @@
 """The router process: follows the logs, owns lanes, and is responsible for the requests in them.
 
-    requests ──group──► GroupConsumer ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
-    ledger ───────────────► LedgerState ┐
-    registry, kv-events ──► Fleet       ┼─► actions due, eligible workers, cached prompts
-    kv-events ────────────► KvIndexView ┘
-
-This file wires `app/lanes/owner.py`, `app/lanes/failure_detector.py`, `app/routing/reconcile.py`
-(the next action for a request) and `app/routing/selection/select.py` (its worker).
+requests ──group──► GroupConsumer ──► LaneOwner ──► ledger, assignments, responses (Fence, End)
+ledger ───────────────► LedgerState ┐
+registry, kv-events ──► Fleet       ┼─► actions due, eligible workers, cached prompts
+kv-events ────────────► KvIndexView ┘
 """
 
 from __future__ import annotations
@@ -64,15 +61,13 @@ log = logging.getLogger(__name__)
 GROUP = "router"
 
 RECONCILE_INTERVAL_S = 0.25
-"""Interval between checks for actions that time makes due: bounds how late the end of a back-off, a
-deadline, a run that does not start or a silent worker is noticed."""
+"""Bounds how late a due action is noticed: a deadline, the end of a back-off, a silent worker."""
 
 DRIFT_CHECK_INTERVAL_S = 10.0
 """Interval between drift checks. One check takes 4 ms for 64 workers."""
 
 RESPONSE_ENDS_INTERVAL_S = 1.0
-"""Interval between fetches of the ends of the response lanes
-(`RouterContext.response_end_offsets`)."""
+"""Interval between fetches of the ends of response lanes."""
 
 HEARTBEAT_WINDOW_TIMEOUTS = 4
 """Time before a router's start whose heartbeats are read, in worker time-outs."""
@@ -335,8 +330,7 @@ class Router(ObservedProcess):
 
     async def _ledger_start(self, source: Partition) -> int:
         """Far enough back for a request with the longest time limit that no router has ended for
-        `max_lifetime_s` more, for the ids that a copy with this time limit may repeat, and for ends
-        of prompts that are not on `ended-ids`."""
+        `max_lifetime_s` more, and for ends of prompts that are not on `ended-ids`."""
         s = self._settings
         longest_s = max(s.batch_run_limit_s, s.dedup_window_s) + s.max_lifetime_s
         start = await self._offset_before(source, longest_s)
@@ -344,12 +338,8 @@ class Router(ObservedProcess):
         return start if saved is None else min(start, saved)
 
     async def _fleet_start(self, source: Partition) -> int:
-        """The registry from its start; heartbeats from a few time-outs ago.
-
-        Every live worker has sent one since. An earlier loss is in the registry, as a tombstone or
-        a newer card; if its router died before the tombstone, the silent worker is declared lost
-        again.
-        """
+        """The registry from its start; heartbeats from a few time-outs ago: every live worker has
+        sent one. An earlier loss is in the registry, or is declared again."""
         if source.topic == REGISTRY:
             return 0
         return await self._offset_before(

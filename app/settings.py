@@ -1,8 +1,7 @@
 """The settings of every process: one table, read from `KVLANE_*` environment variables.
 
-Owns the reading, the checks between areas and the texts of errors; names, defaults and units are in
-`app/configuration`. The environment is read when `Settings()` is called and never again; read
-elsewhere are KVLANE_CACHE_DIR (`streams/brokers/jvm_artifacts.py`) and KVLANE_KERNEL_CACHE_DIR
+The environment is read when `Settings()` is called and never again; read elsewhere are
+KVLANE_CACHE_DIR (`streams/brokers/jvm_artifacts.py`) and KVLANE_KERNEL_CACHE_DIR
 (`indexer/kernels.py`). An empty variable counts as not set. Secrets come from the environment or
 from files and are masked wherever settings are shown.
 """
@@ -161,11 +160,8 @@ class Settings(  # pydantic takes the fields of the last base first
         )
 
     def tenant_tag(self) -> TenantTag:
-        """The secret that binds the ids of streams to tenants; the same at all gateways.
-
-        Raises SettingsError without one for a gateway that other machines reach, or that has API
-        keys: the default prevents accidental collisions only.
-        """
+        """The secret that binds the ids of streams to tenants; the same at all gateways. Raises
+        SettingsError without one for a gateway that other machines reach, or that has API keys."""
         secret = self.stream_secret.get_secret_value()
         if not secret and self.api_keys_file is not None:
             raise SettingsError(
@@ -197,8 +193,7 @@ class Settings(  # pydantic takes the fields of the last base first
 
 
 def _role_conflicts(settings: Settings) -> Iterator[str]:
-    """A role that the chosen engine cannot take, as far as settings show it; `check_role` of
-    `app/serving/registration.py` asks the engine itself, which may take minutes to start."""
+    """A role that the chosen engine cannot take, as far as settings show it."""
     role, engine = settings.worker_role, settings.engine
     if role == "aggregated":
         return

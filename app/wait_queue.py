@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 MIN_WAIT_S = 0.001
-"""Shortest wait. The rest of a time-out can be too short to advance the clock's float or its
-milliseconds; a caller that checks again at once would then spin for ever."""
+"""Shortest wait: a shorter one may not advance the clock, and a caller would spin for ever."""
 
 
 class WaitQueue:

@@ -10,10 +10,6 @@ cleared before the first heartbeat makes the worker routable.
 
 An engine that does not answer makes the worker unhealthy until it does. A dead engine ends the
 process, after a last heartbeat and the failure of its open runs.
-
-Runs are in `app/serving/run_queue.py`, cards in `app/serving/registration.py` and
-`worker_model.py`, heartbeats in `heartbeat.py`, cache events in `kv_event_publisher.py`, the
-engine's choice in `app/engine/engine_factory.py`, its health in `app/serving/engine_health.py`.
 """
 
 from __future__ import annotations
@@ -111,11 +107,10 @@ class Worker(ObservedProcess):
         self._model = WorkerModel(log, self._publisher, ctx, self.id, leaving_s, offer)
         self._state: WorkerState = "ready"
         self._fatal_reason = ""
-        """Why this process is about to end with an error; "" otherwise."""
+        """"" unless this process is about to end with an error."""
         self._runs: RunQueue | None = None
         self._early_records: list[LogRecord] = []
-        """Records of the registry that were read between two epochs, and may end the next one: a
-        repeated append of its first card."""
+        """Records of the registry that were read between two epochs, and may end the next one."""
         self._slot = Partition(ASSIGNMENTS, 0)
         self._slot_offset = 0
         self._cache_events: list[KvEventPublisher] = []
@@ -168,8 +163,8 @@ class Worker(ObservedProcess):
         }
 
     async def start(self) -> None:
-        """Start the engine, register and serve. Raises errors of the engine and of the log, and
-        SettingsError for a role that the engine cannot take."""
+        """Raises errors of the engine and of the log, and SettingsError for a role that the engine
+        cannot take."""
         await self._status.start()
         try:
             config = await self._start_engine()
@@ -200,7 +195,7 @@ class Worker(ObservedProcess):
         await self._status.stop()
 
     async def _drain_runs(self, runs: RunQueue) -> None:
-        """Reject new runs, let open ones end within the grace period, abort the rest."""
+        """Let open runs end within the grace period, abort the rest."""
         runs.reject_new()
         if not await runs.wait_idle(self._clock.now() + self._settings.drain_grace_s):
             runs.abort_all("the worker stopped")

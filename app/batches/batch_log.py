@@ -50,8 +50,6 @@ class BatchView:
     name = "batch jobs"
 
     def __init__(self, wall_ms: Callable[[], int]) -> None:
-        """`wall_ms`: the time since 1970. Its difference to broker time is nothing to a retention
-        of days."""
         self._wall_ms = wall_ms
         self._files: dict[str, FileCard] = {}
         self._jobs: dict[str, BatchJob] = {}
@@ -141,8 +139,8 @@ class BatchView:
         return False
 
     def _is_later(self, source: Partition, job: BatchJob) -> bool:
-        """False for a record of a job that is older than the known one. A job beyond the limit of
-        its tenant is removed with its first record."""
+        """False for a record older than the known one. A job beyond the limit of its tenant is
+        removed with its first record."""
         known = self._jobs.get(job.id)
         if known is not None:
             return (job.fence, job.writes) >= (known.fence, known.writes)
@@ -211,10 +209,8 @@ TIMEOUT_S = 10.0
 
 class BatchLog:
     """Reads and writes of one process. `put` returns when the view has the write. A look-up in vain
-    reads to the present end of the log, so a fresh record of another process is found.
-
-    Look-ups and writes raise BrokerUnavailable, AppendFailed and AccessDenied.
-    """
+    reads to the present end of the log. They raise BrokerUnavailable, AppendFailed and
+    AccessDenied."""
 
     def __init__(self, log: Log, clock: Clock, on_applied: OnApplied | None = None) -> None:
         self._log = log
@@ -262,7 +258,7 @@ class BatchLog:
 
     async def new_id(self, tenant: str, new: Callable[[], str], limit: int | None) -> str:
         """A new id. With a limit of the tenant it is in the partition of the tenant, where all
-        processes see its entities in one order; the others are spread."""
+        processes see its entities in one order."""
         entity_id = new()
         if limit is not None:
             count = await self._log.partitions(BATCH_JOBS)

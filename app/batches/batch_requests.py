@@ -1,10 +1,8 @@
 """Lines of a batch's input: their form, their errors, and the prompts that they become.
 
 A file arrives in pieces: one line is in memory at a time, and other tasks run after each piece.
-Blank lines are skipped together: a megabyte may have a million of them.
-
-Pure: bytes in, requests, errors and prompts out. A line has the bounds of a body over HTTP, and is
-read in steps. Only its form is checked here; an invalid body shows when it runs.
+A line has the bounds of a body over HTTP. Only its form is checked here; an invalid body shows when
+it runs.
 """
 
 from __future__ import annotations
@@ -109,8 +107,7 @@ async def requests_of(
     endpoint: BatchEndpoint,
     is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> AsyncGenerator[JobRequest | BatchError, None]:
-    """The requests of a file, or the errors of their lines, in order. `is_wanted`: by index; the
-    other lines are not read. Other tasks run after every 64 KiB."""
+    """The requests of a file, or the errors of their lines, in order. `is_wanted`: by index."""
     index = size = 0
     async for line in lines_of(pieces, MAX_LINE_BYTES):
         index += 1

@@ -1,7 +1,4 @@
-"""Turns at work that a process does in a bounded amount at a time, by tenant in rotation.
-
-A holder that sees others wait gives its turn back after a piece of work, and queues again.
-"""
+"""Turns at work that a process does in a bounded amount at a time, by tenant in rotation."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ QueuePlace = asyncio.Future[None]
 
 class FairTurns:
     """At most `most` turns at a time. The next one goes to the tenant that has waited longest since
-    its last turn, within a tenant to the first that came."""
+    its last turn."""
 
     def __init__(self, most: int) -> None:
         self._free = most

@@ -2,10 +2,10 @@
 
 A file is the sequence of its parts in one partition of `file-parts`, under `<file>/<run>/<number>`.
 A *run* is one writer's share. A new owner of an output file begins its run with a fence, a record
-under `<file>/<run>/fence`: later parts of other runs do not count. An upload has one run.
+under `<file>/<run>/fence`: later parts of other runs do not count.
 
-`PartOrder` selects the parts that count, by their number. Compaction must not change its choice, so
-no key is written twice: each attempt to append a part has its own, and a repeated fence a new run.
+Compaction must not change which parts count, so no key is written twice: each attempt to append a
+part has its own, and a repeated fence a new run.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class FileStore:
         return await self._publisher.publish_renamed(FILE_PARTS, attempts, partition)
 
     async def write(self, file_id: str, content: AsyncIterator[bytes]) -> WrittenFile:
-        """Write a file as its content arrives, in parts. If it fails or is cancelled, the written
-        part is deleted. Raises the errors of `content`."""
+        """Write a file as its content arrives. If it fails, the written part is deleted. Raises the
+        errors of `content`."""
         partition = await self.partition_of(file_id)
         digest, held = hashlib.sha256(), bytearray()
         keys: list[bytes] = []
@@ -169,10 +169,7 @@ class FileStore:
 
     async def read(self, card: FileCard) -> AsyncGenerator[bytes, None]:
         """The content of a file, piece by piece. Close it (`aclosing`) when leaving it early.
-
-        Raises FileDamaged, if need be after the last piece; BrokerUnavailable. Reads once more for
-        each part that lies behind the next one.
-        """
+        Raises FileDamaged, if need be after the last piece; BrokerUnavailable."""
         digest, size, number, before = hashlib.sha256(), 0, 0, -1
         while size <= card.size and number > before:
             order, before = PartOrder(card.id), number
@@ -193,8 +190,8 @@ class FileStore:
     async def records(
         self, partition: int, first: int, end: int, *file_ids: str
     ) -> AsyncGenerator[Record, None]:
-        """Records of some files in a range of offsets, as far as they are kept. Raises FileDamaged
-        if they are deleted meanwhile, BrokerUnavailable."""
+        """Records of some files in a range of offsets. Raises FileDamaged if they are deleted
+        meanwhile, BrokerUnavailable."""
         source = Partition(FILE_PARTS, partition)
         starts = await self._log.start_offsets(FILE_PARTS, [partition])
         first = max(first, starts[partition])

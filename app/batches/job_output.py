@@ -2,9 +2,7 @@
 
 The parts of the two files are the whole progress of a job. The headers of a part have the requests
 of its lines, and of a flush's last part the offsets of `results` before which every result is in
-the files. A new owner begins a run with a fence (`app/batches/file_store.py`), reads the parts that
-count, and continues from those offsets. In memory: a byte a request, and the lines of the next
-part.
+the files. A new owner fences, reads the parts that count, and continues from those offsets.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class _OutputFile:
 
 class JobOutput:
     """The two files of a job, for the owner that began `run`. One task restores, flushes and
-    verifies. Others may `add` requests that get no result."""
+    verifies."""
 
     def __init__(self, store: FileStore, job: BatchJob, partition: int, run: str) -> None:
         self._store = store
@@ -149,8 +147,8 @@ class JobOutput:
         return True
 
     async def flush(self, positions: Mapping[int, int] | None = None) -> None:
-        """Append all lines. `positions`: offsets of `results` that were read up to now. Returns
-        when all is acknowledged. Raises AccessDenied, LogClosed."""
+        """Append all lines; returns when all is acknowledged. `positions`: offsets of `results`
+        that were read. Raises AccessDenied, LogClosed."""
         while any(file.unwritten for file in self._files):
             number = 0 if self._files[0].unwritten else 1
             lines = self._files[number].next_part()
@@ -198,8 +196,8 @@ class JobOutput:
             self.positions = msgspec.msgpack.decode(positions, type=dict[int, int])
 
     async def verify(self, end: int) -> tuple[WrittenFile | None, WrittenFile | None]:
-        """Read both files from the log, up to an offset after the last part; None for empty ones.
-        Raises OutputSuperseded unless the two have one line for each request."""
+        """Read both files from the log; None for empty ones. Raises OutputSuperseded unless the two
+        have one line for each request."""
         seen = bytearray(len(self._is_done))
         checks = [_FileCheck(file.file_id) for file in self._files]
         ids = [file.file_id for file in self._files]

@@ -1,7 +1,7 @@
 """Requests of one batch job: their check, their publication within a window, their withdrawal.
 
 Ids of prompts follow from job and line, so routers ignore duplicates. Their append time is the time
-at which the job began, by which routers recognise late ones. At most `WINDOW` are under way.
+at which the job began, by which routers recognise late ones.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class JobInput:
     async def requests(
         self, is_wanted: Callable[[int], bool] = lambda _: True
     ) -> AsyncGenerator[JobRequest | BatchError, None]:
-        """The requests, or the errors of their lines. `is_wanted`: by index; others are not read.
-        Close it (`aclosing`) when leaving it early. Raises FileDamaged, BrokerUnavailable."""
+        """The requests, or the errors of their lines. Close it (`aclosing`). Raises FileDamaged,
+        BrokerUnavailable."""
         async with (
             aclosing(self._store.read(self._card)) as pieces,
             aclosing(requests_of(pieces, self._endpoint, is_wanted)) as requests,
@@ -149,8 +149,8 @@ class JobPrompts:
             self._task = asyncio.create_task(work)
 
     def _next_work(self, ending: BatchEnding | None) -> Coroutine[Any, Any, None] | None:
-        """None for none now. Publication begins with half a window of room, since it reads the
-        input from its beginning."""
+        """Publication begins with half a window of room, since it reads the input from its
+        beginning."""
         if ending:
             return None if self._is_withdrawn else self._withdraw(ending)
         has_room = len(self.under_way) <= WINDOW // 2
@@ -263,8 +263,8 @@ class JobPrompts:
     # --- withdrawal ---
 
     async def _withdraw(self, ending: BatchEnding) -> None:
-        """Cancel the prompts under way; those of an expired job end by their deadline. A former
-        owner may have published a window more than it could record."""
+        """Cancel the prompts under way. A former owner may have published a window more than it
+        recorded."""
         if ending == "cancelled":
             most = self.published
             if self._is_continued:

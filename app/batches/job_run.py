@@ -3,15 +3,11 @@
     input file ──► prompts ──► batch        results ──► JobOutput ──► output and error file
 
 All progress is in the log (`batch-jobs`, `file-parts`). A new run fences its predecessor, restores
-the written lines, reads the results since, and publishes the other prompts
-(`app/batches/job_prompts.py`).
+the written lines, reads the results since, and publishes the other prompts.
 
 A process has a bounded number of turns (`app/batches/fair_turns.py`). A run that waits for results,
 or has worked for some seconds, gives its turn back, and has no reader and no part of a file in
 memory until the next. Cancelled and late jobs take turns apart from the others.
-
-Memory: some bytes a line; prompts under way are bounded, and lines are written when a megabyte of
-them has come, or after a second.
 """
 
 from __future__ import annotations
@@ -107,13 +103,12 @@ TURN_S = 5.0
 FLUSH_S = 1.0
 """Longest delay of a line, and shortest time between two records of a job's state."""
 GRACE_S = 30.0
-"""Time for prompts under way to end after a cancel or the end of the window, and for the rest of
-the input to be validated after the latter."""
+"""Time for prompts under way to end, and for the input to be validated, after the window."""
 
 
 class JobContext(NamedTuple):
-    """The parts of a runner that all its jobs share. `max_lines`: of an input. `turns`,
-    `ending_turns`: of jobs that work, and of those that were cancelled or have expired."""
+    """The parts of a runner that all its jobs share. `ending_turns`: of cancelled and expired
+    jobs."""
 
     log: Log
     clock: Clock
@@ -146,7 +141,7 @@ class JobRun:
 
     async def run(self) -> None:
         """Bring the job to its end. Raises OutputSuperseded when another owner has begun;
-        StreamError. The next run continues."""
+        StreamError."""
         try:
             self._check_early_end()
             while not self._job.has_ended:
@@ -214,7 +209,7 @@ class JobRun:
     # --- the input ---
 
     async def _begin(self) -> JobInput | None:
-        """Fence former owners and validate the input; None if the job has failed. Raises EndsEarly,
+        """Fence former owners and validate; None if the job has failed. Raises EndsEarly,
         FileDamaged."""
         context, job = self._context, self._job
         self._run = f"{context.rng.getrandbits(64):016x}"
@@ -261,8 +256,7 @@ class JobRun:
     # --- execution ---
 
     async def _execute(self, work: _Work, turns: FairTurns) -> None:
-        """Publish prompts and take in results for one turn: until all have come, the job is to end
-        and nothing is waited for, or others want the turn."""
+        """Publish prompts and take in results for one turn."""
         self._count(work)
         _, output, prompts = work
         clock = self._context.clock

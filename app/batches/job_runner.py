@@ -1,10 +1,8 @@
 """Runner of batch jobs: runs the open jobs of the partitions that it owns. A part of the collector.
 
 A consumer group on `batch-jobs`, through which nothing is read or committed, assigns its
-partitions. The open jobs of owned partitions in the view are started: level-triggered, so
-unfinished work of a predecessor is found. Ownership is no lock: a former owner is fenced in the
-job's files (`app/batches/file_store.py`). The owner also keeps compaction from changing the records
-that count (`_write_again`).
+partitions. Jobs start by the state of the view, so unfinished work of a predecessor is found. A
+former owner is fenced in the job's files (`app/batches/file_store.py`).
 """
 
 from __future__ import annotations
@@ -35,18 +33,15 @@ GROUP = "collector-jobs"
 CHECK_S = 1.0
 """Period of checks for jobs to start; also the delay before a run is repeated."""
 PAUSE_S = 0.05
-"""Pause between two checks, since each record of a job causes one."""
+"""Each record of a job causes a check."""
 MAX_RUNNING = 8
-"""Jobs that are worked on at a time: each takes some megabytes and a consumer of `results`. As many
-more that were cancelled or have expired."""
+"""Jobs that are worked on at a time: each takes some megabytes and a consumer of `results`."""
 MAX_OPEN = 256
-"""Jobs that have a run at a time, which takes some bytes a line; by tenant in rotation, the oldest
-first. Cancelled and expired ones are no part of it."""
+"""Jobs that have a run at a time; by tenant in rotation, the oldest first."""
 MAX_ATTEMPTS = 3
 """Runs that end with an error of this program, after which the job fails."""
 MAX_RUNS = 10
-"""Runs without progress after which the job fails, of any cause: the death of a process, an error,
-a take-over. A rolling upgrade of the collectors takes a job over a few times."""
+"""Runs without progress after which the job fails, of any cause."""
 
 
 class JobRunner:
@@ -97,7 +92,7 @@ class JobRunner:
         self._assigned.set()
 
     def revoked(self, partitions: frozenset[int]) -> None:
-        """Stop the jobs of these partitions, which another runner owns now."""
+        """Stop the jobs of these partitions."""
         for partition in partitions:
             self._owned.pop(partition, None)
             self._read.pop(partition, None)
@@ -109,8 +104,7 @@ class JobRunner:
         self._changed.set()
 
     async def _read_assigned(self) -> None:
-        """Read each new partition to its end: a job may be older than the assignment, and its last
-        record just written."""
+        """Read each new partition to its end: the last record of a job may be just written."""
         while True:
             self._assigned.clear()
             async with asyncio.TaskGroup() as reads:
@@ -181,8 +175,8 @@ class JobRunner:
         yield from islice(in_rotation, MAX_OPEN)
 
     async def _write_again(self) -> None:
-        """Write the records that count again, where others are behind them. Compaction would keep
-        the last record of a key."""
+        """Write the records that count again, else compaction would keep the last record of a
+        key."""
         for key, (partition, record) in self._batches.view.overwritten().items():
             if partition in self._read:
                 await self._batches.put(key.partition("/")[2], key, record)
