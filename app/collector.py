@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from kvlane.app.batches.job_runner import JobRunner
 from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
@@ -26,7 +25,7 @@ from kvlane.app.results.lane_collector import LaneCollector
 from kvlane.app.results.lane_reader import LaneReader
 from kvlane.app.results.reply_sender import ReplySender
 from kvlane.app.routing.state.fleet import Fleet
-from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.errors import StreamError
@@ -37,9 +36,6 @@ from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import REGISTRY, REQUESTS
 from kvlane.streams.views.follower import Follower
-
-if TYPE_CHECKING:
-    from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +158,4 @@ class Collector(ObservedProcess):
             return None
 
 
-def __getattr__(name: str) -> FastStream:
-    if name == "app":
-        return faststream_app("collector", Collector)
-    raise AttributeError(name)
+__getattr__ = process_app("collector", Collector)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -38,7 +37,7 @@ from kvlane.app.preprocess.models.model_loader import ModelLoader
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime.open_files import raise_file_limit
-from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.ids import RequestIds
@@ -46,9 +45,6 @@ from kvlane.streams.ports import Log, Partition
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import REGISTRY
 from kvlane.streams.views.follower import Follower
-
-if TYPE_CHECKING:
-    from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +147,4 @@ class Gateway:
         self._threads.close()
 
 
-def __getattr__(name: str) -> FastStream:
-    if name == "app":
-        return faststream_app("gateway", Gateway)
-    raise AttributeError(name)
+__getattr__ = process_app("gateway", Gateway)

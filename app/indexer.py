@@ -8,8 +8,6 @@ Routers need no indexer to route, but its snapshots let them start sooner.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastapi import FastAPI
 
 from kvlane.app.http.indexer_api import IndexerApi
@@ -21,7 +19,7 @@ from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.runtime.open_files import raise_file_limit
-from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.indexer.precompile import compile_all
 from kvlane.streams.clock import BrokerClock
@@ -31,10 +29,6 @@ from kvlane.streams.views.follower import Follower
 from kvlane.streams.views.snapshot_store import SnapshotStore
 from kvlane.streams.views.snapshot_writer import SnapshotWriter
 from kvlane.streams.views.tail_reader import TailReader
-
-if TYPE_CHECKING:
-    from faststream import FastStream
-
 
 CONSUMER_GROUP = "indexer"
 
@@ -119,7 +113,4 @@ class Indexer:
         self._threads.close()
 
 
-def __getattr__(name: str) -> FastStream:
-    if name == "app":
-        return faststream_app("indexer", Indexer)
-    raise AttributeError(name)
+__getattr__ = process_app("indexer", Indexer)

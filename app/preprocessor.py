@@ -20,7 +20,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from faststream.kafka.prometheus import KafkaPrometheusMiddleware
 from opentelemetry.trace import SpanKind
@@ -55,7 +54,7 @@ from kvlane.app.prompts.prompt_source import (
 )
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime import spans
-from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.streams.asyncapi import describe_answers
 from kvlane.streams.clock import BrokerClock
@@ -71,9 +70,6 @@ from kvlane.streams.request import Request
 from kvlane.streams.topics import BATCH, CAPACITY, PROMPT_READABLE_MS, PROMPTS, REGISTRY
 from kvlane.streams.views.follower import Follower
 from kvlane.streams.views.tail_reader import TailReader
-
-if TYPE_CHECKING:
-    from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
@@ -326,7 +322,4 @@ def _is_batch(parsed: PromptRecord | Cancel | Refused) -> bool:
     return isinstance(parsed, PromptRecord) and parsed.prompt.service_class == "batch"
 
 
-def __getattr__(name: str) -> FastStream:
-    if name == "app":
-        return faststream_app("preprocessor", Preprocessor, subscribes=True)
-    raise AttributeError(name)
+__getattr__ = process_app("preprocessor", Preprocessor, subscribes=True)

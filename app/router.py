@@ -14,7 +14,6 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
 
 from kvlane.app.audit.drift import MAX_ERROR_BLOCKS, DriftAlarm, DriftTracker
 from kvlane.app.http.server.probes import ObservedProcess, Probes, StatusServer, catch_up_checks
@@ -30,7 +29,7 @@ from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.silent_workers import SilentWorkers
 from kvlane.app.routing.worker_rank import WorkerRank
-from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.indexer.precompile import compile_all
 from kvlane.streams.clock import CLOCK_SKEW_MS, BrokerClock
@@ -52,9 +51,6 @@ from kvlane.streams.topics import (
 from kvlane.streams.views.follower import Follower
 from kvlane.streams.views.snapshot_store import SnapshotStore
 from kvlane.streams.views.tail_reader import TailReader
-
-if TYPE_CHECKING:
-    from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
@@ -361,7 +357,4 @@ def _assigned_places(log_records: Sequence[LogRecord]) -> dict[WorkerRank, None]
     }
 
 
-def __getattr__(name: str) -> FastStream | Any:
-    if name == "app":
-        return faststream_app("router", Router)
-    raise AttributeError(name)
+__getattr__ = process_app("router", Router)

@@ -6,7 +6,6 @@ The parts share one connection and communicate through the topics, as separate p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
 from kvlane.app import worker
 from kvlane.app.collector import Collector
@@ -15,13 +14,9 @@ from kvlane.app.indexer import Indexer
 from kvlane.app.local.deployment import ProcessFactory
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.router import Router
-from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle, faststream_app
+from kvlane.app.runtime.process import ProcessContext, ProcessLifecycle, process_app
 from kvlane.app.settings import Settings
 from kvlane.streams.ports import Log
-
-if TYPE_CHECKING:
-    from faststream import FastStream
-
 
 PROCESS_FACTORIES: dict[str, ProcessFactory] = {
     "worker": worker.build,
@@ -80,7 +75,4 @@ def _worker(log: Log, settings: Settings, ctx: ProcessContext, number: int) -> P
     return worker.build(log, _without_port(settings).model_copy(update=own), ctx)
 
 
-def __getattr__(name: str) -> FastStream | Any:
-    if name == "app":
-        return faststream_app("standalone", StandaloneProcess)
-    raise AttributeError(name)
+__getattr__ = process_app("standalone", StandaloneProcess)

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvlane.app.engine.engine_factory import create_engine
 from kvlane.app.engine.interface import Engine, EngineDead
@@ -26,7 +26,7 @@ from kvlane.app.engine.output_values import checked_stats
 from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.worker_metrics import WorkerMetrics
 from kvlane.app.operator_error import OperatorError
-from kvlane.app.runtime.process import ProcessContext, faststream_app
+from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.serving.chunk_writer import ChunkWriter
 from kvlane.app.serving.engine_health import EngineHealthMonitor, HealthTimeouts
 from kvlane.app.serving.heartbeat import HeartbeatSender
@@ -62,9 +62,6 @@ from kvlane.streams.records import (
     WorkerState,
 )
 from kvlane.streams.topics import ASSIGNMENTS, REGISTRY, RESPONSES, partition_of
-
-if TYPE_CHECKING:
-    from faststream import FastStream
 
 log = logging.getLogger(__name__)
 
@@ -479,7 +476,4 @@ def build(log: Log, settings: Settings, ctx: ProcessContext) -> Worker:
     return Worker(log, settings, ctx, engine, offer=offer)
 
 
-def __getattr__(name: str) -> FastStream:
-    if name == "app":
-        return faststream_app("worker", build)
-    raise AttributeError(name)
+__getattr__ = process_app("worker", build)

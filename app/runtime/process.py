@@ -249,6 +249,22 @@ def faststream_app(
     return app
 
 
+def process_app(
+    name: str,
+    build: Callable[[Log, Settings, ProcessContext], ProcessLifecycle],
+    *,
+    subscribes: bool = False,
+) -> Callable[[str], FastStream]:
+    """The `__getattr__` of a process module: its `app` is made when it is read."""
+
+    def attribute(wanted: str) -> FastStream:
+        if wanted == "app":
+            return faststream_app(name, build, subscribes=subscribes)
+        raise AttributeError(wanted)
+
+    return attribute
+
+
 def _settings_of_environment(name: str) -> Settings:
     """The settings of a process, with its logging configured by them. Raises SystemExit."""
     from kvlane.app.runtime.logging_setup import configure_logging

@@ -238,7 +238,7 @@ def test_secrets_are_mounted_by_reference_only(rendered: Path) -> None:
 
 def test_every_process_has_a_place() -> None:
     """A process of this project is started by a Deployment, or as a worker by a StatefulSet."""
-    files = [path for path in (ROOT / "app").glob("*.py") if "faststream_app(" in path.read_text()]
+    files = [path for path in (ROOT / "app").glob("*.py") if "process_app(" in path.read_text()]
     started = {
         re.sub(r"^app\.|:app$", "", process.container["args"][-1])
         for process in processes(ROOT / "deploy" / "k8s" / "default.yaml").values()
