@@ -227,15 +227,21 @@ def _parameter(name: str, place: str, about: str, schema: JsonObject) -> JsonObj
 
 
 _POSITION: JsonObject = {"type": "string", "pattern": "^[0-9]{1,15}$"}
+_POSITIONS: JsonObject = {"type": "string", "pattern": "^[0-9]{1,15}(,[0-9]{1,15})*$"}
+"""Those of several answers."""
 _SWITCH: JsonObject = {"type": "string", "enum": ["true", "false", "1", "0"]}
 _ID = _parameter(
     "request_id", "path", "As in the header x-kvlane-id",
     {"type": "string", "minLength": 1, "maxLength": MAX_ID_CHARS},
 )  # fmt: skip
+_IDS = _parameter(
+    "request_id", "path", "As in the header x-kvlane-id, also several",
+    {"type": "string", "minLength": 1},
+)  # fmt: skip
 _ATTACHING = [
-    _ID,
-    _parameter("Last-Event-ID", "header", "Position of the last event received", _POSITION),
-    _parameter("from", "query", "The same, where headers cannot be set", _POSITION),
+    _IDS,
+    _parameter("Last-Event-ID", "header", "Id of the last event received", _POSITIONS),
+    _parameter("from", "query", "The same, where headers cannot be set", _POSITIONS),
     _parameter(
         "form", "query", "Form of the answer", {"enum": [*get_args(EndpointKind), *ITEM_FORMS]}
     ),

@@ -40,6 +40,35 @@ async def test_broken_stream_resumes_where_it_broke_at_any_gateway(world: Memory
 
 
 @scenario_test
+async def test_broken_stream_of_several_answers_resumes_each_where_it_broke(
+    world: MemoryWorld,
+) -> None:
+    harness = await GatewayHarness.open(world)
+    other = await GatewayHarness.open(world, "g2")
+    await harness.start_backend()
+    answer = harness.chat("hello, world", {"x-kvlane-detach": "true"}, stream=True, n=3)
+    await world.wait_until(lambda: len(answer.text) >= 8)
+    answer.disconnect()
+    await answer.task
+    ids, last = answer.headers["x-kvlane-id"], answer.content.decode().split("id: ")[-1]
+    headers = {"Last-Event-ID": last.partition("\n")[0]}
+    url = f"/v1/streams/{ids}"
+    rest = await other.send("GET", f"{url}?include_usage=true", headers=headers).wait_done()
+    texts = ["", "", ""]
+    for event in (*answer.events, *rest.events[:-2]):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["hello, world"] * 3
+    assert {event["id"] for event in rest.events[:-1]} == {answer.events[0]["id"]}
+    whole = await other.send("GET", f"{url}?stream=false").wait_done()
+    assert [choice["message"]["content"] for choice in whole.json["choices"]] == texts
+    assert whole.json["usage"] == rest.events[-2]["usage"]
+    assert whole.json["usage"]["prompt_tokens"] == len(harness.requests()[0].token_ids) // 4
+    for path, headers in ((f"{url}?form=message", {}), (url, {"Last-Event-ID": "1,2"})):
+        assert (await other.send("GET", path, headers=headers).wait_done()).status == 400
+
+
+@scenario_test
 async def test_last_event_id_precedes_the_url(world: MemoryWorld) -> None:
     harness = await GatewayHarness.with_backend(world)
     answer = await harness.chat("hello", stream=True).wait_done()

@@ -140,7 +140,7 @@ class ItemEncoder:
         self.items = AnswerItems()
         self.stop_string: str | None = None
         """The stop string that ended the answer."""
-        self._from = options.from_token
+        self._from = next(iter(options.from_tokens), 0)
         self._number = 0
         self._has_begun = False
         self.is_ending = False
@@ -188,8 +188,8 @@ class ItemEncoder:
         self._number = max(self._number, self._from) + 1
         return events + self._framed(event)
 
-    def resume_queries(self) -> list[str]:
-        return [f"from={max(self._number, self._from)}&form={self.form}"]
+    def resume_query(self) -> str:
+        return f"from={max(self._number, self._from)}&form={self.form}"
 
     @property
     def usage(self) -> Usage:

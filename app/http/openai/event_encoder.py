@@ -42,8 +42,9 @@ def encode_error(body: bytes) -> bytes:
 class ResponseOptions(NamedTuple):
     """Options of a response. `ids`: of its requests, URL-quoted; `n` successive share a prompt.
 
-    `is_resumed`: an existing stream is resumed after position `from_token`. `reads_to_end`: the
-    stream is read to its end after a disconnect, since it counts towards limits until then.
+    `is_resumed`: existing streams are resumed, each after its position of `from_tokens`.
+    `reads_to_end`: the stream is read to its end after a disconnect, since it counts towards limits
+    until then.
     `interval`: tokens of an event of text, at least.
     """
 
@@ -53,7 +54,7 @@ class ResponseOptions(NamedTuple):
     include_usage: bool = False
     n: int = 1
     is_resumed: bool = False
-    from_token: int = 0
+    from_tokens: Sequence[int] = ()
     reads_to_end: bool = False
     interval: int = 1
     is_background: bool = False
@@ -85,8 +86,8 @@ class AnswerEncoder(Protocol):
     def whole(self) -> JsonObject:
         """The complete response as one object; all pieces were added."""
 
-    def resume_queries(self) -> list[str]:
-        """For each answer, the query that resumes it after the events so far."""
+    def resume_query(self) -> str:
+        """The query that resumes the response after the events so far."""
 
 
 class EventEncoder:
@@ -100,8 +101,9 @@ class EventEncoder:
         self.choices = choices
         self._options = options
         self._paces = paces
-        self._is_single = len(choices) == 1
-        """Whether events have a position: a response with several answers has no single one."""
+        self._from = options.from_tokens or [0] * len(choices)
+        self._sent = [*self._from]
+        """Positions behind the last events of the answers; an event has them all."""
         self._held = [_HeldText() for _ in choices]
         self._set_header(options.header)
 
@@ -113,7 +115,7 @@ class EventEncoder:
             self._set_header(self.header._replace(model=piece.model))
         choice = self.choices[index]
         choice.add(piece)
-        if choice.finish_reason is not None and choice.position < self._options.from_token:
+        if choice.finish_reason is not None and choice.position < self._from[index]:
             raise invalid_request(
                 f"the stream has ended at position {choice.position}, before the one to go on from",
                 "from",
@@ -129,7 +131,7 @@ class EventEncoder:
             and piece.log_probs is None
             and not piece.data
             and not piece.model
-            and choice.position >= self._options.from_token
+            and choice.position >= self._from[index]
         ):
             return self._encode_unusual(index, piece)
         choice.add(piece)
@@ -161,10 +163,10 @@ class EventEncoder:
     def whole(self) -> JsonObject:
         return openai_responses.full_response(self.header, self.choices, self._options.n)
 
-    def resume_queries(self) -> list[str]:
+    def resume_query(self) -> str:
         kind = self.header.kind
-        form = "" if kind == "chat" else f"&form={kind}"
-        return [f"from={choice.position}{form}" for choice in self.choices]
+        read = [max(c.position, known) for c, known in zip(self.choices, self._from, strict=True)]
+        return f"from={','.join(map(str, read))}" + ("" if kind == "chat" else f"&form={kind}")
 
     def _set_header(self, header: ResponseHeader) -> None:
         """Set the fields of later objects: a resuming client does not name the model."""
@@ -175,7 +177,7 @@ class EventEncoder:
 
     def _encode_text(self, index: int, text: str) -> bytes:
         data = self._encoders[index].encode_text(text)
-        return encode_event(data, self.choices[index].position if self._is_single else None)
+        return self._encode_event(index, data)
 
     def _encode_unusual(self, index: int, piece: ReplyPiece) -> bytes:
         if (failure := error_of_piece(piece)) is not None:
@@ -191,7 +193,7 @@ class EventEncoder:
 
     def _rest(self, index: int, piece: ReplyPiece) -> ReplyPiece | None:
         """The part of a piece that a resuming client lacks; None if it has all of it."""
-        choice, position = self.choices[index], self._options.from_token
+        choice, position = self.choices[index], self._from[index]
         if not isinstance(piece, Chunk) or choice.position >= position:
             return piece
         return choice.rest_of(piece, position)
@@ -203,7 +205,13 @@ class EventEncoder:
         event = self._encoders[index].encode(choice, piece)
         if event is None:
             return b""
-        return encode_event(event, choice.position if self._is_single else None)
+        return self._encode_event(index, event)
+
+    def _encode_event(self, index: int, data: bytes) -> bytes:
+        self._sent[index] = position = self.choices[index].position
+        if len(self._sent) == 1:
+            return encode_event(data, position)
+        return b"id: %b\n" % ",".join(map(str, self._sent)).encode() + encode_event(data)
 
 
 class _HeldText:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
 
 from kvlane.app.http.api_errors import error_of_stream
 from kvlane.app.http.openai.active_streams import ActiveStreams
@@ -33,7 +34,7 @@ class MergedReplies:
         self._open = dict(enumerate(replies))
         self._queue: asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]] | None = None
         self._pumps: list[asyncio.Task[None]] = []
-        self._first: list[ReplyPiece] = []
+        self._first: tuple[int, list[ReplyPiece]] | None = None
 
     @property
     def has_more(self) -> bool:
@@ -52,25 +53,27 @@ class MergedReplies:
         `sink`: as `Reply.next_pieces`; without effect if there are several replies.
         Raises TimeoutError when none comes in time, and the error of a failed reply.
         """
-        number = 0
-        if self._first:
-            pieces, self._first = self._first, []
-        elif len(self.replies) == 1:
-            pieces = await self.replies[0].next_pieces(timeout_s, sink)
-        else:
-            async with asyncio.timeout(timeout_s):
-                number, came = await self._pumped().get()
-            if isinstance(came, Exception):
-                raise came
-            pieces = came
+        first, self._first = self._first, None
+        number, pieces = first or await self._next(timeout_s, sink)
         if is_last(pieces[-1]):
             del self._open[number]
         return number, pieces
 
     async def wait_for_first(self, within_s: float) -> None:
-        """Wait for the first piece of a single reply. Raises the errors of `next_pieces`."""
+        """Wait for the first piece. Raises the errors of `next_pieces`."""
         with suppress(TimeoutError):
-            self._first = await self.replies[0].next_pieces(within_s)
+            self._first = await self._next(within_s)
+
+    async def _next(
+        self, timeout_s: float, sink: PieceSink | None = None
+    ) -> tuple[int, list[ReplyPiece]]:
+        if len(self.replies) == 1:
+            return 0, await self.replies[0].next_pieces(timeout_s, sink)
+        async with asyncio.timeout(timeout_s):
+            number, pieces = await self._pumped().get()
+        if isinstance(pieces, Exception):
+            raise pieces
+        return number, pieces
 
     async def close(self) -> None:
         for pump in self._pumps:
@@ -131,26 +134,42 @@ async def publish_and_read(
         streams.release(answers)
 
 
-@asynccontextmanager
-async def resume_reply(
-    streams: ActiveStreams, request_id: str, *, begun: bool, after: int, may_begin_s: float
-) -> AsyncGenerator[MergedReplies, None]:
-    """Read the reply of an existing request from its beginning, without cancelling it on exit.
+class ResumedReply(NamedTuple):
+    """The reply of an existing request, to be read from its beginning.
 
     `begun`: the client has received part of it; `after`: position up to which pieces may be left
-    out (`Reply`). `may_begin_s`: time within which it must start. Raises ApiError.
+    out (`Reply`). `may_begin_s`: time within which it must start.
     """
-    streams.reserve(1)
+
+    id: str
+    begun: bool
+    after: int
+    may_begin_s: float
+
+
+@asynccontextmanager
+async def resume_replies(
+    streams: ActiveStreams, resumed: Sequence[ResumedReply]
+) -> AsyncGenerator[MergedReplies, None]:
+    """Read the replies of existing requests, without cancelling them on exit. Raises ApiError."""
+    streams.reserve(len(resumed))
+    attached: list[Reply] = []
     try:
-        reply = await streams.attach(request_id, begun=begun, after=after, may_begin_s=may_begin_s)
-        replies = MergedReplies([reply], detached=True)
+        for each in resumed:
+            reply = await streams.attach(
+                each.id, begun=each.begun, after=each.after, may_begin_s=each.may_begin_s
+            )
+            attached.append(reply)
+        replies = MergedReplies(attached, detached=True)
         try:
             await _await_beginning(replies)
             yield replies
         finally:
-            await _left(streams, replies)
+            await replies.close()
     finally:
-        streams.release(1)
+        for reply in attached:
+            streams.unsubscribe(reply)
+        streams.release(len(resumed))
 
 
 async def _await_beginning(replies: MergedReplies) -> None:

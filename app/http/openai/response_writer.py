@@ -240,14 +240,9 @@ class CompletionResponse(Response):
             log.error("reading %s failed", self._options.ids, exc_info=error)
         elif isinstance(error, LogClosed) and self._options.stream:
             replies.detached = True  # the client can resume at another gateway
-            ways = (
-                f"GET /v1/streams/{stream_id}?{query}"
-                for stream_id, query in zip(
-                    self._options.ids, self._events.resume_queries(), strict=True
-                )
-            )
+            way = f"GET /v1/streams/{','.join(self._options.ids)}?{self._events.resume_query()}"
             return gateway_stopping(
-                f"this gateway is stopping; another one continues the stream: {', '.join(ways)}"
+                f"this gateway is stopping; another one continues the stream: {way}"
             )
         return error_of_stream(error)
 

@@ -7,7 +7,7 @@ response, since the log of an answer does not hold the kind of its request.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import NamedTuple, get_args
@@ -20,10 +20,11 @@ from starlette.responses import Response
 from kvlane.app.http.api_errors import error_of_stream, invalid_request, unknown_stream
 from kvlane.app.http.openai.event_encoder import EventEncoder, ResponseOptions
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S, GatewayDeps
-from kvlane.app.http.openai.merged_replies import MergedReplies, resume_reply
+from kvlane.app.http.openai.merged_replies import MergedReplies, ResumedReply, resume_replies
 from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, ResponseHeader
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import caller_of
+from kvlane.app.preprocess.requests.request_models import MAX_CHOICES
 from kvlane.streams.errors import StreamError
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.records import MAX_ID_CHARS
@@ -57,50 +58,62 @@ class StreamResume:
         }
 
     async def resume(self, request: Request) -> Response:
-        """Send a stream from a position on. Raises ApiError.
+        """Send a stream from a position on, or those of a response with several answers, whose ids
+        and positions are separated by commas. Raises ApiError.
 
         Query: `from` (a position; the header Last-Event-ID counts more), `form` (chat …),
         `stream` (false: the whole answer, when it is there), `include_usage`.
         """
-        request_id = self.id_of(request)
-        await caller_of(request).count_reader()
-        await self._check_not_deleted(request_id, caller_of(request).tenant)
-        from_token = _position(request)
+        request_ids, caller = self._ids_of(request), caller_of(request)
+        for request_id in request_ids:
+            await caller.count_reader()
+            await self._check_not_deleted(request_id, caller.tenant)
+        form = self._form(request)
+        if len(request_ids) > 1 and not form.counts_tokens:
+            raise invalid_request("this form has one answer, and so one id", "request_id")
         return self.response(
-            request_id,
-            self._form(request),
-            from_token=from_token,
+            request_ids,
+            form,
+            from_tokens=_positions(request, len(request_ids)),
             stream=switch(request, "stream", default=True),
             include_usage=switch(request, "include_usage", default=False),
         )
 
     def response(
         self,
-        request_id: str,
+        request_ids: Sequence[str],
         form: ResumedForm,
         *,
-        from_token: int = 0,
+        from_tokens: Sequence[int],
         stream: bool = True,
         include_usage: bool = False,
     ) -> Response:
-        """The response with a stream from a position on, or with its whole answer."""
+        """The response with streams from positions on, or with their whole answers."""
         parts = self._parts
-        choice = Choice(keep=not stream)
-        choice.has_started = begun = from_token > 0
+        choices = [Choice(keep=not stream) for _ in request_ids]
+        for choice, from_token in zip(choices, from_tokens, strict=True):
+            choice.has_started = from_token > 0
         options = ResponseOptions(
-            header=self.header_of(request_id, form.kind),
-            ids=[quote(request_id, safe="")],  # it may hold any character, a line break too
+            header=self.header_of(request_ids[0], form.kind),
+            # An id may hold any character, a line break too.
+            ids=[quote(request_id, safe="") for request_id in request_ids],
             stream=stream,
             include_usage=include_usage,
+            n=len(request_ids) if form.kind == "chat" else 1,
             is_resumed=True,
-            from_token=from_token,
+            from_tokens=from_tokens,
         )
-        after = from_token if stream and form.counts_tokens else 0
+        resumed = [
+            self._resumed(
+                request_id, begun=at > 0, after=at if stream and form.counts_tokens else 0
+            )
+            for request_id, at in zip(request_ids, from_tokens, strict=True)
+        ]
         clock = parts.ctx.clock
         return CompletionResponse(
             options,
-            [choice],
-            self.join(request_id, begun=begun, after=after),
+            choices,
+            resume_replies(parts.streams, resumed),
             clock,
             parts.metrics,
             self._lifetime_s,
@@ -114,19 +127,18 @@ class StreamResume:
         created_ms = self._parts.ctx.clock.wall_ms() if issued is None else issued
         return ResponseHeader(kind, request_id, "", created_ms // 1000)
 
-    def join(
-        self, request_id: str, *, begun: bool = False, after: int = 0
-    ) -> AbstractAsyncContextManager[MergedReplies]:
-        """Read an existing stream; arguments as for `resume_reply`."""
+    def join(self, request_id: str) -> AbstractAsyncContextManager[MergedReplies]:
+        """Read an existing stream from its beginning."""
+        return resume_replies(self._parts.streams, [self._resumed(request_id)])
+
+    def _resumed(self, request_id: str, *, begun: bool = False, after: int = 0) -> ResumedReply:
         if issued_ms(request_id) is None:
             may_begin_s = UNDATED_START_S
         else:  # it may be queued for all of its lifetime, without a record
             now_ms = self._parts.streams.now_ms
             is_young = may_begin(request_id, now_ms, 1000 * self._lifetime_s)
             may_begin_s = math.inf if is_young else 0.0
-        return resume_reply(
-            self._parts.streams, request_id, begun=begun, after=after, may_begin_s=may_begin_s
-        )
+        return ResumedReply(request_id, begun, after, may_begin_s)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a stream; it ends shortly after. Raises ApiError."""
@@ -156,18 +168,33 @@ class StreamResume:
 
     def id_of(self, request: Request) -> str:
         """The id in the path. Raises ApiError, 404, for one of another tenant."""
-        request_id: str = request.path_params["request_id"]
+        return self._checked(request.path_params["request_id"], caller_of(request).tenant)
+
+    def _ids_of(self, request: Request) -> list[str]:
+        """The ids in the path. Only ids of HTTP come together: others may hold a comma. Raises
+        ApiError, 404, for one of another tenant."""
+        tenant = caller_of(request).tenant
+        request_ids = request.path_params["request_id"].split(",", MAX_CHOICES - 1)
+        if not all(self._parts.streams.seal.matches(each, tenant) for each in request_ids):
+            return [self.id_of(request)]
+        return [self._checked(request_id, tenant) for request_id in request_ids]
+
+    def _checked(self, request_id: str, tenant: str) -> str:
         if not 0 < len(request_id) <= MAX_ID_CHARS:
             raise invalid_request(f"an id has 1 to {MAX_ID_CHARS} characters", "request_id")
-        self._parts.streams.check_id(request_id, caller_of(request).tenant)
+        self._parts.streams.check_id(request_id, tenant)
         return request_id
 
 
-def _position(request: Request) -> int:
-    given = request.headers.get("last-event-id")
-    if given is not None:
-        return read_position("last-event-id", given)
-    return read_position("from", request.query_params.get("from", "0"))
+def _positions(request: Request, count: int) -> list[int]:
+    """The positions of as many streams."""
+    name, given = "last-event-id", request.headers.get("last-event-id")
+    if given is None:
+        name, given = "from", request.query_params.get("from", "0")
+    positions = [read_position(name, each) for each in given.split(",")]
+    if len(positions) not in (1, count):
+        raise invalid_request(f"has {len(positions)} positions for {count} streams", name)
+    return positions if len(positions) == count else positions * count
 
 
 def read_position(name: str, given: str) -> int:

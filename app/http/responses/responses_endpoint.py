@@ -70,7 +70,7 @@ class ResponsesEndpoint:
             return json_response(await self._state(request_id, caller_of(request).tenant))
         after = request.query_params.get("starting_after")
         from_token = 0 if after is None else read_position("starting_after", after) + 1
-        return self._streams.response(request_id, _FORM, from_token=from_token)
+        return self._streams.response([request_id], _FORM, from_tokens=[from_token])
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a response that has not ended; its state. Raises ApiError."""
