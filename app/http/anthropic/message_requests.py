@@ -25,7 +25,10 @@ from kvlane.app.preprocess.requests.request_models import (
     PARTS_LIST,
     Limit,
     StopText,
+    call_of,
+    chosen_function,
     content_of,
+    function_of,
     text_or_list,
 )
 from kvlane.app.preprocess.requests.unsupported_fields import (
@@ -227,7 +230,10 @@ def _chat_of(fields: Mapping[str, Any], kind: type[CountBody]) -> JsonObject:
     chat = {name: fields[name] for name in _SAME if fields.get(name) is not None}
     chat["messages"] = list(_messages(body))
     if body.tools:
-        chat["tools"] = list(map(_tool, body.tools))
+        chat["tools"] = [
+            function_of(name=each.name, description=each.description, parameters=each.input_schema)
+            for each in body.tools
+        ]
     chat |= _tool_choice(body)
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         thinks = {"enable_thinking": body.thinking.type == "enabled"}
@@ -284,27 +290,14 @@ def _answer(blocks: Sequence[Block]) -> JsonObject:
     """An earlier answer."""
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    calls = [
+        call_of(block.id, block.name, msgspec.json.encode(block.input).decode())
+        for block in blocks if isinstance(block, ToolUseBlock)
+    ]  # fmt: skip
     message: JsonObject = {"role": "assistant", "content": content_of(texts) if texts else None}
     if reasoning:
         message["reasoning_content"] = reasoning
     return message | ({"tool_calls": calls} if calls else {})
-
-
-def _call(block: ToolUseBlock) -> JsonObject:
-    arguments = msgspec.json.encode(block.input).decode()
-    return {
-        "id": block.id,
-        "type": "function",
-        "function": {"name": block.name, "arguments": arguments},
-    }
-
-
-def _tool(tool: MessageTool) -> JsonObject:
-    function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    return {"type": "function", "function": function}
 
 
 def _tool_choice(body: CountBody) -> JsonObject:
@@ -312,9 +305,8 @@ def _tool_choice(body: CountBody) -> JsonObject:
     if choice is None:
         return {}
     if choice.type == "tool":
-        if choice.name not in {tool.name for tool in body.tools or ()}:
-            raise InvalidPrompt("tool_choice.name", "is none of the tools")
-        wanted: Any = {"type": "function", "function": {"name": choice.name}}
+        names = {tool.name for tool in body.tools or ()}
+        wanted: Any = chosen_function(choice.name, names)
     else:
         wanted = "required" if choice.type == "any" else choice.type
     parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}

@@ -23,7 +23,10 @@ from kvlane.app.preprocess.requests.request_models import (
     PARTS_LIST,
     Limit,
     Part,
+    call_of,
+    chosen_function,
     content_of,
+    function_of,
     text_or_list,
 )
 from kvlane.app.preprocess.requests.unsupported_fields import (
@@ -259,7 +262,13 @@ class ResponseRequest(NamedTuple):
         if body.max_output_tokens is not None:
             chat["max_completion_tokens"] = body.max_output_tokens
         if functions := self.functions():
-            chat["tools"] = list(map(_tool, functions))
+            chat["tools"] = [
+                function_of(
+                    name=each.name, description=each.description, parameters=each.parameters,
+                    strict=each.strict,
+                )
+                for each in functions
+            ]  # fmt: skip
         if body.tool_choice is not None:
             names = {function.name for function in functions}
             chat["tool_choice"] = _tool_choice(body.tool_choice, names)
@@ -294,7 +303,8 @@ def _messages(instructions: str | None, items: Sequence[Item]) -> Iterator[JsonO
                     answer = {}
                 answer |= {"role": "assistant", "content": content_of(item.content)}
             case FunctionCall():
-                calls = [*answer.get("tool_calls", ()), _call(item)]
+                call = call_of(item.call_id, item.name, item.arguments)
+                calls = [*answer.get("tool_calls", ()), call]
                 answer = {"role": "assistant", "content": None} | answer | {"tool_calls": calls}
             case ReasoningItem():
                 if answer:
@@ -317,30 +327,12 @@ def _asked(item: InputMessage | FunctionCallOutput) -> JsonObject:
     return {"role": item.role, "content": content_of(item.content)}
 
 
-def _call(item: FunctionCall) -> JsonObject:
-    function = {"name": item.name, "arguments": item.arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
-
-
-def _tool(tool: FunctionTool) -> JsonObject:
-    function: JsonObject = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.parameters is not None:
-        function["parameters"] = tool.parameters
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
-
-
 def _tool_choice(choice: Any, names: Collection[str]) -> Any:
     match choice:
         case "auto" | "none" | "required":
             return choice
         case {"type": "function", "name": str(name)}:
-            if name not in names:
-                raise InvalidPrompt("tool_choice.name", "is none of the tools")
-            return {"type": "function", "function": {"name": name}}
+            return chosen_function(name, names)
     raise InvalidPrompt("tool_choice", "must be none, auto, required or a function")
 
 

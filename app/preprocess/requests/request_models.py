@@ -8,7 +8,7 @@ Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from kvlane.app.preprocess.prompt_errors import InvalidPrompt
 from kvlane.app.preprocess.requests.nvext import (
     I32,
     SHORT_LIST,
@@ -321,6 +322,25 @@ def content_of(parts: Sequence[_TextEntry]) -> str | list[dict[str, Any]]:
     if len(parts) > 1:
         return [{"type": "text", "text": part.text} for part in parts]
     return parts[0].text if parts else ""
+
+
+def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a chat's message."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def function_of(**fields: Any) -> dict[str, Any]:
+    """A tool of a chat, or the choice of one, by the fields of its function that are given."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def chosen_function(name: Any, names: Collection[str]) -> dict[str, Any]:
+    """The choice of a function. Raises InvalidPrompt for one that is none of the tools."""
+    if name not in names:
+        raise InvalidPrompt("tool_choice.name", "is none of the tools")
+    return function_of(name=name)
 
 
 def _content(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
