@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvlane.app.engine.echo import current_turn
 from kvlane.app.engine.interface import (
-    TEXT_ONLY_UNSUPPORTED,
+    SCRIPTED_UNSUPPORTED,
     Engine,
     EngineOutput,
     GenerateContext,
@@ -34,7 +34,8 @@ __all__ = ["MemoryDeployment", "ScriptedEngine", "memory_deployment"]
 
 
 class ScriptedEngine(Engine):
-    """An engine that answers each message from a script; a token is a byte of the text.
+    """An engine that answers each message from a script; a token is a byte of the text. An answer
+    with a form (JSON schema, enforced calls) is taken from the script as it is.
 
     Args:
         answers: the answer to a prompt by its last message, or a function of that message. A
@@ -52,7 +53,10 @@ class ScriptedEngine(Engine):
     ) -> None:
         self._answers = answers if callable(answers) else answers.get
         self._config = EngineConfig(
-            model=model, context_length=context_length, unsupported=TEXT_ONLY_UNSUPPORTED
+            model=model,
+            context_length=context_length,
+            unsupported=SCRIPTED_UNSUPPORTED,
+            continues_guided=True,
         )
 
     async def start(self, worker_id: str) -> EngineConfig:  # noqa: ARG002
@@ -62,7 +66,7 @@ class ScriptedEngine(Engine):
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
         """Yield the rest of the answer. Raises InvalidRequest for a message without an answer."""
-        check_text_only(request)
+        check_text_only(request, has_script=True)
         sequence = unpack_tokens(request.token_ids)
         message, emitted_tokens = current_turn(sequence)
         text = ByteDetokenizer()

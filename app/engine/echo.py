@@ -12,10 +12,12 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 from kvlane.app.engine.interface import (
+    SCRIPTED_UNSUPPORTED,
     TEXT_ONLY_UNSUPPORTED,
     Engine,
     EngineOutput,
     GenerateContext,
+    InvalidRequest,
     check_text_only,
     token_usage,
 )
@@ -66,6 +68,7 @@ class EchoEngine(Engine):
     """Echoes at a fixed rate; all requests advance in the same steps, as in a batching engine.
 
     `step_s`: seconds of a step. `script`: answers by the text of the last turn; others are echoed.
+    An answer with a form has to be in the script, whose author sees to the form.
     """
 
     def __init__(
@@ -79,13 +82,15 @@ class EchoEngine(Engine):
         script: Mapping[str, str] | None = None,
     ) -> None:
         self._clock = clock
+        self._has_script = script is not None
         self._script = {tuple(turn.encode()): answer for turn, answer in (script or {}).items()}
         self._step_s = step_s
         self._config = EngineConfig(
             model=model,
             context_length=context_length,
             max_num_seqs=max_num_seqs,
-            unsupported=TEXT_ONLY_UNSUPPORTED,
+            unsupported=TEXT_ONLY_UNSUPPORTED if script is None else SCRIPTED_UNSUPPORTED,
+            continues_guided=script is not None,
         )
         self._context_length = context_length
         self.running_count = 0
@@ -100,8 +105,13 @@ class EchoEngine(Engine):
     async def generate(
         self, request: Request, context: GenerateContext
     ) -> AsyncGenerator[EngineOutput, None]:
-        check_text_only(request)
+        check_text_only(request, has_script=self._has_script)
         sequence = unpack_tokens(request.token_ids)
+        is_scripted = tuple(current_turn(sequence).body) in self._script
+        if request.sampling.guided_decoding is not None and not is_scripted:
+            raise InvalidRequest(
+                "a form is asked for, and the script has no answer to this message"
+            )
         room = max(self._context_length - len(sequence), 0)
         limit = request.stop.max_tokens
         tokens = self._answer(sequence, limit, room)

@@ -115,14 +115,17 @@ def not_compiled() -> InvalidRequest:
 
 TEXT_ONLY_UNSUPPORTED = (GUIDED_DECODING_FEATURE, LOGPROBS_FEATURE)
 """`EngineConfig.unsupported` of an engine that generates plain text only."""
+SCRIPTED_UNSUPPORTED = (LOGPROBS_FEATURE,)
+"""The same of an engine with a script, whose answers are taken to have the form they are asked for.
+"""
 
 
-def check_text_only(request: Request) -> None:
-    """Raises InvalidRequest for a feature in TEXT_ONLY_UNSUPPORTED.
+def check_text_only(request: Request, *, has_script: bool = False) -> None:
+    """Raises InvalidRequest for a feature in TEXT_ONLY_UNSUPPORTED, or in SCRIPTED_UNSUPPORTED.
 
     Gateways and preprocessors reject it earlier, except while the model has no worker.
     """
-    if request.sampling.guided_decoding is not None:
+    if request.sampling.guided_decoding is not None and not has_script:
         raise InvalidRequest(
             f"{GUIDED_DECODING_FEATURE}: not supported by the engine of this model"
         )

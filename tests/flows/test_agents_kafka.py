@@ -41,21 +41,38 @@ BEGUN_EVENTS = 12
 """Events of a stream after which its worker or gateway may be killed."""
 CALLS = ('{"name": "weather", "arguments": {"city": "Köln"}}', '{"name": "now", "arguments": {}}')
 TAGGED = [f"<tool_call>\n{call}\n</tool_call>" for call in CALLS]
+WEATHER = json.dumps({"city": "Köln", "days": [{"weather": "rain"}] * 5}, ensure_ascii=False)
 SCRIPT = {
     "one": f"<think>The weather decides.</think>I look at the weather first.\n{TAGGED[0]}",
     "two": f"<think>Both of them.</think>{TAGGED[0]}\n{TAGGED[1]}",
+    "json": f"<think>The week has days.</think>{WEATHER}",
+    "regex": f"<think>It has some words.</think>{'rain, ' * 20}",
 }
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["city", "days"],
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "array", "items": {"type": "object"}},
+    },
+}  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 class Case(NamedTuple):
-    """What a client asks for, in each form."""
+    """What a client asks for. Choices are OpenAI's; several answers, and a regular expression for
+    them, can be asked for in chats alone."""
 
     question: str
     choice: str = "auto"
     is_parallel: bool = True
     stream: bool = True
+    is_strict: bool = False
+    n: int = 1
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return ("chat",) if self.n > 1 or self.question == "regex" else tuple(FORMS)
 
 
 class Call(NamedTuple):
@@ -73,7 +90,8 @@ class Answer(NamedTuple):
 
 CASES = (
     Case("one"), Case("two"), Case("two", is_parallel=False), Case("one", "none"),
-    Case("two", stream=False),
+    Case("two", stream=False), Case("two", "required"), Case("two", is_strict=True), Case("json"),
+    Case("json", stream=False), Case("regex"), Case("two", n=2), Case("json", n=2),
 )  # fmt: skip
 _KOELN, _NOW = Call("", "weather", '{"city": "Köln"}'), Call("", "now", "{}")
 EXPECTED = {
@@ -81,7 +99,11 @@ EXPECTED = {
     CASES[1]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
     CASES[2]: Answer("", "Both of them.", (_KOELN,), "calls"),
     CASES[3]: Answer(SCRIPT["one"], "", (), "stop"),
-    CASES[4]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
+    **dict.fromkeys(CASES[4:7], Answer("", "Both of them.", (_KOELN, _NOW), "calls")),
+    **dict.fromkeys(CASES[7:9], Answer(WEATHER, "The week has days.", (), "stop")),
+    CASES[9]: Answer("rain, " * 20, "It has some words.", (), "stop"),
+    CASES[10]: Answer("", "Both of them.", (_KOELN, _NOW), "calls"),
+    CASES[11]: Answer(WEATHER, "The week has days.", (), "stop"),
 }
 
 
@@ -114,63 +136,84 @@ class Progress:
         return count
 
 
-Form = Callable[[Clients, Case, Callable[[], None]], Coroutine[Any, Any, tuple[str, Answer]]]
-"""Asks for an answer; returns its id and the answer."""
+Asked = tuple[str, list[Answer]]
+"""The ids of the streams of a response, and its answers."""
+Form = Callable[[Clients, Case, Callable[[], None]], Coroutine[Any, Any, Asked]]
 
 
-async def chat(clients: Clients, case: Case, count: Callable[[], None]) -> tuple[str, Answer]:
-    tools = [{"type": "function", "function": {"name": name}} for name in ("weather", "now")]
+async def chat(clients: Clients, case: Case, count: Callable[[], None]) -> Asked:
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": case.is_strict}}
+        for name in ("weather", "now")
+    ]
     body: Any = {
         "model": "demo", "messages": [{"role": "user", "content": case.question}], "tools": tools,
         "tool_choice": case.choice, "parallel_tool_calls": case.is_parallel, "stream": case.stream,
+        "n": case.n,
     }  # fmt: skip
+    if case.question == "json":
+        form = {"name": "weather", "schema": SCHEMA, "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    if case.question == "regex":
+        body["extra_body"] = {"guided_regex": "(rain, )+"}
     found = await clients.ai.chat.completions.create(**body)
     if not case.stream:
-        return found.id, answer_of_chat(found)
-    fields = dict.fromkeys(("content", "reasoning_content", "reason", "id"), "")
-    calls: list[dict[str, str]] = []
+        return found.id, answers_of_chat(found)
+    names, ids = ("content", "reasoning_content", "reason"), set[str]()
+    answers = [dict.fromkeys(names, "") for _ in range(case.n)]
+    called: list[list[dict[str, str]]] = [[] for _ in answers]
     async for event in found:
         count()
-        choice = event.choices[0]
-        fields["id"], delta = event.id, choice.delta.to_dict()
-        for name in ("content", "reasoning_content"):
-            fields[name] += str(delta.get(name) or "")
-        fields["reason"] += choice.finish_reason or ""
-        for call in choice.delta.tool_calls or []:
-            if call.function.name:
-                assert call.index == len(calls), "a call begins once"
-                calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
-            calls[call.index]["arguments"] += call.function.arguments or ""
-    return fields["id"], Answer(
-        fields["content"], fields["reasoning_content"], tuple(Call(**call) for call in calls),
-        fields["reason"].removeprefix("tool_"),
-    )  # fmt: skip
+        ids.add(event.id)
+        for choice in event.choices:
+            fields, calls = answers[choice.index], called[choice.index]
+            for name, part in choice.delta.to_dict().items():
+                if name in names:
+                    fields[name] += str(part or "")
+            fields["reason"] += choice.finish_reason or ""
+            for call in choice.delta.tool_calls or []:
+                if call.function.name:
+                    assert call.index == len(calls), "a call begins once"
+                    calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+                calls[call.index]["arguments"] += call.function.arguments or ""
+    assert len(ids) == 1
+    return found.response.headers["x-kvlane-id"], [
+        Answer(
+            fields["content"], fields["reasoning_content"], tuple(Call(**call) for call in calls),
+            fields["reason"].removeprefix("tool_"),
+        )
+        for fields, calls in zip(answers, called, strict=True)
+    ]  # fmt: skip
 
 
-def answer_of_chat(completion: Any) -> Answer:
-    choice = completion.choices[0]
-    return Answer(
-        choice.message.content or "", getattr(choice.message, "reasoning_content", None) or "",
-        tuple(
-            Call(call.id, call.function.name, call.function.arguments)
-            for call in choice.message.tool_calls or ()
-        ),
-        choice.finish_reason.removeprefix("tool_"),
-    )  # fmt: skip
+def answers_of_chat(completion: Any) -> list[Answer]:
+    return [
+        Answer(
+            choice.message.content or "", getattr(choice.message, "reasoning_content", None) or "",
+            tuple(
+                Call(call.id, call.function.name, call.function.arguments)
+                for call in choice.message.tool_calls or ()
+            ),
+            choice.finish_reason.removeprefix("tool_"),
+        )
+        for choice in completion.choices
+    ]  # fmt: skip
 
 
-async def message(clients: Clients, case: Case, count: Callable[[], None]) -> tuple[str, Answer]:
+async def message(clients: Clients, case: Case, count: Callable[[], None]) -> Asked:
     tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "now")]
-    choice = {"type": case.choice}
+    choice = {"type": {"required": "any"}.get(case.choice, case.choice)}
     if case.choice == "auto":
         choice["disable_parallel_tool_use"] = not case.is_parallel
     body: Any = {
         "model": "demo", "max_tokens": 500, "tools": tools, "tool_choice": choice,
         "messages": [{"role": "user", "content": case.question}],
     }  # fmt: skip
+    if case.question == "json":
+        body["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}
     if not case.stream:
         whole = await clients.claude.messages.create(**body)
-        return whole.id, answer_of_message(whole)
+        return whole.id, answers_of_message(whole)
     places = list[int]()
     async with clients.claude.messages.stream(**body) as stream:
         async for event in stream:
@@ -179,12 +222,12 @@ async def message(clients: Clients, case: Case, count: Callable[[], None]) -> tu
                 places.append(event.index)
         whole = await stream.get_final_message()
     assert places == [*range(len(whole.content))], "a block begins once"
-    return whole.id, answer_of_message(whole)
+    return whole.id, answers_of_message(whole)
 
 
-def answer_of_message(whole: Any) -> Answer:
+def answers_of_message(whole: Any) -> list[Answer]:
     blocks = whole.content
-    return Answer(
+    answer = Answer(
         "".join(block.text for block in blocks if block.type == "text"),
         "".join(block.thinking for block in blocks if block.type == "thinking"),
         tuple(
@@ -193,44 +236,47 @@ def answer_of_message(whole: Any) -> Answer:
         ),
         {"tool_use": "calls", "end_turn": "stop"}[whole.stop_reason],
     )  # fmt: skip
+    return [answer]
 
 
-async def response(clients: Clients, case: Case, count: Callable[[], None]) -> tuple[str, Answer]:
-    tools = [{"type": "function", "name": name, "parameters": None} for name in ("weather", "now")]
+async def response(clients: Clients, case: Case, count: Callable[[], None]) -> Asked:
+    tools = [
+        {"type": "function", "name": name, "parameters": None, "strict": case.is_strict}
+        for name in ("weather", "now")
+    ]
     body: Any = {
         "model": "demo", "input": case.question, "tools": tools, "tool_choice": case.choice,
         "parallel_tool_calls": case.is_parallel, "stream": case.stream,
     }  # fmt: skip
+    if case.question == "json":
+        form = {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}
+        body["text"] = {"format": form}
     found = await clients.ai.responses.create(**body)
     if not case.stream:
-        return found.id, answer_of_response(found)
+        return found.id, answers_of_response(found)
     numbers = list[int]()
     async for event in found:
         count()
         numbers.append(event.sequence_number)
     assert numbers == sorted(set(numbers)), "an event comes once"
-    return event.response.id, answer_of_response(event.response)
+    return event.response.id, answers_of_response(event.response)
 
 
-def answer_of_response(whole: Any) -> Answer:
+def answers_of_response(whole: Any) -> list[Answer]:
     assert whole.status == "completed"
     items = whole.output
     calls = tuple(
         Call(item.call_id, item.name, item.arguments)
         for item in items if item.type == "function_call"
     )  # fmt: skip
-    return Answer(
-        whole.output_text,
-        "".join(item.content[0].text for item in items if item.type == "reasoning"),
-        calls,
-        "calls" if calls else "stop",
-    )
+    reasoning = "".join(item.content[0].text for item in items if item.type == "reasoning")
+    return [Answer(whole.output_text, reasoning, calls, "calls" if calls else "stop")]
 
 
-FORMS: dict[str, tuple[Form, Callable[[Any], Answer], Any]] = {
-    "chat": (chat, answer_of_chat, openai.types.chat.ChatCompletion),
-    "message": (message, answer_of_message, anthropic.types.Message),
-    "response": (response, answer_of_response, openai.types.responses.Response),
+FORMS: dict[str, tuple[Form, Callable[[Any], list[Answer]], Any]] = {
+    "chat": (chat, answers_of_chat, openai.types.chat.ChatCompletion),
+    "message": (message, answers_of_message, anthropic.types.Message),
+    "response": (response, answers_of_response, openai.types.responses.Response),
 }
 
 
@@ -248,12 +294,11 @@ async def ledger_of(log: KafkaLog) -> list[AnyRecord]:
 
 
 async def check_refusals(clients: Clients) -> None:
-    """The engine has no guided decoding, so calls cannot be enforced."""
+    """Calls are enforced by the script alone."""
     forms = (("chat", openai), ("message", anthropic), ("response", openai))
     for name, package in forms:
-        choice = "any" if name == "message" else "required"
-        with pytest.raises(package.BadRequestError, match="echo"):
-            await FORMS[name][0](clients, Case("one", choice), int)
+        with pytest.raises(package.BadRequestError, match="the script has no answer"):
+            await FORMS[name][0](clients, Case("three", "required"), int)
 
 
 class Deployment(NamedTuple):
@@ -279,6 +324,7 @@ async def deployment(kafka: Broker, prefix: str, folder: Path) -> AsyncIterator[
         "KVLANE_LANES": str(LANES),
         "KVLANE_ENGINE": "echo",
         "KVLANE_ECHO_SCRIPT": str(folder / "script.json"),
+        "KVLANE_ECHO_ITL_MS": "40",
         "KVLANE_HASH_SECRET": "tests",
         "KVLANE_STATUS_PORT": "",
         "KVLANE_HTTP_PORT": port,
@@ -334,19 +380,19 @@ async def test_killed_worker_and_killed_gateway_repeat_and_lose_nothing(
         clients_of([parts.url]) as safe,
         clients_of([parts.killed_url, parts.url]) as moving,
     ):
-        progress = Progress(2 * len(FORMS) * sum(case.stream for case in CASES))
+        progress = Progress(2 * sum(len(case.forms) for case in CASES if case.stream))
         answers = {
             (name, case, place): asyncio.create_task(
                 FORMS[name][0](clients, case, progress.counter())
             )
-            for name in FORMS
             for case in CASES
+            for name in case.forms
             for place, clients in enumerate((safe, moving))
         }
         background = await moving.ai.responses.create(model="demo", input="one", background=True)
         async with asyncio.timeout(WAIT_S):
             await progress.begun.wait()
-        assert not any(task.done() for task in answers.values())
+        assert not {key: task.exception() for key, task in answers.items() if task.done()}
         victim = next(r.worker for r in await ledger_of(parts.log) if isinstance(r, Started))
         parts.processes[victim].kill()
         parts.processes["g"].kill()
@@ -361,14 +407,16 @@ async def test_killed_worker_and_killed_gateway_repeat_and_lose_nothing(
         assert any(isinstance(record, Fencing) for record in await ledger_of(parts.log))
         async with httpx.AsyncClient(base_url=parts.url) as http:
             for (name, case, _), task in answers.items():
-                answer_id, answer = task.result()
-                calls = tuple(call._replace(id="") for call in answer.calls)
-                assert answer._replace(calls=calls) == EXPECTED[case], (name, case)
-                assert len({call.id for call in answer.calls}) == len(calls)
+                ids, answers = task.result()
+                for answer in answers:
+                    calls = tuple(call._replace(id="") for call in answer.calls)
+                    assert answer._replace(calls=calls) == EXPECTED[case], (name, case)
+                call_ids = [call.id for answer in answers for call in answer.calls]
+                assert len({*call_ids}) == len(call_ids)
                 query = {"form": name, "stream": "false"}
-                again = await http.get(f"/v1/streams/{answer_id}", params=query)
+                again = await http.get(f"/v1/streams/{ids}", params=query)
                 _, whole, kind = FORMS[name]
-                assert whole(kind.model_validate_json(again.text)) == answer, (name, case)
+                assert whole(kind.model_validate_json(again.text)) == answers, (name, case)
 
 
 async def test_agents_of_the_examples_call_both_tools(

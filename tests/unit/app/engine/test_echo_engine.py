@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlane.app.engine.echo import EchoEngine, echo_answer
-from kvlane.app.engine.interface import GenerateContext
+from kvlane.app.engine.interface import GenerateContext, InvalidRequest
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.text.byte_level import ASSISTANT, SYSTEM, USER, render_chat
 from kvlane.streams.clock import SystemClock
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import EngineConfig
-from kvlane.streams.request import Request, StopConditions
+from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
 
 PROMPT = render_chat([("system", "be brief"), ("user", "héllo")])
 BODY = list("héllo".encode())
@@ -33,6 +33,23 @@ async def answer(
         made += output.token_ids
         reason = output.finish_reason
     return made, reason
+
+
+async def test_form_is_that_of_the_script_and_refused_without_an_answer_in_it() -> None:
+    engine = ValidatingEngine(EchoEngine(SystemClock(), 0.0, script={"héllo": '{"a": 1}'}))
+    config = await engine.start("w")
+    assert (config.unsupported, config.continues_guided) == (("logprobs",), True)
+    sampling = SamplingOptions(guided_decoding=GuidedDecoding(json='{"type": "object"}'))
+    for taken in (b"", b'{"a"'):
+        sequence = pack_tokens([*PROMPT, *taken])
+        asked = Request(id="r", token_ids=sequence, sampling=sampling)
+        outputs = [output async for output in engine.generate(asked, GenerateContext("r"))]
+        rest = bytes(token for output in outputs for token in output.token_ids)
+        assert taken + rest == b'{"a": 1}'
+    sequence = pack_tokens(render_chat([("user", "hi")]))
+    unknown = Request(id="r", token_ids=sequence, sampling=sampling)
+    with pytest.raises(InvalidRequest, match="the script has no answer"):
+        await anext(engine.generate(unknown, GenerateContext("r")))
 
 
 async def test_echo_repeats_the_last_user_turn_once() -> None:
