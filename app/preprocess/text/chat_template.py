@@ -12,8 +12,9 @@ reported to the client, whose messages determine the path. Messages are normalis
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from time import thread_time
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -48,16 +49,18 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         timeout_s: float = RENDER_TIMEOUT_S,
+        cpu_time: Callable[[], float] = thread_time,
     ) -> None:
         """`special_tokens`: by the names that templates use: bos_token, eos_token and so on."""
         self.source = source
         self._clock = clock
         self._timeout_s = timeout_s
+        self._cpu_time = cpu_time
         environment = _environment(clock)
         try:
             if len(source) > MAX_SOURCE_CHARS:
                 raise BadModel(f"chat template: it has more than {MAX_SOURCE_CHARS} characters")
-            with limited_by(RenderBudget(clock, timeout_s)):
+            with limited_by(RenderBudget(clock, timeout_s, cpu_time)):
                 syntax = environment.parse(source)
                 self._shape = _shape_of(syntax)
                 self._variables = {node.name for node in syntax.find_all(nodes.Name)}
@@ -81,7 +84,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a prompt. `variables` are the template's own, and come last. Raises
         InvalidPrompt."""
-        budget = RenderBudget(self._clock, self._timeout_s)
+        budget = RenderBudget(self._clock, self._timeout_s, self._cpu_time)
         try:
             values = dict(variables or {}) | {
                 "messages": _worded(messages, self._shape),

@@ -282,9 +282,17 @@ def test_source_nested_too_deep_is_a_bad_model(source: str) -> None:
 
 
 def test_template_without_loops_has_a_bound_on_its_time() -> None:
-    slow = ChatTemplate("{{ messages | tojson }}" * 500, TickingClock(0.01), timeout_s=1.0)
-    with pytest.raises(InvalidPrompt, match="longer than 1 s"):
+    busy = TickingClock(0.01)
+    slow = ChatTemplate("{{ messages | tojson }}" * 500, busy, timeout_s=1.0, cpu_time=busy.now)
+    with pytest.raises(InvalidPrompt, match="more than 1 s of processor time"):
         slow.render([USER])
+
+
+def test_stopped_process_makes_no_prompt_invalid() -> None:
+    """Of the clock, a rendering and a compilation take hours; of the processor, less than 1 ms."""
+    stopped = TickingClock(3600.0)
+    paused = ChatTemplate("{{ messages | tojson }}" * 5, stopped, cpu_time=TickingClock(1e-6).now)
+    assert paused.render([USER])
 
 
 @pytest.mark.parametrize(
@@ -319,8 +327,9 @@ ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% en
 
 
 def test_slow_rendering_is_aborted() -> None:
-    slow = ChatTemplate(ENDLESS, TickingClock(0.01), timeout_s=1.0)
-    with pytest.raises(InvalidPrompt, match="longer than 1 s"):
+    busy = TickingClock(0.01)
+    slow = ChatTemplate(ENDLESS, busy, timeout_s=1.0, cpu_time=busy.now)
+    with pytest.raises(InvalidPrompt, match="more than 1 s of processor time"):
         slow.render([USER])
 
 
