@@ -21,8 +21,7 @@ from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.results.collector_context import CollectorContext
-from kvlane.app.results.lane_collector import LaneCollector
-from kvlane.app.results.lane_reader import LaneReader
+from kvlane.app.results.lane_collector import LaneCollector, LaneReader
 from kvlane.app.results.reply_sender import ReplySender
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.runtime.process import ProcessContext, process_app

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kvlane.streams.clock import Clock
+from kvlane.streams.clock import Clock, retry_while_unavailable
 from kvlane.streams.errors import LogClosed
 from kvlane.streams.ids import RequestIds, new_request_id
 from kvlane.streams.ports import Log
@@ -22,10 +22,9 @@ from kvlane.streams.prompt import Prompt, encode_prompt
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
-from kvlane.streams.responses.positions import Position, rest_after
 from kvlane.streams.responses.reply_reader import ReplyReader, may_begin
 from kvlane.streams.responses.reply_stream import Reply
-from kvlane.streams.retry import retry_while_unavailable
+from kvlane.streams.responses.transcript import Position, rest_after
 from kvlane.streams.topics import BATCH, PROMPTS, RESPONSES
 
 __all__ = ["Client", "ReplyResult", "new_request_id"]
@@ -178,7 +177,7 @@ class Client:
         Any client may have published the request, now or before. `from_token`: leave out the part
         before it; the end of the last received piece is `index + len(token_ids)`, and a position
         within a piece gives all of that piece. In pieces without token ids each character and each
-        item of `data` counts instead (`streams/responses/positions.py`). Leave the loop to stop
+        item of `data` counts instead (`streams/responses/transcript.py`). Leave the loop to stop
         early; a later call reads again.
 
         Raises TimeoutError if the end does not come in time (stream again); PositionLost if the

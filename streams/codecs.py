@@ -1,4 +1,4 @@
-"""Encoding of records to log entries, and decoding: the one place with the wire format.
+"""The wire format of records, and that of content in numbered parts: encoding and decoding.
 
 The header `t` decides the type. Golden bytes of every type are in
 `tests/harness/golden_records.py`; they may gain fields, never change meaning.
@@ -19,7 +19,7 @@ import msgspec
 
 from kvlane.streams import record_base, records, request
 from kvlane.streams.errors import Malformed, NewerRecord, UnknownType
-from kvlane.streams.ports import Entry, Record, Unreadable
+from kvlane.streams.ports import Entry, Headers, Record, Unreadable
 from kvlane.streams.record_types import batch_records
 
 TYPE_HEADER = "t"
@@ -178,3 +178,33 @@ def unpack_tokens(data: bytes) -> Sequence[int]:
     if sys.byteorder == "big":
         column.byteswap()
     return column
+
+
+PART_BYTES = 1_000_000
+"""Content bytes of each part: with key and headers a record stays below 1 MiB."""
+_MOST_ATTEMPTS = 32
+
+
+def numbered_part(
+    type_name: bytes,
+    name: str,
+    number: int,
+    content: bytes,
+    headers: Headers = (),
+    attempt: int = 0,
+) -> Entry:
+    """The record of a part. `type_name`: value of its type header. `attempt`: from 0; keys repeat
+    after 32 attempts, far later than an abandoned one can arrive."""
+    key = f"{name}/{'0' * (attempt % _MOST_ATTEMPTS)}{number}"
+    return Entry(key.encode(), content, ((TYPE_HEADER, type_name), *headers))
+
+
+def part_number(record: Record, name: str) -> int | None:
+    """Number of a part of `name`, from 0; None for any other record."""
+    prefix = f"{name}/".encode()
+    key = record.key or b""
+    number = key.removeprefix(prefix)
+    if not key.startswith(prefix) or record.value is None or not number.isdigit():
+        return None
+    digits = number.lstrip(b"0")
+    return int(digits or b"0") if len(digits) < 10 else None

@@ -19,8 +19,8 @@
 
 Errors of the Kafka client are translated where they enter (`streams/kafka/`, and
 `streams/kafka/provision.py` for administration), with the cause attached; no other code catches a
-client's exceptions. Calls that an outage interrupted are retried in one place,
-`streams/retry.py`.
+client's exceptions. Calls that an outage interrupted are repeated by `retry_while_unavailable`
+(`streams/clock.py`).
 """
 
 from __future__ import annotations

@@ -14,11 +14,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.clock import INITIAL_BACKOFF_S, MAX_BACKOFF_S, BrokerClock, Clock
 from kvlane.streams.codecs import AnyRecord, encode
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable
 from kvlane.streams.ports import Appended, Entry
-from kvlane.streams.retry import INITIAL_BACKOFF_S, MAX_BACKOFF_S
 
 log = logging.getLogger(__name__)
 

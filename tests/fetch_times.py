@@ -15,12 +15,12 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.protocol.fetch import FetchRequest, FetchResponse_v11
 
-from kvlane.streams.kafka.client_patches.fetch_codec import (
+from kvlane.streams.kafka.client_patches.fetch_session import (
+    REQUESTS_WITHOUT_SESSION,
     FetchOptions,
     decode_response,
     encode_request,
 )
-from kvlane.streams.kafka.client_patches.fetch_session import REQUESTS_WITHOUT_SESSION
 from kvlane.streams.kafka.client_patches.session_fetcher import SessionFetch, SessionFetcher
 from tests.harness.fetch_cluster import FetchCluster
 

@@ -17,10 +17,9 @@ from itertools import count
 from typing import NamedTuple
 
 from kvlane.streams.clock import Clock
-from kvlane.streams.codecs import TYPE_HEADER
+from kvlane.streams.codecs import PART_BYTES, TYPE_HEADER, numbered_part, part_number
 from kvlane.streams.errors import PositionLost, StreamError
 from kvlane.streams.ports import Appended, Entry, Headers, Log, Partition, Record
-from kvlane.streams.reading.part_format import PART_BYTES, numbered_part, part_number
 from kvlane.streams.reading.range_reader import read_range
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.record_types.batch_records import FileCard

@@ -16,9 +16,9 @@ import msgspec
 
 from kvlane.app.batches.batch_requests import error_file_id, output_file_id, request_id
 from kvlane.app.batches.file_store import FileStore, PartOrder, WrittenFile
+from kvlane.streams.codecs import PART_BYTES
 from kvlane.streams.errors import RecordTooLarge
 from kvlane.streams.ports import Headers, Record
-from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.records import Result
 

@@ -19,10 +19,10 @@ from kvlane.app.batches.batch_requests import JobRequest, prompt_of, request_id,
 from kvlane.app.batches.file_store import FileStore
 from kvlane.app.batches.job_output import JobOutput, failure_line
 from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import PART_BYTES
 from kvlane.streams.errors import RecordTooLarge
 from kvlane.streams.ports import Entry, Log
 from kvlane.streams.prompt import Prompt, encode_prompt, with_append_time
-from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.record_types.batch_records import (
     BatchEnding,

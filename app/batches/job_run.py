@@ -36,10 +36,9 @@ from kvlane.app.batches.job_output import JobOutput, OutputSuperseded, failure_l
 from kvlane.app.batches.job_prompts import JobInput, JobPrompts
 from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES
 from kvlane.streams.clock import Clock
-from kvlane.streams.codecs import decode
+from kvlane.streams.codecs import PART_BYTES, decode
 from kvlane.streams.errors import PositionLost, RecordError
 from kvlane.streams.ports import Log, Partition, Reader, Record
-from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.record_types.batch_records import BatchEnding, BatchError, BatchJob, FileCard
 from kvlane.streams.records import Result
 from kvlane.streams.topics import RESULTS

@@ -33,7 +33,7 @@ PROBE_LEAD = 0.5
 """Lead of the first probe before the verdict, as a share of the request time-out. While a leader
 hangs it is slow, even if another one has taken over by the time of the verdict. A worker whose
 heartbeat is on its way to the old one may need as long to send it to the new one; see
-streams/kafka/client_patches/stuck_broker.py."""
+streams/kafka/client_patches/patched_client.py."""
 
 MIN_FLEET = 4
 """Smallest fleet in which the silence of a third of the workers counts as mass silence."""

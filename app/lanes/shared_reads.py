@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams import codecs
+from kvlane.streams.clock import retry_while_unavailable
 from kvlane.streams.errors import BrokerUnavailable, Malformed, PositionLost, RecordError
 from kvlane.streams.ports import Log, Partition, Record
 from kvlane.streams.records import Chunk, RequestOffset
 from kvlane.streams.request import Request
 from kvlane.streams.responses.transcript import VISIBLE, Transcript
 from kvlane.streams.responses.unreadable import describe, place_of
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import REQUESTS, RESPONSES
 
 POLL_TIMEOUT_S = 0.25

@@ -1,4 +1,4 @@
-"""The collector of one lane: one result for each request of the lane that gets one.
+"""The collector of one lane, with one result for each request that gets one, and its reader.
 
 Exactly once, for readers that read committed:
 
@@ -19,23 +19,22 @@ end in another order than requests begin, so a position cannot replace the look 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvlane.app.results.collector_context import CollectorContext
 from kvlane.app.results.lane_results import LaneResults
 from kvlane.app.results.pending_result import PendingResult
 from kvlane.app.results.result_writer import ResultWriter
 from kvlane.app.results.unanswered_requests import search_ledger
-from kvlane.streams.clock import CLOCK_SKEW_MS
-from kvlane.streams.errors import RecordError, StreamError
-from kvlane.streams.ports import Partition, Record
+from kvlane.streams.clock import CLOCK_SKEW_MS, retry_while_unavailable
+from kvlane.streams.errors import PositionLost, RecordError, StreamError
+from kvlane.streams.ports import Batches, Partition, Reader, Record
 from kvlane.streams.reading.group_consumer import PartitionClaim
 from kvlane.streams.reading.range_reader import read_range
 from kvlane.streams.records import Cancel, LogRecord, Refused
 from kvlane.streams.request import Request
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)
@@ -222,3 +221,100 @@ class LaneCollector:
 
     async def _asked(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retry_while_unavailable(self._context.ctx.clock, call)
+
+
+IDLE_POLL_S = 0.5
+RECORDS_PER_POLL = 2000
+GATHER_S = 0.05
+"""Records come together from so long: a result may be so much later, for a fraction of the polls,
+each of which costs a query for the ends of `requests`."""
+REQUESTS_WAIT_S = 0.25
+"""Time for the requests of a poll, which are mostly read at once: setting a lane aside costs new
+fetches."""
+REQUESTS_POLL_S = 0.01
+ASIDE_POLL_S = 0.1
+"""Poll time while lanes are set aside, which delays their records."""
+
+
+class _WaitingRecords(NamedTuple):
+    """Polled records of a lane, and the end of `requests` up to which it has to be read first."""
+
+    records: Sequence[Record]
+    end: int
+
+
+class LaneReader:
+    """Feeds `lanes`, the lanes by number; they are looked up anew at each poll."""
+
+    def __init__(self, context: CollectorContext, lanes: Mapping[int, LaneCollector]) -> None:
+        self._context = context
+        self._lanes = lanes
+        self._assigned: dict[Partition, int] = {}
+        """The next offset of the reader by partition."""
+        self._aside: dict[LaneCollector, _WaitingRecords] = {}
+
+    async def run(self) -> None:
+        reader = self._context.log.reader(gather_s=GATHER_S)
+        try:
+            while True:
+                self._apply_waiting()
+                if not self._assign(reader):
+                    await self._context.ctx.clock.sleep(REQUESTS_POLL_S)
+                    continue
+                try:
+                    timeout_s = ASIDE_POLL_S if self._aside else IDLE_POLL_S
+                    batches = await reader.poll(timeout_s, RECORDS_PER_POLL)
+                except PositionLost as e:
+                    if (lane := self._lanes.get(e.partition)) is not None and lane.serving:
+                        lane.skip_to(e.start)
+                    continue
+                if batches:
+                    await self._apply(batches)
+                await self._context.ctx.clock.sleep(0)
+        finally:
+            await reader.close()
+
+    def _assign(self, reader: Reader) -> bool:
+        """Read the records that the lanes need, from their positions; False if they need
+        nothing."""
+        wanted = {
+            Partition(RESPONSES, lane.lane): lane.position
+            for lane in self._lanes.values()
+            if lane.position is not None and not lane.is_full and lane not in self._aside
+        }
+        if wanted != self._assigned:
+            reader.assign(wanted)
+            self._assigned = wanted
+        return bool(wanted)
+
+    async def _apply(self, batches: Batches) -> None:
+        context = self._context
+        numbers = [source.partition for source in batches]
+        ends = await retry_while_unavailable(
+            context.ctx.clock, lambda: context.log.end_offsets(REQUESTS, numbers)
+        )
+        polled: dict[LaneCollector, _WaitingRecords] = {}
+        for source, records in batches.items():
+            context.broker_clock.observe(records[-1].timestamp)
+            lane = self._lanes.get(source.partition)
+            if lane is None or lane.position != self._assigned[source]:
+                continue  # revoked, and perhaps assigned anew, during the poll
+            self._assigned[source] = records[-1].offset + 1
+            polled[lane] = _WaitingRecords(records, ends[source.partition])
+        self._aside |= polled
+        until = context.ctx.clock.now() + REQUESTS_WAIT_S
+        self._apply_waiting()
+        while polled.keys() & self._aside.keys() and context.ctx.clock.now() < until:
+            await context.ctx.clock.sleep(REQUESTS_POLL_S)
+            self._apply_waiting()
+        for lane in polled.keys() & self._aside.keys():
+            log.warning("lane %d: its requests are not read; replies wait", lane.lane)
+
+    def _apply_waiting(self) -> None:
+        """Apply the records of lanes whose requests are read."""
+        for lane, waiting in list(self._aside.items()):
+            if lane.claim.is_lost:
+                del self._aside[lane]
+            elif lane.claim.position >= waiting.end:
+                del self._aside[lane]
+                lane.apply(waiting.records)

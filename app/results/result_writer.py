@@ -19,7 +19,7 @@ from kvlane.app.results.collector_context import CollectorContext
 from kvlane.app.results.lane_results import LaneResults, WrittenResult
 from kvlane.app.results.pending_result import PendingResult
 from kvlane.app.results.reply_sender import DueReply
-from kvlane.streams.clock import CLOCK_SKEW_MS
+from kvlane.streams.clock import CLOCK_SKEW_MS, MAX_BACKOFF_S
 from kvlane.streams.codecs import encode
 from kvlane.streams.errors import (
     AppendFailed,
@@ -32,7 +32,6 @@ from kvlane.streams.ports import Entry, Partition, TopicEntry
 from kvlane.streams.reading.group_consumer import PartitionClaim
 from kvlane.streams.reading.range_reader import read_range
 from kvlane.streams.request import ReplyAddress
-from kvlane.streams.retry import MAX_BACKOFF_S
 from kvlane.streams.topics import MAX_RECORD_BYTES, REQUESTS, RESULTS, lane_of
 
 log = logging.getLogger(__name__)

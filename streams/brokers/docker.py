@@ -14,8 +14,15 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from kvlane.streams.brokers.broker import LOOPBACK, Broker, KeptData, ReportLine, free_ports
-from kvlane.streams.brokers.broker_settings import SMALL_BROKER, replication_settings
+from kvlane.streams.brokers.broker import (
+    LOOPBACK,
+    SMALL_BROKER,
+    Broker,
+    KeptData,
+    ReportLine,
+    free_ports,
+    replication_settings,
+)
 from kvlane.streams.brokers.jvm_artifacts import KAFKA_VERSION
 from kvlane.streams.brokers.port_probe import query_metadata
 from kvlane.streams.brokers.watchdog import ProcessGuard

@@ -18,13 +18,15 @@ from typing import Self
 
 from kvlane.streams.brokers.broker import (
     LOOPBACK,
+    SMALL_BROKER,
     Broker,
     KeptData,
     PortTaken,
     ReportLine,
     free_ports,
+    replication_settings,
+    to_properties,
 )
-from kvlane.streams.brokers.broker_settings import SMALL_BROKER, replication_settings, to_properties
 from kvlane.streams.brokers.jvm_artifacts import (
     FULL_JIT,
     KAFKA_VERSION,

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlane.streams.brokers.broker import LOOPBACK, PortTaken
-from kvlane.streams.brokers.broker_settings import LOG4J_PROPERTIES, to_properties
+from kvlane.streams.brokers.broker import LOG4J_PROPERTIES, LOOPBACK, PortTaken, to_properties
 from kvlane.streams.brokers.jvm_artifacts import java_command
 from kvlane.streams.brokers.port_probe import query_metadata
 from kvlane.streams.errors import NoLocalBroker

@@ -38,7 +38,7 @@ from kvlane.streams.kafka.client_patches.client_parts import (
     close_connections,
     tasks_of,
 )
-from kvlane.streams.kafka.kafka_session import KeyFilter
+from kvlane.streams.kafka.connection_options import KeyFilter
 from kvlane.streams.topics import MAX_RECORD_BYTES
 
 log = logging.getLogger(__name__)

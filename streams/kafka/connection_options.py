@@ -1,4 +1,4 @@
-"""Connection options of Kafka clients: addresses, TLS, SASL. One value for a whole process.
+"""Connection options of Kafka clients (addresses, TLS, SASL), and the connection of a process.
 
 Owns the translation into the options of aiokafka. Opens no connection. Passwords are not in `repr`.
 """
@@ -6,12 +6,16 @@ Owns the translation into the options of aiokafka. Opens no connection. Password
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from aiokafka import TopicPartition
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.helpers import create_ssl_context
+
+from kvlane.streams.ports import Partition
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -114,3 +118,50 @@ class ConnectionOptions:
     def _token_file(self) -> TokenFile:
         assert self.sasl_oauth_token_file is not None, "OAUTHBEARER without a token file"
         return TokenFile(self.sasl_oauth_token_file)
+
+
+class KeyFilter:
+    """The keys whose records a consumer returns; None: all. As the consumer's key deserializer it
+    reaches the consumer's `PartitionRecords`."""
+
+    def __init__(self) -> None:
+        self.keys: Container[bytes | None] | None = None
+
+    def __call__(self, key: bytes | None) -> bytes | None:
+        """The key, unchanged."""
+        return key
+
+
+class KafkaSession(Protocol):
+    """Implemented by `KafkaLog` (`streams/kafka/kafka_log.py`)."""
+
+    @property
+    def connection(self) -> ConnectionOptions:
+        """Addresses and time-outs."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of every aiokafka client of this connection."""
+
+    @property
+    def prefix(self) -> str:
+        """Before the names of the deployment's topics and groups."""
+
+    @property
+    def request_timeout_s(self) -> float:
+        """After it a request has failed."""
+
+    async def partitions(self, topic: str) -> int:
+        """As `Log.partitions`."""
+
+    async def start_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """As `Log.start_offsets`."""
+
+    async def end_offsets(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """As `Log.end_offsets`."""
+
+    def full_name(self, partition: Partition) -> TopicPartition:
+        """A partition by its full name."""
+
+    def forget(self, user: Any) -> None:
+        """A reader or member has closed itself."""

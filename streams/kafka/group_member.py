@@ -40,7 +40,7 @@ from kvlane.streams.kafka.aiokafka_client import (
     to_access_denied,
 )
 from kvlane.streams.kafka.client_patches.client_parts import client_parts
-from kvlane.streams.kafka.kafka_session import KafkaSession
+from kvlane.streams.kafka.connection_options import KafkaSession
 from kvlane.streams.ports import Batches, Partition, RebalanceListener
 from kvlane.streams.topics import READ_COMMITTED
 

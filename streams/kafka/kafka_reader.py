@@ -25,7 +25,7 @@ from kvlane.streams.kafka.aiokafka_client import (
     to_access_denied,
 )
 from kvlane.streams.kafka.client_patches.client_parts import client_parts
-from kvlane.streams.kafka.kafka_session import KafkaSession, KeyFilter
+from kvlane.streams.kafka.connection_options import KafkaSession, KeyFilter
 from kvlane.streams.ports import Batches, Partition, Record
 from kvlane.streams.topics import READ_COMMITTED
 

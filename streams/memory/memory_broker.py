@@ -1,10 +1,10 @@
-"""An in-memory broker: the state that the `MemoryLog`s of all processes share.
+"""An in-memory broker: the state that the `MemoryLog`s of all processes share, and its faults.
 
 Tests, the whole-system simulation and `kvlane demo --broker memory` run on it; the contract suite
 in `tests/contracts` compares it with a real broker. It has: partitions by key as in the Java
 client, offsets, append time by the clock of a partition's leader, headers, tombstones, deletion by
 age and count, compaction with its lags, consumer groups (`streams/memory/consumer_groups.py`), size
-limits, and faults (`streams/memory/broker_faults.py`).
+limits.
 
 It lacks: durability, replicas, segments (deletion and compaction work record by record), quotas,
 security, compression, readers of uncommitted records, static members, other assignors than range,
@@ -13,17 +13,70 @@ and fetches bounded by bytes.
 Time is the injected clock's; a wait uses a timer of the running loop, which may be virtual.
 """
 
+# ruff: noqa: ARG002 - without faults their arguments do not matter
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Literal, Protocol
 
 from kvlane.streams.clock import Clock
 from kvlane.streams.errors import TopicMismatch
-from kvlane.streams.memory.broker_faults import BrokerFaults
 from kvlane.streams.memory.consumer_groups import NEVER, ConsumerGroup
-from kvlane.streams.memory.partition_log import MemoryRecord, PartitionLog
+from kvlane.streams.memory.partition_log import Cursor, MemoryRecord, PartitionLog
 from kvlane.streams.ports import Appended, Entry, Partition
 from kvlane.streams.topics import DAY_MS, DEFAULT_LANES, PER_LANE, TOPICS
+
+Operation = Literal["append", "offsets", "poll", "commit", "heartbeat", "leave"]
+
+
+class AppendFate(Enum):
+    KEPT = "kept"
+    LOST = "lost"
+    """Nothing is appended, AppendFailed is raised."""
+    UNREPORTED = "unreported"
+    """Appended, but AppendFailed is raised: the acknowledgement was lost."""
+    TWICE = "twice"
+    """Appended again before the acknowledgement: the producer's retry of an unanswered request."""
+    LATE = "late"
+    """AppendFailed is raised; it is appended up to `BrokerFaults.late_s` later. The producer keeps
+    its queue: its later appends to this partition come after it."""
+    OVERTAKEN = "overtaken"
+    """As LATE, but the producer was replaced: appends of its successor come first."""
+
+
+class BrokerFaults:
+    """No faults and no latency. All times in seconds."""
+
+    def latency_s(self, client: str, operation: Operation) -> float:
+        """Delay of a request before it takes effect."""
+        return 0.0
+
+    def answer_s(self, client: str, operation: Operation) -> float:
+        """Delay of the response after that."""
+        return 0.0
+
+    def gather_s(self, wanted_s: float) -> float:
+        """Time that records wait for others, for a reader that asked for `wanted_s`."""
+        return 0.0
+
+    def late_s(self, client: str) -> float:
+        """Time that an abandoned append remains in transit."""
+        return 0.0
+
+    def departed(self, client: str) -> bool:
+        """Whether an append had left its process when the process was killed."""
+        return False
+
+    def fate(self, client: str, topic: str, partition: int, entries: int) -> AppendFate:
+        """Asked when an append of so many entries reaches the broker."""
+        return AppendFate.KEPT
+
+    def answered(self, client: str, operation: Operation) -> bool:
+        """False: the request has no effect, and the client times out."""
+        return True
+
 
 _COMPACT_FROM = 1000  # records in a partition before compaction looks at it
 
@@ -168,3 +221,51 @@ class MemoryBroker:
         log.delete_older(now_ms - retention_ms)
         if self._max_records is not None and log.end - log.start > self._max_records:
             log.delete_before(log.end - self._max_records)
+
+
+class ConnectionUser(Protocol):
+    @property
+    def cursor(self) -> Cursor:
+        """The positions that it reads from."""
+
+    async def close(self) -> None:
+        """Stop; idempotent."""
+
+
+class MemoryConnection(Protocol):
+    """Implemented by `MemoryLog` (`streams/memory/memory_log.py`)."""
+
+    @property
+    def broker(self) -> MemoryBroker:
+        """The broker, shared by all connections."""
+
+    @property
+    def client_id(self) -> str:
+        """The name of this client in `BrokerFaults`."""
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether its process was killed."""
+
+    @property
+    def suspended_at(self) -> float | None:
+        """When the client sent its last heartbeat, while it is stopped; by the broker's clock."""
+
+    @property
+    def cut_off_at(self) -> float | None:
+        """Since when it does not reach the coordinator of its groups; by the broker's clock."""
+
+    def check_open(self) -> None:
+        """Raises LogClosed."""
+
+    async def check_alive(self) -> None:
+        """Return only if this client still exists. Raises LogClosed."""
+
+    async def send_request(self, operation: Operation) -> bool:
+        """The way to the broker; False when there will be no answer."""
+
+    async def receive_answer(self, operation: Operation) -> None:
+        """The way back."""
+
+    def forget(self, user: ConnectionUser) -> None:
+        """The user has closed itself."""

@@ -17,12 +17,9 @@ from kvlane.streams.errors import (
     RecordTooLarge,
     TopicMismatch,
 )
-from kvlane.streams.memory.append_queue import AppendQueue
-from kvlane.streams.memory.broker_faults import Operation
-from kvlane.streams.memory.memory_broker import MemoryBroker
-from kvlane.streams.memory.memory_connection import ConnectionUser
+from kvlane.streams.memory.memory_broker import ConnectionUser, MemoryBroker, Operation
 from kvlane.streams.memory.memory_member import MemoryMember
-from kvlane.streams.memory.memory_transactions import MemoryTransactionalWriter
+from kvlane.streams.memory.memory_writes import AppendQueue, MemoryTransactionalWriter
 from kvlane.streams.memory.partition_log import Cursor, PartitionLog
 from kvlane.streams.ports import Appended, Batches, Entry, Partition, RebalanceListener
 from kvlane.streams.topics import MAX_RECORD_BYTES, REGISTRY, partition_of

@@ -14,7 +14,7 @@ from contextvars import copy_context
 
 from kvlane.streams.errors import AppendFailed, LogClosed, OwnershipLost
 from kvlane.streams.memory.consumer_groups import NEVER, ConsumerGroup
-from kvlane.streams.memory.memory_connection import MemoryConnection
+from kvlane.streams.memory.memory_broker import MemoryConnection
 from kvlane.streams.memory.partition_log import Cursor
 from kvlane.streams.ports import Batches, Partition, RebalanceListener
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from kvlane.streams.clock import Clock
+from kvlane.streams.clock import Clock, retry_while_unavailable
 from kvlane.streams.codecs import AnyRecord, decode
 from kvlane.streams.errors import (
     BrokerUnavailable,
@@ -26,7 +26,6 @@ from kvlane.streams.ports import Appended, Log, Partition, Record
 from kvlane.streams.reading.range_reader import read_range, record_at
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import LogRecord, Skip
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import REGISTRY, TYPES_BY_TOPIC
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequen
 from contextlib import aclosing
 from typing import NamedTuple
 
-from kvlane.streams.clock import Clock
+from kvlane.streams.clock import Clock, retry_while_unavailable
 from kvlane.streams.errors import BrokerUnavailable, PositionLost
 from kvlane.streams.ports import POLL_S, Log, Partition, Record
-from kvlane.streams.retry import retry_while_unavailable
 
 NO_DATA_TIMEOUT_S = 30.0
 """After this long without progress the broker is considered unavailable."""

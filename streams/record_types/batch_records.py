@@ -1,7 +1,7 @@
 """Records of the Files and Batch API on the compacted topic `batch-jobs`, keyed by file or job.
 
 Gateways write the cards of uploads, new jobs and cancels; the owner of a job writes all that
-follows. The content of files is on `file-parts` (`streams/reading/part_format.py`).
+follows. The content of files is on `file-parts` (`streams/codecs.py`).
 
 Of two records of a job the one with the higher `fence` counts, then the one with more `writes`.
 Compaction keeps the last record of a key, so the partition's owner repeats the one that counts if

@@ -1,8 +1,8 @@
 """The reader of `responses` for all replies of one client.
 
-The *live* reader (`streams/responses/live_reader.py`) tails the lanes with awaited replies and the
+The *live* reader (`streams/responses/reply_lanes.py`) tails the lanes with awaited replies and the
 pinned ones (`pin`). A reply that begins earlier is fed by passes over its lane
-(`streams/responses/catch_up_reader.py`) until it has caught up, so it does not delay the others.
+(`streams/responses/reply_lanes.py`) until it has caught up, so it does not delay the others.
 
 Owns the start of each reply and the choice of its reader; text is decided in
 `streams/responses/reply_stream.py`. Belongs to no group.
@@ -15,15 +15,18 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.clock import BrokerClock, Clock, retry_while_unavailable
 from kvlane.streams.errors import BrokerUnavailable, LogClosed, NotFound, PositionLost
 from kvlane.streams.ids import has_tenant_tag, issued_ms
 from kvlane.streams.ports import Log
 from kvlane.streams.records import EndCode
-from kvlane.streams.responses.catch_up_reader import CatchUpReader, ReaderTask
-from kvlane.streams.responses.live_reader import LiveReader, PartitionTail
+from kvlane.streams.responses.reply_lanes import (
+    CatchUpReader,
+    LiveReader,
+    PartitionTail,
+    ReaderTask,
+)
 from kvlane.streams.responses.reply_stream import NO_OFFSET, AttachPoint, Reply, UnconfirmedEnd
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME, lane_of
 
 IDLE_LANE_TTL_S = 60.0

@@ -21,8 +21,7 @@ from kvlane.streams.codecs import decode
 from kvlane.streams.errors import Malformed, NewerRecord
 from kvlane.streams.ports import Record
 from kvlane.streams.records import Chunk, End, LogProb
-from kvlane.streams.responses.positions import Position
-from kvlane.streams.responses.transcript import VISIBLE, Transcript
+from kvlane.streams.responses.transcript import VISIBLE, Position, Transcript
 from kvlane.streams.responses.unreadable import ChunkPlace, UnknownPlace, describe, place_of
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Reply:
     Merged Chunks have the `index` of the first and all other fields of the last: for display, not
     for a `Transcript`. A merged Chunk ends where one of the log ends, never contains the position
     that its reader resumes after, and has tokens in all its parts or in none
-    (`streams/responses/positions.py`).
+    (`streams/responses/transcript.py`).
     """
 
     def __init__(

@@ -21,12 +21,11 @@ from contextlib import asynccontextmanager
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.clock import BrokerClock, Clock, retry_while_unavailable
 from kvlane.streams.errors import LogClosed, PositionLost
 from kvlane.streams.ports import POLL_S, Log, Partition
 from kvlane.streams.reading.decoding import RecordDecoder
 from kvlane.streams.records import LogRecord
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.views.snapshot_store import SnapshotStore
 from kvlane.streams.views.tail_reader import (
     RECORDS_PER_POLL,

@@ -10,7 +10,7 @@ from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import EngineOutput, GenerateContext
 from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.codecs import decode
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import Finished, PrefillDone, Started
 from kvlane.streams.request import Request
 from kvlane.streams.topics import KV_EVENTS, LEDGER

@@ -12,7 +12,7 @@ from kvlane.app.batches.fair_turns import FairTurns
 from kvlane.app.batches.job_prompts import WINDOW, JobInput
 from kvlane.app.batches.job_run import GRACE_S
 from kvlane.app.batches.job_runner import MAX_RUNNING, MAX_RUNS
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.topics import BATCH
 from tests.harness.batch_harness import BatchHarness, chat_line, jsonl
 from tests.harness.key_files import KeyFileHarness

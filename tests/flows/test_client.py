@@ -10,7 +10,7 @@ import pytest
 from kvlane.app.commands.kafka_client import write_stream
 from kvlane.streams.client import ReplyResult
 from kvlane.streams.errors import AppendFailed, RecordTooLarge
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.records import Chunk, DryRunResult, End, Fence, Usage
 from kvlane.streams.responses.reply_reader import IDLE_LANE_TTL_S

@@ -14,7 +14,7 @@ from kvlane.streams.client import Client
 from kvlane.streams.codecs import encode
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable, PositionLost
 from kvlane.streams.ids import TenantTag
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.records import Chunk, End, Fence
 from kvlane.streams.responses.reply_reader import (

@@ -14,7 +14,7 @@ from kvlane.streams.errors import NotFound, PositionLost
 from kvlane.streams.memory.memory_log import MemoryReader
 from kvlane.streams.ports import Batches, Partition
 from kvlane.streams.records import Chunk
-from kvlane.streams.responses import catch_up_reader
+from kvlane.streams.responses import reply_lanes
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS, ReplyReader
 from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.memory_world import MemoryWorld, scenario_test
@@ -23,7 +23,7 @@ from tests.reply_harness import Worker, connect, in_lane, read, text
 DAY_S = 24 * 3600
 RECORDS = 20_000
 POLL_S = 0.05
-PASS_S = RECORDS / catch_up_reader.RECORDS_PER_POLL * POLL_S
+PASS_S = RECORDS / reply_lanes.PASS_RECORDS * POLL_S
 """How long it takes to read the lane once."""
 
 
@@ -60,7 +60,7 @@ async def test_attaching_does_not_delay_other_streams(world: MemoryWorld) -> Non
 async def test_recent_stream_does_not_wait_for_an_old_one(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
+    monkeypatch.setattr(reply_lanes, "FAR_OFFSETS", RECORDS // 2)
     client = await connect(world)
     fill(world)
     await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
@@ -77,7 +77,7 @@ async def test_recent_stream_does_not_wait_for_an_old_one(
 async def test_passes_over_old_records_are_bounded_and_cover_all_lanes(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up_reader, "FAR_OFFSETS", RECORDS // 2)
+    monkeypatch.setattr(reply_lanes, "FAR_OFFSETS", RECORDS // 2)
     client = await connect(world)
     ids = [next(i for i in map(str, range(1000)) if lane_of(i, 5) == n) for n in range(5)]
     for lane, request_id in enumerate(ids):
@@ -85,7 +85,7 @@ async def test_passes_over_old_records_are_bounded_and_cover_all_lanes(
         Worker(world, request_id).write("hello", "stop")
     reading = [world.spawn(read(client, request_id)) for request_id in ids]
     await world.sleep(PASS_S / 2)
-    assert len(client._listening()._history.active_passes) == catch_up_reader.MAX_FAR_PASSES
+    assert len(client._listening()._history.active_passes) == reply_lanes.MAX_FAR_PASSES
     assert [text(await pieces) for pieces in reading] == ["hello"] * 5
 
 
@@ -93,7 +93,7 @@ async def test_passes_over_old_records_are_bounded_and_cover_all_lanes(
 async def test_unreadable_lane_does_not_block_others(
     world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catch_up_reader, "MAX_PASSES", 1)
+    monkeypatch.setattr(reply_lanes, "MAX_PASSES", 1)
     hanging = Partition(RESPONSES, 0)
     answered = MemoryReader.poll
 
@@ -112,7 +112,7 @@ async def test_unreadable_lane_does_not_block_others(
         await world.sleep(1)
         began = world.clock.now()
         assert text(await read(client, in_lane(1, "b"))) == "hello"
-        assert world.clock.now() - began < catch_up_reader.STALL_TIMEOUT_S + 1
+        assert world.clock.now() - began < reply_lanes.STALL_TIMEOUT_S + 1
     assert text(await first) == "hello"
 
 
@@ -133,7 +133,7 @@ async def test_stream_that_is_attached_to_while_its_lane_is_read_is_found(
     await world.sleep(2 * CLOCK_MARGIN_MS / 1000)
     worker = Worker(world, client.new_request_id())
     worker.write("hello", "stop")
-    fill(world, records=5 * catch_up_reader.RECORDS_PER_POLL)
+    fill(world, records=5 * reply_lanes.PASS_RECORDS)
     monkeypatch.setattr(MemoryReader, "poll", poll)
     first = world.spawn(client.result("other", timeout_s=5))
     await world.sleep(1.5 * POLL_S)  # the first poll has passed over it

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from kvlane.streams.client import Client
-from kvlane.streams.memory.broker_faults import AppendFate, Operation
+from kvlane.streams.memory.memory_broker import AppendFate, Operation
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.records import Chunk, Fence
 from tests.harness.memory_world import MemoryWorld, ScriptedFaults

@@ -8,7 +8,7 @@ import pytest
 
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.prompts.prompt_source import PromptSource
-from kvlane.streams.memory.memory_transactions import ClientTransaction
+from kvlane.streams.memory.memory_writes import ClientTransaction
 from kvlane.streams.ports import Entry
 from kvlane.streams.records import Refused, RouterCapacity
 from kvlane.streams.request import Request

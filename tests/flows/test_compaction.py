@@ -11,10 +11,9 @@ from kvlane.app.batches.batch_log import batch_key, file_key
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.routing.state.fleet import Fleet
-from kvlane.streams.codecs import decode, encode
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.codecs import PART_BYTES, decode, encode
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Partition
-from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.record_types.batch_records import BatchJob, FileCard
 from kvlane.streams.records import LogRecord
 from kvlane.streams.topics import ARTIFACTS, BATCH_JOBS, FILE_PARTS, REGISTRY, TOPICS, partition_of

@@ -13,9 +13,9 @@ import pytest
 
 from kvlane.app.http.batches.files_endpoint import MAX_TRANSFERS
 from kvlane.app.http.batches.multipart_upload import STALL_TIMEOUT_S
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.codecs import PART_BYTES
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.memory.partition_log import MemoryRecord
-from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.topics import FILE_PARTS, FILE_RETENTION_MS
 from tests.harness.batch_harness import BOUNDARY, FORM, form
 from tests.harness.gateway_harness import GatewayHarness

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvlane.app.http.openai.active_streams import PUBLISH_TIMEOUT_S
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S
 from kvlane.streams.codecs import pack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Entry
 from kvlane.streams.records import EngineConfig, ModelCard, Tombstone, WorkerCard
 from kvlane.streams.topics import REGISTRY, REQUESTS, lane_of

@@ -13,7 +13,7 @@ import pytest
 from kvlane.app.http.openai.gateway_deps import DEADLINE_MARGIN_S
 from kvlane.app.http.openai.response_writer import KEEP_ALIVE_S
 from kvlane.streams.errors import AccessDenied
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import Fence
 from kvlane.streams.topics import REQUESTS, RESPONSES
 from tests.harness.gateway_harness import GatewayHarness

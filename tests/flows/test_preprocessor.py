@@ -18,7 +18,7 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.app.text.byte_level import render_chat
 from kvlane.streams.codecs import AnyRecord, decode, pack_tokens, unpack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Entry
 from kvlane.streams.records import (
     Artifact,

@@ -9,7 +9,7 @@ import pytest
 
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.prompts.prompt_source import PromptSource
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Entry
 from kvlane.streams.prompt import with_append_time
 from kvlane.streams.records import Refused

@@ -12,7 +12,7 @@ from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.results import lane_collector
 from kvlane.app.results.unanswered_requests import LedgerFindings
 from kvlane.app.runtime.process import ProcessContext
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import (
     Assigned,
     Chunk,

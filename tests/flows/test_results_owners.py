@@ -13,7 +13,7 @@ import pytest
 
 import kvlane.app.collector as collector_process
 from kvlane.streams.errors import RecordTooLarge
-from kvlane.streams.memory.memory_transactions import MemoryTransactionalWriter
+from kvlane.streams.memory.memory_writes import MemoryTransactionalWriter
 from kvlane.streams.ports import TopicEntry
 from kvlane.streams.request import ReplyAddress
 from kvlane.streams.topics import RESPONSES, RESULTS

@@ -11,7 +11,7 @@ import pytest
 from kvlane.app.results import reply_sender
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.errors import AccessDenied, AppendFailed, StreamError
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Appended, Entry
 from kvlane.streams.request import ReplyAddress
@@ -266,9 +266,7 @@ async def test_denied_results_end_the_process(world: MemoryWorld) -> None:
         async def refuse(*_: object) -> None:
             raise AccessDenied(RESULTS)
 
-        patch.setattr(
-            "kvlane.streams.memory.memory_transactions.MemoryTransactionalWriter.write", refuse
-        )
+        patch.setattr("kvlane.streams.memory.memory_writes.MemoryTransactionalWriter.write", refuse)
         results = await collector(world)
         ask(results, ["a"], "replies")
         ctx = results.running["c1"][1]

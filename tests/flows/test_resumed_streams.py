@@ -19,7 +19,7 @@ from kvlane.streams.client import Client
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import Chunk, Fence, LogProb, PassthroughDelta
 from kvlane.streams.responses import reply_stream
-from kvlane.streams.responses.positions import Position
+from kvlane.streams.responses.transcript import Position
 from kvlane.streams.topics import RESPONSES, lane_of
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, scenario_test

@@ -10,7 +10,7 @@ import pytest
 from kvlane.app.lanes.lane_backpressure import MAX_APPENDING_BYTES
 from kvlane.app.routing.queueing.fair_share import ClassConfig
 from kvlane.streams.codecs import decode
-from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults
+from kvlane.streams.memory.memory_broker import AppendFate, BrokerFaults
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     Assigned,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvlane.streams.codecs import decode, unpack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     Assigned,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import (
     Assigned,
     Assignment,

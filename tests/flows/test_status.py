@@ -16,8 +16,7 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.worker import Worker
 from kvlane.indexer.cache_events.engine_events import EventsLost
 from kvlane.streams.clock import SystemClock
-from kvlane.streams.memory.broker_faults import AppendFate
-from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_broker import AppendFate, MemoryBroker
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.request import Request
 from kvlane.streams.topics import KV_EVENTS, PROMPTS

@@ -10,7 +10,7 @@ from kvlane.app.engine.echo import EchoEngine, echo_answer
 from kvlane.app.engine.interface import EngineError, EngineOutput, GenerateContext, token_usage
 from kvlane.app.serving.chunk_writer import MAX_PENDING_TOKENS
 from kvlane.streams.codecs import decode, pack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import (
     Blocks,
     Chunk,

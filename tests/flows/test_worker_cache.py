@@ -33,7 +33,7 @@ from kvlane.indexer.cache_events.engine_events import (
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import EventColumns
 from kvlane.streams.codecs import decode, pack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import Blocks, Heartbeat, Lost, PrefillDone
 from kvlane.streams.topics import KV_EVENTS, partition_of
 from tests.harness.decoded import decode_events as events_of

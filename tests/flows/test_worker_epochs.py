@@ -9,7 +9,7 @@ from kvlane.app.serving.registration import REGISTER_TIMEOUT_S
 from kvlane.app.worker import WorkerIdTaken
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import AppendFailed
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Blocks, Finished, LogRecord, Lost, Tombstone, WorkerCard
 from kvlane.streams.topics import KV_EVENTS, LEDGER, REGISTRY

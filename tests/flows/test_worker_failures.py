@@ -10,7 +10,7 @@ import pytest
 
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.ports import Entry
 from kvlane.streams.records import EngineStats, LogProb, PassthroughDelta, Started
 from kvlane.streams.request import Request

@@ -22,7 +22,7 @@ from kvlane.app.engine.simulated.transfers import KvTransfers
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.settings import SettingsError
 from kvlane.streams.codecs import AnyRecord, decode, pack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import (
     CancelRun,
     EngineConfig,

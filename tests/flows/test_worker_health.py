@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from kvlane.app.engine.interface import EngineDead, EngineError, EngineOutput, GenerateContext
 from kvlane.streams.codecs import decode, pack_tokens
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import EngineStats, Finished, Heartbeat, Lost
 from kvlane.streams.request import GuidedDecoding, Request, SamplingOptions, StopConditions
 from kvlane.streams.topics import KV_EVENTS, LEDGER, RESPONSES

@@ -14,8 +14,7 @@ from functools import wraps
 from typing import Any
 
 from kvlane.streams.codecs import AnyRecord, encode
-from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
-from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_broker import AppendFate, BrokerFaults, MemoryBroker, Operation
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.memory.partition_log import MemoryRecord
 from kvlane.streams.ports import Entry

@@ -21,8 +21,7 @@ import pytest
 from kvlane.app.results import pending_result
 from kvlane.app.results.lane_collector import LaneCollector
 from kvlane.app.results.result_writer import ResultWriter
-from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
-from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_broker import AppendFate, BrokerFaults, MemoryBroker, Operation
 from kvlane.streams.records import Chunk, End
 from kvlane.streams.topics import REQUESTS, RESULTS
 from tests.harness.memory_world import MemoryWorld

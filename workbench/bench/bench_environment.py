@@ -26,12 +26,11 @@ from kvlane.app.runtime.process import open_log
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, JvmBroker, obtain_broker
 from kvlane.streams.brokers.watchdog import ProcessGuard
-from kvlane.streams.clock import Clock, SystemClock
+from kvlane.streams.clock import Clock, SystemClock, retry_while_unavailable
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.provision import create_topics
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import EngineConfig, WorkerCard
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import ASSIGNMENTS, REGISTRY, partition_of
 from workbench.bench.process_group import ProcessGroup
 

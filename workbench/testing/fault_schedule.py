@@ -16,7 +16,7 @@ from kvlane.app.router import Router
 from kvlane.app.text.byte_level import ASSISTANT
 from kvlane.app.worker import Worker
 from kvlane.streams.codecs import encode, pack_tokens
-from kvlane.streams.memory.broker_faults import Operation
+from kvlane.streams.memory.memory_broker import Operation
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Lost
 from kvlane.streams.request import Request

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvlane.streams.memory.broker_faults import AppendFate, BrokerFaults, Operation
+from kvlane.streams.memory.memory_broker import AppendFate, BrokerFaults, Operation
 
 
 class FaultProfile(NamedTuple):

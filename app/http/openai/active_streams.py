@@ -24,7 +24,7 @@ from kvlane.app.http.api_errors import (
 )
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
-from kvlane.streams.clock import BrokerClock, Clock
+from kvlane.streams.clock import BrokerClock, Clock, retry_while_unavailable
 from kvlane.streams.errors import BrokerUnavailable, StreamError
 from kvlane.streams.ids import RequestIds, has_tenant_tag
 from kvlane.streams.ports import Log
@@ -33,7 +33,6 @@ from kvlane.streams.records import Cancel
 from kvlane.streams.request import Request
 from kvlane.streams.responses.reply_reader import ReplyReader
 from kvlane.streams.responses.reply_stream import Reply
-from kvlane.streams.retry import retry_while_unavailable
 from kvlane.streams.topics import REQUESTS, RESPONSES, lane_of
 
 log = logging.getLogger(__name__)

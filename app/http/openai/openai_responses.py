@@ -15,7 +15,7 @@ from kvlane.app.http.openai import logprobs, passthrough_fields
 from kvlane.app.http.openai.logprobs import TokenLogprobs, TokenText
 from kvlane.app.http.openai.passthrough_fields import JsonObject
 from kvlane.streams.records import Chunk, DryRunResult, End, PassthroughDelta, Usage
-from kvlane.streams.responses.positions import Position, rest_after
+from kvlane.streams.responses.transcript import Position, rest_after
 
 EndpointKind = Literal["chat", "completion", "embedding"]
 
@@ -60,7 +60,7 @@ class Choice:
         self.shown_tokens = 0
         """Number of tokens shown so far."""
         self.position = 0
-        """Position to resume from, see `streams/responses/positions.py`."""
+        """Position to resume from, see `streams/responses/transcript.py`."""
         self._reading = Position()
         self.has_started = False
         self.finish_reason: str | None = None

@@ -20,9 +20,9 @@ from pathlib import Path
 from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
 from kvlane.app.preprocess.thread_pool import WorkPool
 from kvlane.streams.clock import Clock
+from kvlane.streams.codecs import PART_BYTES, numbered_part, part_number
 from kvlane.streams.errors import PositionLost
 from kvlane.streams.ports import Log, Partition, Record
-from kvlane.streams.reading.part_format import PART_BYTES, numbered_part, part_number
 from kvlane.streams.reading.range_reader import read_range
 from kvlane.streams.record_publisher import RecordPublisher
 from kvlane.streams.records import Artifact

@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.producer.sender import Sender, SendProduceReqHandler
 from aiokafka.protocol.produce import ProduceRequest
 
-from kvlane.streams.kafka.client_patches.fetch_codec import decode_header, encode_header
+from kvlane.streams.kafka.client_patches.fetch_session import decode_header, encode_header
 from kvlane.streams.kafka.client_patches.session_fetcher import DecodedHeader, EncodedHeader
 
 _ALL_REPLICAS = -1

@@ -26,7 +26,7 @@ from aiokafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from aiokafka.record.memory_records import MemoryRecords
 
 from kvlane.streams.kafka.client_patches.decompression import DecompressionError, decompress
-from kvlane.streams.kafka.kafka_session import KeyFilter
+from kvlane.streams.kafka.connection_options import KeyFilter
 from kvlane.streams.ports import Headers, Unreadable
 from kvlane.streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 

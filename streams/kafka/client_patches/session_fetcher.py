@@ -22,17 +22,17 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.fetch import FetchRequest
 
-from kvlane.streams.kafka.client_patches.fetch_codec import (
+from kvlane.streams.kafka.client_patches.fetch_session import (
     API_KEY,
     API_VERSION,
     FetchOptions,
     FetchResponse,
+    FetchSession,
     decode_header,
     decode_response,
     encode_header,
     encode_request,
 )
-from kvlane.streams.kafka.client_patches.fetch_session import FetchSession
 
 log = logging.getLogger(__name__)
 

@@ -8,14 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from kvlane.streams.clock import BrokerClock
+from kvlane.streams.clock import MAX_BACKOFF_S, BrokerClock
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import AppendFailed, LogClosed, RecordTooLarge
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.record_publisher import OutgoingRecord, RecordPublisher
 from kvlane.streams.records import Cancel, Fencing
 from kvlane.streams.request import Request
-from kvlane.streams.retry import MAX_BACKOFF_S
 from kvlane.streams.topics import LEDGER, REQUESTS
 from tests.harness.memory_world import MemoryWorld, scenario_test
 

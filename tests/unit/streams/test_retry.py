@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvlane.streams.clock import retry_while_unavailable
 from kvlane.streams.errors import BrokerUnavailable, TopicMismatch
-from kvlane.streams.retry import retry_while_unavailable
 from tests.harness.memory_world import MemoryWorld, scenario_test
 
 

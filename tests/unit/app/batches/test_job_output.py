@@ -10,7 +10,7 @@ import pytest
 from kvlane.app.batches.batch_requests import error_file_id, output_file_id
 from kvlane.app.batches.file_store import FileStore
 from kvlane.app.batches.job_output import JobOutput, OutputLine, OutputSuperseded, failure_line
-from kvlane.streams.reading.part_format import PART_BYTES
+from kvlane.streams.codecs import PART_BYTES
 from kvlane.streams.record_types.batch_records import BatchJob
 from kvlane.streams.topics import FILE_PARTS
 from tests.harness.memory_world import MemoryWorld, scenario_test

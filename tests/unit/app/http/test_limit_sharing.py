@@ -13,8 +13,7 @@ from kvlane.app.access.quota import QuotaLease, TenantLimit, TenantQuota
 from kvlane.app.http.server.limit_sharing import CLAIM_TTL_S, RENEWAL_S, SHARE_WAIT_S, LimitSharing
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.clock import BrokerClock
-from kvlane.streams.memory.broker_faults import AppendFate, Operation
-from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_broker import AppendFate, MemoryBroker, Operation
 from kvlane.streams.topics import CAPACITY
 from tests.harness.memory_world import MemoryWorld, ScriptedFaults, run_scenario, scenario_test
 

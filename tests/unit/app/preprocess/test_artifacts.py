@@ -14,10 +14,10 @@ from kvlane.app.preprocess.models import artifacts
 from kvlane.app.preprocess.models.artifacts import ArtifactStore, part_count
 from kvlane.app.preprocess.prompt_errors import ArtifactUnavailable, BadModel
 from kvlane.app.preprocess.thread_pool import InlinePool
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.codecs import PART_BYTES
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.memory.partition_log import MemoryRecord
 from kvlane.streams.ports import Entry
-from kvlane.streams.reading.part_format import PART_BYTES
 from kvlane.streams.records import Artifact
 from kvlane.streams.topics import ARTIFACTS
 from tests.harness.memory_world import MemoryWorld, scenario_test

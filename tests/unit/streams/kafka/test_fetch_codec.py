@@ -12,7 +12,7 @@ from aiokafka.protocol.fetch import FetchRequest_v11, FetchResponse_v11
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.streams.kafka.client_patches.fetch_codec import (
+from kvlane.streams.kafka.client_patches.fetch_session import (
     FetchOptions,
     decode_header,
     decode_response,

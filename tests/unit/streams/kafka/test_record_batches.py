@@ -25,9 +25,9 @@ from kvlane.streams.kafka.client_patches.record_batches import (
     FetchedBatches,
     PartitionRecords,
 )
+from kvlane.streams.kafka.connection_options import KeyFilter
 from kvlane.streams.kafka.kafka_log import KafkaLog
 from kvlane.streams.kafka.kafka_reader import KafkaReader
-from kvlane.streams.kafka.kafka_session import KeyFilter
 from kvlane.streams.ports import Partition, Unreadable
 from kvlane.streams.topics import MAX_RECORD_BYTES, MAX_UNCOMPRESSED_BYTES
 

@@ -20,7 +20,7 @@ from kvlane.streams.kafka.client_patches.record_batches import (
     PartitionRecords,
     next_records,
 )
-from kvlane.streams.kafka.kafka_session import KeyFilter
+from kvlane.streams.kafka.connection_options import KeyFilter
 
 PARTITION = TopicPartition("t", 3)
 FIRST = 10  # offset of the first batch

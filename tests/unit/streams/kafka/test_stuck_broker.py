@@ -15,8 +15,8 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import CloseReason
 from aiokafka.protocol.metadata import MetadataResponse_v1
 
-from kvlane.streams.kafka.client_patches import stuck_broker
-from kvlane.streams.kafka.client_patches.stuck_broker import LATE_FRACTION, watch_connection
+from kvlane.streams.kafka.client_patches import patched_client
+from kvlane.streams.kafka.client_patches.patched_client import LATE_FRACTION, watch_connection
 
 TIMEOUT_S = 0.4
 SOON_S = 2 * LATE_FRACTION * TIMEOUT_S + 0.1
@@ -91,7 +91,7 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(stuck_broker, "LATE_S", 0.0)
+    monkeypatch.setattr(patched_client, "LATE_S", 0.0)
     cluster = Cluster()
     yield cluster
     assert cluster.client._sync_task is not None

@@ -16,8 +16,7 @@ from kvlane.streams.errors import (
     OwnershipLost,
     PositionLost,
 )
-from kvlane.streams.memory.broker_faults import AppendFate
-from kvlane.streams.memory.memory_broker import MemoryBroker
+from kvlane.streams.memory.memory_broker import AppendFate, MemoryBroker
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.memory.memory_member import MemoryMember
 from kvlane.streams.ports import Entry, Partition, Record

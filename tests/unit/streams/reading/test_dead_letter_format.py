@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.memory.partition_log import MemoryRecord
 from kvlane.streams.reading.dead_letter_format import DeadLetterWriter
 from kvlane.streams.record_publisher import RecordPublisher

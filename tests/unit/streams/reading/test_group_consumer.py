@@ -11,7 +11,7 @@ import pytest
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.codecs import AnyRecord, encode
 from kvlane.streams.errors import LogClosed, OwnershipLost, TopicMismatch
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Entry
 from kvlane.streams.reading.group_consumer import (

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlane.streams.memory.broker_faults import AppendFate, Operation
+from kvlane.streams.memory.memory_broker import AppendFate, Operation
 from kvlane.streams.memory.memory_log import MemoryLog
 from kvlane.streams.ports import Entry
 from kvlane.streams.reading.group_consumer import GroupConsumer, PartitionClaim

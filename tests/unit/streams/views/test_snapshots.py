@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from kvlane.streams.codecs import decode, encode
-from kvlane.streams.memory.broker_faults import AppendFate
+from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.memory.partition_log import MemoryRecord
 from kvlane.streams.ports import Entry, Partition
 from kvlane.streams.records import Ended, LogRecord, ModelCard, SnapshotPointer, Tombstone
