@@ -24,11 +24,10 @@ from kvlane.app.lanes.failure_detector import FailureDetector
 from kvlane.app.lanes.owner import LaneOwner
 from kvlane.app.lanes.shared_reads import SharedScanner
 from kvlane.app.metrics.router_metrics import DriftCollector
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.indexer.precompile import compile_all

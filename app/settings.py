@@ -37,7 +37,7 @@ from kvlane.streams.ids import TenantTag
 from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS
 
 if TYPE_CHECKING:
-    from kvlane.indexer.block_keys import KeySecret
+    from kvlane.indexer.block_hashes import KeySecret
 
 __all__ = [
     "AREAS",
@@ -180,7 +180,7 @@ class Settings(  # pydantic takes the fields of the last base first
     def block_key_secret(self) -> KeySecret:
         """The constants of block keys. Raises SettingsError without a secret for remote brokers.
         With the default one, a program with access to the topics could make colliding keys."""
-        from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
+        from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret
 
         secret = self.hash_secret.get_secret_value().encode()
         if not secret and not are_on_loopback(self.bootstrap_servers):

@@ -2,8 +2,7 @@
 
 In the worker, beside the engine:
 
-    cache_events/engine_events.py     cache events as engines publish them
-    cache_events/estimated_cache.py   estimated events for engines that publish none
+    cache_events/engine_events.py     cache events as engines publish them, or their estimate
     cache_events/event_normalizer.py  engine events to canonical events; shows all vocabularies
     cache_events/cache_mirror.py      contents of the cache, as published
 
@@ -20,14 +19,10 @@ In every router and indexer:
     blocks/prefix_keys.py      keys along a prompt, computed on demand
     blocks/kernel_entry.py     kernels that are called from Python
     blocks/snapshot_format.py  snapshot format
-    reference_index.py         slow reference implementation in dicts
 
-Identity of blocks, on both sides:
-
-    block_hashes.py            hashes of blocks, compatible with other systems
-    block_keys.py              keys that the index looks up
-    xxh3.py                    hash function in plain Python
-    native/xxh3_kernels.py     hash function in compiled code
+Identity of blocks, on both sides: block_hashes.py (hashes, compatible with other systems, and keys
+that the index looks up), xxh3.py (hash function in plain Python), native/xxh3_kernels.py (in
+compiled code).
 
 Compiled code: kernels.py (decorators and cache), precompile.py (ahead-of-time compilation),
 native/intrinsics.py (memory intrinsics), native/simd.py (SIMD intrinsics).

@@ -1,6 +1,7 @@
-"""Block hashes: of the content of a block (*local*), and of the prefix up to it (*sequence*).
+"""Block hashes and block keys.
 
-Bit-compatible with NVIDIA Dynamo, so that its tools, vectors and clients can be used. With H(b, s)
+Hashes of the content of a block (*local*), and of the prefix up to it (*sequence*), are
+bit-compatible with NVIDIA Dynamo, so that its tools, vectors and clients can be used. With H(b, s)
 the XXH3-64 hash of bytes b with seed s:
 
 - only whole blocks are hashed: len // block_size of them; a tail is dropped
@@ -9,7 +10,13 @@ the XXH3-64 hash of bytes b with seed s:
 - seed = 1337 + H(LoRA name, 0) if there is one + H(cache salt, 1) if there is one, mod 2^64
 - sequence_0 = local_0, sequence_i = H(sequence_{i-1}, local_i as u64; 1337): chained, without salt
 
-Sequence hashes are for exchange with other systems; the index looks up `indexer/block_keys.py`.
+The index looks up keys, one for the whole prefix up to a block's end, which need no chain:
+
+    sum_i = Σ_{j ≤ i} M(local_j xor f(j)) mod 2^64        key_i = sum_i, or 1 where that is 0
+    f(j) = start + j · step          M(x) = y · second, with y = x · first and y xor (y >> 32)
+
+Their constants are derived from the deployment's hash secret: with known ones collisions could be
+constructed. Keys are internal.
 """
 
 from __future__ import annotations
@@ -17,12 +24,13 @@ from __future__ import annotations
 import string
 from array import array
 from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlane.indexer.native.xxh3_kernels import chain_hashes, hash_rows
+from kvlane.indexer.native.xxh3_kernels import chain_hashes, hash_rows, prefix_sum_rows
 from kvlane.indexer.xxh3 import M64, xxh3
 
 BASE_SEED = 1337
@@ -145,3 +153,60 @@ def block_count(tokens: int, block_size: int) -> int:
     if block_size < 1:
         raise ValueError(f"block size {block_size} must be at least 1")
     return tokens // block_size
+
+
+LOOPBACK_SECRET = b"kvlane on loopback"
+"""Default secret of a deployment on one machine; public, so unsafe on a network."""
+
+
+class KeySecret(NamedTuple):
+    """Constants of the keys, each below 2^64; all but `start` and `hash_seed` are odd."""
+
+    start: int
+    step: int
+    first: int
+    second: int
+    hash_seed: int
+    """Secret seed of local hashes, for deployments whose tenants do not trust each other."""
+    fingerprint: str
+    """Equal for processes with the same keys; reveals nothing about the secret."""
+
+
+def derive_secret(secret: bytes) -> KeySecret:
+    """Derive the constants from a secret. Raises ValueError for an empty one."""
+    if not secret:
+        raise ValueError("the hash secret is empty")
+
+    def draw(name: str) -> int:
+        digest = blake2b(name.encode(), key=blake2b(secret).digest(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    return KeySecret(
+        start=draw("start"),
+        step=draw("step") | 1,
+        first=draw("first") | 1,
+        second=draw("second") | 1,
+        hash_seed=draw("hash seed"),
+        fingerprint=f"{draw('fingerprint'):016x}",
+    )
+
+
+def prefix_sums(
+    local: NDArray[np.uint64], secret: KeySecret, *, position: int = 0, parent_sum: int = 0
+) -> NDArray[np.uint64]:
+    """Sums up to each block from block `position` on; `parent_sum` is the sum before it. A
+    continuation needs the sum, not the key, of its parent: they differ for a sum of 0."""
+    sums = np.empty(len(local), np.uint64)
+    constants = secret.start, secret.step, secret.first, secret.second
+    prefix_sum_rows(np.ascontiguousarray(local), position, parent_sum & M64, *constants, sums)
+    return sums
+
+
+def keys_from_sums(sums: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Keys of sums: 0 marks an empty slot of the table, so it is replaced by 1."""
+    return np.maximum(sums, np.uint64(1))
+
+
+def prompt_keys(local: NDArray[np.uint64], secret: KeySecret) -> NDArray[np.uint64]:
+    """Keys of all blocks of a prompt."""
+    return keys_from_sums(prefix_sums(local, secret))

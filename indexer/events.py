@@ -1,7 +1,7 @@
 """Canonical cache events, and their columnar encoding.
 
 An event states for one rank of a worker that blocks are in a tier, that they are not, or that the
-cache is empty, by keys of prefixes (`indexer/block_keys.py`). A record has one row per event, as
+cache is empty, by keys of prefixes (`indexer/block_hashes.py`). A record has one row per event, as
 little-endian columns:
 
     kinds u8 | tiers u8 | positions u32 | counts u32 | keys u64, concatenated over all rows

@@ -1,6 +1,6 @@
 """KV cache index: which caches hold which prefix of a prompt, answered in microseconds.
 
-Storage. The key of a block (`indexer/block_keys.py`) has one slot in the table of its tier
+Storage. The key of a block (`indexer/block_hashes.py`) has one slot in the table of its tier
 (`indexer/blocks/block_table.py`), with the set of caches that hold the block
 (`indexer/blocks/holder_sets.py`); a cache is a *column* of those sets. `stored` and `removed` rows
 move blocks from one set to another (`indexer/blocks/updates.py`); a `TierStore` grows the arrays
@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, KeySecret, derive_secret
 from kvlane.indexer.blocks import snapshot_format
 from kvlane.indexer.blocks.holder_sets import MIN_ROWS, WORD_BITS, empty_sets, with_capacity
 from kvlane.indexer.blocks.kernel_entry import KernelArrays, extend_to_lower_tier, match_prefix
@@ -110,7 +110,7 @@ class Index(IndexBase[_Cache]):
     """KV cache index: the cached prefix length of a prompt, for every cache.
 
     Args:
-        secret: constants of the block keys, the same as in the events (`indexer/block_keys.py`).
+        secret: constants of the block keys, the same as in the events (`indexer/block_hashes.py`).
         max_blocks: limit of one cache; further blocks are rejected and counted.
         scan_all: look up every block, as if no cache were closed.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvlane.indexer.block_hashes import BlockHashes, hash_blocks
-from kvlane.indexer.block_keys import derive_secret as index_secret
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import BlockHashes, hash_blocks, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret as index_secret
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import CacheEvent, EventKind, encode_events
 from kvlane.indexer.index import Index

@@ -16,8 +16,7 @@ import pytest
 
 from kvlane.app.engine.interface import Engine, EngineError, EngineOutput, GenerateContext
 from kvlane.app.engine.validator import ValidatingEngine
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, local_hashes, prompt_keys
 from kvlane.indexer.cache_events.engine_events import EngineEvent
 from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 from kvlane.streams.codecs import pack_tokens

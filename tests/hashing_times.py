@@ -13,8 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlane.indexer.block_hashes import local_hashes, sequence_hashes
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prefix_sums
+from kvlane.indexer.block_hashes import (
+    LOOPBACK_SECRET,
+    derive_secret,
+    local_hashes,
+    prefix_sums,
+    sequence_hashes,
+)
 
 BLOCKS = 2048
 REPEATS = 200

@@ -32,7 +32,7 @@ from kvlane.app.traces.capture_format import (
     CaptureHeader,
     CaptureTotals,
 )
-from kvlane.indexer.block_keys import KeySecret, prompt_keys
+from kvlane.indexer.block_hashes import KeySecret, prompt_keys
 from kvlane.streams import records
 from kvlane.streams.clock import Clock
 from kvlane.streams.ports import Log, Partition

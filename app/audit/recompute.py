@@ -14,7 +14,7 @@ from kvlane.app.routing.policy_names import RECORDED_POLICIES
 from kvlane.app.routing.selection.handover_rules import is_handed_over, recompute_choice_costs
 from kvlane.app.routing.selection.policies.registry import RECORDED
 from kvlane.app.routing.selection.select import added_prefill, recompute_choice, reconstruct
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.traces.capture_format import AnyCaptureLine, CapturedDecision, CapturedRequest
 from kvlane.streams.records import Assigned
 

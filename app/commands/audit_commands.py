@@ -293,7 +293,7 @@ def read_lines(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
 async def _read_log(period: TimeRange, take: Callable[[AnyCaptureLine], None]) -> None:
     from kvlane.app.audit.capture_lines import capture_period as capturing
     from kvlane.app.commands import kafka_client
-    from kvlane.indexer.block_keys import derive_secret
+    from kvlane.indexer.block_hashes import derive_secret
 
     secret = derive_secret(secrets.token_bytes(SECRET_BYTES))
     async with kafka_client.connect_kafka(Settings(), "kvlane-capture") as log:

@@ -3,13 +3,13 @@
 owner.py               all requests of one lane: which job is next
 dispatch.py            write decision and assignment for a worker with room
 admission.py           wait for such a worker; or refuse, or defer a request
+scheduler.py           the tasks of requests that wait in the router's queue
+remaining_work.py      the rest of a request, and whether it can be continued
 assignment_records.py  the records of a decision and of its work
 failover.py            move a request to another worker
 termination.py         end a request
 lane_backpressure.py   pause a lane whose topics take no appends
-scheduling/            workers for requests, and where these wait
 handovers.py           the hand-overs from prefill to decode
-request_timers.py      times at which actions of requests may become due
 shared_reads.py        shared reads of the log: requests, emitted tokens, end offsets
 failure_detector.py    the failure detector of workers
 capacity_reports.py    reports of free capacity to preprocessors

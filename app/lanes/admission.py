@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.handovers import HandOver, HandOvers
-from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
+from kvlane.app.lanes.remaining_work import DeferredRequest, RemainingWork
 from kvlane.app.lanes.termination import CancellableWaits, RequestWait
 from kvlane.app.routing.queueing.deferred_prompts import QueueSize
 from kvlane.app.routing.queueing.pending import LaneRequest, RequestKey

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from kvlane.app.lanes.continuation import continuation_blocker
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.remaining_work import RemainingWork, continuation_blocker
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.selection.handover_rules import prefill_request
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.request_state import RunId
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import Assigned, Assignment, SessionUse
 from kvlane.streams.request import BootstrapInfo, Request

@@ -18,14 +18,14 @@ from kvlane.app.lanes.admission import REJECTION_REASONS, RETRY_AFTER_BY_CODE, A
 from kvlane.app.lanes.assignment_records import assignment_record, decision_record
 from kvlane.app.lanes.context import RouterContext, ViewStopped
 from kvlane.app.lanes.handovers import HandOver, HandOvers, bootstrap_info
-from kvlane.app.lanes.scheduling.remaining_work import DeferredRequest, RemainingWork
-from kvlane.app.lanes.scheduling.scheduler import wait_for_room
+from kvlane.app.lanes.remaining_work import DeferredRequest, RemainingWork
+from kvlane.app.lanes.scheduler import wait_for_room
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
 from kvlane.app.routing.queueing.pending import RequestKey
 from kvlane.app.routing.selection.decision import Placement, Rejection
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.request_state import RunId
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.runtime import spans
 from kvlane.streams.clock import BrokerClock
 from kvlane.streams.codecs import unpack_tokens

@@ -21,9 +21,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvlane.app.lanes.context import RouterContext
-from kvlane.app.lanes.continuation import continuation_blocker
 from kvlane.app.lanes.dispatch import Dispatcher, look_up_s
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork, deadline_of, renewal_of
+from kvlane.app.lanes.remaining_work import (
+    RemainingWork,
+    continuation_blocker,
+    deadline_of,
+    renewal_of,
+)
 from kvlane.app.lanes.termination import CancellableWaits, RequestTermination, RequestWait
 from kvlane.app.routing.reconcile import Restart, RestartReason, is_run_listed
 from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId

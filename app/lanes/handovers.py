@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.remaining_work import RemainingWork
 from kvlane.app.routing.selection.handover_rules import (
     HandOverRules,
     decode_request,

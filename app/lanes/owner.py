@@ -26,8 +26,7 @@ from kvlane.app.lanes.context import RouterContext
 from kvlane.app.lanes.dispatch import Dispatcher, RequestDeferred, is_request_fault
 from kvlane.app.lanes.failover import NOTHING_SHOWN, Failover
 from kvlane.app.lanes.lane_backpressure import LaneBackpressure
-from kvlane.app.lanes.request_timers import RequestTimers
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork, deadline_of, renewal_of
+from kvlane.app.lanes.remaining_work import RemainingWork, deadline_of, renewal_of
 from kvlane.app.lanes.termination import (
     CancellableWaits,
     RequestCancelled,
@@ -40,14 +39,20 @@ from kvlane.app.routing.reconcile import (
     ActionTimes,
     Decode,
     Finish,
+    RequestTimers,
     Restart,
     Verify,
     next_action,
     next_action_times,
 )
 from kvlane.app.routing.state.fleet import LastHeartbeat
-from kvlane.app.routing.state.request_state import OPEN, RequestState, RunId, WorkerEpoch
-from kvlane.app.routing.state.request_transitions import LedgerRecord
+from kvlane.app.routing.state.request_state import (
+    OPEN,
+    LedgerRecord,
+    RequestState,
+    RunId,
+    WorkerEpoch,
+)
 from kvlane.streams.clock import LeaderClock
 from kvlane.streams.codecs import TOKEN_BYTES
 from kvlane.streams.errors import RecordError, StreamError

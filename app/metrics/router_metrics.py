@@ -25,8 +25,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvlane.app.audit.drift import DriftTracker
+from kvlane.app.metrics.indexer_metrics import ViewCollector
 from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
-from kvlane.app.metrics.view_metrics import ViewCollector
 from kvlane.app.routing.policy_names import RECORDED_POLICIES
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes

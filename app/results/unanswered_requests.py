@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvlane.app.results.collector_context import CollectorContext
 from kvlane.app.results.pending_result import PendingResult
 from kvlane.app.routing.state.ledger import LedgerState
-from kvlane.app.routing.state.request_transitions import LedgerRecord
+from kvlane.app.routing.state.request_state import LedgerRecord
 from kvlane.streams.clock import CLOCK_SKEW_MS
 from kvlane.streams.codecs import decode
 from kvlane.streams.errors import BrokerUnavailable, PositionLost, RecordError

@@ -1,9 +1,9 @@
 """Reconciliation: the next action for a request, as a pure function of the logs' state.
 
 `next_action` is level-triggered, so any router may call it at any time; `next_action_times` gives
-the times until which the result stays the same if no record arrives. After a crash in the middle of
-an action the same action is due for the next owner; acting twice is harmless by the stream
-reconstruction rule.
+the times until which the result stays the same if no record arrives, `RequestTimers` keeps them.
+After a crash in the middle of an action the same action is due for the next owner; acting twice is
+harmless by the stream reconstruction rule.
 
     state of the request                                            action
     ended, or its id unknown (no origin)                            nothing
@@ -19,14 +19,14 @@ reconstruction rule.
     a prefill failed, lost or missing, whose decode has no token    the action of the prefill alone
     otherwise (running well, or ended by the worker)                nothing
 
-Not in the table: a Cancel, which stays uncommitted in `requests` until its Ended is written, so the
-next owner reads it again; and preemption, which depends on other requests
-(`app/routing/queueing/batch_class.py`) and restarts a run with the next attempt.
+Not in the table: a Cancel, which stays uncommitted in `requests` until its Ended is written; and
+preemption, which depends on other requests (`app/routing/queueing/batch_class.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 from kvlane.app.routing.state.fleet import Fleet
@@ -245,3 +245,45 @@ def _looks_missing(
         and beat.epoch == run_id.epoch
         and beat.at_ms - run.since_ms > timeouts.heartbeat_timeout_ms
     )
+
+
+TIMER_RESOLUTION_MS = 64
+"""Timers are rounded up to whole steps. Those of ten minutes are 10 000 steps at most, however many
+requests they are for."""
+
+
+class RequestTimers:
+    """One timer for each id at most. To set, move or drop one costs the same however many run."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        """A heap of the steps that have timers, or had."""
+        self._ids: dict[int, dict[str, None]] = {}
+        self._step_of: dict[str, int] = {}
+
+    def set(self, request_id: str, at_ms: int | None) -> None:
+        """Set the timer of an id, instead of any other; None: no timer."""
+        step = None if at_ms is None else -(-at_ms // TIMER_RESOLUTION_MS)
+        before = self._step_of.get(request_id)
+        if step == before:
+            return
+        if before is not None:
+            del self._ids[before][request_id]
+            del self._step_of[request_id]
+        if step is None:
+            return
+        ids = self._ids.get(step)
+        if ids is None:
+            ids = self._ids[step] = {}
+            heappush(self._steps, step)
+        ids[request_id] = None
+        self._step_of[request_id] = step
+
+    def due(self, now_ms: int) -> list[str]:
+        """Remove and return the ids whose timers have expired, in the order of their times."""
+        found: list[str] = []
+        while self._steps and self._steps[0] * TIMER_RESOLUTION_MS <= now_ms:
+            for request_id in self._ids.pop(heappop(self._steps)):
+                del self._step_of[request_id]
+                found.append(request_id)
+        return found

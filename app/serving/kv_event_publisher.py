@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.wait_queue import WaitQueue
-from kvlane.indexer.block_keys import KeySecret
+from kvlane.indexer.block_hashes import KeySecret
 from kvlane.indexer.cache_events.engine_events import EngineEvent
 from kvlane.indexer.cache_events.event_normalizer import EventBatch, EventNormalizer
 from kvlane.indexer.events import encode_events

@@ -190,7 +190,7 @@ class Run:
 
 def resumed_request(request: Request, emitted: bytes) -> Request:
     """The request for the rest of an answer whose tokens `emitted` (u32 ids) have been sent
-    already: a longer prompt and lower limits (`app/lanes/continuation.py`).
+    already: a longer prompt and lower limits (`app/lanes/remaining_work.py`).
 
     The tokens so far count as thinking: after its end the budget has no effect. A seed is mixed
     with the tokens; unchanged, it would repeat the same random draws.

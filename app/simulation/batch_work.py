@@ -20,7 +20,7 @@ from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.simulation.simulated_worker import RemovedSequence, SimulatedWorker
 from kvlane.app.simulation.trace_requests import SIMULATION_SECRET, SPREAD
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import prompt_keys
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.request import Request, StopConditions
 

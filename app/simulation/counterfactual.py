@@ -43,7 +43,7 @@ from kvlane.app.traces.capture_format import (
     CapturedWorker,
 )
 from kvlane.app.traces.mooncake_trace import InvalidTrace
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import prompt_keys
 from kvlane.streams.records import EngineConfig
 from kvlane.streams.request import Hints, Request, StopConditions
 

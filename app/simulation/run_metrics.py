@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlane.app.routing.selection.request_features import latency_targets
+from kvlane.app.routing.selection.candidates import latency_targets
 from kvlane.app.simulation.simulated_worker import SimulatedWorker
 from kvlane.app.simulation.trace_requests import SimulatedRequest
 

@@ -35,8 +35,8 @@ from kvlane.app.routing.selection.handover_rules import (
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
 from kvlane.app.routing.selection.select import DEFAULT_BYTES_PER_TOKEN
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.request_state import RunId
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.simulation.batch_work import BatchTask, BatchWork
 from kvlane.app.simulation.shared_views import (
     HEARTBEAT_MS,

@@ -17,7 +17,7 @@ from kvlane.app.routing.selection.policies.registry import POLICIES
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.simulation.simulated_worker import NEVER, SimulatedWorker
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret, prompt_keys
 from kvlane.streams.request import NO_HINTS, Hints, Request, RouterParams, SessionControl
 
 MODEL = "simulated"

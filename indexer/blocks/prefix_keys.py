@@ -1,6 +1,6 @@
 """Prefix keys of a prompt, computed on demand.
 
-A key is a sum over all blocks up to its own (`indexer/block_keys.py`), and a search
+A key is a sum over all blocks up to its own (`indexer/block_hashes.py`), and a search
 (`indexer/blocks/prefix_search.py`) needs it at few positions: one pass sums up whole groups; a key
 is the sum before its group plus that of a part of the group.
 """

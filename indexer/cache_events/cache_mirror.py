@@ -1,6 +1,6 @@
 """Mirror of one engine's cache, and of the part of it that is published.
 
-A block is identified by its *sum*, the number behind its key (`indexer/block_keys.py`), so every
+A block is identified by its *sum*, the number behind its key (`indexer/block_hashes.py`), so every
 block has one parent, the same for every engine and tier.
 
 The published device tier is *closed*: a block is published only while its parent is. Descendants of

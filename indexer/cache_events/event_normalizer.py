@@ -38,8 +38,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from kvlane.indexer.block_hashes import BASE_SEED, local_hashes
-from kvlane.indexer.block_keys import KeySecret, prefix_sums
+from kvlane.indexer.block_hashes import BASE_SEED, KeySecret, local_hashes, prefix_sums
 from kvlane.indexer.cache_events.cache_mirror import (
     REMOVED,
     ROOT,

@@ -1,6 +1,6 @@
 """XXH3 and block key kernels: inlined scalar functions, and thin loops.
 
-The formats are in `indexer/block_hashes.py`, `indexer/block_keys.py` and `indexer/xxh3.py`, whose
+The formats are in `indexer/block_hashes.py`, `indexer/block_hashes.py` and `indexer/xxh3.py`, whose
 names these functions share. Inputs are u32 words, little endian: lengths are multiples of 4 bytes.
 
 In numba a u64 and a signed integer make a float, so constants and counters are np.uint64.

@@ -8,7 +8,7 @@ import pytest
 
 from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import EngineOutput, GenerateContext
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.codecs import decode
 from kvlane.streams.memory.memory_broker import AppendFate
 from kvlane.streams.records import Finished, PrefillDone, Started

@@ -12,7 +12,7 @@ import zmq
 from kvlane.app.engine.attached import zmq_events as events_module
 from kvlane.app.engine.attached.zmq_events import ZmqEventFollower
 from kvlane.app.engine.interface import EngineError
-from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.block_hashes import derive_secret
 from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvlane.app.lanes.dispatch import LOG_LOOKUP_TIMEOUT_S, Dispatcher
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.remaining_work import RemainingWork
 from kvlane.app.preprocessor import Preprocessor
 from kvlane.app.prompts.prompt_source import MAX_BATCH
 from kvlane.app.router import Router

@@ -24,8 +24,7 @@ from kvlane.app.traces.capture_format import (
     CaptureTotals,
     read_capture,
 )
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.block_hashes import derive_secret, local_hashes
 from kvlane.streams.codecs import decode, pack_tokens, unpack_tokens
 from kvlane.streams.ports import Entry
 from kvlane.streams.records import (

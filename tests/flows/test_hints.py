@@ -18,7 +18,7 @@ from kvlane.app.engine.echo import EchoEngine
 from kvlane.app.engine.interface import EngineOutput, GenerateContext, KvEventListener
 from kvlane.app.routing.queueing.fair_share import ClassConfig
 from kvlane.app.routing.selection.eligibility import worker_number
-from kvlane.indexer.cache_events.estimated_cache import EstimatedCache
+from kvlane.indexer.cache_events.engine_events import EstimatedCache
 from kvlane.streams.codecs import decode, unpack_tokens
 from kvlane.streams.records import Assigned, EngineConfig
 from kvlane.streams.request import Request

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from kvlane.app.settings import Settings
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, local_hashes, prompt_keys
 from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
 from kvlane.streams.brokers.broker import free_ports
 from kvlane.streams.brokers.broker_factory import Broker

@@ -13,7 +13,7 @@ from kvlane.app.indexer import Indexer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
-from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.block_hashes import derive_secret
 from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
 from kvlane.streams.codecs import decode
 from kvlane.streams.codecs import encode as encoded

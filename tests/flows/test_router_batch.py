@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvlane.app.routing.queueing import batch_class
 from kvlane.app.routing.selection.batch_placement import runs_to_preempt
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.codecs import pack_tokens, unpack_tokens
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.lanes.scheduler import Scheduler
 from kvlane.app.routing.queueing.pending import LaneRequest
 from kvlane.app.routing.selection.decision import Decision
 from kvlane.streams.codecs import decode as decoded

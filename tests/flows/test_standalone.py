@@ -24,8 +24,7 @@ from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
 from kvlane.app.standalone import StandaloneProcess
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import local_hashes, prompt_keys
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import EventColumns
 from kvlane.streams.client import Client

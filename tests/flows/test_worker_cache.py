@@ -20,8 +20,7 @@ from kvlane.app.serving.kv_event_publisher import (
     REPUBLISHES_PER_RETENTION,
 )
 from kvlane.app.settings import Settings
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import local_hashes, prompt_keys
 from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,

@@ -16,7 +16,7 @@ from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.traces.capture_format import AnyCaptureLine, created_capture
 from kvlane.app.worker import Worker
-from kvlane.indexer.block_keys import KeySecret, derive_secret
+from kvlane.indexer.block_hashes import KeySecret, derive_secret
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import decode, pack_tokens
 from kvlane.streams.ids import RequestIds

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvlane.app.router import Router
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import local_hashes, prompt_keys
 from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, encode_events
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import AnyRecord, decode, pack_tokens

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, KeySecret, derive_secret
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, KeySecret, derive_secret
 from kvlane.indexer.epochs import CacheId, Overlap
 from kvlane.indexer.events import CacheEvent, encode_events
 from kvlane.indexer.index import Index

@@ -19,11 +19,10 @@ from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import select_worker
 from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, prompt_keys
 from kvlane.indexer.events import CacheEvent, EventKind, Tier, encode_events
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.ports import Partition

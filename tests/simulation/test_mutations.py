@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlane.app.routing import reconcile
-from kvlane.app.routing.state import ledger, request_state, request_transitions
+from kvlane.app.routing.state import ledger, request_state
 from kvlane.streams.reading.group_consumer import PartitionClaim
 from tests.simulation.mutations import MUTATIONS, apply_mutations, scenarios_of
 from workbench.testing.seed_simulation import simulate_seed
@@ -119,13 +119,7 @@ def test_cover_is_a_rule_that_is_checked_itself() -> None:
 
 def test_rules_are_restored_afterwards() -> None:
     def rules() -> list[object]:
-        watched = (
-            request_state.RequestState,
-            ledger,
-            request_transitions,
-            reconcile,
-            PartitionClaim,
-        )
+        watched = (request_state.RequestState, ledger, request_state, reconcile, PartitionClaim)
         return [dict(vars(owner)) for owner in watched]
 
     before = rules()

@@ -15,11 +15,10 @@ from unittest.mock import patch
 import pytest
 
 from kvlane.app.lanes.owner import LaneOwner
-from kvlane.app.lanes.request_timers import TIMER_RESOLUTION_MS
-from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.lanes.scheduler import Scheduler
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.queueing.pending import LaneRequest
-from kvlane.app.routing.reconcile import next_action
+from kvlane.app.routing.reconcile import TIMER_RESOLUTION_MS, next_action
 from kvlane.app.routing.selection.decision import Wait
 from kvlane.app.routing.state import performance
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable

@@ -11,7 +11,7 @@ from kvlane.app.demo import tiny_model
 from kvlane.app.engine.interface import EngineOutput, GenerateContext
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.engine.vllm.async_llm import VllmEngine
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret
 from kvlane.indexer.cache_events.engine_events import EngineEvent
 from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 from kvlane.streams.clock import SystemClock

@@ -25,7 +25,7 @@ from kvlane.app.engine.attached.token_engine import AttachedEngine
 from kvlane.app.engine.interface import EngineError, GenerateContext, InvalidRequest
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.engine.vllm.versions import installed_version
-from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.block_hashes import derive_secret
 from kvlane.indexer.cache_events.engine_events import EngineEvent, EventsLost
 from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 from kvlane.indexer.events import EventKind

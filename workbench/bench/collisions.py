@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from kvlane.app.audit.recompute import has_inputs
 from kvlane.app.routing.policy_names import adds_load
 from kvlane.app.routing.selection.select import recompute_choice
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.records import Assigned, Candidate, LogRecord
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvlane.app.local.processes import ManagedProcess, process_command
 from kvlane.app.settings import Settings
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import prompt_keys
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import CacheEvent, EventKind, encode_events
 from kvlane.indexer.index import Index

@@ -36,8 +36,7 @@ from kvlane.app.engine.interface import (
     with_whole_thinking_budget,
 )
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
-from kvlane.indexer.cache_events.engine_events import AllCleared, EngineEvent
-from kvlane.indexer.cache_events.estimated_cache import EstimatedCache
+from kvlane.indexer.cache_events.engine_events import AllCleared, EngineEvent, EstimatedCache
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import token_count, unpack_tokens
 from kvlane.streams.records import EngineConfig

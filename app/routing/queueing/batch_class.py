@@ -35,11 +35,10 @@ from kvlane.app.routing.selection.batch_placement import (
 from kvlane.app.routing.selection.decision import Decision, Placement, RoutingState
 from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.performance import profile_from_card
 from kvlane.app.routing.state.request_state import OPEN, RequestState
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Ended, Fencing, Finished, LogRecord, PrefillDone
 
 WAKE_INTERVAL_MS = 30

@@ -16,7 +16,12 @@ import numpy as np
 from kvlane.app.routing.queueing.pending import PendingRequest, ReservedRequests
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.candidate_table import CandidateTable
-from kvlane.app.routing.selection.candidates import NO_MULTIPLIER
+from kvlane.app.routing.selection.candidates import (
+    NO_MULTIPLIER,
+    expected_output_tokens,
+    invalid_weight,
+    latency_targets,
+)
 from kvlane.app.routing.selection.decision import (
     Decision,
     Rejection,
@@ -28,11 +33,6 @@ from kvlane.app.routing.selection.decision import (
     wait_for_rank,
 )
 from kvlane.app.routing.selection.eligibility import CandidatePool, filter_eligible
-from kvlane.app.routing.selection.request_features import (
-    expected_output_tokens,
-    invalid_weight,
-    latency_targets,
-)
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import part_of, refreshed_table, reservation_rows
 from kvlane.indexer.xxh3 import M64

@@ -40,7 +40,7 @@ from kvlane.app.routing.queueing.fair_share import (
 from kvlane.app.routing.queueing.reservation_columns import JoinedColumns, ReservationColumns
 from kvlane.app.routing.selection.decision import PlannedReservations, Reservation, Wait
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.records import Phase
 
 AGING_RATE = 0.05

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvlane.app.routing.selection.cost_kernels import Ints
 from kvlane.app.routing.selection.decision import PlannedReservations, Reservation
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 
 NO_NUMBER = -1
 """The place of a request without a reservation."""

@@ -5,7 +5,7 @@
      └── a wake-up ◄── wait ◄┴─ Wait: until a record, a freed place or the retry time
 
 Plain and synchronous: times are arguments, and the caller acts on the results. A router
-(`app/lanes/scheduling/scheduler.py`) and the simulation (`app/simulation/simulated_router.py`) use
+(`app/lanes/scheduler.py`) and the simulation (`app/simulation/simulated_router.py`) use
 the same object. Batch requests have rules of their own (`batch_class.py`), and go last in a pass.
 
 Requests wait in the router, since one that is queued at a worker can no longer be moved. Their
@@ -69,14 +69,13 @@ from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import select_worker
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRunKey, BatchRuns
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.performance import PerformanceModel, WorkerKind, profile_from_card
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.indexer.events import Tier
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import Finished, LogRecord, Phase, PrefillDone, RunKey

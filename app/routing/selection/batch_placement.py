@@ -51,7 +51,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlane.app.routing.policy_names import BATCH_POLICY
-from kvlane.app.routing.selection.candidates import NO_RESERVATIONS
+from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, expected_output_tokens
 from kvlane.app.routing.selection.choice import INELIGIBLE, choose
 from kvlane.app.routing.selection.decision import Placement, Rejection, RoutingState, Wait
 from kvlane.app.routing.selection.decision_record import record_decision
@@ -62,12 +62,11 @@ from kvlane.app.routing.selection.eligibility import (
     filter_eligible,
 )
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.selection.request_features import expected_output_tokens
 from kvlane.app.routing.selection.select import not_eligible, refreshed_table
 from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchLoads, BatchRun, BatchRunKey, load_of
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.performance import EngineProfile
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import WorkerCard
 
 NO_ROOM = "no worker has capacity that interactive requests leave"

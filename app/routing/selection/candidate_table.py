@@ -26,10 +26,10 @@ from kvlane.app.routing.selection.cost_kernels import Floats, Ints
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns, batch_delay_ms
 from kvlane.app.routing.state.change_log import ChangeLog, TrackedDict
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
 from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import Tier
 from kvlane.indexer.index import MatchDepths

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.cost_kernels import Floats, Words
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.indexer.xxh3 import M64
 
 Costs = Floats

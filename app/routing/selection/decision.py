@@ -22,7 +22,7 @@ from kvlane.app.routing.selection.eligibility import CandidatePools
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import (
     DEFAULT_OUTPUT_TOKENS,
@@ -31,7 +31,6 @@ from kvlane.app.routing.state.performance import (
     RecentPrefill,
 )
 from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Candidate, CandidateRows, EndCode, HandOverChoice, Phase
 
 

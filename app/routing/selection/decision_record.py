@@ -38,8 +38,8 @@ from kvlane.app.routing.selection.cost_kernels import (
     Floats,
     Ints,
 )
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.performance import recorded_profile
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import Candidate, CandidateRows
 
 MAX_RECORDED_CANDIDATES = 16

@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 from kvlane.app.routing.selection.candidate_table import CandidateTable
 from kvlane.app.routing.selection.lora import can_serve, placement
 from kvlane.app.routing.state.active_load import ActiveLoad
-from kvlane.app.routing.state.fleet import Fleet, FleetMember
+from kvlane.app.routing.state.fleet import Fleet, FleetMember, WorkerRank
 from kvlane.app.routing.state.performance import EngineProfile, profile_from_card
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.xxh3 import xxh3
 from kvlane.streams.record_base import ModelKind

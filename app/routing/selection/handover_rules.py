@@ -35,7 +35,7 @@ from kvlane.app.routing.selection.select import (
     recorded_features,
     refreshed_table,
 )
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.indexer.events import Tier
 from kvlane.streams.records import Assigned, Candidate, HandOverChoice, Phase
 from kvlane.streams.request import (

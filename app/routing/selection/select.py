@@ -16,7 +16,17 @@ import numpy as np
 from kvlane.app.routing.policy_names import adds_load
 from kvlane.app.routing.selection import cost_kernels
 from kvlane.app.routing.selection.candidate_table import NO_ROW, CandidateTable, TableInputs
-from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
+from kvlane.app.routing.selection.candidates import (
+    MAX_WEIGHT,
+    NO_RESERVATIONS,
+    Candidates,
+    RequestFeatures,
+    Reservations,
+    cost_settings,
+    expected_output_tokens,
+    invalid_weight,
+    latency_targets,
+)
 from kvlane.app.routing.selection.choice import apply_affinity, choose
 from kvlane.app.routing.selection.cost_kernels import Floats
 from kvlane.app.routing.selection.decision import (
@@ -40,16 +50,8 @@ from kvlane.app.routing.selection.eligibility import (
 from kvlane.app.routing.selection.policies.policy import Scores
 from kvlane.app.routing.selection.policies.registry import POLICIES, RECORDED
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.selection.request_features import (
-    MAX_WEIGHT,
-    RequestFeatures,
-    cost_settings,
-    expected_output_tokens,
-    invalid_weight,
-    latency_targets,
-)
 from kvlane.app.routing.selection.routing_config import RoutingConfig, recorded_config
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.records import Assigned, EngineConfig, Phase
 from kvlane.streams.request import Request, RouterConfigOverride
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvlane.app.routing.state.change_log import ChangeLog
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):

@@ -15,8 +15,8 @@ import msgspec
 
 from kvlane.app.routing.state.active_load import NO_LOAD, WorkerLoad
 from kvlane.app.routing.state.change_log import ChangeLog
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.performance import EngineProfile
-from kvlane.app.routing.worker_rank import WorkerRank
 
 
 class BatchRun(msgspec.Struct, frozen=True, gc=False):

@@ -6,10 +6,8 @@ silence is measured by each reader (`silent_workers.py`). Death is a record: an 
 Lost names it or a later one, when the worker has a newer card, or when its card is gone.
 
 An epoch is the offset of a worker's first card in the registry. Hence epochs of all workers rise
-together, and one at or beyond the read registry position is not known yet.
-
-The heartbeats and losses of a worker without records for a long time expire, and so do tombstones
-(`last_seen.py`).
+together, and one at or beyond the read registry position is not known yet. The heartbeats and
+losses of a worker without records for a long time expire, and so do tombstones.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import NamedTuple
 import msgspec
 
 from kvlane.app.routing.state.change_log import ChangeLog
-from kvlane.app.routing.state.last_seen import LastSeen
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     Heartbeat,
@@ -37,6 +34,40 @@ from kvlane.streams.records import (
 
 REGISTRY = "registry"
 """The topic's name; `streams/topics.py` is not imported here, since it loads the Kafka client."""
+RETENTION_MS = 24 * 3600 * 1000
+"""How long a name is kept after its last record: as long as kv-events are kept, and as long as the
+registry is not compacted."""
+
+
+class WorkerRank(NamedTuple):
+    """A data-parallel rank of one epoch of a worker: the target of a request."""
+
+    worker: str
+    epoch: int
+    rank: int = 0
+
+
+class LastSeen:
+    """Names and the times of their last records, in the order of these times."""
+
+    def __init__(self, times: dict[str, int] | None = None) -> None:
+        self.times = times or {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.times)
+
+    def touch(self, name: str, at_ms: int) -> list[str]:
+        """Take in a record's time; returns the expired names, which are removed here."""
+        self.times.pop(name, None)
+        self.times[name] = at_ms
+        outdated = []
+        for each, time in self.times.items():
+            if time >= at_ms - RETENTION_MS:
+                break
+            outdated.append(each)
+        for each in outdated:
+            del self.times[each]
+        return outdated
 
 
 class FleetMember(NamedTuple):

@@ -5,7 +5,7 @@ Unusable records are counted and skipped: malformed columns, and keys made with 
 latter means a misconfigured process, whose cache appears empty, and is logged as an error.
 
 A `Lost` drops the blocks of its epoch. Those of a worker that left otherwise are dropped by the
-next record of its partition a day after its last one (`last_seen.py`).
+next record of its partition a day after its last one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlane.app.routing.state.last_seen import LastSeen
-from kvlane.indexer.block_keys import KeySecret
+from kvlane.app.routing.state.fleet import LastSeen
+from kvlane.indexer.block_hashes import KeySecret
 from kvlane.indexer.epochs import CacheId, CacheSize, Overlap
 from kvlane.indexer.events import EventColumns, MalformedColumns, Tier
 from kvlane.indexer.index import Index as BlockIndex

@@ -2,7 +2,7 @@
 
 One `LaneState` per ledger partition, made of its records alone: two replicas at the same position
 have the same lane (`state_hash`). Next actions are found in `reconcile.py`; decisions that are not
-read back are not here; `request_transitions.py` has the rules of records. Ids are known for longer
+read back are not here; `request_state.py` has the rules of records. Ids are known for longer
 than outcomes, as a copy of a request may be read late: those of prompts in `EndedPrompts`, all
 others for another window.
 """
@@ -18,24 +18,22 @@ import msgspec
 from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns
 from kvlane.app.routing.state.ended_prompts import EndedPrompts, EndIds, id_digest
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.request_state import (
     OPEN,
     FinishedRequest,
+    LedgerRecord,
     RequestState,
     RunId,
+    RunLoads,
     RunState,
     RunStatus,
     WorkerEpoch,
-)
-from kvlane.app.routing.state.request_transitions import (
-    LedgerRecord,
-    RunLoads,
     apply_record,
     clear_runs,
     last_code,
 )
 from kvlane.app.routing.state.sessions import Affinity, SessionAffinities, SessionKey
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import Assigned, LogRecord, Phase, RequestOffset, RunKey

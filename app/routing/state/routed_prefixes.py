@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
-from kvlane.app.routing.worker_rank import WorkerRank
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import prompt_keys
 from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone, RunKey
 
 TIME_TO_LIVE_MS = 120_000

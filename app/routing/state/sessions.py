@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.records import Assigned, Phase
 
 MAX_SESSIONS_PER_LANE = 100_000

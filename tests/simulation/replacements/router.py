@@ -11,7 +11,7 @@ from kvlane.app import router
 from kvlane.app.lanes import dispatch, failover, handovers, owner, shared_reads, termination
 from kvlane.app.results import lane_collector, pending_result
 from kvlane.app.routing import reconcile
-from kvlane.app.routing.state import ended_prompts, ledger, request_state, request_transitions
+from kvlane.app.routing.state import ended_prompts, ledger, request_state
 from kvlane.app.serving import run_executor, run_queue
 from kvlane.streams import record_publisher
 from kvlane.streams.errors import AppendFailed, BrokerUnavailable
@@ -68,7 +68,7 @@ def missing_runs_are_not_detected() -> Iterator[Replacement]:
 
 
 def refusals_count_as_failures() -> Iterator[Replacement]:
-    yield request_transitions, "NOT_COUNTED_AS_FAILURE", frozenset()
+    yield request_state, "NOT_COUNTED_AS_FAILURE", frozenset()
 
 
 def cancel_done_when_read() -> Iterator[Replacement]:
@@ -170,7 +170,7 @@ def commit_early() -> Iterator[Replacement]:
 
 
 def highest_responses_from() -> Iterator[Replacement]:
-    yield request_transitions, "min", max  # the module's name for the lower of two offsets
+    yield request_state, "min", max  # the module's name for the lower of two offsets
 
 
 def started_is_not_knowledge() -> Iterator[Replacement]:
@@ -195,7 +195,7 @@ def late_records_open_old_attempts() -> Iterator[Replacement]:
         is_changed = original(state, record, at_ms, active_load)
         old = not isinstance(record, Ended | Fencing) and record.attempt < state.attempt
         if old and not state.ended:
-            is_changed |= request_transitions._apply_run(state, record, at_ms, active_load)
+            is_changed |= request_state._apply_run(state, record, at_ms, active_load)
         return is_changed
 
     yield ledger, "apply_record", changed

@@ -20,7 +20,7 @@ from kvlane.app.settings import (
     settings_for_writing,
     unknown_variables,
 )
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret
 from kvlane.streams.kafka.connection_options import ConnectionOptions, TokenFile
 from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, TOPICS_BY_NAME
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 from kvlane.app.http import openapi
 from kvlane.app.http.server import middleware
-from kvlane.app.lanes import continuation
+from kvlane.app.lanes import remaining_work
 from kvlane.streams import request as requests
 from tests.harness.gateway_harness import GatewayHarness
 from tests.harness.memory_world import MemoryWorld, run_scenario
@@ -80,7 +80,7 @@ def test_new_field_of_a_request_is_missed_in_files_of_its_row_alone(
     monkeypatch.setattr(test_continuation, "Request", wider)
     monkeypatch.setattr(requests, "Request", wider)
     assert [failing_file(check) for check in checks] == ["test_continuation.py", "test_codecs.py"]
-    monkeypatch.setitem(continuation.CONTINUATION, "dummy", "unaffected")
+    monkeypatch.setitem(remaining_work.CONTINUATION, "dummy", "unaffected")
     assert failing_file(checks[0]) is None
     row = row_of("a field of a request")
-    assert {"request.py", "continuation.py", "test_continuation.py", "golden_records.py"} <= row
+    assert {"request.py", "remaining_work.py", "test_continuation.py", "golden_records.py"} <= row

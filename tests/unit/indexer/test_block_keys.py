@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.indexer.block_hashes import hash_blocks
-from kvlane.indexer.block_keys import (
+from kvlane.indexer.block_hashes import (
     LOOPBACK_SECRET,
     derive_secret,
+    hash_blocks,
     keys_from_sums,
     prefix_sums,
     prompt_keys,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.indexer.block_hashes import hash_blocks
-from kvlane.indexer.block_keys import derive_secret
-from kvlane.indexer.cache_events.engine_events import BlocksRemoved, BlocksStored
-from kvlane.indexer.cache_events.estimated_cache import EstimatedCache
+from kvlane.indexer.block_hashes import derive_secret, hash_blocks
+from kvlane.indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EstimatedCache
 from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 
 SIZE = 2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, local_hashes, prompt_keys
 from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,

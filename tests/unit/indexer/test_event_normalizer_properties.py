@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, local_hashes, prompt_keys
 from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,

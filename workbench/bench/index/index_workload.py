@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlane.app.traces.mooncake_trace import read_trace
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret, prompt_keys
 
 STORED, REMOVED, MATCH = range(3)
 OPERATION = np.dtype(

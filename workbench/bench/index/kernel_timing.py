@@ -16,8 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvlane.indexer.block_hashes import BASE_SEED, local_hashes
-from kvlane.indexer.block_keys import prompt_keys
+from kvlane.indexer.block_hashes import BASE_SEED, local_hashes, prompt_keys
 from kvlane.indexer.blocks.block_table import (
     MAX_LOAD_FACTOR,
     NEXT_CAPACITY,

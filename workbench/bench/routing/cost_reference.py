@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from kvlane.app.routing.selection.candidates import RequestFeatures
 from kvlane.app.routing.selection.cost_kernels import (
     BALANCE_SHARE,
     DECODE_PART,
@@ -25,7 +26,6 @@ from kvlane.app.routing.selection.cost_kernels import (
     STALL_SHARE,
     WHOLE,
 )
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import DynamoWeights
 from kvlane.app.routing.state.performance import recorded_profile
 from kvlane.streams.records import Candidate

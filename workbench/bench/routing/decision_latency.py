@@ -30,14 +30,13 @@ from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from kvlane.app.routing.selection.select import recompute_choice, recorded_features, select_worker
 from kvlane.app.routing.state.active_load import ActiveLoad, WorkerLoad
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import PerformanceModel
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.runtime.process import tune_interpreter
 from kvlane.app.settings import Settings
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import LOOPBACK_SECRET, derive_secret, prompt_keys
 from kvlane.indexer.events import CacheEvent, EventKind, encode_events
 from kvlane.indexer.index import Index as BlockIndex
 from kvlane.indexer.index import MatchDepths

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvlane.app.metrics.view_metrics import HASH_SHIFT
+from kvlane.app.metrics.indexer_metrics import HASH_SHIFT
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.streams.ports import Partition

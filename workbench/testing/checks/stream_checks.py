@@ -16,7 +16,7 @@ from typing import Any
 from kvlane.app.engine.echo import echo_answer
 from kvlane.app.lanes.failover import MAX_STALLS
 from kvlane.app.preprocess.models.byte_model import ByteModel
-from kvlane.app.routing.state.request_transitions import NOT_COUNTED_AS_FAILURE
+from kvlane.app.routing.state.request_state import NOT_COUNTED_AS_FAILURE
 from kvlane.app.text.byte_level import ByteDetokenizer
 from kvlane.app.text.parsed_stream import ParsedStream
 from kvlane.streams.codecs import AnyRecord, decode, unpack_tokens

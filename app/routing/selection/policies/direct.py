@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.eligibility import pinned_worker
 from kvlane.app.routing.selection.policies.least_loaded import open_load
 from kvlane.app.routing.selection.policies.policy import Policy, Scores
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.streams.records import Phase
 from kvlane.streams.request import Request

@@ -18,10 +18,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvlane.app.routing.selection import cost_kernels
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import cost_range
 from kvlane.app.routing.selection.policies.policy import Policy, Scores, taint_term
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from kvlane.app.routing.state.performance import EngineProfile
 from kvlane.streams.records import Assigned, Candidate

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import Costs
 from kvlane.app.routing.selection.cost_kernels import OPEN_TOKENS, RUNS
 from kvlane.app.routing.selection.policies.policy import Policy, Scores
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.state.performance import EngineProfile
 from kvlane.streams.records import Assigned, Candidate

@@ -14,10 +14,9 @@ from typing import ClassVar
 
 import msgspec
 
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import Costs
 from kvlane.app.routing.selection.cost_kernels import PREFILL, WAIT, Floats
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.state.performance import EngineProfile
 from kvlane.streams.records import Assigned, Candidate, Phase

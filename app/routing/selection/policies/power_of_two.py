@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import INELIGIBLE, random_u64
 from kvlane.app.routing.selection.policies.least_loaded import open_load
 from kvlane.app.routing.selection.policies.policy import Policy, Scores
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.streams.records import Assigned, Candidate
 

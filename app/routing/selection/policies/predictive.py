@@ -56,11 +56,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlane.app.routing.selection import cost_kernels
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import as_u64
 from kvlane.app.routing.selection.cost_kernels import MISSED_TARGET_MS, RESULTS, Floats
 from kvlane.app.routing.selection.policies.policy import MISSED_TARGET, Policy, Scores, taint_term
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
 from kvlane.app.routing.state.performance import EngineProfile
 from kvlane.streams.records import Assigned, Candidate

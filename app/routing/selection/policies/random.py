@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import random_shares
 from kvlane.app.routing.selection.policies.policy import Policy, Scores
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.policies.policy import Policy, Scores
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 
 

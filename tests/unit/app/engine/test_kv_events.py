@@ -20,8 +20,7 @@ from kvlane.app.engine.kv_events import (
     decode_batch,
     recovered_events,
 )
-from kvlane.indexer.block_hashes import local_hashes, multimodal_hash
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, local_hashes, multimodal_hash, prompt_keys
 from kvlane.indexer.cache_events.engine_events import (
     AllCleared,
     BlocksRemoved,

@@ -22,8 +22,7 @@ from kvlane.app.engine.simulated.text_generator import TextGenerator, echo_conti
 from kvlane.app.engine.validator import ValidatingEngine
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.text.byte_level import ASSISTANT, END_OF_TEXT, render_chat
-from kvlane.indexer.block_hashes import local_hashes
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, local_hashes, prompt_keys
 from kvlane.indexer.cache_events.engine_events import BlocksRemoved, BlocksStored, EngineEvent
 from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 from kvlane.indexer.epochs import CacheId, Overlap

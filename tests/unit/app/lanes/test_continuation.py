@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import fields, replace
 
 from kvlane.app.engine.interface import GenerateContext, with_whole_thinking_budget
-from kvlane.app.lanes.continuation import CONTINUATION, continuation_blocker
+from kvlane.app.lanes.remaining_work import CONTINUATION, continuation_blocker
 from kvlane.app.serving.run_executor import resumed_request
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.request import (

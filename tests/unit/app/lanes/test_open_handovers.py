@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvlane.app.lanes.handovers import LEASE_SHARE, HandOver, HandOvers
-from kvlane.app.lanes.scheduling.remaining_work import RemainingWork
+from kvlane.app.lanes.remaining_work import RemainingWork
 from kvlane.app.routing.state.request_state import RunId
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import Finished, LogRecord, PrefillDone, RequestOffset

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from kvlane.app.lanes.scheduling.scheduler import Scheduler
+from kvlane.app.lanes.scheduler import Scheduler
 from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.queueing.fair_share import ClassConfig
 from kvlane.app.routing.queueing.pending import RequestKey

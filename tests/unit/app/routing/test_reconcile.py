@@ -18,9 +18,8 @@ from kvlane.app.routing.reconcile import (
     next_action,
     next_action_times,
 )
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.request_state import RequestState, RunId, RunState, RunStatus
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     EngineConfig,

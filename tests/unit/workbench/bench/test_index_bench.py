@@ -10,8 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlane.indexer.block_hashes import local_hashes, sequence_hashes
-from kvlane.indexer.block_keys import LOOPBACK_SECRET, derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import (
+    LOOPBACK_SECRET,
+    derive_secret,
+    local_hashes,
+    prompt_keys,
+    sequence_hashes,
+)
 from workbench.bench.index.comparison import (
     OUR_INDEX,
     IndexFigure,

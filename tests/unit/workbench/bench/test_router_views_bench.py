@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvlane.app.metrics.view_metrics import HASH_SHIFT
+from kvlane.app.metrics.indexer_metrics import HASH_SHIFT
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.ledger import LedgerState
-from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.block_hashes import derive_secret
 from kvlane.indexer.events import CacheEvent, EventKind, Tier, encode_events
 from kvlane.streams.ports import Partition
 from kvlane.streams.record_base import InternalRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvlane.app.lanes.scheduling.scheduler import wait_for_room
+from kvlane.app.lanes.scheduler import wait_for_room
 from kvlane.app.routing.queueing.deferred_prompts import (
     MAX_CONCURRENT_FETCHES,
     DeferredPrompts,

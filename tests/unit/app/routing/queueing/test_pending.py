@@ -29,10 +29,9 @@ from kvlane.app.routing.selection.eligibility import CandidatePools
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.state.active_load import ActiveLoad
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.records import CandidateRows
 from kvlane.streams.request import Hints, Request, RouterParams
 from tests.harness.routing_harness import SECRET, reserved

@@ -13,7 +13,7 @@ from kvlane.app.routing.queueing.reservation_columns import MIN_ROWS, Reservatio
 from kvlane.app.routing.selection.candidate_table import NO_ROW, CandidateTable
 from kvlane.app.routing.selection.decision import Reservation
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.request import Request
 from tests.harness.routing_harness import reserved
 

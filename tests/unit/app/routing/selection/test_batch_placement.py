@@ -23,11 +23,10 @@ from kvlane.app.routing.selection.decision import RoutingState
 from kvlane.app.routing.selection.eligibility import CandidatePool, CandidatePools, CandidateRow
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, batch_delay_ms
-from kvlane.app.routing.state.fleet import Fleet
+from kvlane.app.routing.state.fleet import Fleet, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import RECENT_MS, EngineProfile, RecentPrefill
 from kvlane.app.routing.state.silent_workers import SilentWorkers
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.app.simulation.trace_requests import SIMULATION_SECRET
 from kvlane.indexer.epochs import CacheId
 from kvlane.streams.records import EngineConfig, WorkerCard

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from kvlane.app.routing.policy_names import POLICY_NAMES, RECORDED_POLICIES
 from kvlane.app.routing.selection import policies
-from kvlane.app.routing.selection.candidates import Candidates
+from kvlane.app.routing.selection.candidates import Candidates, RequestFeatures
 from kvlane.app.routing.selection.choice import INELIGIBLE, Costs, choose, cost_range, rank_hashes
 from kvlane.app.routing.selection.decision_record import (
     MAX_RECORDED_CANDIDATES,
@@ -25,9 +25,8 @@ from kvlane.app.routing.selection.decision_record import (
     record_decision,
 )
 from kvlane.app.routing.selection.policies.registry import POLICIES, RECORDED
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.streams.records import Candidate
 from workbench.bench.routing.cost_reference import dynamo_cost as plain_dynamo
 

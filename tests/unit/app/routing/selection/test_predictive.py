@@ -25,7 +25,12 @@ from kvlane.app.routing.queueing.joint_planning import (
 )
 from kvlane.app.routing.queueing.pending import PendingRequest, ReservedRequests
 from kvlane.app.routing.selection import cost_kernels as kernels
-from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, Candidates, Reservations
+from kvlane.app.routing.selection.candidates import (
+    NO_RESERVATIONS,
+    Candidates,
+    RequestFeatures,
+    Reservations,
+)
 from kvlane.app.routing.selection.cost_kernels import (
     COMPARED,
     DECODE_PART,
@@ -50,14 +55,13 @@ from kvlane.app.routing.selection.decision_record import (
 )
 from kvlane.app.routing.selection.policies.predictive import Prediction, predict
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.selection.request_features import RequestFeatures
 from kvlane.app.routing.selection.routing_config import PredictiveWeights, RoutingConfig
 from kvlane.app.routing.selection.select import recompute_choice, reconstruct, select_worker
 from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns
 from kvlane.app.routing.state.change_log import TrackedDict
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.performance import EngineProfile
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import Candidate, CandidateRows
 from kvlane.streams.request import Hints, Request, RoutingConstraints, StopConditions

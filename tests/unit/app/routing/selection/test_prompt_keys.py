@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.indexer.block_keys import derive_secret, prompt_keys
+from kvlane.indexer.block_hashes import derive_secret, prompt_keys
 from kvlane.indexer.cache_events.engine_events import BlocksStored
 from kvlane.indexer.cache_events.event_normalizer import EventNormalizer
 from kvlane.streams.codecs import pack_tokens

@@ -13,7 +13,7 @@ from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import DynamoWeights, RoutingConfig
 from kvlane.app.routing.selection.select import recompute_choice
 from kvlane.app.routing.state.active_load import WorkerLoad
-from kvlane.app.routing.worker_rank import WorkerRank
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.indexer.events import Tier
 from kvlane.streams.codecs import pack_tokens
 from kvlane.streams.records import ModelCard, RunProgress, SessionUse

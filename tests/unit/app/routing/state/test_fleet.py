@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlane.app.routing.state.fleet import Fleet
-from kvlane.app.routing.state.last_seen import RETENTION_MS
+from kvlane.app.routing.state.fleet import RETENTION_MS, Fleet
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     EngineConfig,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlane.app.routing.state.fleet import RETENTION_MS
 from kvlane.app.routing.state.kv_index import KvIndexView
-from kvlane.app.routing.state.last_seen import RETENTION_MS
 from kvlane.indexer.epochs import CacheId, Overlap
 from kvlane.indexer.events import CLEARED, CacheEvent, EventKind, Tier, encode_events
 from kvlane.streams.ports import Partition

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlane.app.routing.state.active_load import WorkerLoad
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.request_state import RunId
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import (
     Assigned,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlane.app.routing.state import routed_prefixes
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.routed_prefixes import TIME_TO_LIVE_MS, RoutedPrefixes
-from kvlane.app.routing.worker_rank import WorkerRank
-from kvlane.indexer.block_keys import derive_secret
+from kvlane.indexer.block_hashes import derive_secret
 from kvlane.streams.records import Assigned, Finished, LogRecord, PrefillDone, RequestOffset, RunKey
 
 BLOCKS = 200

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlane.app.routing.state.fleet import WorkerRank
 from kvlane.app.routing.state.ledger import LedgerState
 from kvlane.app.routing.state.sessions import SessionAffinities
-from kvlane.app.routing.worker_rank import WorkerRank
 from kvlane.streams.ports import Partition
 from kvlane.streams.records import Assigned, LogRecord, Phase, RequestOffset, SessionUse
 

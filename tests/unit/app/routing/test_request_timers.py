@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.app.lanes.request_timers import TIMER_RESOLUTION_MS, RequestTimers
+from kvlane.app.routing.reconcile import TIMER_RESOLUTION_MS, RequestTimers
 
 IDS = st.sampled_from(["a", "b", "c"])
 TIMES = st.integers(0, 40 * TIMER_RESOLUTION_MS)
