@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvlane.app.batches.batch_log import BatchLog, BatchView
+from kvlane.app.batches.batch_log import BatchLog
 from kvlane.app.batches.batch_requests import (
     JobRequest,
     RequestKeys,
@@ -59,38 +59,6 @@ class EndsEarly(Exception):
     def __init__(self, ending: BatchEnding) -> None:
         super().__init__(ending)
         self.ending = ending
-
-
-class JobEnd:
-    """The early end of a job, and the grace period since one run of the job noticed it."""
-
-    def __init__(self, clock: Clock, view: BatchView, grace_s: float) -> None:
-        self._clock = clock
-        self._view = view
-        self._grace_s = grace_s
-        self._late_at = math.inf
-
-    def ending(self, job: BatchJob) -> BatchEnding | None:
-        """The end that is to come; None: all requests are to be run."""
-        ending = job.ending
-        if ending is None and self._view.cancelled_s(job.id) is not None:
-            ending = "cancelled"
-        elif ending is None and self._clock.wall_ms() // 1000 >= job.expires_s:
-            ending = "expired"
-        if ending and self._late_at == math.inf:
-            self._late_at = self._clock.now() + self._grace_s
-        return ending
-
-    def is_late(self, job: BatchJob) -> bool:
-        """True after the grace period for prompts under way."""
-        return self.ending(job) is not None and self._clock.now() > self._late_at
-
-    def check_early(self, job: BatchJob) -> None:
-        """Raises EndsEarly for a job that is to end and whose input is not validated in time."""
-        if job.status != "validating" or (ending := self.ending(job)) is None:
-            return
-        if ending == "cancelled" or self.is_late(job):
-            raise EndsEarly(ending)
 
 
 log = logging.getLogger(__name__)
@@ -136,7 +104,7 @@ class JobRun:
         self._is_continued = job.outputs_from >= 0
         self._started: _Work | None = None
         self._flushed_at = context.clock.now()
-        self._job_end = JobEnd(context.clock, context.batches.view, GRACE_S)
+        self._late_at = math.inf
 
     async def run(self) -> None:
         """Bring the job to its end. Raises OutputSuperseded when another owner has begun;
@@ -192,18 +160,31 @@ class JobRun:
         return self._context.ending_turns if self._ending() else self._context.turns
 
     def _ending(self) -> BatchEnding | None:
-        return self._job_end.ending(self._job)
+        """The end that is to come; None: all requests are to be run."""
+        job, clock = self._job, self._context.clock
+        ending = job.ending
+        if ending is None and self._context.batches.view.cancelled_s(job.id) is not None:
+            ending = "cancelled"
+        elif ending is None and self._now_s() >= job.expires_s:
+            ending = "expired"
+        if ending and self._late_at == math.inf:
+            self._late_at = clock.now() + GRACE_S
+        return ending
 
     def _is_late(self) -> bool:
-        return self._job_end.is_late(self._job)
+        """True after the grace period since the end was noticed."""
+        return self._ending() is not None and self._context.clock.now() > self._late_at
 
     def _is_over(self, work: _Work) -> bool:
         """A job that is to end, and waits for nothing."""
         return self._job.ending is not None and (not work.prompts.under_way or self._is_late())
 
     def _check_early_end(self) -> None:
-        """Raises EndsEarly."""
-        self._job_end.check_early(self._job)
+        """Raises EndsEarly for a job that is to end and whose input is not validated in time."""
+        if self._job.status != "validating" or (ending := self._ending()) is None:
+            return
+        if ending == "cancelled" or self._is_late():
+            raise EndsEarly(ending)
 
     # --- the input ---
 
@@ -216,7 +197,10 @@ class JobRun:
         fence = await context.store.fence(self._partition, self._run, _files(job))
         first = fence if job.outputs_from < 0 else job.outputs_from
         await self._put(fence=fence, outputs_from=first, attempts=job.attempts + 1)
-        given = await self._input()
+        card = await context.batches.file(job.input_file_id, job.tenant)
+        if card is None:
+            raise FileDamaged(f"{job.input_file_id}: it was deleted")
+        given = JobInput(context.store, card, job.endpoint, context.max_lines)
         if job.status == "validating" and not await self._validate(given):
             return None
         return given
@@ -230,14 +214,6 @@ class JobRun:
             context.log, context.clock, job, given, output, is_continued=self._is_continued
         )
         return _Work(given, output, prompts)
-
-    async def _input(self) -> JobInput:
-        """Raises FileDamaged if it no longer exists."""
-        context, job = self._context, self._job
-        card = await context.batches.file(job.input_file_id, job.tenant)
-        if card is None:
-            raise FileDamaged(f"{job.input_file_id}: it was deleted")
-        return JobInput(context.store, card, job.endpoint, context.max_lines)
 
     async def _validate(self, given: JobInput) -> bool:
         """Check each line; false if the job has failed. Raises EndsEarly."""

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import SecretStr
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from kvlane.app.demo.demo_session import demo_environment
 from kvlane.app.demo.scenario import DemoScenario
-from kvlane.app.local.deployment import DeploymentPart, deployment_parts
+from kvlane.app.local.deployment import deployment_parts
 from kvlane.app.local.processes import DeploymentFailed, free_port
 from kvlane.app.settings import Settings
 from kvlane.streams.brokers.broker_factory import Broker, BrokerChoice, obtain_broker
@@ -46,28 +47,22 @@ def run_vllm_demo(
         check_plugin()
     except EngineError as e:
         raise DeploymentFailed(str(e)) from e
-    with _broker(settings, console, kind) as broker, vllm_scenario.temporary_folder() as folder:
+    with (
+        _broker(settings, console, kind) as broker,
+        TemporaryDirectory(prefix="kvlane-demo-") as folder,
+    ):
         if broker.kind == "memory":  # several engines in this process: a forked child would keep
             os.environ[START_METHOD_VARIABLE] = "spawn"  # the resources of the others
         parts = deployment_parts(vllm_scenario.VLLM_WORKERS, prefill_workers)
-        return asyncio.run(_demo_vllm(settings, console, broker, Path(folder), parts))
+        changes = _changes(settings, broker) | vllm_scenario.vllm_settings(
+            Path(folder, "model"), hands_over=prefill_workers > 0
+        )
 
+        async def play() -> bool:
+            async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
+                return await vllm_scenario.VllmScenario(on, console).run()
 
-async def _demo_vllm(
-    settings: Settings,
-    console: Console,
-    broker: Broker,
-    folder: Path,
-    parts: Sequence[DeploymentPart],
-) -> bool:
-    from kvlane.app.demo import vllm_scenario
-
-    with_roles = any(part.role is not None for part in parts)
-    changes = _changes(settings, broker) | vllm_scenario.vllm_settings(
-        folder / "model", hands_over=with_roles
-    )
-    async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
-        return await vllm_scenario.VllmScenario(on, console).run()
+        return asyncio.run(play())
 
 
 def run_demo(
@@ -82,7 +77,13 @@ def run_demo(
     workers; the others decode then. Raises BrokerUnavailable, TopicMismatch, DeploymentFailed."""
     with _broker(settings, console, kind) as broker:
         parts = deployment_parts(DEMO_WORKERS, prefill_workers)
-        return asyncio.run(_demo(settings, prompts, console, broker, parts))
+        changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
+
+        async def play() -> bool:
+            async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
+                return await DemoScenario(on, console).run(prompts)
+
+        return asyncio.run(play())
 
 
 def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
@@ -93,18 +94,6 @@ def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
     )
     console.print(f"broker: {broker.description}", style="dim", markup=False)
     return broker
-
-
-async def _demo(
-    settings: Settings,
-    prompts: Sequence[str],
-    console: Console,
-    broker: Broker,
-    parts: Sequence[DeploymentPart],
-) -> bool:
-    changes = _changes(settings, broker) | {"context_length": CONTEXT_LENGTH}
-    async with demo_environment(settings, broker, parts=parts, changes=changes) as on:
-        return await DemoScenario(on, console).run(prompts)
 
 
 def _changes(settings: Settings, broker: Broker) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvlane.app.demo import policy_comparison
 from kvlane.app.demo.ledger_reader import LedgerDecisions
@@ -147,9 +148,31 @@ class DemoSession:
     async def replay(
         self, policy: str, trace: Sequence[TracePrompt], run_request: RunTraceRequest, speed: float
     ) -> PolicyRun:
-        return await policy_comparison.replay_trace(
-            policy, trace, run_request, self._decisions, self._clock, self._console, speed
-        )
+        """Replay the trace once, with a progress bar, `speed` times as fast as recorded."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
+            bar = progress.add_task(f"{policy:12}", total=len(trace))
+            async with asyncio.TaskGroup() as requests:
+                began = self._clock.now()
+                tasks = []
+                for request in trace:
+                    due = began + (request.arrival_s - trace[0].arrival_s) / speed
+                    await self._clock.sleep(max(0.0, due - self._clock.now()))
+                    task = requests.create_task(run_request(request))
+                    task.add_done_callback(lambda _: progress.advance(bar))
+                    tasks.append(task)
+        answers = [task.result() for task in tasks]
+        took_s = self._clock.now() - began
+        found = [self._decisions.prediction_errors(a.id) for a in answers]
+        errors = {
+            "TTFT": [each.ttft for each in found if each.ttft is not None],
+            "ITL": [each.itl for each in found if each.itl is not None],
+        }
+        cached = sum(self._decisions.cached_tokens(a.id) or 0 for a in answers)
+        where = [self._decisions.workers_of(a.id)[-1:] for a in answers]
+        busiest = max(where.count(w) for w in where)
+        prompts = sum(a.prompt_tokens for a in answers)
+        return PolicyRun(policy, answers, took_s, cached / prompts, busiest / len(answers), errors)
 
     async def restart_with_empty_caches(
         self, changes: Mapping[str, Any], warm_up: Callable[[], Awaitable[object]]

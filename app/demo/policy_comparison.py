@@ -5,20 +5,16 @@ Equal ids of chunks give equal tokens, so prompts share the prefixes that they s
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvlane.app.demo.expected_answers import DemoAnswer
 from kvlane.app.demo.ledger_reader import LedgerDecisions
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, CHUNK_TOKENS, read_trace
-from kvlane.streams.clock import Clock
 from kvlane.streams.records import Assigned, Candidate
 
 
@@ -55,10 +51,7 @@ def chunk_tokens(
     return tokens[:length]
 
 
-TRACE_SPEEDUP = 60.0
-"""Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""
-
-RunTraceRequest = Callable[[TracePrompt], Awaitable[DemoAnswer]]
+RunTraceRequest = Callable[[TracePrompt], Coroutine[Any, Any, DemoAnswer]]
 
 
 class PolicyRun(NamedTuple):
@@ -72,48 +65,6 @@ class PolicyRun(NamedTuple):
     """Share of requests on the worker with the most."""
     prediction_errors: Mapping[str, Sequence[float]]
     """By name, errors of predicted times as shares of the measured ones; empty without any."""
-
-
-async def replay_trace(
-    policy: str,
-    trace: Sequence[TracePrompt],
-    run_request: RunTraceRequest,
-    decisions: LedgerDecisions,
-    clock: Clock,
-    console: Console,
-    speed: float = TRACE_SPEEDUP,
-) -> PolicyRun:
-    """Replay the trace once, with a progress bar, `speed` times as fast as recorded."""
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console,
-    ) as progress:  # fmt: skip
-        bar = progress.add_task(f"{policy:12}", total=len(trace))
-        async with asyncio.TaskGroup() as requests:
-            began = clock.now()
-            tasks = []
-            for request in trace:
-                due = began + (request.arrival_s - trace[0].arrival_s) / speed
-                await clock.sleep(max(0.0, due - clock.now()))
-                task = requests.create_task(_awaited(run_request(request)))
-                task.add_done_callback(lambda _: progress.advance(bar))
-                tasks.append(task)
-    answers = [task.result() for task in tasks]
-    took_s = clock.now() - began
-    found = [decisions.prediction_errors(a.id) for a in answers]
-    errors = {
-        "TTFT": [each.ttft for each in found if each.ttft is not None],
-        "ITL": [each.itl for each in found if each.itl is not None],
-    }
-    cached = sum(decisions.cached_tokens(a.id) or 0 for a in answers)
-    where = [decisions.workers_of(a.id)[-1:] for a in answers]
-    busiest = max(where.count(w) for w in where)
-    prompts = sum(a.prompt_tokens for a in answers)
-    return PolicyRun(policy, answers, took_s, cached / prompts, busiest / len(answers), errors)
-
-
-async def _awaited(answer: Awaitable[DemoAnswer]) -> DemoAnswer:
-    return await answer
 
 
 def comparison_table(runs: Sequence[PolicyRun]) -> Table:

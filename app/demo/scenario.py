@@ -20,7 +20,7 @@ from kvlane.app.demo import agent_scene
 from kvlane.app.demo.agent_scene import AgentCall, AgentTurn
 from kvlane.app.demo.demo_session import DemoEnvironment, DemoSession
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
-from kvlane.app.demo.policy_comparison import TRACE_SPEEDUP, TracePrompt, bundled_prompts
+from kvlane.app.demo.policy_comparison import TracePrompt, bundled_prompts
 from kvlane.app.local.processes import DeploymentFailed
 from kvlane.app.preprocess.requests.openai_requests import TokenizedKind
 from kvlane.streams.prompt import Prompt
@@ -29,6 +29,8 @@ READY_S = 60.0
 ANSWER_S = 60.0
 MAX_TRACE_OUTPUT_TOKENS = 64
 """So that the demo takes seconds."""
+TRACE_SPEEDUP = 60.0
+"""Speed-up of the trace, which is a sample of the production requests (see app/data/NOTICE)."""
 DISAGGREGATED_SPEEDUP = TRACE_SPEEDUP / 2
 """Speed-up of the trace with one prefill worker: at the usual one, the p99 of TTFT is 6 s."""
 LONG_PROMPT = "Tell me a very long story."

@@ -9,11 +9,10 @@ first, then, with empty caches, handed over.
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import openai
@@ -70,20 +69,6 @@ def vllm_settings(folder: Path, *, hands_over: bool = False) -> dict[str, Any]:
     return settings
 
 
-def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the model, deleted at the end of the demo."""
-    return tempfile.TemporaryDirectory(prefix="kvlane-demo-")
-
-
-class PredictionErrors(NamedTuple):
-    """Errors of the predicted cache hits of `requests` requests, in blocks."""
-
-    requests: int
-    mean: float
-    p95: float
-    max: float
-
-
 class VllmScenario(DemoSession):
     """One run of the scenario. `run` returns whether all checks pass."""
 
@@ -98,7 +83,12 @@ class VllmScenario(DemoSession):
         await self.wait_for_workers()
         self.show(f"ready, {self.elapsed_s:.0f} s after the start\n")
         await self._chat()
-        trace = self._begin_trace()
+        trace = shrunk_trace(DISAGGREGATED_COPIES if self._is_disaggregated else TRACE_COPIES)
+        longest = max(len(request.token_ids) for request in trace)
+        self.show_title(
+            f"{len(trace)} requests of a production trace, shrunk to prompts of up to {longest} "
+            "tokens"
+        )
         if self._is_disaggregated:
             checks = await self._compare_whole(trace)
         else:
@@ -119,15 +109,6 @@ class VllmScenario(DemoSession):
             )
         text = reply.choices[0].message.content or ""
         self._console.print(f"[bold]answer[/]  {escape(repr(text))}\n", highlight=False)
-
-    def _begin_trace(self) -> list[TracePrompt]:
-        trace = shrunk_trace(DISAGGREGATED_COPIES if self._is_disaggregated else TRACE_COPIES)
-        longest = max(len(request.token_ids) for request in trace)
-        self.show_title(
-            f"{len(trace)} requests of a production trace, shrunk to prompts of up to {longest} "
-            "tokens"
-        )
-        return trace
 
     async def _compare_policies(self, trace: Sequence[TracePrompt]) -> dict[str, bool]:
         """The trace with KV-aware routing, then, with empty caches, in round robin."""
@@ -196,25 +177,18 @@ class VllmScenario(DemoSession):
         return all(checks.values())
 
     def _check_predictions(self, run: PolicyRun) -> dict[str, bool]:
-        errors = self._errors(run)
-        return {
-            f"cached tokens, expected by the router and found by vLLM, over {errors.requests} "
-            f"requests: p95 error {errors.p95:.2f} blocks (mean {errors.mean:.3f}, max "
-            f"{errors.max:.0f}); limit 1": errors.p95 <= 1
-            and errors.requests >= MIN_COMPARED * len(run.answers)
-        }
-
-    def _errors(self, run: PolicyRun) -> PredictionErrors:
         off = []
         for answer in run.answers:
-            found, (decision, *_) = (
-                self._decisions.cached_tokens(answer.id),
-                self._decisions.decisions(answer.id),
-            )
+            found = self._decisions.cached_tokens(answer.id)
+            predicted = self._decisions.decisions(answer.id)[0].cached_tokens_predicted
             if found is not None:
-                off.append(abs(found - decision.cached_tokens_predicted) / tiny_model.BLOCK_SIZE)
+                off.append(abs(found - predicted) / tiny_model.BLOCK_SIZE)
         p95 = float(np.percentile(off, 95, method="inverted_cdf"))
-        return PredictionErrors(len(off), sum(off) / len(off), p95, max(off))
+        return {
+            f"cached tokens, expected by the router and found by vLLM, over {len(off)} requests: "
+            f"p95 error {p95:.2f} blocks (mean {sum(off) / len(off):.3f}, max {max(off):.0f}); "
+            "limit 1": p95 <= 1 and len(off) >= MIN_COMPARED * len(run.answers)
+        }
 
     # --- requests --------------------------------------------------------------------------------
 

@@ -72,11 +72,6 @@ class SimulatedRouter:
     def waiting_count(self) -> int:
         return len(self._requests)
 
-    @property
-    def wake_ms(self) -> float:
-        """Next retry time of a waiting request; inf if there is none."""
-        return self.queue.next_wake_ms
-
     def on_arrival(
         self, prompt: PromptHashes, seed: int, now_ms: float, phase: Phase = "aggregated"
     ) -> None:

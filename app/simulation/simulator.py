@@ -241,7 +241,7 @@ class Simulator:
                         self._send(self._by_id[request_id], decision, now_ms)
                     else:
                         self._send_batch(request_id, decision, now_ms)
-        self._wake_ms = min([router.wake_ms for router in self.routers])
+        self._wake_ms = min([router.queue.next_wake_ms for router in self.routers])
         for worker in self._idle.values():
             self._begin(worker, now_ms)
         self._idle.clear()
