@@ -111,7 +111,6 @@ class Collector(ObservedProcess):
         self._threads.close()
 
     def on_claimed(self, claim: PartitionClaim) -> None:
-        """A lane was assigned to this collector."""
         self._lanes[claim.partition] = LaneCollector(self._context, claim)
 
     def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
@@ -146,7 +145,6 @@ class Collector(ObservedProcess):
             pause_s = min(pause_s, MAX_CHECK_INTERVAL_S)
 
     async def _find_model(self, name: str) -> Model | None:
-        """The model of a name; None if it is gone, or cannot be loaded."""
         try:
             card = self._names.find("tokens", name)
             if card.tokenizer is None:

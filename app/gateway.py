@@ -104,7 +104,6 @@ class Gateway:
         return self._server.url
 
     async def start(self) -> None:
-        """Return when requests can be answered."""
         await self.open()
         settings = self._settings
         self._server = UvicornServer(
@@ -128,7 +127,6 @@ class Gateway:
         self._ctx.spawn("loop delay", self._metrics.loop_delay.watch(self._ctx.clock))
 
     def _applied(self, source: Partition, log_records: Sequence[LogRecord]) -> None:
-        """Update models after new records of the registry."""
         self._served.on_records(source, log_records)
         if self._registry.caught_up:  # earlier records are mostly outdated
             self._library.refresh()

@@ -76,7 +76,6 @@ class Indexer:
 
     @property
     def url(self) -> str:
-        """URL of the HTTP server, after `start`."""
         assert self._server is not None
         return self._server.url
 

@@ -164,7 +164,6 @@ class Preprocessor(ObservedProcess):
         describe_answers(self.broker, self._settings.topic_prefix)
 
     async def _run_broker(self) -> None:
-        """Read prompts, from when a model is known."""
         await self._has_models.wait()
         if spans.provider is not None:
             from faststream.kafka.opentelemetry import KafkaTelemetryMiddleware
@@ -189,7 +188,6 @@ class Preprocessor(ObservedProcess):
 
     @property
     def is_paused(self) -> bool:
-        """Whether prompts wait in the log, for room in routers or for a broker that answers."""
         return self.prompts.is_paused
 
     @property
@@ -305,7 +303,6 @@ class Preprocessor(ObservedProcess):
         return max(0, end - INITIAL_REPORTS)
 
     def _applied(self, _: Partition, log_records: Sequence[LogRecord]) -> None:
-        """Update models after new records of the registry."""
         for log_record in log_records:
             if isinstance(log_record.record, WorkerCard):
                 self._models.on_worker_card(log_record.record)

@@ -210,7 +210,6 @@ class Router(ObservedProcess):
     # --- Lanes: called by the intake -------------------------------------------------------------
 
     def on_claimed(self, claim: PartitionClaim) -> None:
-        """A lane was assigned to this router."""
         self._owners[claim.partition] = LaneOwner(self._context, claim)
 
     def on_record(self, claim: PartitionClaim, log_record: LogRecord) -> None:
@@ -347,7 +346,6 @@ class Router(ObservedProcess):
 
 
 def _assigned_places(log_records: Sequence[LogRecord]) -> dict[WorkerRank, None]:
-    """The places of new decisions, in their order."""
     records = (r.record for r in log_records)
     return {
         WorkerRank(record.worker, record.epoch, record.rank): None

@@ -120,7 +120,6 @@ class Worker(ObservedProcess):
 
     @property
     def epoch(self) -> int | None:
-        """The current epoch; None before the first one and between two epochs."""
         return self._runs.epoch if self._runs is not None else None
 
     @property
@@ -146,7 +145,6 @@ class Worker(ObservedProcess):
         return checked_stats(self._engine.stats())
 
     def cache_event_counters(self) -> list[NormalizerCounters]:
-        """Counters of the engine's cache events, one for each data-parallel rank."""
         return [events.normalizer.counters for events in self._cache_events]
 
     def _checks(self) -> Checks:
@@ -334,7 +332,6 @@ class Worker(ObservedProcess):
         return self._runs.idle_output_s() if self._runs is not None else None
 
     def _health_changed(self, stalls: bool) -> None:  # noqa: FBT001 - the watch's callback
-        """Act on a changed health of the engine."""
         runs = self._runs
         if runs is not None and not self._fatal_reason:
             runs.reject_new(rejecting=bool(self._watch.unhealthy_reason))
@@ -370,7 +367,6 @@ class Worker(ObservedProcess):
         self._ctx.fail(error)
 
     async def _own_engine(self) -> None:
-        """Clean the engine up once, however the process ends."""
         try:
             await asyncio.get_running_loop().create_future()
         finally:

@@ -223,7 +223,6 @@ class BatchLog:
         return await self._look_up(file_id, partial(self.view.file, file_id, tenant))
 
     async def put_file(self, card: FileCard) -> None:
-        """Write the card of a file, whose content is complete."""
         await self.put(card.id, file_key(card.id), card)
 
     async def delete_file(self, card: FileCard) -> None:

@@ -122,7 +122,6 @@ async def requests_of(
 def parse_line(
     line: JsonlLine, index: int, endpoint: BatchEndpoint
 ) -> Steps[JobRequest | BatchError]:
-    """The request of a line, or its error."""
     if line.content is None:
         message = f"a line may have {MAX_LINE_BYTES} bytes"
         return BatchError(code="line_too_large", message=message, line=line.number)

@@ -29,7 +29,6 @@ class FairTurns:
         return place
 
     def leave(self, tenant: str, place: QueuePlace) -> None:
-        """Give a turn back, or leave the queue."""
         if place.done():
             self._free += 1
         else:

@@ -223,5 +223,4 @@ class FileStore:
 
 
 def _attempts(name: str, number: int, content: bytes, headers: Headers = ()) -> Iterator[Entry]:
-    """The entries of all attempts to append a part."""
     return (numbered_part(_PART, name, number, content, headers, n) for n in count())

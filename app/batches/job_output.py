@@ -32,7 +32,6 @@ class OutputLine(msgspec.Struct, frozen=True):
 
 
 def result_line(index: int, result: Result) -> OutputLine:
-    """The line of a request that ended."""
     body: Any = result.body
     if body is None or result.status_code != _OK:
         error = result.error and msgspec.to_builtins(result.error)
@@ -135,7 +134,6 @@ class JobOutput:
                         self._parts[number] = file.order.next_number
 
     def add(self, line: OutputLine) -> bool:
-        """Add the line of a request; false if it has one."""
         if not 0 < line.index < len(self._is_done) or self._is_done[line.index]:
             return False
         self._is_done[line.index] = 1

@@ -144,7 +144,6 @@ class JobPrompts:
     # --- the task ---
 
     def start(self, ending: BatchEnding | None) -> None:
-        """Publish or withdraw prompts, if there are any and no task does so."""
         if self._task is None and (work := self._next_work(ending)) is not None:
             self._task = asyncio.create_task(work)
 

@@ -88,8 +88,6 @@ class JobContext(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The parts of a run whose job has begun."""
-
     given: JobInput
     output: JobOutput
     prompts: JobPrompts
@@ -120,7 +118,6 @@ class JobRun:
             await self._put(status=e.ending, ended_s=self._now_s())
 
     async def _advance(self, turns: FairTurns) -> None:
-        """Work on the job for one turn. Raises EndsEarly, FileDamaged."""
         if self._started is None:
             given = await self._begin()
             if given is None:
@@ -206,7 +203,6 @@ class JobRun:
         return given
 
     async def _restored(self, given: JobInput) -> _Work:
-        """The files and prompts of the job as former owners left them."""
         context, job = self._context, self._job
         output = JobOutput(context.store, job, self._partition, self._run)
         await output.restore(job.fence + len(_files(job)))
@@ -354,7 +350,6 @@ class JobRun:
         log.info("%s: %s, %d + %d lines", self._job.id, status, output.completed, output.failed)
 
     async def _add_file(self, written: WrittenFile | None, file_id: str, kind: str) -> str:
-        """Make a file public; its id, empty for one without content."""
         if written is None:
             return ""
         job = self._job
@@ -405,7 +400,6 @@ def _files(job: BatchJob) -> tuple[str, str]:
 
 
 def _positions(reader: Reader, output: JobOutput) -> dict[int, int]:
-    """The offsets of `results` up to which a reader has read."""
     return {p: reader.position(Partition(RESULTS, p)) for p in output.positions}
 
 

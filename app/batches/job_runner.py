@@ -87,7 +87,6 @@ class JobRunner:
     # --- ownership, called by the member ---
 
     def assigned(self, starts: Mapping[int, int]) -> None:
-        """Own partitions from now on; their jobs start when the view has them all."""
         self._owned |= {partition: object() for partition in starts}
         self._assigned.set()
 
@@ -144,7 +143,6 @@ class JobRunner:
                 pass
 
     async def _check(self) -> None:
-        """Start the runs that are due, and stop those of other owners."""
         for name, task in list(self._running.items()):
             if task.done():
                 del self._running[name]

@@ -53,7 +53,6 @@ def plain_table(*columns: str, right: str = "") -> Table:
 
 
 def progress_bar(console: Console, *, transient: bool = False) -> Progress:
-    """A bar with a description, a share and the elapsed time, to which tasks are added."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console, transient=transient)
 

@@ -150,7 +150,6 @@ def _expected_tokens(decision: Assigned) -> str:
 
 
 def _compared(expected_ms: float, actual_ms: float | None) -> tuple[str, str]:
-    """A predicted time, and the measured one with the error of the prediction."""
     expected = f"{expected_ms:.1f} ms" if expected_ms else "-"
     if actual_ms is None:
         return expected, "-"
@@ -229,7 +228,6 @@ def _number(value: float) -> str:
 
 
 def _inputs(reasons: DecisionReasons) -> Table:
-    """A row for each candidate, and a column for each input that any of them has."""
     weighed = sorted([reasons.chosen, *reasons.others], key=lambda w: w.cost)
     candidates = [each.inputs for each in weighed]
     fields = [

@@ -47,7 +47,6 @@ async def connect_client(settings: Settings) -> AsyncIterator[Client]:
 
 
 def chat_body(text: str, system: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The body of a chat request with one user message."""
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})

@@ -268,7 +268,6 @@ BATCH_REQUESTS = 20_000
 
 
 def _show_mix(rows: list[TraceRow], batch: str, run: MixedRun, json: Path | None) -> None:
-    """Print the comparison of modes of batch work."""
     from kvlane.app.commands.simulation_report import rows_table, write_rows
     from kvlane.app.simulation.batch_work import MODES
     from kvlane.app.simulation.mixed_runs import Mix, mixed_row

@@ -79,7 +79,6 @@ _PARTS = " / "
 
 
 def machine_info() -> dict[str, Any]:
-    """The machine of a run."""
     return {
         "cpus": os.cpu_count(),
         "processor": _processor(),
@@ -89,7 +88,6 @@ def machine_info() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The name of the processor if known, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

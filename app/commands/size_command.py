@@ -56,8 +56,6 @@ class FleetLoad(NamedTuple):
 
 
 class FleetSize(NamedTuple):
-    """A fleet: the number of deployments, and the parts of each."""
-
     deployments: int
     routers: int
     gateways: int
@@ -73,7 +71,6 @@ class FleetSize(NamedTuple):
 
 
 def router_cores(load: FleetLoad, deployments: int, routers: int) -> float:
-    """Cores that each router of each deployment takes."""
     requests, workers = load.requests_s / deployments, load.workers / deployments
     shared = RECORD_US * 1e-6
     own = 1 / ROUTER_REQUESTS_S - shared

@@ -70,7 +70,6 @@ def acls() -> None:
 
 
 def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
-    """One command line of kafka-acls.sh."""
     name = right.name if right.is_foreign else prefix + right.name
     kind = "prefixed" if right.is_prefix or not right.name else "literal"
     return [

@@ -37,7 +37,6 @@ class AgentTurn(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn in the history."""
         calls = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.calls
@@ -67,7 +66,6 @@ def script_file() -> tuple[TemporaryDirectory[str], Path]:
 async def take_turn(
     client: openai.AsyncOpenAI, messages: list[Any], on_arguments: OnArguments
 ) -> AgentTurn:
-    """Stream the next answer of a conversation."""
     tools: list[Any] = [{"type": "function", "function": {"name": name}} for name in TOOLS]
     stream: Any = await client.chat.completions.create(
         model=MODEL, messages=messages, tools=tools, stream=True
@@ -90,7 +88,6 @@ async def take_turn(
 
 
 def is_whole(turns: list[AgentTurn]) -> bool:
-    """Whether both calls came once and whole, and the answer after them."""
     calls = [call for turn in turns for call in turn.calls]
     return (
         [(call.name, call.arguments, call.begins) for call in calls]

@@ -97,7 +97,6 @@ def _broker(settings: Settings, console: Console, kind: BrokerChoice) -> Broker:
 
 
 def _changes(settings: Settings, broker: Broker) -> dict[str, Any]:
-    """Changed settings of demos with any engine."""
     changes: dict[str, Any] = {
         "http_port": free_port(),
         "indexer_port": free_port(),

@@ -208,7 +208,6 @@ class DemoSession:
             self._console.print(line, style="dim", highlight=False)
 
     async def wait_for_outcome(self, request_id: str) -> None:
-        """Wait for the end of a request in the ledger, at most `OUTCOME_TIMEOUT_S`."""
         until = self._clock.now() + OUTCOME_TIMEOUT_S
         while self._decisions.cached_tokens(request_id) is None and self._clock.now() < until:
             await self._clock.sleep(0.01)

@@ -33,7 +33,6 @@ class DemoAnswer:
     finish_reason: str = ""
 
     def add_record(self, record: Chunk | End, now: float) -> None:
-        """Add a chunk, or the end, that was read from Kafka."""
         if isinstance(record, End):
             self.finish_reason = record.code
             return
@@ -91,7 +90,6 @@ class AnswerOracle:
     async def expect_answer(
         self, request_id: str, kind: TokenizedKind, body: Mapping[str, Any]
     ) -> DemoAnswer:
-        """A request that is about to be sent, with its expected answer."""
         prepared = await self._model.prepare(read_openai(kind, body))
         request = prepared.requests[0]
         answer = expected_answer(

@@ -59,7 +59,6 @@ class LedgerDecisions:
         return self._errors.get(request_id, TimeErrors())
 
     async def end_positions(self) -> dict[Partition, int]:
-        """Start positions: the present ends of the ledger."""
         lanes = range(await self._log.partitions(LEDGER))
         ends = await self._log.end_offsets(LEDGER, lanes)
         return {Partition(LEDGER, lane): end for lane, end in ends.items()}

@@ -44,7 +44,6 @@ def chunk_tokens(
     vocabulary: Sequence[int],
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[int]:
-    """A prompt of `length` tokens from its chunk ids."""
     tokens: list[int] = []
     for chunk in hash_ids:
         tokens += random.Random(chunk).choices(vocabulary, k=chunk_tokens)
@@ -89,7 +88,6 @@ def comparison_table(runs: Sequence[PolicyRun]) -> Table:
 
 
 def prediction_lines(runs: Sequence[PolicyRun]) -> list[str]:
-    """A line for each policy that predicts times: how wrong it was."""
     lines = []
     for run in runs:
         shown = [

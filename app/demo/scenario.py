@@ -106,7 +106,6 @@ class DemoScenario(DemoSession):
             )
 
     async def _show_prompts(self, prompts: Sequence[str]) -> None:
-        """Prompts as Kafka records; answers by key."""
         self.show_title("Prompts published directly to Kafka, answers read by their keys")
         answers = [
             await self._publish("chat", {"messages": [{"role": "user", "content": p}]})
@@ -132,7 +131,6 @@ class DemoScenario(DemoSession):
         await self.replay_in_round_robin(trace, self._run_trace_request, warm_up, kv_aware, speed)
 
     async def _show_caches(self) -> None:
-        """The cached blocks of each worker, from the indexer's API."""
         url = f"http://{self._settings.http_host}:{self._settings.indexer_port}/workers"
         limit = aiohttp.ClientTimeout(total=ANSWER_S)
         async with aiohttp.request("GET", url, timeout=limit, raise_for_status=True) as answer:
@@ -141,7 +139,6 @@ class DemoScenario(DemoSession):
         self._console.print(f"cached blocks, from the indexer: {held}", style="dim")
 
     async def _show_failover(self) -> None:
-        """Kill the worker of a long answer in mid stream."""
         what = "A decode worker" if self._is_disaggregated else "A worker"
         self.show_title(f"{what} is killed in mid stream")
         with Progress(

@@ -92,7 +92,6 @@ def connector_arguments(lease_s: int = 30) -> dict[str, Any]:
 
 
 def make_model(folder: Path) -> Path:
-    """Write the model to a folder, which is created; returns the folder."""
     from safetensors.numpy import save_file
 
     _write_files(folder)
@@ -106,7 +105,6 @@ def make_large_model(folder: Path) -> Path:
 
 
 def _write_files(folder: Path, **changes: Any) -> None:
-    """Write the tokenizer and the configuration, with changed fields."""
     folder.mkdir(parents=True, exist_ok=True)
     _tokenizer().save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", {

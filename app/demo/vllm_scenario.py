@@ -70,8 +70,6 @@ def vllm_settings(folder: Path, *, hands_over: bool = False) -> dict[str, Any]:
 
 
 class VllmScenario(DemoSession):
-    """One run of the scenario. `run` returns whether all checks pass."""
-
     ready_timeout_s = READY_S
 
     async def run(self) -> bool:
@@ -225,7 +223,6 @@ class VllmScenario(DemoSession):
 
 
 def _speed(trace: Sequence[TracePrompt], requests_per_s: float) -> float:
-    """The speed-up of a trace to a mean rate."""
     return (trace[-1].arrival_s - trace[0].arrival_s) / len(trace) * requests_per_s
 
 

@@ -97,7 +97,6 @@ class DataFolder:
         return ""
 
     def set_broker_kind(self, kind: str) -> None:
-        """Store the kind of broker of the data."""
         (self.path / KIND_FILE).write_text(f"{kind}\n")
 
     def new_logs(self) -> Path:
@@ -110,7 +109,6 @@ class DataFolder:
 
 
 def rotate_logs(logs: Path) -> None:
-    """Rotate log files beyond MAX_LOG_BYTES to NAME.log.1; their writers keep appending."""
     for log in logs.glob("*.log"):
         if log.stat().st_size > MAX_LOG_BYTES:
             shutil.copyfile(log, log.with_name(f"{log.name}.1"))

@@ -92,7 +92,6 @@ def assign_ports(settings: Settings, parts: Sequence[DeploymentPart]) -> list[De
 
 
 def part_url(settings: Settings, part: DeploymentPart) -> str:
-    """The address of a process with a port, for clients on this machine."""
     host, port = settings.http_host, part.settings[part.port_field]
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)  # noqa: S104 - only compared
     scheme = "http" if settings.http_tls_cert is None else "https"
@@ -100,7 +99,6 @@ def part_url(settings: Settings, part: DeploymentPart) -> str:
 
 
 def part_settings(part: DeploymentPart) -> dict[str, object]:
-    """The settings of this process alone: its name, and its own."""
     return {"worker_id": part.name, "router_id": part.name, **part.settings}
 
 

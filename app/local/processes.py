@@ -74,7 +74,6 @@ class ManagedProcess:
 
     @property
     def tail(self) -> str:
-        """The last lines of the output file."""
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
 
     def check(self) -> None:
@@ -83,7 +82,6 @@ class ManagedProcess:
             raise DeploymentFailed(f"{self.name} ended with status {status}:\n{self.tail}")
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
         self._process.kill()
         self._process.wait()
 
@@ -95,7 +93,6 @@ class ManagedProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting."""
         self._process.terminate()
 
     def stop(self, timeout_s: float) -> None:
@@ -134,7 +131,6 @@ def launch(
 
 
 def _text(value: object) -> str:
-    """A setting as the value of an environment variable."""
     if isinstance(value, SecretStr):
         return value.get_secret_value()
     if isinstance(value, dict):
@@ -155,7 +151,6 @@ class HttpAnswer(NamedTuple):
 
 
 def http_get(url: str) -> HttpAnswer:
-    """GET from a server of this machine, with any certificate."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

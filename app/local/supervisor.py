@@ -68,13 +68,11 @@ class ProcessSupervisor:
         self._due: dict[str, float] = {}
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled."""
         while True:
             self.check_once()
             await self._clock.sleep(CHECK_INTERVAL_S)
 
     def check_once(self) -> None:
-        """Report processes that ended, and restart those that are due."""
         now = self._clock.now()
         for name, status in self._children.take_exited().items():
             backoff = self._backoffs.setdefault(name, RestartBackoff())

@@ -54,7 +54,6 @@ class UpOptions(NamedTuple):
 
     @property
     def needs_own_broker(self) -> bool:
-        """Whether an option needs a broker that is started here."""
         return self.port is not None or self.data is not None or self.ephemeral
 
 
@@ -140,8 +139,6 @@ def _is_free(host: str, port: int) -> bool:
 
 
 class _Deployment:
-    """The processes of a deployment on a running broker, from start to stop."""
-
     def __init__(
         self,
         settings: Settings,
@@ -216,7 +213,6 @@ class _Deployment:
         await self._bound_logs()
 
     def _started(self, cleanup: AsyncExitStack) -> ProcessDeployment:
-        """The processes, not started yet; the cleanup stops them."""
         folder, s = self._folder, self._settings
         guard = (
             ProcessGuard()
@@ -272,7 +268,6 @@ class _Deployment:
         return "\n".join(lines)
 
     def _print(self, line: str) -> None:
-        """Print a line with the time of day."""
         self._report(f"{time.strftime('%H:%M:%S')}  {line}")
 
     async def _bound_logs(self) -> None:

@@ -55,7 +55,6 @@ class WorkerObserver:
         return [name for name in recent if self._fleet.heartbeats[name].offset != before[name]]
 
     def next_epoch(self) -> int:
-        """An epoch above those of all workers so far."""
         return self._fleet.position(Partition(REGISTRY, 0)) or 0
 
     def find_ready(self, since: int) -> list[str]:

@@ -83,7 +83,6 @@ class BatchWork:
 
     @property
     def has_class(self) -> bool:
-        """Whether the requests are of class batch."""
         return self.mode != "no classes"
 
     def first_count(self, workers: int) -> int:
@@ -132,7 +131,6 @@ class BatchWork:
         return PromptHashes.from_hashes(request, tokens, local, self.block_size, bytes(task.made))
 
     def begin(self, task: BatchTask, worker: SimulatedWorker) -> BatchSequence:
-        """A run begins; returns its sequence."""
         task.worker = worker
         task.sequence = BatchSequence(
             task, task.prompt_tokens + task.made, task.output_tokens - task.made, task.chunks,
@@ -147,7 +145,6 @@ class BatchWork:
         self.counts.recomputed_tokens += max(task.computed - cached, 0)
 
     def on_finished(self, task: BatchTask) -> None:
-        """The last token of a request."""
         assert task.sequence is not None
         self._made(task.sequence.max_tokens)
         self.counts.finished += 1

@@ -89,8 +89,6 @@ class CapturedPeriod(NamedTuple):
 
 @dataclass
 class CaptureReader:
-    """Collects the lines of a capture, and builds the period from them."""
-
     _workers: dict[str, CapturedWorker] = field(default_factory=dict)
     _requests: dict[str, CapturedRequest] = field(default_factory=dict)
     _decided: dict[str, list[CapturedDecision]] = field(default_factory=dict)
@@ -235,7 +233,6 @@ def counterfactual(
 def policy_regret(
     taken: Sequence[SimulatedRequest], other: Sequence[SimulatedRequest]
 ) -> PolicyRegret:
-    """Regret of recorded decisions against others, on the same requests in the same order."""
     first = [a.first_token_ms - b.first_token_ms for a, b in zip(taken, other, strict=True)]
     last = [a.last_token_ms - b.last_token_ms for a, b in zip(taken, other, strict=True)]
     return PolicyRegret(*_mean(first), *_mean(last))

@@ -38,8 +38,6 @@ ALONE_S = 30.0
 
 
 class MixedRun(NamedTuple):
-    """Parameters of the runs of one comparison."""
-
     workers: int
     speed: float = 1.0
     cache_chunks: int = 2048
@@ -86,7 +84,6 @@ class Mix:
         return found
 
     def _alone_rate(self) -> float:
-        """Tokens per second of a worker that has batch work only."""
         ends_ms = ALONE_S * 1000
         arrivals = [RequestArrival(at_ms, self._short) for at_ms in (0.0, ends_ms)]
         simulator = self._simulator(arrivals, "classes", UNBOUNDED)
@@ -134,7 +131,6 @@ def recomputed_share(batch: BatchCounts) -> float:
 
 
 def _idle_s(requests: Sequence[SimulatedRequest], simulator: Simulator) -> float:
-    """Time in which workers had no request, over all workers, in seconds."""
     ends_ms = max(each.last_token_ms for each in requests)
     idle_ms = 0.0
     for worker in simulator.workers:
@@ -148,7 +144,6 @@ def _idle_s(requests: Sequence[SimulatedRequest], simulator: Simulator) -> float
 
 
 def _split(row: TraceRow) -> TraceRow:
-    """A row with the ids of blocks instead of chunks."""
     ids = np.array(row.hash_ids, np.int64)[:, None] * SPLIT + np.arange(SPLIT)
     blocks = ids.ravel()[: -(-row.input_length // BLOCK_TOKENS)].tolist()
     return TraceRow(row.timestamp, row.input_length, row.output_length, blocks)

@@ -76,7 +76,6 @@ def _on_time(requests: Sequence[SimulatedRequest], ttfts_ms: Sequence[float]) ->
 
 
 def _errors(requests: Sequence[SimulatedRequest]) -> dict[str, float]:
-    """The errors of predictions, by field."""
     ttft = [(r.predicted_ttft_ms, r.first_token_ms - r.sent_ms) for r in requests]
     itl = [
         (r.predicted_itl_ms, (r.last_token_ms - r.first_token_ms) / (r.request.output_tokens - 1))

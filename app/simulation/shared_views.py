@@ -97,7 +97,6 @@ class SharedViews:
             self._apply(self.fleet, REGISTRY, replace(member.card, config=config), 0.0)
 
     def add_chunks(self, chunks: Sequence[int], keys: Sequence[int]) -> None:
-        """Keys of chunks that are no part of the trace."""
         self._keys.update(zip(chunks, keys, strict=True))
 
     def on_heartbeat(self, worker: SimulatedWorker, now_ms: float) -> None:
@@ -109,7 +108,6 @@ class SharedViews:
         ), now_ms)  # fmt: skip
 
     def on_cache_change(self, worker: SimulatedWorker, done: StepResult) -> None:
-        """Record the evicted and computed blocks of a step."""
         keys, events = self._keys, self._unread.setdefault(worker, [])
         if done.removed:
             gone = tuple([keys[chunk] for chunk in done.removed])
@@ -147,7 +145,6 @@ class SimulatedLedger:
         self._position = 0
 
     def on_record(self, record: SimulatedLedgerRecord, at_ms: float) -> None:
-        """Apply a record that was written at `at_ms`."""
         log_record = LogRecord(self._position, int(at_ms), record)
         self._position += 1
         self.state.apply(LEDGER, (log_record,), self._position)

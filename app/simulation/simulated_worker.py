@@ -76,7 +76,6 @@ class SimulatedWorker:
         self._end_after_current(now_ms)
 
     def change_curves(self, curves: PerfCurves, now_ms: float) -> None:
-        """Let the engine have other curves from its next step on."""
         self._end_after_current(now_ms)
         self.state.limits = self.state.limits._replace(curves=curves)
 
@@ -183,7 +182,6 @@ class EventQueue:
         return worker if worker.ends_at_ms == at_ms else None
 
     def delay(self, now_ms: float, delay_ms: float, action: Callable[[], None]) -> None:
-        """Run an action now, or after a delay."""
         if delay_ms <= 0:
             action()
         else:

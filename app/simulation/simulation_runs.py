@@ -78,7 +78,6 @@ class PreparedTrace:
 
     @property
     def duration_s(self) -> float:
-        """Time from the first to the last arrival, as recorded."""
         return (self.rows[-1].timestamp - self.rows[0].timestamp) / 1000
 
 
@@ -129,15 +128,12 @@ def _simulator(
 def run_metrics(
     trace: PreparedTrace, run: SimulationRun, progress: Callable[[int], None] = lambda _: None
 ) -> RunMetrics:
-    """The figures of a run, as by `run_requests`."""
     replay = _simulator(trace, run, progress)
     requests = replay.run()[run.warmup_requests :]
     return metrics_of(requests, () if run.warmup_requests else replay.workers)
 
 
 class TimedRun(NamedTuple):
-    """A run, its figures and its duration."""
-
     run: SimulationRun
     figures: RunMetrics
     wall_s: float

@@ -129,8 +129,6 @@ class Simulator:
                 self._plan(news)
 
     def change_engines(self, at_ms: float, curves: PerfCurves) -> None:
-        """Let all engines have other curves from then on."""
-
         def change() -> None:
             for worker in self.workers:
                 before = worker.ends_at_ms
@@ -153,7 +151,6 @@ class Simulator:
         self._heartbeat_ms += HEARTBEAT_MS
 
     def _arrive(self, now_ms: float) -> None:
-        """Process all arrivals up to now."""
         came = number = len(self.requests)
         while number < len(self.arrivals) and self.arrivals[number].at_ms <= now_ms:
             self._last_event_ms, request = self.arrivals[number]
@@ -188,7 +185,6 @@ class Simulator:
         self._begin(worker, now_ms)
 
     def _record_tokens(self, worker: SimulatedWorker, done: StepResult, now_ms: float) -> None:
-        """Record first and last tokens."""
         for sequence, _, is_last in done.chunks:
             if isinstance(sequence.key, BatchTask):
                 if is_last:
@@ -346,14 +342,12 @@ class Simulator:
     # --- batch work ------------------------------------------------------------------------------
 
     def _add_batch_task(self, now_ms: float) -> None:
-        """One more batch request comes."""
         assert self.batch is not None
         task = self.batch.next_task()
         self.shared_views.add_chunks(task.chunks, self.batch.keys(task))
         self.routers[0].on_arrival(self.batch.prompt(task), 0, now_ms)
 
     def _send_batch(self, request_id: str, placement: Placement, now_ms: float) -> None:
-        """Dispatch a batch request; another one comes for it."""
         assert self.batch is not None
         task, worker = self.batch.tasks[request_id], self.workers[placement.worker_rank.epoch]
         sequence, request = self.batch.begin(task, worker), self.batch.prompt(task).request
@@ -371,7 +365,6 @@ class Simulator:
         self._on_changed(worker, before)
 
     def _preempt(self, rank: WorkerRank, now_ms: float) -> None:
-        """Let batch runs give way to the interactive runs of a rank."""
         if self.batch is None or self.batch.mode != "classes":
             return
         router = self.routers[0]

@@ -35,8 +35,6 @@ MAX_PROMPT_TOKENS = 120_000
 
 
 class TraceSize(NamedTuple):
-    """Size of a generated trace. `rate`: requests per second."""
-
     requests: int = 3000
     rate: float = 5.0
     seed: int = 0

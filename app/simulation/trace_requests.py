@@ -37,8 +37,6 @@ class TraceRequest(NamedTuple):
 
 
 class RequestArrival(NamedTuple):
-    """A request, and its arrival time in ms since the start."""
-
     at_ms: float
     request: TraceRequest
 
@@ -103,7 +101,6 @@ def _session(row: TraceRow) -> str:
 def schedule_arrivals(
     rows: Sequence[TraceRow], requests: Sequence[TraceRequest], pace: ArrivalRate, seed: int
 ) -> list[RequestArrival]:
-    """The requests in order of arrival."""
     at_ms = np.array([row.timestamp for row in rows], np.float64)
     if pace.jitter_s:
         at_ms += np.random.default_rng(seed).uniform(0, pace.jitter_s * 1000, len(at_ms))
@@ -136,7 +133,6 @@ class SimulatedRequest:
 
 
 def request_of(sequence: BatchSequence) -> SimulatedRequest:
-    """The request that a sequence runs for."""
     simulated = sequence.key
     assert isinstance(simulated, SimulatedRequest)
     return simulated

@@ -99,7 +99,6 @@ class CapturedRequest(CaptureLine, frozen=True, tag="Asked"):
 
     @property
     def session(self) -> str:
-        """Session id, "" for none."""
         control = self.hints.session_control
         return control.session_id if control else ""
 
@@ -133,8 +132,6 @@ class CapturedRun(CaptureLine, frozen=True, tag="Ran"):
 
 
 class CapturedEnd(CaptureLine, frozen=True, tag="Ended"):
-    """A router ended the request, with this code."""
-
     at_ms: int
     id: str
     code: str
