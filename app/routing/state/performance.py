@@ -1,13 +1,11 @@
 """Performance model: the speed of workers, learned from the ledger.
 
-The prior is the curve on a worker's card (`EngineConfig.curve`), else the published curve. The real
-speed is measured by the first tokens of runs that found no prefill before them, and becomes one
-factor on the curve: a median of few ratios, which no single wait changes much. Where runs show
-another shape, workers of one kind get curves of their own (`step_model.py`), and the factors are on
-these. Curves are fitted to the last runs in order of time, whichever lane they are read from first,
-so routers that have read the same records have the same ones; the median takes ratios in the order
-of reading. A fit takes milliseconds, so records only mark curves as stale: they are fitted before a
-decision (`refresh`), once a second.
+The prior is the curve on a worker's card (`EngineConfig.curve`), else the published curve. The
+workers of a kind get a factor on it, and where their runs show another shape, curves of their own
+(`step_model.py`). They are fitted to the last runs in order of time, whichever lane they are read
+from first, so routers that have read the same records have the same ones. A fit takes milliseconds,
+so records only mark curves as stale: they are fitted before a decision (`refresh`), once a second.
+A worker that is not in the fleet has the median of few ratios of its first tokens as a factor.
 
 An unmeasured worker is assumed to be as fast as the fastest worker of its kind
 (`candidate_table.py`), so that it receives traffic and gets measured: by its curve alone it would
@@ -324,7 +322,7 @@ class PerformanceModel:
         self._kind_of: Mapping[str, WorkerKind] = {}
         self._kinds: dict[WorkerKind, _Learned] = {}
         self.curves: dict[str, PerfCurves] = {}
-        """By worker, the curves of its kind where the ledger has shown others than its card."""
+        """By worker, the curves of its kind that factors from the ledger are on."""
 
     def set_kinds(self, kind_of: Mapping[str, WorkerKind]) -> None:
         """Set the kind of each worker of the fleet."""
@@ -461,7 +459,7 @@ class PerformanceModel:
             if (learned := self._learned.get(done.worker)) is None:
                 learned = self._learned[done.worker] = SlowdownEstimate()
             learned.observe(done.prefill_ms / expected_ms)
-            if learned.value is not None and done.worker not in self.curves:
+            if learned.value is not None and done.worker not in self._kind_of:
                 self.slowdown[done.worker] = learned.value
             while len(self._learned) > MAX_REMEMBERED:
                 self.slowdown.discard(self._learned.popitem(last=False)[0])
@@ -526,7 +524,7 @@ class PerformanceModel:
             return
         self.slowdown.changes.record(worker)
         estimate = self._learned.get(worker)
-        if estimate is None or estimate.value is None:
+        if worker in self._kind_of or estimate is None or estimate.value is None:
             self.slowdown.discard(worker)
         else:
             self.slowdown[worker] = estimate.value

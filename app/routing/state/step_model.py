@@ -12,11 +12,12 @@ Each run gives up to two equations that are linear in these five coefficients:
 Residuals are relative. Huber weights bound the influence of each equation, and a ridge pulls each
 coefficient to the prior's, scaled by one factor; no coefficient is negative. Where the residuals of
 a worker change their level, runs before the change count at the level after it, so that the shape
-stays known. Workers of one kind share the coefficients; each has a factor of its own, 1 unless its
-residuals differ from that by more than their spread explains.
+stays known. Workers of one kind share the coefficients and a factor, so that noise makes none of
+equal ones the fastest, which would get all requests; a worker has one of its own where its
+residuals differ from the others' by more than their spread explains.
 
-The result is used only if it explains the runs better than the prior with factors does: with a true
-prior, nothing changes.
+The coefficients are used only if they explain the runs better than the prior with factors does:
+with a true prior, and with few runs, the curves stay.
 
 Pure: a function of a set of runs. Forgets by the number of runs that its caller keeps.
 """
@@ -33,12 +34,15 @@ from numpy.typing import NDArray
 
 from kvlane.app.perf_curves import PerfCurves
 
-MIN_EQUATIONS = 24
-"""Fewest equations of a kind of engine from which coefficients are taken."""
+MIN_EQUATIONS, MIN_FACTOR_EQUATIONS = 24, 10
+"""Fewest equations of a kind of engine from which coefficients are taken, and factors alone."""
 MAX_ERROR_SHARE, MIN_GAIN = 0.5, 0.004
 """Largest median error of the coefficients, as a share of that of the prior with factors, and by
 how much less it has to be. With the true prior it is 0.7 to 1 times as large, on simulated engines;
 with a constant part four times as large 0.1 to 0.5."""
+MIN_GAIN_ERRORS, MIN_NOISY_GAIN = 4.0, 0.03
+"""Or by how many standard errors of it, about, and how much: where steps differ by noise, no
+coefficients are that much better."""
 JOINT_MS = 2.0
 """First tokens of a worker that are no further apart are of one step, which takes longer."""
 PRIOR_WEIGHT = 0.1
@@ -53,8 +57,9 @@ MIN_LEVEL = 6
 MIN_CHANGE, MIN_EVIDENCE = 0.2, 6.0
 """Least change of the logarithm, and its least size in standard errors."""
 FACTOR_WINDOW = 32
+"""Residuals of different steps, of which a factor is the median."""
 FACTOR_ERRORS = 2.0
-"""Standard errors by which a factor differs from 1 before it does."""
+"""Standard errors by which the factor of a worker differs from the others' before it does."""
 
 FloatArray = NDArray[np.float64]
 
@@ -102,18 +107,20 @@ class StepFit(NamedTuple):
 class _Equations(NamedTuple):
     """Equations of all workers, those of a worker together and in order of time.
 
-    `terms`: f64 (equations, 5), terms of a², b, c, B and C. `counts`: equations of each worker.
+    `terms`: f64 (equations, 5), terms of a², b, c, B and C. `counts`: equations of each worker,
+    `independent`: those of different steps, since answers that begin together share their noise.
     """
 
     terms: FloatArray
     took_ms: FloatArray
     counts: NDArray[np.int64]
+    independent: NDArray[np.int64]
 
 
 def fit_steps(
     runs: Mapping[str, WorkerRuns], prior: PerfCurves, chunk_tokens: int, capacity_tokens: int
 ) -> StepFit | None:
-    """Fit the coefficients of workers of one kind; None if the prior explains their runs as well.
+    """Fit the coefficients of workers of one kind; None if there are too few runs.
 
     `chunk_tokens` and `capacity_tokens`: as in `EngineProfile`.
     """
@@ -121,9 +128,13 @@ def fit_steps(
     bend = prior.decode[0] / prior.decode[1] if prior.decode[1] > 0 else 0.0
     names = [worker for worker, of in sorted(runs.items()) if of.first_tokens]
     each = _equations([runs[worker] for worker in names], chunk_tokens, capacity_tokens, bend)
-    if len(each.took_ms) < MIN_EQUATIONS:
+    if len(each.took_ms) < MIN_FACTOR_EQUATIONS:
         return None
-    prior_error = _settle(each, known)[2]
+    seen = [worker for worker, count in zip(names, each.counts, strict=True) if count]
+    _, prior_factors, prior_error = _settle(each, known)
+    scaled = StepFit(prior, dict(zip(seen, prior_factors.tolist(), strict=True)))
+    if len(each.took_ms) < MIN_EQUATIONS:
+        return scaled
     typical = _median(each.took_ms / np.maximum(each.terms @ known, 1e-9))
     start = known * typical
     found = _solve(each.terms, each.took_ms, start)
@@ -131,10 +142,16 @@ def fit_steps(
         found = _solve(each.terms, _settle(each, found)[0], start)
     _, factors, error = _settle(each, found)
     curves = _curves(found, prior, bend)
-    if curves is None or error > min(MAX_ERROR_SHARE * prior_error, prior_error - MIN_GAIN):
-        return None
-    seen = [worker for worker, count in zip(names, each.counts, strict=True) if count]
+    if curves is None or error > _largest_error(prior_error, len(each.took_ms)):
+        return scaled
     return StepFit(curves, dict(zip(seen, factors.tolist(), strict=True)))
+
+
+def _largest_error(prior_error: float, equations: int) -> float:
+    """The largest median error of coefficients that are better than the prior with factors."""
+    clearly = min(MAX_ERROR_SHARE * prior_error, prior_error - MIN_GAIN)
+    noisily = (1.0 - MIN_GAIN_ERRORS / math.sqrt(equations)) * prior_error
+    return max(clearly, min(noisily, prior_error - MIN_NOISY_GAIN))
 
 
 def _coefficients(curves: PerfCurves) -> FloatArray:
@@ -155,7 +172,8 @@ def _equations(runs: Sequence[WorkerRuns], chunk: int, capacity: int, bend: floa
     The times of each worker are moved to a range of their own, so that one search serves all.
     """
     if not runs:
-        return _Equations(np.empty((0, 5)), np.empty(0), np.empty(0, np.int64))
+        none = np.empty(0, np.int64)
+        return _Equations(np.empty((0, 5)), np.empty(0), none, none)
     at_ms, _, took_ms, tokens, context, prompt_tokens, found_none = _columns(
         [of.first_tokens for of in runs], FirstToken
     )
@@ -195,7 +213,10 @@ def _equations(runs: Sequence[WorkerRuns], chunk: int, capacity: int, bend: floa
     own = np.minimum(np.searchsorted(at_ms, since_ms, "left"), np.cumsum(sizes)[answerer] - 1)
     after = np.maximum(np.searchsorted(at_ms, end_ms, "right"), own + 1)
     loads = np.append(0.0, np.cumsum(context))
-    held = (loads[after] - loads[own] + prompt_tokens[own] + made / 2) / (after - own)
+    kept = prompt_tokens[own] + made / 2
+    held = np.maximum(
+        (loads[after] - loads[own] + kept) / (after - own), _mean_load(since_ms, end_ms, kept)
+    )
     decode = np.column_stack((made * _bent(held, capacity, bend), made))
 
     terms = np.vstack((firsts, np.hstack((sums[high] - sums[low], decode))))
@@ -204,7 +225,30 @@ def _equations(runs: Sequence[WorkerRuns], chunk: int, capacity: int, bend: floa
     order = np.argsort(moments, kind="stable")
     order = order[times[order] > 0]
     counts = np.bincount(owners[order], minlength=len(runs))
-    return _Equations(terms[order], times[order], counts)
+    joint = np.bincount(owner[starts], minlength=len(runs))
+    independent = np.where(counts > 2 * joint, joint, counts)
+    return _Equations(terms[order], times[order], counts, independent)
+
+
+def _mean_load(since_ms: FloatArray, end_ms: FloatArray, tokens: FloatArray) -> FloatArray:
+    """The tokens of these answers in the cache, in the mean over the time of each.
+
+    Decisions that are made at once see none of each other's: without it a burst seems to be decoded
+    in an empty cache, and noise decides on the slope of decode.
+    """
+    signed = np.append(tokens, -tokens)
+    moments = np.append(since_ms, end_ms)
+    order = np.argsort(moments)
+    moments, signed = moments[order], signed[order]
+    sums = np.append(0.0, np.cumsum(signed)), np.append(0.0, np.cumsum(signed * moments))
+
+    def until(time_ms: FloatArray) -> FloatArray:
+        at = np.searchsorted(moments, time_ms)
+        whole: FloatArray = sums[0][at] * time_ms - sums[1][at]
+        return whole
+
+    mean: FloatArray = (until(end_ms) - until(since_ms)) / np.maximum(end_ms - since_ms, 1.0)
+    return mean
 
 
 def _columns(runs: Sequence[Sequence[Any]], of: type[FirstToken | Answer]) -> FloatArray:
@@ -256,27 +300,35 @@ def _settle(of: _Equations, found: FloatArray) -> tuple[FloatArray, FloatArray, 
     """The times at the present level of a worker with factor 1, the factor of each worker with
     equations, and the median error of the coefficients with these factors."""
     expected_ms = np.maximum(of.terms @ found, 1e-6)
-    counts = of.counts[of.counts > 0][:, None]
+    is_seen = of.counts > 0
+    counts, independent = of.counts[is_seen][:, None], of.independent[is_seen][:, None]
     column = np.arange(counts.max())
     is_run = column < counts
     residuals = np.zeros(is_run.shape)
     residuals[is_run] = np.log(of.took_ms / expected_ms)
-    at, change = _changes(residuals, counts)
+    at, change = _changes(residuals, counts, independent)
     residuals += np.where(column < at, change, 0.0)
-    is_recent = is_run & (column >= counts - FACTOR_WINDOW)
+    is_recent = is_run & (column >= counts - FACTOR_WINDOW * counts / independent)
     middle = _medians(residuals, is_recent)
-    spread = SPREAD * _medians(np.abs(residuals - middle), is_recent)
-    error = FACTOR_ERRORS * 1.2533 * spread / np.sqrt(np.minimum(counts, FACTOR_WINDOW))
-    factors = np.copysign(np.maximum(np.abs(middle) - error, 0.0), middle)
+    deviations = np.abs(residuals - middle)
+    spread = np.maximum(_medians(deviations, is_recent), _median(deviations[is_recent]))
+    known = np.minimum(independent, FACTOR_WINDOW)
+    error = FACTOR_ERRORS * 1.2533 * SPREAD * spread / np.sqrt(known)
+    common = _median(residuals[is_recent])
+    own = middle - common
+    factors = common + np.copysign(np.maximum(np.abs(own) - error, 0.0), own)
     remaining = (residuals - factors)[is_run]
     levelled_ms = expected_ms * np.exp(remaining)
     return levelled_ms, np.exp(factors[:, 0]), _median(np.abs(remaining))
 
 
 def _changes(
-    residuals: FloatArray, counts: NDArray[np.int64]
+    residuals: FloatArray, counts: NDArray[np.int64], independent: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], FloatArray]:
-    """By row, the number of residuals before a change of their level, 0 for none; the change."""
+    """By row, the number of residuals before a change of their level, 0 for none; the change.
+
+    The noise is that between residuals of different steps.
+    """
     column = np.arange(residuals.shape[1])
     sizes = np.arange(MIN_LEVEL, max(residuals.shape[1] - MIN_LEVEL, MIN_LEVEL) + 1)
     is_size = sizes <= counts - MIN_LEVEL
@@ -289,9 +341,13 @@ def _changes(
     is_run = column < counts
     after = _medians(residuals, is_run & (column >= at))
     change = after - _medians(residuals, column < np.maximum(at, 1))
-    noise = _medians(np.abs(np.diff(residuals)), column[1:] < counts)
+    later = column + -(-counts // independent)
+    following = np.take_along_axis(residuals, np.minimum(later, len(column) - 1), axis=1)
+    noise = _medians(np.abs(following - residuals), later < counts)
     noise = np.maximum(SPREAD * noise / math.sqrt(2), MIN_RESIDUAL)
-    evidence = np.abs(change) * np.sqrt(at * (counts - at) / counts) / noise
+    evidence = (
+        np.abs(change) * np.sqrt(at * (counts - at) / counts * (independent / counts)) / noise
+    )
     is_change = (np.abs(change) > MIN_CHANGE) & (evidence > MIN_EVIDENCE)
     return np.where(is_change, at, 0), change
 

@@ -75,13 +75,74 @@ def test_shape_of_a_foreign_engine_is_found(shape: str) -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
 def test_true_prior_with_a_factor_stays(factor: float) -> None:
-    assert fitted({"w1": runs_of(PRIOR, 60, factor=factor), "w2": runs_of(PRIOR, 60, 1)}) is None
+    found = fitted({"w1": runs_of(PRIOR, 60, factor=factor), "w2": runs_of(PRIOR, 60, 1)})
+    assert found is not None
+    assert found.curves == PRIOR
+    assert found.factors == pytest.approx({"w1": factor, "w2": 1.0})
+
+
+def test_prompts_that_come_at_once_do_not_make_a_worker_slower() -> None:
+    took_ms = PRIOR.prefill_ms(12 * 100)
+    firsts = [
+        FirstToken(1000 * n, 12 * n + i, took_ms, 100, 0.0, 100, found_none=not i)
+        for n in range(30)
+        for i in range(12)
+    ]
+    assert fitted({"w1": WorkerRuns(firsts, [])}) == StepFit(PRIOR, {"w1": pytest.approx(1.0)})
 
 
 def test_few_runs_change_nothing() -> None:
     assert fitted({}) is None
     assert fitted({"w1": WorkerRuns([], [])}) is None
-    assert fitted({"w1": runs_of(SHAPES["linear"], 11)}) is None
+    assert fitted({"w1": runs_of(SHAPES["linear"], 4)}) is None
+
+
+def test_few_runs_give_a_factor_on_the_prior_and_no_other_shape() -> None:
+    found = fitted({"w1": runs_of(PRIOR, 6, factor=3.0), "w2": WorkerRuns([], [])})
+    assert found == StepFit(PRIOR, {"w1": pytest.approx(3.0, rel=0.1)})
+
+
+def noisy_runs(count: int, seed: int, factor: float = 1.0, at_once: int = 1) -> WorkerRuns:
+    """Runs of an engine of which a step varies by some 30 %, so many with each first token."""
+    rng, firsts, answers, now_ms = Random(seed), [], [], 0
+    for n in range(0, count, at_once):
+        took_ms = factor * PRIOR.prefill_ms(100 * at_once) * rng.lognormvariate(0, 0.3)
+        step_ms = factor * PRIOR.decode_ms(0.0) * rng.lognormvariate(0, 0.3)
+        now_ms += int(took_ms)
+        for i in range(at_once):
+            firsts.append(FirstToken(now_ms, n + i, took_ms, 100, 0.0, 100, not i))
+            end_ms = now_ms + int(50 * step_ms)
+            answers.append(Answer(end_ms, n + i, now_ms, 50 * step_ms, 50))
+        now_ms += int(50 * step_ms) + 50
+    return WorkerRuns(firsts, answers)
+
+
+@pytest.mark.parametrize("at_once", [1, 10])
+@pytest.mark.parametrize("factor", [0.4, 4.0])
+def test_noise_of_equal_engines_makes_none_of_them_faster(factor: float, at_once: int) -> None:
+    equal = 0
+    for seed in range(0, 40, 4):
+        names = {f"w{n}": noisy_runs(60, seed + n, factor, at_once) for n in range(4)}
+        found = fitted(names)
+        assert found is not None
+        factors = sorted(found.factors.values())
+        assert factors[-1] < 1.4 * factors[0]
+        equal += factors[-1] < 1.05 * factors[0]
+    assert equal >= 7, "by their errors, one of twenty factors differs"
+
+
+def test_slower_engine_differs_from_noisy_ones() -> None:
+    found = fitted({f"w{n}": noisy_runs(60, n, 2.0 if n == 3 else 1.0) for n in range(4)})
+    assert found is not None
+    assert found.factors["w3"] > 1.3 * max(found.factors[f"w{n}"] for n in range(3))
+
+
+def test_burst_is_decoded_beside_its_own_tokens() -> None:
+    """Its decisions saw no load, so that noise decided on the slope of decode."""
+    found = fitted({f"w{n}": noisy_runs(120, n, at_once=20) for n in range(3)})
+    assert found is not None
+    full = found.factors["w0"] * found.curves.decode_ms(0.5)
+    assert full < 20 * PRIOR.decode_ms(0.0)
 
 
 def test_outliers_do_not_move_the_coefficients() -> None:
@@ -138,6 +199,18 @@ def reference_terms(runs: WorkerRuns, bend: float) -> list[tuple[list[float], fl
             steps[-1].append(first)
         else:
             steps.append([first])
+
+    def kept(answer: Answer) -> float:
+        own = next(f for f in runs.first_tokens if f.at_ms >= answer.since_ms)
+        return own.prompt_tokens + answer.steps / 2
+
+    def mean_load(of: Answer) -> float:
+        shared_ms = [
+            (min(of.at_ms, each.at_ms) - max(of.since_ms, each.since_ms), kept(each))
+            for each in runs.answers
+        ]
+        return sum(max(ms, 0) * tokens for ms, tokens in shared_ms) / (of.at_ms - of.since_ms)
+
     found = []
     for step in steps:
         measured = [first for first in step if first.found_none]
@@ -156,8 +229,8 @@ def reference_terms(runs: WorkerRuns, bend: float) -> list[tuple[list[float], fl
         ]
         sums = [sum(each[n] for each in between) for n in range(3)]
         seen = [f for f in runs.first_tokens if answer.since_ms <= f.at_ms <= answer.at_ms]
-        held = sum(f.context for f in seen) + seen[0].prompt_tokens + answer.steps / 2
-        load = bent(held / len(seen))
+        held = (sum(f.context for f in seen) + kept(answer)) / len(seen)
+        load = bent(max(held, mean_load(answer)))
         found.append(([*sums, answer.steps * load, answer.steps], answer.took_ms))
     return found
 
