@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvlane.app.commands import console as screen
+from kvlane.app.commands import kafka_client
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import SystemClock
 
@@ -136,7 +137,6 @@ def explain(
 async def _replay(view: Any, at: str) -> RebuiltView:
     from kvlane.app.audit.rebuild import rebuild_view as build
     from kvlane.app.audit.time_range import parse_moment
-    from kvlane.app.commands import kafka_client
 
     settings, clock = Settings(), SystemClock()
     wanted = parse_moment(at, clock.wall_ms()) if at else None
@@ -149,7 +149,6 @@ async def _explain(request_id: str) -> tuple[RequestTimeline, str]:
     """The timeline of a request, and why it waits."""
     from kvlane.app.audit.timeline import explain_request as tell
     from kvlane.app.audit.waits import explain_wait
-    from kvlane.app.commands import kafka_client
 
     clock = SystemClock()
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
@@ -160,7 +159,6 @@ async def _explain(request_id: str) -> tuple[RequestTimeline, str]:
 
 async def _waiting() -> RouterReports:
     from kvlane.app.audit.waits import read_reports
-    from kvlane.app.commands import kafka_client
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-explain") as log:
         return await read_reports(log, SystemClock())
@@ -292,7 +290,6 @@ def read_lines(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
 
 async def _read_log(period: TimeRange, take: Callable[[AnyCaptureLine], None]) -> None:
     from kvlane.app.audit.capture_lines import capture_period as capturing
-    from kvlane.app.commands import kafka_client
     from kvlane.indexer.block_hashes import derive_secret
 
     secret = derive_secret(secrets.token_bytes(SECRET_BYTES))

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from kvlane.app.commands import console as screen
+from kvlane.app.commands import kafka_client
 from kvlane.app.settings import Settings, settings_for_writing
 from kvlane.streams.clock import SystemClock
 
@@ -98,7 +99,6 @@ def retry(
 
 async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], int]:
     from kvlane.app.audit.dead_letter_retry import list_dead_letters
-    from kvlane.app.commands import kafka_client
 
     def wanted(letter: DeadLetter) -> bool:
         return letter.origin_topic.startswith(topic) and reason in letter.reason
@@ -110,7 +110,6 @@ async def _list(topic: str, reason: str, limit: int) -> tuple[list[DeadLetter], 
 
 async def _show(name: str) -> None:
     from kvlane.app.audit import dead_letter_retry
-    from kvlane.app.commands import kafka_client
     from kvlane.streams.errors import RecordError
 
     async with kafka_client.connect_kafka(Settings(), "kvlane-dead-letters") as log:
@@ -136,7 +135,6 @@ async def _show(name: str) -> None:
 
 async def _retry(names: Sequence[str]) -> int:
     from kvlane.app.audit import dead_letter_retry
-    from kvlane.app.commands import kafka_client
 
     refused = 0
     async with kafka_client.connect_kafka(settings_for_writing(), "kvlane-dead-letters") as log:

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
+from pydantic import ValidationError
 
+from kvlane.app.commands import kafka_client
 from kvlane.app.commands.console import escape_control, escape_lines
+from kvlane.app.operator_error import OperatorError
 from kvlane.app.settings import Settings, settings_for_writing
+from kvlane.streams.client import STREAM_TIMEOUT_S, Client
 from kvlane.streams.clock import SystemClock
+from kvlane.streams.errors import NotFound, PositionLost
+from kvlane.streams.prompt import Prompt
 from kvlane.streams.record_base import ServiceClass
+from kvlane.streams.records import End
 
 CHECK_AFTER_S = 3.0
 """Time without any text after which `follow` checks whether the id was ever published."""
 CHECK_TIMEOUT_S = 10.0
 """Time limit of that check."""
+
+MAX_PENDING_PROMPTS = 200
+"""Most pending prompts; more wait, so that a large file needs little memory."""
+
+
+class InvalidPromptFile(OperatorError):
+    """A prompt that cannot be published; the message has its place and the reason."""
+
 
 TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait at most.", min=0.1)]
 
@@ -57,8 +73,6 @@ def publish(
     The ids go to standard output, one a line, when Kafka has acknowledged the prompts. Publishing
     an id again is harmless. With --follow the text goes to standard output instead.
     """
-    from kvlane.app.commands.kafka_client import InvalidPromptFile, chat_body
-
     if file is not None and (text is not None or request_id is not None):
         raise InvalidPromptFile(
             "--file has its own prompts and ids: give no text and no --id with it"
@@ -73,7 +87,10 @@ def publish(
     if not prompt.strip():
         raise InvalidPromptFile("the prompt is empty: give it as an argument or on standard input")
     options: dict[str, Any] = {"model": model, "max_tokens": max_tokens}
-    body = chat_body(prompt, system, {k: v for k, v in options.items() if v})
+    messages = [{"role": "user", "content": prompt}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    body = {"messages": messages} | {k: v for k, v in options.items() if v}
     fields = {"id": request_id, "body": body, "deadline_s": deadline}
     asyncio.run(_publish_one({k: v for k, v in fields.items() if v}, follow, timeout))
 
@@ -116,10 +133,7 @@ def cancel(
 
 
 async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -> None:  # noqa: FBT001
-    from kvlane.app.commands.kafka_client import connect_client
-    from kvlane.streams.prompt import Prompt
-
-    async with connect_client(settings_for_writing()) as client:
+    async with kafka_client.connect_client(settings_for_writing()) as client:
         known = "id" in fields  # it may have been published before: read from its beginning
         prompt = Prompt(**({"id": client.new_request_id()} | fields))
         await client.publish(prompt, subscribe=follow and not known)
@@ -129,12 +143,10 @@ async def _publish_one(fields: dict[str, Any], follow: bool, timeout_s: float) -
 
 
 async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float) -> None:
-    from kvlane.app.commands.kafka_client import connect_client, parse_prompts, publish_prompts
-
-    async with connect_client(settings_for_writing()) as client:
+    async with kafka_client.connect_client(settings_for_writing()) as client:
         prompts = parse_prompts(lines, client.new_request_id)
         shown = (lambda _: None) if follow else (lambda name: typer.echo(escape_control(name)))
-        await publish_prompts(client, prompts, wants_stream=False, on_published=shown)
+        await publish_prompts(client, prompts, shown)
         if follow:
             await _show(client, [p.id for p in prompts], 0, timeout_s)
 
@@ -142,9 +154,6 @@ async def _publish_lines(lines: Sequence[str], *, follow: bool, timeout_s: float
 async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> bool:
     """Show an answer; False when the log has nothing about the request."""
     from kvlane.app.audit.unknown_ids import explain_unknown, is_published
-    from kvlane.app.commands import kafka_client
-    from kvlane.streams.client import STREAM_TIMEOUT_S, Client
-    from kvlane.streams.errors import NotFound, PositionLost
 
     clock, seen, name = SystemClock(), asyncio.Event(), escape_control(request_id)
 
@@ -181,15 +190,13 @@ async def _follow(request_id: str, from_token: int, timeout_s: float | None) -> 
 
 
 async def _show(
-    client: Any,
+    client: Client,
     ids: Sequence[str],
     from_token: int,
     timeout_s: float,
     write: Callable[[str], None] | None = None,
 ) -> None:
     """Write one text as it arrives; several one after the other, each after its id."""
-    from kvlane.app.commands.kafka_client import write_stream
-
     failed = 0
     for request_id in ids:
         if len(ids) > 1:
@@ -211,8 +218,66 @@ def _write(text: str) -> None:
 
 
 async def _cancel(request_id: str, service_class: ServiceClass) -> None:
-    from kvlane.app.commands.kafka_client import connect_client
-
-    async with connect_client(settings_for_writing()) as client:
+    async with kafka_client.connect_client(settings_for_writing()) as client:
         await client.cancel(request_id, service_class=service_class)
     typer.echo(f"published the cancel of {escape_control(request_id)}")
+
+
+def parse_prompts(lines: Iterable[str], new_id: Callable[[], str]) -> list[Prompt]:
+    """The prompts of a JSONL file, one object a line; new ids where none are given. Raises
+    InvalidPromptFile with the line's number."""
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            fields = msgspec.json.decode(line.removeprefix("\ufeff"), type=dict[str, Any])
+            prompts.append(Prompt.model_validate({"id": new_id()} | fields))
+        except msgspec.DecodeError as e:
+            raise InvalidPromptFile(f"line {number} is not a JSON object: {e}") from e
+        except ValidationError as e:
+            first = e.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidPromptFile(f"line {number}, {where}: {first['msg']}") from e
+    return prompts
+
+
+async def publish_prompts(
+    client: Client, prompts: Iterable[Prompt], on_published: Callable[[str], None]
+) -> None:
+    """Publish prompts, at most MAX_PENDING_PROMPTS at a time; `on_published` gets each id that is
+    acknowledged."""
+    places = asyncio.Semaphore(MAX_PENDING_PROMPTS)
+
+    async def one(prompt: Prompt) -> None:
+        try:
+            on_published(await client.publish(prompt, subscribe=False))
+        finally:
+            places.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for prompt in prompts:
+            await places.acquire()
+            tasks.create_task(one(prompt))
+
+
+async def write_stream(
+    client: Client,
+    request_id: str,
+    write: Callable[[str], None],
+    *,
+    from_token: int = 0,
+    timeout_s: float,
+) -> str:
+    """Write the text of a request (of a dry run its worker and rank) as it arrives. Returns "" when
+    it is complete, else the reason. Raises TimeoutError, and the errors of `Client.stream`."""
+    async for piece in client.stream(request_id, from_token=from_token, timeout_s=timeout_s):
+        if isinstance(piece, End):
+            whole = piece.code in ("stop", "length")
+            if piece.placed is not None:  # a dry run
+                write(f"{piece.placed.worker_id} {piece.placed.dp_rank}")
+            return "" if whole else f"{piece.code}: {piece.message}".removesuffix(": ")
+        write(piece.text)
+        if piece.finish_reason in ("cancelled", "error"):
+            return f"{piece.finish_reason}: {piece.invalid}".removesuffix(": ")
+    return ""

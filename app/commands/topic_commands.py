@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvlane.app.commands import kafka_client
 from kvlane.app.commands.console import plain_table
 from kvlane.app.settings import Settings, settings_for_writing
 from kvlane.streams.clock import SystemClock
@@ -81,24 +82,22 @@ def _command(right: AclRule, servers: str, prefix: str) -> list[str]:
 
 
 async def _skip(topic: str, partition: int, offset: int) -> int:
-    from kvlane.app.commands.kafka_client import connect_kafka
     from kvlane.streams.ports import Partition
     from kvlane.streams.reading.decoding import write_skip
 
     settings = settings_for_writing()
     name = topic.removeprefix(settings.topic_prefix)
-    async with connect_kafka(settings, "kvlane-topics") as log:
+    async with kafka_client.connect_kafka(settings, "kvlane-topics") as log:
         source = Partition(name, partition)
         return (await write_skip(log, SystemClock(), source, offset)).offset
 
 
 async def _topics(*, creating: bool) -> bool:
-    from kvlane.app.commands.kafka_client import connect_kafka
     from kvlane.streams.kafka import provision
 
     settings = settings_for_writing() if creating else Settings()
     work = provision.create_topics if creating else provision.describe_topics
-    async with connect_kafka(settings, "kvlane-topics") as log:
+    async with kafka_client.connect_kafka(settings, "kvlane-topics") as log:
         states = await work(log, **settings.topic_options())
     Console().print(_table(states, settings.topic_prefix), highlight=False)
     return all(state.is_as_expected for state in states)

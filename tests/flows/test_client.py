@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from kvlane.app.commands.kafka_client import write_stream
+from kvlane.app.commands.request_commands import write_stream
 from kvlane.streams.client import ReplyResult
 from kvlane.streams.errors import AppendFailed, RecordTooLarge
 from kvlane.streams.memory.memory_broker import AppendFate
