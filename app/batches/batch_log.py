@@ -127,7 +127,8 @@ class BatchView:
                 key = response_key(record.id)
             else:
                 continue
-            _touch(seen, key, log_record.timestamp_ms)
+            seen.pop(key, None)  # a later record moves to the end
+            seen[key] = log_record.timestamp_ms
         self._positions[source] = position
 
     def _counts(self, source: Partition, key: str, is_later: bool = True) -> bool:  # noqa: FBT001, FBT002
@@ -194,11 +195,6 @@ class BatchView:
         for key in self._seen.pop(source.partition, {}):
             self._drop(source.partition, key)
         self._positions.pop(source, None)
-
-
-def _touch(seen: dict[str, int], key: str, at_ms: int) -> None:
-    seen.pop(key, None)
-    seen[key] = at_ms
 
 
 T = TypeVar("T")

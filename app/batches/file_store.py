@@ -86,7 +86,9 @@ class PartOrder:
         if self._run is None:
             self._run = run
         number = part_number(record, (self._prefix + run).decode(errors="replace"))
-        if number is None or run != self._run or self._has(number):
+        if number is None or run != self._run:
+            return False
+        if number < self._complete_to or number in self._beyond:
             return False
         self.number = number
         self._beyond.add(number)
@@ -94,9 +96,6 @@ class PartOrder:
             self._beyond.remove(self._complete_to)
             self._complete_to += 1
         return True
-
-    def _has(self, number: int) -> bool:
-        return number < self._complete_to or number in self._beyond
 
 
 class FileStore:

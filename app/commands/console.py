@@ -5,19 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unicodedata import category
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from kvlane.app.operator_error import install_hint
 
 TABLE_WIDTH = 160
 """Width of tables in files and pipes, in characters."""
@@ -63,12 +59,6 @@ def reading_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     with progress_bar(Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def require_matplotlib(plot: Path | None) -> None:
-    """Raises BadParameter before the work, and not after it, when matplotlib is missing."""
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter(f"--plot needs matplotlib: {install_hint('plot')}")
 
 
 def write_json(file: Path | None, value: Any) -> None:

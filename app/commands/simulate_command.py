@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kvlane.app.commands import console as screen
+from kvlane.app.operator_error import install_hint
 from kvlane.app.perf_curves import ProfileName
 from kvlane.app.routing.policy_names import Objective, QueueOrder
 
@@ -297,7 +299,8 @@ def _can_draw(plot: Path | None) -> None:
         raise typer.BadParameter(
             f"--plot {plot}: its name must end in one of {', '.join(PLOT_SUFFIXES)}"
         )
-    screen.require_matplotlib(plot)
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter(f"--plot needs matplotlib: {install_hint('plot')}")
 
 
 def _rows(trace: str, requests: int | None, rate: float | None, seed: int | None) -> list[TraceRow]:

@@ -99,11 +99,6 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_large_model(folder: Path) -> Path:
-    _write_files(folder, **LARGE)
-    return folder
-
-
 def _write_files(folder: Path, **changes: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _tokenizer().save(str(folder / "tokenizer.json"))
@@ -174,4 +169,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--large", action="store_true", help="the layers of a 1B, no weights")
     arguments = parser.parse_args()
-    (make_large_model if arguments.large else make_model)(arguments.folder)
+    if arguments.large:
+        _write_files(arguments.folder, **LARGE)
+    else:
+        make_model(arguments.folder)

@@ -203,9 +203,7 @@ class _Deployment:
                 "broker", BrokerSupervisor(self._broker, self._clock, self._print).watch()
             )
             urls = {part.name: part_url(s, part) for part in self._parts}
-            await self._wait_ready(
-                ReadinessCheck(workers, self._workers, workers.next_epoch(), urls)
-            )
+            await self._wait_ready(workers, urls)
         finally:
             await workers.close()
             await log.close()
@@ -226,17 +224,33 @@ class _Deployment:
         cleanup.push_async_callback(parts.stop)
         return parts
 
-    async def _wait_ready(self, readiness: ReadinessCheck) -> None:
+    async def _wait_ready(self, workers: WorkerObserver, urls: Mapping[str, str]) -> None:
+        since = workers.next_epoch()
         self._report(
             "a gateway, a preprocessor, a router, a collector, an indexer and "
             f"{count_workers(self._parts)} are starting; their log files are in {self._logs}"
         )
         late_at = self._clock.now() + LATE_REPORT_S
-        while missing := await readiness.failed_checks():
+        while missing := await self._failed_checks(workers.find_ready(since), urls):
             if self._clock.now() > late_at:
                 self._report(f"not ready yet: {'; '.join(missing)}")
                 late_at = self._clock.now() + LATE_REPORT_S
             await self._clock.sleep(READY_POLL_S)
+
+    async def _failed_checks(self, ready: Collection[str], urls: Mapping[str, str]) -> list[str]:
+        """The failed checks, as texts. `ready`: workers; `urls`: addresses by process name."""
+        missing = [f"{n} has not registered" for n in self._workers if n not in ready]
+        answers = await asyncio.gather(
+            *(asyncio.to_thread(http_get, f"{url}/readyz") for url in urls.values())
+        )
+        for name, answer in zip(urls, answers, strict=True):
+            if answer.status != HTTPStatus.OK:
+                missing.append(f"{name} {_words(answer)}")
+        if not missing:
+            models = await asyncio.to_thread(http_get, f"{urls['gateway-1']}/v1/models")
+            if models.status == HTTPStatus.OK and not models.body.get("data"):
+                missing.append("gateway-1 lists no model")
+        return missing
 
     def _where(self, urls: dict[str, str]) -> str:
         s, gateway = self._settings, urls["gateway-1"]
@@ -255,7 +269,10 @@ class _Deployment:
             f"  Kafka     {s.bootstrap_servers}, topics {s.topic_prefix}*",
             f"  data      {data}",
             "  metrics",
-            *(f"    {urls[part.name]}/metrics  {_with_role(part)}" for part in self._parts),
+            *(
+                f"    {urls[part.name]}/metrics  {part.name}" + f" ({part.role})" * bool(part.role)
+                for part in self._parts
+            ),
             "",
             f"export KVLANE_BOOTSTRAP_SERVERS={s.bootstrap_servers}",
             *own_prefix,
@@ -275,37 +292,6 @@ class _Deployment:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(rotate_logs, self._logs)
             await self._clock.sleep(LOG_ROTATION_S)
-
-
-def _with_role(part: DeploymentPart) -> str:
-    return part.name if part.role is None else f"{part.name} ({part.role})"
-
-
-class ReadinessCheck:
-    def __init__(
-        self, workers: WorkerObserver, names: Collection[str], since: int, urls: Mapping[str, str]
-    ) -> None:
-        """`urls`: addresses by process name; the gateway is "gateway-1"."""
-        self._workers = workers
-        self._names = names
-        self._since = since
-        self._urls = urls
-
-    async def failed_checks(self) -> list[str]:
-        """The failed checks, as texts; empty when all pass."""
-        ready = self._workers.find_ready(self._since)
-        missing = [f"{n} has not registered" for n in self._names if n not in ready]
-        answers = await asyncio.gather(
-            *(asyncio.to_thread(http_get, f"{url}/readyz") for url in self._urls.values())
-        )
-        for name, answer in zip(self._urls, answers, strict=True):
-            if answer.status != HTTPStatus.OK:
-                missing.append(f"{name} {_words(answer)}")
-        if not missing:
-            models = await asyncio.to_thread(http_get, f"{self._urls['gateway-1']}/v1/models")
-            if models.status == HTTPStatus.OK and not models.body.get("data"):
-                missing.append("gateway-1 lists no model")
-        return missing
 
 
 def _words(answer: HttpAnswer) -> str:

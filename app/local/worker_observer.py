@@ -48,7 +48,8 @@ class WorkerObserver:
     async def find_alive(self, names: Collection[str]) -> list[str]:
         """The workers that are alive: a new heartbeat arrives while this waits."""
         before = {name: beat.offset for name in names if (beat := self._fleet.heartbeats.get(name))}
-        recent = [n for n in before if not self._is_silent(n)]
+        oldest_ms = self._clock.now_ms() - HEARTBEAT_WINDOW_MS
+        recent = [n for n in before if self._fleet.heartbeats[n].at_ms >= oldest_ms]
         if not recent:
             return []
         await self._ctx.clock.sleep(LIVENESS_HEARTBEATS * self._heartbeat_s)
@@ -72,9 +73,6 @@ class WorkerObserver:
                 return False
             await self._ctx.clock.sleep(READY_POLL_S)
         return True
-
-    def _is_silent(self, name: str) -> bool:
-        return self._clock.now_ms() - self._fleet.heartbeats[name].at_ms > HEARTBEAT_WINDOW_MS
 
     async def _start(self, source: Partition) -> int:
         if source.topic == REGISTRY:
