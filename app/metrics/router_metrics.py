@@ -9,7 +9,7 @@ are measured in the lanes that the router owns, by append times of the ledger:
     outcome    code of the last run (Finished), or of the router's end (Ended)
 
 Received is the append time on `prompts`, or the gateway's clock for a request over HTTP. A run of
-phase prefill is left out. A request that a dead router had accepted has an outcome only. An outcome
+phase prefill is left out; a request that a dead router had accepted has an outcome only. An outcome
 that is in the ledger twice, of a run and of its router, is counted twice.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import msgspec
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -28,9 +28,9 @@ from kvlane.app.audit.drift import DriftTracker
 from kvlane.app.metrics.indexer_metrics import ViewCollector
 from kvlane.app.metrics.metric_set import TOKEN_BUCKETS, MetricSet, gauges
 from kvlane.app.routing.policy_names import RECORDED_POLICIES
+from kvlane.app.routing.queueing.router_queue import RouterQueue
 from kvlane.app.routing.selection.decision import Placement
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
-from kvlane.app.routing.state.active_load import WorkerLoad
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.streams.records import Assigned, EndCode, Ended, Finished, LogRecord, PrefillDone
 from kvlane.streams.request import Request
@@ -174,43 +174,7 @@ class DriftCollector(Collector):
         )
 
 
-class QueueGauges(Protocol):
-    """State of a queue that is read for each scrape: of a router's `WaitingRequests`."""
-
-    @property
-    def queued_requests(self) -> int:
-        """Number of requests that wait here."""
-
-    @property
-    def deferred_requests(self) -> int:
-        """Number of prompts that wait in the log."""
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of their prompts that no cache has."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of their prompts."""
-
-
 HandOverUse = Literal["used", "unused"]
-
-
-class RouterGauges(Protocol):
-    """State of a router that is read for each scrape: of its `RouterQueue`."""
-
-    @property
-    def slowdown_by_worker(self) -> Mapping[str, float]:
-        """By worker, how many times slower than its curve it has been."""
-
-    @property
-    def worker_loads(self) -> Mapping[str, WorkerLoad]:
-        """Active load by worker, from the ledger."""
-
-    @property
-    def unconfirmed_assignments(self) -> int:
-        """Assignments that were not yet read back from the ledger."""
 
 
 class RouterMetrics(MetricSet):
@@ -256,16 +220,11 @@ class RouterMetrics(MetricSet):
             self._outcomes.labels(code)
 
     def watch(
-        self,
-        scheduler: RouterGauges,
-        queue: QueueGauges,
-        batch_queue: QueueGauges,
-        followers: Mapping[str, Follower],
-        index: KvIndexView,
+        self, router_queue: RouterQueue, followers: Mapping[str, Follower], index: KvIndexView
     ) -> None:
         """Add the metrics of these objects."""
         self._views = ViewCollector(index, followers)
-        self.read(partial(_queue_families, scheduler, queue, batch_queue))
+        self.read(partial(_queue_families, router_queue))
         self.registry.register(self._views)
 
     async def page(self) -> bytes:
@@ -303,10 +262,9 @@ class RouterMetrics(MetricSet):
             self._hit_ratio.observe(rate)
 
 
-def _queue_families(
-    scheduler: RouterGauges, queue: QueueGauges, batch: QueueGauges
-) -> Iterator[Metric]:
+def _queue_families(router_queue: RouterQueue) -> Iterator[Metric]:
     """The queue, and the load of workers."""
+    queue, batch = router_queue.waiting, router_queue.batch.waiting
     for name, meaning, value in (
         ("queued_requests", "Requests queued in this router", queue.queued_requests),
         ("queued_batch_requests",
@@ -318,16 +276,16 @@ def _queue_families(
          queue.queued_tokens),
         ("queued_bytes", "Prompt bytes of queued requests", queue.queued_bytes),
         ("unconfirmed_assignments", "Decisions of this router not yet read back from the ledger",
-         scheduler.unconfirmed_assignments),
+         router_queue.unconfirmed_assignments),
     ):  # fmt: skip
         yield GaugeMetricFamily(f"kvlane_router_{name}", meaning, value)
     yield gauges(
         "kvlane_router_worker_slowdown_ratio",
         "Measured latency of a worker relative to its profile",
         "worker",
-        (([worker], ratio) for worker, ratio in sorted(scheduler.slowdown_by_worker.items())),
+        (([worker], ratio) for worker, ratio in sorted(router_queue.slowdown_by_worker.items())),
     )
-    loads = sorted(scheduler.worker_loads.items())
+    loads = sorted(router_queue.worker_loads.items())
     for name, meaning, field in (
         ("active_requests", "Active requests of a worker, from the ledger", "runs"),
         ("active_tokens", "Their prompt tokens, and output tokens when they were assigned",

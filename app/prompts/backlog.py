@@ -45,12 +45,9 @@ class Backlog:
     def revoked(self, partition: int) -> None:
         self._oldest_ms.pop(partition, None)
 
-    def received(self, partition: int, timestamp_ms: int) -> None:
-        """The first prompt was read; it was appended then."""
-        self._oldest_ms[partition] = timestamp_ms
-
-    def published(self, partition: int, timestamp_ms: int) -> None:
-        """All prompts that were read are published; the last one was appended then."""
+    def reach(self, partition: int, timestamp_ms: int) -> None:
+        """No prompt appended before this time waits: it is that of the first one that was read, or
+        of the last one that was published."""
         self._oldest_ms[partition] = timestamp_ms
 
     async def measure(self) -> BacklogSize | None:

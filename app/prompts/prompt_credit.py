@@ -1,16 +1,14 @@
 """Credit-based flow control: the number of requests that fit into the routers' queues.
 
 Routers report their free capacity to `capacity`, each with the offsets up to which it has read its
-lanes (`app/lanes/capacity_reports.py`). Requests beyond those offsets, and pending appends, use it
-up; the rest is credit. So a late report cannot be spent twice. Preprocessors share a router's
-capacity in proportion to the partitions of `prompts` that they own. HTTP requests use it too, and
-lanes may move, so a few too many are published now and then; routers queue those.
+lanes. Requests beyond those offsets, and pending appends, use it up; the rest is credit. So a late
+report cannot be spent twice. Preprocessors share a router's capacity in proportion to the
+partitions of `prompts` that they own. HTTP requests use it too, and lanes may move, so a few too
+many are published now and then; routers queue those.
 
 A report is valid for REPORT_TTL_S. Requests to a lane that no router reports are limited in rate,
-so no prompt waits for ever.
-
-The lag of the routers' group on `requests` is no measure: its committed offset stays while one
-request is queued, even when thousands after it are done.
+so no prompt waits for ever. The lag of the routers' group on `requests` is no measure: its
+committed offset stays while one request is queued.
 """
 
 from __future__ import annotations
@@ -91,10 +89,7 @@ class _UnreadLane:
 
 class PromptCredit:
     """The credit of one preprocessor for one class; a `FollowedView` over `capacity`.
-
-    `prompts_share`: of the partitions of `prompts`. `credit_changed`: notified when credit may
-    grow.
-    """
+    `prompts_share`: of the partitions of `prompts`. `credit_changed`: notified when it may grow."""
 
     name = "capacity"
 

@@ -2,10 +2,9 @@
 
     handle ──► convert ──► admit, as credit allows ──► requests ──► commit
 
-`handle` is called by a subscriber of FastStream (`streams/reading/log_broker.py`). A prompt is done
-when everything that follows from it is acknowledged; the low-water mark of its partition is
-committed soon after. While a batch waits for credit, the member keeps polling with all partitions
-paused; otherwise the group would assign them elsewhere, to wait as well. Lag is the backlog.
+A prompt is done when everything that follows from it is acknowledged; the low-water mark of its
+partition is committed soon after. While a batch waits for credit, the member keeps polling with all
+partitions paused; otherwise the group would assign them elsewhere, to wait as well.
 
 The sources of the classes of work (`app/preprocessor.py`) share models, tokenizers and the
 connection, and no state, so neither waits behind the other.
@@ -97,13 +96,10 @@ class _AdmittedRecord(NamedTuple):
 
 
 class PromptSource:
-    """One topic of prompts; its own `RebalanceListener`.
-
-    `convert`: of the records of a poll. `on_published`: for each acknowledged record.
-    `max_lifetime_s`: longest time limit of its requests. `order`: of the requests that are read
-    together, over all lanes; without one each lane keeps the order of the log, and none waits for
-    the appends of others.
-    """
+    """One topic of prompts; its own `RebalanceListener`. `convert`: of the records of a poll.
+    `on_published`: for each acknowledged record. `max_lifetime_s`: longest time limit of its
+    requests. `order`: of the requests that are read together, over all lanes; without one each lane
+    keeps the order of the log."""
 
     def __init__(
         self,
@@ -182,7 +178,7 @@ class PromptSource:
         claims = dict(self._claims)
         received = [record for record in records if self._deliver(record)]
         for record in reversed(received):
-            self.backlog.received(record.partition, record.timestamp)
+            self.backlog.reach(record.partition, record.timestamp)
         await self._wait_for(self.publish_requests(received))
         if self._stopping.is_set():
             return
@@ -190,7 +186,7 @@ class PromptSource:
             claim = claims[record.partition]
             claim.mark_done(record.offset)
             if not claim.is_lost:
-                self.backlog.published(record.partition, record.timestamp)
+                self.backlog.reach(record.partition, record.timestamp)
 
     def _deliver(self, record: Record) -> bool:
         """Count a record of an owned partition as read; false if it is not, or was read before."""
@@ -267,11 +263,8 @@ class PromptSource:
     def _admit(
         self, answers: Sequence[_PreparedRecord]
     ) -> tuple[dict[int, list[_AdmittedRecord]], list[_PreparedRecord]]:
-        """Records that may be published now, by lane, and those that must wait.
-
-        Requests of a lane keep their order. A Cancel waits behind its own request only: the others
-        may wait for its run.
-        """
+        """Records that may be published now, by lane, and those that must wait. Requests of a lane
+        keep their order; a Cancel waits behind its own request only."""
         ready: dict[int, list[_AdmittedRecord]] = {}
         waiting: list[_PreparedRecord] = []
         full_lanes: set[int] = set()
@@ -304,8 +297,7 @@ class PromptSource:
         return self._broker_clock.now_ms() > request.queued_ms + lifetime_s * 1000
 
     async def _publish(self, lane: int, ready: Sequence[_AdmittedRecord]) -> None:
-        """Publish in order, as one batch where it fits: one at a time, a backlog of an outage would
-        shrink no faster than new prompts arrive."""
+        """Publish in order, as one batch where it fits."""
         if len(ready) > 1:
             try:
                 pairs = [(each.record.id, each.record) for each in ready]

@@ -60,11 +60,8 @@ def _folded(builder: Any, a: Any, b: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def mul_fold(_typing: Any, _a: Any, _b: Any) -> Any:
-    """Xor of both halves of the 128-bit product of two u64.
-
-    One factor passes through an empty line of assembler, or LLVM would vectorise the surrounding
-    loop, which no vector unit has this product for (6.5 instead of 3.2 ns for 16 tokens).
-    """
+    """Xor of both halves of the 128-bit product of two u64. One factor passes through an empty line
+    of assembler, or LLVM would vectorise the surrounding loop, to code of half the speed."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         a = builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [args[0]], side_effect=False)
@@ -111,26 +108,19 @@ def broadcast(_typing: Any, _a: Any) -> Any:
     return simd(types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def add_lanes(_typing: Any, _a: Any, _b: Any) -> Any:
-    return simd(simd, simd), lambda _context, builder, _signature, args: builder.add(*args)
+def _by_lane(instruction: str) -> Any:
+    """Intrinsic: one instruction of LLVM, lane by lane."""
+
+    def by_lane(_typing: Any, _a: Any, _b: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return getattr(builder, instruction)(*args)
+
+        return simd(simd, simd), generate
+
+    return intrinsic(by_lane)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def mul_lanes(_typing: Any, _a: Any, _b: Any) -> Any:
-    """Multiply lane by lane."""
-    return simd(simd, simd), lambda _context, builder, _signature, args: builder.mul(*args)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def xor_lanes(_typing: Any, _a: Any, _b: Any) -> Any:
-    return simd(simd, simd), lambda _context, builder, _signature, args: builder.xor(*args)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def shift_right(_typing: Any, _a: Any, _bits: Any) -> Any:
-    """Shift each lane to the right by the same lane of the second operand."""
-    return simd(simd, simd), lambda _context, builder, _signature, args: builder.lshr(*args)
+add_lanes, mul_lanes, xor_lanes, shift_right = map(_by_lane, ("add", "mul", "xor", "lshr"))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -171,8 +161,7 @@ def fold_pairs(_typing: Any, _a: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def fold_neighbours(_typing: Any, _a: Any, _b: Any) -> Any:
     """`mul_fold` of neighbours: lanes 0 and 1 of the first value, then of the second, then 2 and 3
-    of the first, and so on; high halves from products of 32-bit halves.
-    """
+    of the first, and so on; high halves from products of 32-bit halves."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         a, b = builder.shuffle_vector(*args, _LEFT), builder.shuffle_vector(*args, _RIGHT)

@@ -26,7 +26,7 @@ from kvlane.app.routing.selection.cost_kernels import Floats, Ints
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad
 from kvlane.app.routing.state.batch_runs import BatchRuns, batch_delay_ms
 from kvlane.app.routing.state.change_log import ChangeLog, TrackedDict
-from kvlane.app.routing.state.fleet import WorkerRank
+from kvlane.app.routing.state.fleet import LastHeartbeat, WorkerRank
 from kvlane.app.routing.state.kv_index import KvIndexView
 from kvlane.app.routing.state.performance import PUBLISHED_CURVES, EngineProfile, PrefillShares
 from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
@@ -40,9 +40,8 @@ _SPOT_BYTES = 8 * cost_kernels.FEATURES
 NO_ROW = -1
 """The row of places of other pools."""
 MIN_ESTIMATE = 4.0
-"""Least length of an estimate that counts, as a multiple of the longest prefix in the index. Where
-one worker has part of a prompt, the others go by their load: parallel calls of an agent would go to
-the worker of the first one for little, and their decode be slower."""
+"""Least length of an estimate that counts, as a multiple of the longest prefix in the index. With
+less, parallel calls of an agent would all go to the worker of the first one."""
 NO_BLOCKS = (0,) * len(Tier)
 NO_SLOWDOWNS: Mapping[str, float] = MappingProxyType({})
 NO_CURVES: Mapping[str, PerfCurves] = MappingProxyType({})
@@ -72,14 +71,6 @@ class CandidateSpec(Protocol):
         """Whether the index knows its cache, in blocks of the pool's size."""
 
 
-class HeartbeatLoad(Protocol):
-    """The load in a worker's last heartbeat."""
-
-    @property
-    def output_tokens(self) -> int:
-        """Output tokens of its running requests, over all ranks."""
-
-
 class TableInputs(msgspec.Struct, frozen=True, gc=False):
     """The inputs of a table. `committed` and `unconfirmed`: load by the ledger, and of decisions
     not read back. `heartbeats`: heartbeats by worker, `changed_heartbeats`: their changes,
@@ -91,7 +82,7 @@ class TableInputs(msgspec.Struct, frozen=True, gc=False):
 
     committed: ActiveLoad
     unconfirmed: ActiveLoad
-    heartbeats: Mapping[str, HeartbeatLoad]
+    heartbeats: Mapping[str, LastHeartbeat]
     changed_heartbeats: ChangeLog[str]
     count_output_tokens: bool = True
     slowdown: Mapping[str, float] = NO_SLOWDOWNS
@@ -137,9 +128,7 @@ def recorded_curve(profile: EngineProfile) -> tuple[float, ...]:
 
 
 class CandidateTable:
-    """The candidates of one pool. `worker_ranks`, `hashes`, `curves`, `features`: as in
-    `Candidates`.
-    """
+    """The candidates of one pool; the public columns are those of `Candidates`."""
 
     def __init__(self, rows: Sequence[CandidateSpec]) -> None:
         self.worker_ranks = [row.worker_rank for row in rows]
@@ -183,10 +172,8 @@ class CandidateTable:
         return np.array([row_of.get(rank, NO_ROW) for rank in ranks], np.int64)  # type: ignore[arg-type]
 
     def rows_of_reserved(self, ranks: Sequence[WorkerRank]) -> Ints:
-        """The row numbers of the places of reservations, then -1 for none; remembered.
-
-        Such a list is replaced or continued, never changed. The rows of 64 places take 7 us.
-        """
+        """The row numbers of the places of reservations, then -1 for none; remembered, since such a
+        list is replaced or continued, never changed."""
         if ranks is not self._reserved or len(self._reserved_rows) != len(ranks) + 1:
             self._reserved, self._reserved_rows = ranks, self.rows_of((*ranks, None))
         return self._reserved_rows
@@ -212,10 +199,8 @@ class CandidateTable:
         self, ranks: Sequence[WorkerRank] | None, blocks: Floats, taint_weights: Floats | None,
         others: Reservations,
     ) -> Candidates:  # fmt: skip
-        """The candidates at these places, in this order; None: at all places of the pool.
-
-        `blocks`, `taint_weights` and `others` are about all rows, as in `Candidates`.
-        """
+        """The candidates at these places, in this order; None: at all places of the pool. The other
+        arguments are about all rows, as in `Candidates`."""
         every = Candidates(
             self.worker_ranks,
             self.hashes,
@@ -366,9 +351,8 @@ class CandidateTable:
             self.features[n, cost_kernels.CURVE :] = curves.coefficients()
 
     def _assume_slowdown(self) -> None:
-        """Take an unmeasured worker to be like the fastest with the same curve; see
-        `performance.py`.
-        """
+        """Take an unmeasured worker to be like the fastest with the same curve
+        (`performance.py`)."""
         is_known = np.ones(len(self.worker_ranks), bool)
         is_known[[*self._unmeasured]] = False
         for kind in np.unique(self._kinds[~is_known]):
