@@ -127,8 +127,7 @@ def multimodal_hash(identifier: str) -> int | None:
 
 
 def token_array(tokens: Tokens) -> NDArray[np.uint32]:
-    """Token ids as a u32 array; a view where possible. Raises ValueError. A list goes through
-    `array`, a third of the time of numpy's constructors."""
+    """Token ids as a u32 array; a view where possible. Raises ValueError."""
     if isinstance(tokens, bytes | bytearray | memoryview):
         if len(tokens) % 4:
             raise ValueError(f"token ids have {len(tokens)} bytes: not a multiple of 4")
@@ -194,8 +193,8 @@ def derive_secret(secret: bytes) -> KeySecret:
 def prefix_sums(
     local: NDArray[np.uint64], secret: KeySecret, *, position: int = 0, parent_sum: int = 0
 ) -> NDArray[np.uint64]:
-    """Sums up to each block from block `position` on; `parent_sum` is the sum before it. A
-    continuation needs the sum, not the key, of its parent: they differ for a sum of 0."""
+    """Sums up to each block from block `position` on; `parent_sum` is the sum before it, which
+    differs from the key of the parent if it is 0."""
     sums = np.empty(len(local), np.uint64)
     constants = secret.start, secret.step, secret.first, secret.second
     prefix_sum_rows(np.ascontiguousarray(local), position, parent_sum & M64, *constants, sums)

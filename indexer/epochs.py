@@ -4,12 +4,10 @@ The rules of every index (`indexer/index.py`, `workbench/reference_index.py`), w
 subclass of `CacheState`. All state belongs to the partition that a record came from:
 
 - A worker has one epoch at a time. Events of a lower epoch are ignored; a higher one starts with
-  an empty cache, since a restarted engine has one. `end_epoch` ends an epoch: its blocks are
-  dropped, and its later events are ignored.
+  an empty cache. `end_epoch` ends an epoch: its blocks are dropped, and its later events ignored.
 - Event ids are contiguous within (worker, epoch, rank). Events that were applied before are
   skipped. A gap means that removals may have been missed: the blocks of the rank are dropped until
-  they are announced again. The first record of a rank may have any event id, because the start of
-  the log may have been deleted.
+  they are announced again. The first record of a rank may have any event id.
 - *cleared* leaves a rank without blocks, in all tiers. From then on the rank is complete: all its
   blocks were announced in the records read. A gap, or a start in the middle, makes it incomplete.
 """

@@ -3,8 +3,7 @@
 Storage. The key of a block (`indexer/block_hashes.py`) has one slot in the table of its tier
 (`indexer/blocks/block_table.py`), with the set of caches that hold the block
 (`indexer/blocks/holder_sets.py`); a cache is a *column* of those sets. `stored` and `removed` rows
-move blocks from one set to another (`indexer/blocks/updates.py`); a `TierStore` grows the arrays
-(`indexer/blocks/tier_store.py`). `indexer/epochs.py` decides which events are applied.
+move blocks from one set to another (`indexer/blocks/updates.py`).
 
 Lookup. `match_prefix` finds the positions along a prompt where the set of holders changes, and
 derives the depth of every cache from them (`indexer/blocks/prefix_search.py`).
@@ -16,12 +15,12 @@ then the column is used again.
 *Closed* means that a cache holds no block of the device tier without its parent. Workers publish
 blocks that way (`indexer/cache_events/event_normalizer.py`). A cache whose log does not start at a
 `cleared`, or that had blocks rejected, may not be closed; while there is one, every block of a
-prompt is looked up.
+prompt is looked up. Closed caches are only searched for a prompt whose first block was stored at
+position 0.
 
 One writer, and any number of threads that call `match_prefix` or `match_depths`: these take the
 arrays of a tier as one tuple, run without the interpreter's lock, and retry when sets were
-recycled. Everything else belongs to the writer's thread. Each cache has at most `max_blocks`
-blocks. Closed caches are only searched for a prompt whose first block was stored at position 0.
+recycled. Everything else belongs to the writer's thread.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ MAX_CACHE_BLOCKS = 1 << 24
 
 SWEEP_SLOTS_PER_KEY = 4
 MIN_MAINTENANCE_SLOTS = 1 << 14
-"""Minimum slots copied or swept with every change: 30-60 microseconds."""
+"""Minimum slots copied or swept with every change."""
 MAX_RETIRED_COLUMNS = 4096
 """Retired columns at which the sweep is finished at once."""
 
@@ -338,7 +337,7 @@ class Index(IndexBase[_Cache]):
         return bool(growing or self._leaving or self._retired)
 
     def maintain_fully(self) -> None:
-        """Finish all growing and sweeping: 3-10 ns per slot."""
+        """Finish all growing and sweeping."""
         while self.maintain():
             pass
 
@@ -359,7 +358,7 @@ class Index(IndexBase[_Cache]):
     # --- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, partition: int) -> bytes:
-        """Snapshot of a partition. About 0.1 s for a million blocks."""
+        """Snapshot of a partition."""
         caches = [cache for _, cache in self._epochs.caches_of(partition)]
         columns = [cache.column for cache in caches]
         held = [column for column in columns if column != _NO_COLUMN]
@@ -369,11 +368,8 @@ class Index(IndexBase[_Cache]):
         )
 
     def restore(self, partition: int, data: bytes) -> None:
-        """Restore a partition, the inverse of `snapshot`.
-
-        Raises ValueError for another format or secret, or inconsistent data; the partition is then
-        unchanged, or empty.
-        """
+        """Restore a partition, the inverse of `snapshot`. Raises ValueError for another format or
+        secret, or inconsistent data; the partition is then unchanged, or empty."""
         try:
             described, parts = snapshot_format.decode_snapshot(
                 data, self._fingerprint, tiers=len(Tier)

@@ -2,13 +2,12 @@
 
 Kernels take arrays and numbers, return numbers or nothing, run without the interpreter's lock, and
 never raise: the classes around them validate. `kernel` and `inlined` are the only decorators that
-compile functions of this project. This module imports numba.
+compile functions of this project.
 
 The machine code is cached in the first usable of `KVLANE_KERNEL_CACHE_DIR`, the virtual environment
 and `~/.cache/kvlane/kernels`, in a subfolder for each combination of sources, Python, numba and
-processor (numba would miss a change of a function that was inlined from another file).
-`indexer/precompile.py` fills it. With a read-only cache a process works on a private copy; without
-a folder it compiles.
+processor (numba would miss a change of a function that was inlined from another file). With a
+read-only cache a process works on a private copy; without a folder it compiles.
 """
 
 from __future__ import annotations
@@ -187,15 +186,13 @@ event.register("numba:compile", CompileNotifier())
 
 
 def kernel(*signatures: Any, allocates: bool = False) -> Callable[[F], F]:
-    """Compile for these numba signatures, and no others, where the function is defined.
+    """Compile for these numba signatures, and no others, where the function is defined. Without
+    signatures: at each call, for its argument types. Read-only arrays have a different type from
+    writable ones, unless a signature accepts both.
 
-    Without signatures: at each call, for its argument types. Read-only arrays have a different type
-    from writable ones, unless a signature accepts both.
-
-    Only a kernel that `allocates` counts references, two locked instructions for each array (a
-    match of 64 blocks takes .7 us without, 2.1 with them). A kernel without must create no arrays
-    (no np.empty, no assignment to a slice; views are fine), and a kernel with must not use array
-    results of one without.
+    Only a kernel that `allocates` counts references, two locked instructions for each array. A
+    kernel without must create no arrays (no np.empty, no assignment to a slice; views are fine),
+    and a kernel with must not use array results of one without.
     """
     given = list(signatures) or None
     options = {"nogil": True, "cache": CACHE_FOLDER is not None, "_nrt": allocates}

@@ -78,12 +78,9 @@ class Admission:
     async def find_place(
         self, rest: RemainingWork, handover: HandOver | None = None, *, is_cancellable: bool = True
     ) -> Placement | Rejection | DeferredRequest:
-        """Wait for a worker with capacity until the deadline; else the reason of the rejection.
-
-        With a full queue, a request that has not begun is refused, or deferred if it came over
-        Kafka. Others are queued in any case: there are never more of them than runs that workers
-        had.
-        """
+        """Wait for a worker with capacity until the deadline; else the reason of the rejection. A
+        full queue takes requests that have begun: there are no more of them than workers had
+        runs."""
         s, request = self._context, rest.request
         wait = Wait("")
         until_ms = min(rest.deadline_ms, math.inf if handover is None else handover.until_ms)
@@ -127,8 +124,7 @@ class Admission:
     def _wait_ends_ms(
         self, until_ms: float, rest: RemainingWork, lane_request: LaneRequest, wait: Wait
     ) -> float:
-        """The broker time at which a wait ends: at `until_ms`, or before that for the renewal of
-        the request, or for its refusal for want of a worker."""
+        """The broker time at which a wait ends: `until_ms`, or a renewal or refusal before it."""
         ends_ms = min(until_ms, rest.renewal_ms)
         if wait.code == "no_workers" and lane_request.phase != "decode" and not rest.has_begun:
             absent_until_ms = self._context.model_availability.absent_until_ms
@@ -157,11 +153,8 @@ class Admission:
         return s.queue.first_phase(lane_request, s.broker_clock.now_ms(), stays_whole=stays_whole)
 
     def _is_shed(self, rest: RemainingWork, lane_request: LaneRequest) -> bool:
-        """Load shedding: whether a new request over HTTP is refused before it is planned.
-
-        A plan would reserve a place, which changes the order of the queue; the refusal would change
-        it back.
-        """
+        """Load shedding: whether a new request over HTTP is refused before it is planned, since a
+        plan would reserve a place, and change the order of the queue."""
         request = rest.request
         if rest.attempt or rest.has_begun or request.queued_ms or request.is_query:
             return False

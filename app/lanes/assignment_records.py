@@ -1,8 +1,4 @@
-"""The two records of a dispatch: `Assigned`, the decision with its inputs, and `Assignment`, the
-work.
-
-Pure: `dispatch.py` writes them.
-"""
+"""The two records of a dispatch: `Assigned`, the decision, and `Assignment`, the work. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Reports of a router's free capacity to preprocessors: the prompts that it has room for.
 
-One small record of `remaining_capacity` after every change, a few a second at most, and again
-before the last one expires: a preprocessor drops a router without reports. Every ten seconds a
-record also has the requests that wait, with their reasons, for operators (`kvlane explain`).
+A record after every change, a few a second at most, and again before the last one expires. Every
+ten seconds it also has the requests that wait, with their reasons, for operators.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ from kvlane.streams.topics import CAPACITY
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
-"""Between two reports of changes. The prompts that a preprocessor may publish in this time are
-bounded by the room in the last report, half a queue of `max_queued_requests` (2048)."""
+"""Between two reports of changes."""
 REFRESH_INTERVAL_S = 1.0
 """Between two reports of the same."""
 WAITS_INTERVAL_S = 10.0
 """Between two reports of waits, and the age from which on a wait is reported."""
 MAX_REPORTED_WAITS = 2000
-"""Interactive requests come first, then those that have waited longest. With the longest ids the
-record has 430 KB."""
+"""Interactive requests come first, then those that have waited longest."""
 
 
 class CapacityReporter:

@@ -50,11 +50,8 @@ MAX_MODELS = 10_000
 
 
 class ModelAvailability:
-    """The models of one router's fleet.
-
-    `absence_ms`: how long requests wait for a model without workers. `needs_prefill`: no request is
-    served without a prefill worker.
-    """
+    """Whether models have workers. `absence_ms`: how long requests wait for a model without any.
+    `needs_prefill`: no request is served without a prefill worker."""
 
     def __init__(self, fleet: Fleet, absence_ms: float, *, needs_prefill: bool = False) -> None:
         self._fleet = fleet
@@ -81,10 +78,7 @@ class ModelAvailability:
         return frozenset(models[False] & models[True] if self._needs_prefill else models[False])
 
     def is_known(self, model: str) -> bool:
-        """Whether waiting for this model makes sense: it has workers, had some, or has a card.
-
-        Without a single worker, a wrong name cannot be told from a model whose workers are to come.
-        """
+        """Whether a model has workers, had some, or has a card; any model, without a worker."""
         return (
             not model
             or model in self._known
@@ -93,8 +87,7 @@ class ModelAvailability:
         )
 
     def is_timed_out(self, model: str, now_ms: int) -> bool:
-        """Whether a model has had no worker for so long that requests no longer wait for one. From
-        the first request that found none: an autoscaler on demand needs some time."""
+        """Whether a model has had no worker for `absence_ms` after the first request for it."""
         if self.has_worker(model):
             return False
         since_ms = self._absent_since_ms.setdefault(model, now_ms)
@@ -130,10 +123,7 @@ WORKER_CACHE_SIZE = 4096
 
 
 class ViewStopped(Exception):
-    """A view of this router stopped, so its state is stale. The router ends, too.
-
-    The cause is the error that ended the view; the log of the process has more.
-    """
+    """A view of this router stopped, so its state is stale, and the router ends."""
 
 
 class LedgerListener(Protocol):
@@ -228,8 +218,7 @@ class RouterContext:
     model_availability: ModelAvailability = field(init=False)
     scheduler: Scheduler = field(init=False)
     response_end_offsets: dict[int, int] = field(default_factory=dict)
-    """Ends of the response lanes as of a moment ago: where a new request's answer begins, or
-    before it. A lower bound is enough, it only makes a later scan longer."""
+    """Ends of the response lanes as of a moment ago: at or before a new request's answer."""
     _end_offsets: EndOffsets = field(init=False)
 
     def __post_init__(self) -> None:

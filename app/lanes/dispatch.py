@@ -2,9 +2,8 @@
 assignment (`assignment_records.py`).
 
 The order of appends and barriers is the contract: after a crash between two steps
-`app/routing/reconcile.py` finds the rest. The lane's owner (`owner.py`) decides which procedure is
-due, and runs one at a time per request. Every wait ends with the request's deadline, and at once by
-its Cancel.
+`app/routing/reconcile.py` finds the rest. The lane's owner (`owner.py`) runs one procedure at a
+time per request. Every wait ends with the request's deadline, and at once by its Cancel.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from kvlane.streams.request import BootstrapInfo
 from kvlane.streams.topics import ASSIGNMENTS, LEDGER
 
 LOG_LOOKUP_TIMEOUT_S = 10.0
-"""Time-out to read the emitted tokens from the log, also when the deadline is near or past: ten
-minutes of a lane's answers are a million records, which take a few seconds."""
+"""Least time-out to read the emitted tokens from the log, also near the deadline."""
 
 
 def look_up_s(deadline_ms: int, clock: BrokerClock) -> float:
@@ -50,9 +48,7 @@ DEFERRED = "deferred: prompts fill their share of the router's queue"
 
 
 class RequestDeferred(Exception):
-    """A prompt from Kafka waits for room without its body: `resume_deferred` goes on with
-    `deferred`.
-    """
+    """A prompt from Kafka waits for room without its body; see `resume_deferred`."""
 
     def __init__(self, reference: DeferredRequest) -> None:
         super().__init__(reference.id)
@@ -60,11 +56,8 @@ class RequestDeferred(Exception):
 
 
 def is_request_fault(error: Exception) -> bool:
-    """Whether an error is the fault of the request, not of the router or the broker.
-
-    Unexpected errors count as the request's: a router that ended for one would get it again, and so
-    would the next one.
-    """
+    """Whether an error is the fault of the request, not of the router or the broker. Unexpected
+    ones count as the request's: a router that ended for one would get it again."""
     if isinstance(error, StreamError):
         return isinstance(error, RecordError | PositionLost)
     return not isinstance(error, ViewStopped)
@@ -161,10 +154,7 @@ class Dispatcher:
 
     async def assign_decode(self, handover: HandOver) -> bool:
         """Dispatch the decode of a prompt that a prefill worker holds, or computes; or end it.
-
-        False past the time of the hand-over, and after the death of that worker: the next attempt
-        is due.
-        """
+        False past the time of the hand-over, and after the death of that worker."""
         s, prefill = self._context, handover.prefill
         began_at = s.ctx.clock.now()
         rest = self._decode_work(handover)
@@ -182,11 +172,9 @@ class Dispatcher:
         return True
 
     async def release(self, request_id: str) -> None:
-        """Let a decode worker fetch the blocks that are held for a request whose End is written.
-
-        It generates one token, which no reader sees. So the blocks are freed before the end of
-        their lease, by engines of any kind, which have no other call for it. Best effort.
-        """
+        """Let a decode worker fetch the blocks that are held for a request whose End is written,
+        which frees them before the end of their lease. It generates one token, which no reader
+        sees: engines have no other call for it. Best effort."""
         state = self._context.ledger.request(self._lane, request_id)
         handover = None if state is None else self.handovers.usable(request_id, state.attempt)
         if handover is None:
@@ -265,11 +253,9 @@ class Dispatcher:
     async def _dispatch(
         self, rest: RemainingWork, choice: Placement, handover_until_ms: int
     ) -> None:
-        """Write the decision to the ledger and the work to the worker's slot, together.
-
-        No transaction: a decision without work is found as not started, work without a decision
-        announces itself by Started. Ends when this router has read its own decision.
-        """
+        """Write the decision to the ledger and the work to the worker's slot, and read the decision
+        back. No transaction: a decision without work is found as not started, work without a
+        decision announces itself by Started."""
         s, request = self._context, rest.request
         worker, epoch, _ = choice.worker_rank
         run = RunId(rest.attempt, choice.phase, worker, epoch)

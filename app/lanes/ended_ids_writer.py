@@ -1,7 +1,6 @@
 """The writer of `ended-ids`: ids of prompts that have ended, a record a minute for each owned lane.
 
-Repeated records do no harm. After a crash the next owner writes the missing ones, from the view
-that every router has (`app/routing/state/ended_prompts.py`).
+Repeated records do no harm. After a crash the next owner writes the missing ones, from its view.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Failover of one request: move it to another worker, or find out whether its run is lost.
 
 The order of appends and barriers is the contract: after a crash between two steps
-`app/routing/reconcile.py` finds the rest. The rest of a request is dispatched as any other
-(`dispatch.py`).
-
-Whether an answer is complete follows from its last token alone, by the engines' own rule
-(`app/text/stop_conditions.py`). Stop strings need no search: the Chunk with the last character of
-one has the finish reason too.
+`app/routing/reconcile.py` finds the rest. Whether an answer is complete follows from its last token
+alone (`app/text/stop_conditions.py`): the Chunk with the last character of a stop string has the
+finish reason too.
 """
 
 from __future__ import annotations
@@ -51,9 +48,8 @@ NOTHING_SHOWN = Chunk(id="", attempt=0, run="", seq=0, index=0)
 
 
 class RequestHistory(NamedTuple):
-    """The visible part of an answer, and its request, to continue it with. No request if the answer
-    is over, or too many workers have failed. `shown`: the visible part, if the request is to be
-    appended again."""
+    """The visible part of an answer, and its request; none if the answer is over, or too many
+    workers have failed. `shown`: the visible part, if the request is to be appended again."""
 
     emitted: Transcript
     request: Request | None
@@ -80,12 +76,10 @@ class Failover:
         self._waits = waits
 
     async def restart(self, request_id: str, action: Restart) -> None:
-        """Move a request to another worker. The order makes it safe:
-
-        Fencing (the intent, for another owner), Fence (readers ignore the old attempt), ledger to
-        its end, tokens emitted up to the first Fence, assignment of the rest. It stops where it
-        finds the attempt begun or the request ended.
-        """
+        """Move a request to another worker, in a safe order: Fencing (the intent, for another
+        owner), Fence (readers ignore the old attempt), ledger to its end, tokens emitted up to the
+        first Fence, assignment of the rest. It stops if the attempt has begun, or the request
+        ended."""
         s, attempt = self._context, action.attempt
         old_runs = self._termination.active_runs(request_id)
         if action.reason != "resume":
@@ -186,12 +180,9 @@ class Failover:
     async def _renewed(
         self, rest: RemainingWork, shown_piece: Chunk | None
     ) -> RemainingWork | None:
-        """A request with new time limits, once its record is appended again with the answer so far.
-
-        The record, then a Fence that names it (collectors go on from there), then a Fencing (so do
-        routers). None if the attempt has begun or the request ended. A record that would be too
-        large is not appended: the limits stay.
-        """
+        """A request with new time limits, once its record is appended again with the answer so far:
+        the record, then a Fence that names it (for collectors), then a Fencing (for routers). None
+        if the attempt has begun or the request ended. With a record too large the limits stay."""
         if shown_piece is None:
             return rest
         s, request_id, attempt = self._context, rest.request.id, rest.attempt
@@ -221,13 +212,9 @@ class Failover:
         )  # fmt: skip
 
     async def verify(self, request_id: str, run: RunId) -> None:
-        """Find out whether a worker has a run that it should have; restart the request if not.
-
-        A heartbeat after the worker has read its slot to the present end lists the run, unless it
-        is finished or was never taken; it may be older than the question. The ledger is read to its
-        end before the verdict, for Finished. Nothing is due once the run is closed, its worker lost
-        or the deadline past.
-        """
+        """Find out whether a worker has a run that it should have; restart the request if not. A
+        heartbeat after the worker has read its slot to the present end lists the run, unless it is
+        finished or was never taken: so the ledger is read to its end before the verdict."""
         s, worker, epoch = self._context, run.worker, run.epoch
         since_ms = s.broker_clock.now_ms()
         read_to = await s.end_offset(s.assignments_partition(worker))

@@ -3,12 +3,11 @@
 Silence alone proves nothing: this router may be behind, or the broker down. So before `Lost`, the
 detector sends a probe through the worker's partition of kv-events and reads up to it. The silence
 that counts is from when this router read the worker's last heartbeat until it sent the probe, by
-its own monotonic clock: the worker was silent at least so long, whatever the brokers' clocks.
+its own monotonic clock.
 
 While probes into a partition fail, no worker in it is declared lost, and silence counts from their
-next success; workers of other partitions get one time-out more at most, and so do all workers while
-this router's own appends are slow: a worker's heartbeats wait for all copies, and may need the same
-hung broker.
+next success. All workers get one time-out more at most while this router's own appends are slow: a
+heartbeat may need the same hung broker.
 
 All routers do this; several Lost for one epoch have the effect of one.
 """
@@ -39,8 +38,8 @@ MIN_FLEET = 4
 """Smallest fleet in which the silence of a third of the workers counts as mass silence."""
 
 TOMBSTONE_AFTER_TIMEOUTS = 3
-"""Time-outs after which any router removes the card of a lost worker. The router that declared it
-lost does so at once, unless it crashes in between."""
+"""Time-outs after which any router removes the card of a lost worker, as the router that declared
+it lost does at once."""
 
 
 class FailureDetector:
@@ -99,11 +98,8 @@ class FailureDetector:
         ]
 
     def _silence_limit_s(self, now_s: float) -> float:
-        """The silence that is tolerated now.
-
-        Twice the time when more than a third of the workers, or the only one, are silent at once:
-        the cause is more likely this router or the network.
-        """
+        """The silence that is tolerated now: twice the time when more than a third of the workers,
+        or the only one, are silent, since the cause is more likely this router or the network."""
         s = self._context
         timeout_s = s.settings.worker_timeout_s
         living = [(worker, member.epoch) for worker, member in s.fleet.live_members()]

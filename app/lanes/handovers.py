@@ -22,8 +22,8 @@ from kvlane.streams.records import LogRecord, PrefillDone, WorkerCard
 from kvlane.streams.request import BootstrapInfo
 
 MAX_PREFILL_BYTES = 64 * 1024 * 1024
-"""Prompts of a lane that are kept while prefill workers compute them. With more of them requests
-are dispatched whole, unless disaggregation is enforced."""
+"""Prompts of a lane that are kept while prefill workers compute them; beyond, requests stay
+whole."""
 LEASE_SHARE = 0.8
 """The part of an engine's lease that a hand-over may take: the rest is for clocks that differ."""
 ROOM_BITS = 63
@@ -31,13 +31,10 @@ ROOM_BITS = 63
 
 
 class HandOver(NamedTuple):
-    """A prompt that a prefill worker holds, or computes, for a decode worker.
-
-    `since_ms`: dispatch of the prefill, which keeps the request's place in the queue. `params`:
-    transfer parameters of its engine. `until_ms`: broker time until which decode may begin; 0 while
-    it may not. `cached_tokens`: of the prompt, at the prefill worker. `bootstrap`: the room of the
-    bootstrap path.
-    """
+    """A prompt that a prefill worker holds, or computes, for a decode worker. `since_ms`: dispatch
+    of the prefill. `params`: transfer parameters of its engine. `until_ms`: broker time until which
+    decode may begin; 0 while it may not. `cached_tokens`: at the prefill worker. `bootstrap`: the
+    room of the bootstrap path."""
 
     rest: RemainingWork
     prefill: RunId
@@ -59,8 +56,7 @@ class HandOver(NamedTuple):
 
 
 class HandOvers:
-    """The hand-overs that the owner of a lane has begun: each is used once, by itself alone. An
-    owner that did not begin one never uses it: its predecessor may be doing so still."""
+    """The hand-overs that the owner of a lane has begun: each is used once, by this owner alone."""
 
     def __init__(
         self, timeout_ms: int, count_awaited: Callable[[int], None] = lambda _: None

@@ -1,7 +1,7 @@
 """Backpressure of one lane: it is not read while its topics take no appends, or too few.
 
 Counts the jobs of the lane that do not wait for a worker, and the bytes of their prompts. Other
-lanes are read on. Waiting requests are bounded in `app/routing/queueing/waiting_requests.py`.
+lanes are read on. The bound on waiting requests is elsewhere (`WaitingRequests`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ log = logging.getLogger(__name__)
 
 MAX_APPENDING_JOBS = 150
 MAX_APPENDING_BYTES = 64 * 1024 * 1024
-"""Jobs of a lane, and bytes of their prompts, that do not wait for a worker: they append to its
-topics, in a few milliseconds each. More than this many mean that the topics accept appends too
-slowly: the lane is paused until half of the jobs are done. Its Cancels wait too."""
+"""Jobs of a lane, and bytes of their prompts, that do not wait for a worker but append to its
+topics. With more of them the lane is paused until half of the jobs are done. Its Cancels wait
+too."""
 STUCK_WARNING_S = 2.0
 """A pause longer than this is logged; bursts are shorter."""
 

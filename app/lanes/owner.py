@@ -3,10 +3,9 @@
 A `LaneOwner` exists from the assignment of a lane to this router until its revocation. It accepts
 requests (each is done when its decision or end is in the ledger, or its record was appended again),
 and executes the actions that `app/routing/reconcile.py` finds due, also for requests of the owner
-before it. At most one job per request runs at a time; all are cancelled with the ownership, at any
-step: the next owner finds the same actions due by the log.
-
-The jobs: `dispatch.py`, `failover.py`, `termination.py`.
+before it. At most one job per request runs at a time (`dispatch.py`, `failover.py`,
+`termination.py`); all are cancelled with the ownership, at any step: the next owner finds the same
+actions due by the log.
 """
 
 from __future__ import annotations
@@ -97,11 +96,8 @@ class LaneOwner:
     # --- from outside ----------------------------------------------------------------------------
 
     def on_request_record(self, log_record: LogRecord) -> None:
-        """A record of `requests` arrived in this lane.
-
-        Raises RecordError for one of another lane: its reader waits there, so here it would run in
-        vain.
-        """
+        """A record of `requests` arrived in this lane. Raises RecordError for one of another
+        lane."""
         record = log_record.record
         assert isinstance(record, Request | Cancel | Refused), "the intake lets no other types pass"
         if log_record.offset >= self._unread_end:
@@ -121,12 +117,9 @@ class LaneOwner:
             job.cancel()  # `_ended` goes on with the Cancel
 
     def _put_behind(self, log_record: LogRecord, record: Request | Cancel | Refused) -> None:
-        """Let a record wait for the job of its request.
-
-        One of each kind waits. Another one, or a Request whose first is being admitted or known, is
-        done at once. Of renewals of a request that has begun the last one waits, so that the next
-        owner reads it.
-        """
+        """Let a record wait for the job of its request. One of each kind waits; another one, or a
+        Request whose first is being admitted or known, is done at once. Of renewals of a request
+        that has begun the last one waits, so that the next owner reads it."""
         waiting = self._records_behind.setdefault(record.id, deque())
         again = isinstance(record, Request) and (
             record.id in self._arrived or self._is_known(record.id)
@@ -281,11 +274,9 @@ class LaneOwner:
 
     def on_heartbeat_run(self, worker: str, epoch: int, key: RunProgress) -> None:
         """A heartbeat lists a run of this lane: cancel it when readers do not see it any more.
-
-        A Fencing is not enough: until its Fence is in the log, readers take the last Chunk of a
-        cancelled run as the end. A run of the new attempt proves the Fence. Runs without a known
-        Assigned are left alone: it may still come.
-        """
+        Until the Fence after a Fencing is in the log, which a run of the new attempt proves,
+        readers take the last Chunk of a cancelled run as the end. Runs without a known Assigned are
+        left alone."""
         state = self._context.ledger.request(self._lane, key.id)
         if not self.serving or state is None or not state.is_known:
             return
@@ -384,11 +375,8 @@ class LaneOwner:
                     work = partial(self._failover.restart, request_id, again)
 
     async def _renew(self, request: Request, offset: int | None) -> None:
-        """Append a request again, whose record at `offset` would be deleted while it waits.
-
-        The old record is done when the new one is admitted: until then the next owner reads both,
-        and a Cancel between them, which ends the request, too.
-        """
+        """Append a request again, whose record at `offset` would be deleted while it waits. The old
+        record is done when the new one is admitted: until then the next owner reads both."""
         arrived = self._arrived.pop(request.id, None)  # the new record is no duplicate of this one
         self._batch_arrived.discard(request.id)
         offsets = self._renewed.setdefault(request.id, set())
@@ -440,11 +428,9 @@ class LaneOwner:
             await self._termination.end(record.id, record.code, record.message)
 
     async def _is_repetition(self, log_record: LogRecord, record: Request | Refused) -> bool:
-        """True if the id of a record is taken: the record is a duplicate, and needs nothing.
-
-        If the ledger has forgotten the end of the id, it gets another one, by which collectors know
-        why the record has no reply (`app/results/unanswered_requests.py`).
-        """
+        """True if the id of a record is taken: the record is a duplicate. If the ledger has
+        forgotten the end of the id, it gets another one, for collectors
+        (`app/results/unanswered_requests.py`)."""
         if self._is_known(record.id):
             return True
         appended_ms = record.queued_ms or log_record.timestamp_ms

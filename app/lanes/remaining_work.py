@@ -62,12 +62,9 @@ class DeferredRequest(NamedTuple):
 
 
 def deadline_of(request: Request, appended_ms: int, settings: Settings) -> int:
-    """The deadline of a request whose record was appended at `appended_ms`, in broker time.
-
-    Its time limit counts from the append of its prompt. A batch request may wait for days, but its
-    record must be in the log when it changes hands, so it ends `batch_run_limit_s` after the append
-    of that at the latest; before that it is appended again (`renewal_of`).
-    """
+    """The deadline of a request whose record was appended at `appended_ms`, in broker time. Its
+    time limit counts from the append of its prompt. The record of a batch request must still be in
+    the log when it changes hands: it ends `batch_run_limit_s` after its append (`renewal_of`)."""
     limit_ms = int(request.deadline_s * 1000)
     if request.service_class != "batch":
         since_ms = min(appended_ms, request.queued_ms or appended_ms)
@@ -134,11 +131,8 @@ CONTINUATION: Mapping[str, ContinuationClass] = {
 
 
 def continuation_blocker(request: Request) -> str:
-    """Why no engine can continue an answer to this request in its middle; "" if one can.
-
-    With guided decoding, those can whose config has `continues_guided`: the router's rule on
-    eligible workers (`app/routing/selection/eligibility.py`).
-    """
+    """Why no engine can continue an answer to this request in its middle; "" if one can. Guided
+    decoding is a rule on eligible workers (`app/routing/selection/eligibility.py`)."""
     sampling = request.sampling
     if request.body is not None:
         return "its engine gives no token ids to continue from"

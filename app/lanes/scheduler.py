@@ -1,8 +1,7 @@
 """The scheduler of a router: the tasks of requests that wait in its queue, or in the log.
 
-`RouterQueue` decides when a request is planned, and its place
-(`app/routing/queueing/router_queue.py`). Requests that look for a place in one turn of the event
-loop take part in one pass of it.
+`RouterQueue` decides when a request is planned, and its place. Requests that look for a place in
+one turn of the event loop take part in one pass of it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ K = TypeVar("K", bound=Hashable)
 
 class Scheduler:
     """One per router. `count_awaited`: called with each change of the number of interactive
-    requests that wait, for which records of the ledger arrive sooner.
-    """
+    requests that wait."""
 
     def __init__(
         self, queue: RouterQueue, broker_clock: BrokerClock, count_awaited: Callable[[int], None]

@@ -1,11 +1,9 @@
 """Shared reads of the log: one scan or one request for all concurrent queries.
 
 Scans find a moved request and the tokens that readers have of it. Many move when a worker is lost,
-so one scan answers all queued queries about a partition; later ones wait for its end. Partitions
-are read at the same time. Nothing is kept between scans; time-outs are the caller's.
-
-End offsets, of which a take-over needs two a lane and a failover one: queries that come while a
-request for the topic is under way share the next one, since its answer may be older than they need.
+so one scan answers all queued queries about a partition; later ones wait for its end. Nothing is
+kept between scans; time-outs are the caller's. Queries for end offsets that come while a request
+for the topic is under way share the next one, since its answer may be older than they need.
 """
 
 from __future__ import annotations
@@ -63,12 +61,9 @@ class SharedScanner:
         shown_piece: Chunk | None = None,
         on_piece: Callable[[Chunk], None] | None = None,
     ) -> Transcript:
-        """The answer that readers have of a request before the first Fence of `attempt`.
-
-        `start`: at or before its first Chunk behind `shown_piece`; `stop`: behind a Fence of that
-        attempt. `on_piece`: called with each visible Chunk in between. Raises PositionLost when
-        records between them are no longer kept.
-        """
+        """The answer that readers have of a request before the first Fence of `attempt`. `start`:
+        at or before its first Chunk behind `shown_piece`; `stop`: behind a Fence of that attempt.
+        `on_piece`: called with each visible Chunk. Raises PositionLost for records not kept."""
         transcript = Transcript(request_id, until_attempt=attempt, shown_piece=shown_piece)
 
         def feed(record: Record) -> None:

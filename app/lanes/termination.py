@@ -2,11 +2,9 @@
 a lane's jobs that a Cancel may end.
 
 The order of the appends is the contract: End where readers see it, CancelRun to the workers, Ended
-last of all, which discharges every obligation.
-
-A router that has lost its lane while it was stopped may append an End that it decided on before, in
-the middle of an answer of the new owner: readers see that one End and no more. Only a transaction
-guarded by the group's generation would rule that out.
+last of all, which discharges every obligation. A router that has lost its lane while it was stopped
+may append an End in the middle of an answer of the new owner: readers see that one End and no more.
+Only a transaction guarded by the group's generation would rule that out.
 """
 
 from __future__ import annotations
@@ -60,11 +58,8 @@ class CancellableWaits:
     def begin(
         self, request_id: str, wait: RequestWait, *, is_cancellable: bool = True
     ) -> Iterator[None]:
-        """Around every wait for workers and look-up: nothing is half done, and a Cancel ends it.
-
-        `is_cancellable`: False for a wait that a Cancel has caused. Raises RequestCancelled if a
-        Cancel is here already.
-        """
+        """Around every wait for workers and look-up. `is_cancellable`: False for a wait that a
+        Cancel has caused. Raises RequestCancelled if a Cancel is here already."""
         if is_cancellable and self._has_cancel(request_id):
             raise RequestCancelled(request_id)
         self.latest[request_id] = wait
@@ -100,10 +95,7 @@ class RequestTermination:
         release: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """End a request: End where readers see it, CancelRun to its workers, Ended last of all.
-
-        Ended first, then a death of the router, would leave readers waiting for ever. `release`:
-        called before Ended, to free the resources of the request.
-        """
+        `release`: called before Ended, to free the resources of the request."""
         runs = self.active_runs(request_id)
         end = End(
             id=request_id, code=code, message=message, retry_after_s=retry_after_s, usage=usage,

@@ -8,9 +8,9 @@ The home slot of a key is `key · capacity / 2^64`, so slots are nearly in the o
 table can have any size and *grow in steps*: `frontier` is an empty slot; blocks with a home slot
 before it are in the larger table already. A lookup reads one of the two tables, never both.
 
-*First blocks*, those at position 0, are counted in an array that fits a processor's cache (half a
-byte for 8 slots), since most prompts are in no cache: where it has 0 there is no first block. Of
-the positions that caches announce for a block the lowest is kept.
+*First blocks*, those at position 0, are counted in an array that fits a processor's cache, since
+most prompts are in no cache: where it has 0 there is no first block. Of the positions that caches
+announce for a block the lowest is kept.
 
 One writer; any number of concurrent readers, without a lock:
 - a slot is written and read as a whole, and the set it refers to is written before it;
@@ -39,18 +39,17 @@ from kvlane.indexer.native.intrinsics import (
 )
 
 MAX_LOAD_FACTOR = 0.7
-"""Maximum load factor: 2.2 slots are probed for a key that is present, 6 for one that is not."""
+"""Maximum load factor: at most 2.2 slots are probed for a present key, 6 for another, in the
+mean."""
 SMALL_TABLE_GROWTH, LARGE_TABLE_GROWTH = 4, 1.5
-"""Growth factors: up to SMALL_TABLE_SLOTS, and beyond, where memory matters: 23 to 34 bytes a
-block. Copying a block takes 7-10 ns, the first touch of the memory included."""
+"""Growth factors: up to SMALL_TABLE_SLOTS, and beyond, where memory matters."""
 SMALL_TABLE_SLOTS = 1 << 20
 OVERFLOW_SLOTS = 2048
-"""Slots after the last home slot, so that no probe wraps around. The longest run of used slots at
-maximum load is a few hundred; a key that finds no slot is rejected."""
+"""Slots after the last home slot, so that no probe wraps around; a key without a slot is
+rejected."""
 MIN_CAPACITY = 1 << 10
 COUNTED_SLOTS_SHIFT = 3
-"""Home slots per counter, as a power of two: for 0.4 % of the memory of the table, 8 % of the
-counters are above 0 if every 64th block is a first one."""
+"""Home slots per counter, as a power of two."""
 COUNTER_BITS_SHIFT, COUNTERS_SHIFT = 2, 4
 """Bits of a counter and counters of a word, as powers of two."""
 
@@ -67,11 +66,9 @@ LARGEST_COUNT = np.uint64(15)
 
 
 class BlockTable(NamedTuple):
-    """Arrays of a block table. `larger` is `slots` itself unless the table is growing.
-
-    `slots`, `larger`: u64, two words per slot. `firsts`, `larger_firsts`: u64, counters of first
-    blocks. `state`: i64, fields as above.
-    """
+    """Arrays of a block table. `slots`, `larger`: u64, two words per slot; the same array unless
+    the table is growing. `firsts`, `larger_firsts`: u64, counters of first blocks. `state`: i64,
+    fields as above."""
 
     slots: NDArray[np.uint64]
     larger: NDArray[np.uint64]
@@ -285,8 +282,7 @@ def may_have_first(table: BlockTable, key: np.uint64) -> bool:
 @kernel()
 def copy_slots(table: BlockTable, steps: int) -> bool:
     """Copy the blocks of `steps` more slots, and on to the next empty slot, in the order of both
-    tables; returns whether the copy is complete.
-    """
+    tables; returns whether the copy is complete."""
     state, at, capacity = table.state, table.state[FRONTIER], table.state[CAPACITY]
     until, last = min(at + steps, capacity), table.slots.size // 2 - 1
     while at < last:

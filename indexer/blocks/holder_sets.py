@@ -1,14 +1,13 @@
 """Interned sets of caches: each set is stored once, and equal sets have equal numbers.
 
 A cache is a *column*, a set a row of bits; the table has the number of a row for each block. Most
-blocks have the holders of their neighbours, so there are few sets: holders are compared as
-integers, memory does not grow with the number of workers, and a stored run updates a set once.
+blocks have the holders of their neighbours, so there are few sets, and memory does not grow with
+the number of workers.
 
 A row never changes while a block refers to it. `references` counts the blocks; at 0 the row is
 retired, and reused only when no other is left. `generation` is incremented then, and with every
-reallocation of the rows: a concurrent reader retries.
-
-Set 0 is empty. The hash of a set is the xor of the random numbers of its columns (Zobrist hashing).
+reallocation of the rows: a concurrent reader retries. Set 0 is empty. The hash of a set is the xor
+of the random numbers of its columns (Zobrist hashing).
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ def _allocated(words: int, rows: int, state: NDArray[np.int64]) -> HolderSets:
 
 
 def with_capacity(sets: HolderSets, more: int, columns: int) -> HolderSets:
-    """The same sets under the same numbers, with room for `more` sets and for `column_capacity`
-    columns.
-    """
+    """The same sets under the same numbers, with room for `more` sets and for `columns` columns."""
     words = sets.words
     while words * WORD_BITS < columns:
         words *= 2

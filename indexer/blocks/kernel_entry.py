@@ -1,7 +1,6 @@
-"""Entry points to the kernels that Python calls for every record and every prompt.
-
-They take the addresses of `table`, `sets` and `scratch` (`KernelArrays`), which change seldom:
-passing 20 arrays takes several times as long.
+"""Entry points to the kernels that Python calls for every record and every prompt. They take the
+addresses of `table`, `sets` and `scratch` (`KernelArrays`): passing 20 arrays takes several times
+as long.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ NO_ROOM = -1
 
 
 class KernelArrays:
-    """Arrays for kernels, which get only `places`: i64, the address and the length of each array.
-    An integer stands in place of its address. Callers keep this object for the time of a call."""
+    """Arrays for kernels, which get only `places`: i64, the address and the length of each array,
+    or an integer and 0. Callers keep this object for the time of a call."""
 
     def __init__(self, arrays: Iterable[NDArray[Any] | int]) -> None:
         self._arrays = tuple(arrays)
@@ -85,9 +84,8 @@ def apply_rows(
     accounts: U64Array,
 ) -> int:
     """As `updates.apply_rows`; returns the rejected blocks, or NO_ROOM, with nothing applied.
-
-    `tags` (tiers) and `accounts` (tiers, words) are the cache's, `most` its limit over all tiers.
-    """
+    `tags` (tiers) and `accounts` (tiers, words) are the cache's, `most` its limit over all
+    tiers."""
     named = EventRows(rows[0], rows[1], rows[2], rows[3], rows[4])
     if not updates.has_capacity(_table(table), _sets(sets), column, len(named.keys)):
         return NO_ROOM

@@ -1,8 +1,6 @@
-"""Prefix keys of a prompt, computed on demand.
-
-A key is a sum over all blocks up to its own (`indexer/block_hashes.py`), and a search
-(`indexer/blocks/prefix_search.py`) needs it at few positions: one pass sums up whole groups; a key
-is the sum before its group plus that of a part of the group.
+"""Prefix keys of a prompt, computed on demand: a search (`indexer/blocks/prefix_search.py`) needs
+them at few positions. One pass sums up whole groups; a key is the sum before its group plus that of
+a part of the group.
 """
 
 from __future__ import annotations
@@ -35,12 +33,11 @@ class KeyConstants(NamedTuple):
 
 
 class SearchScratch(NamedTuple):
-    """Memory for one search at a time, of up to n blocks and c columns.
-
-    `totals`: u64 (n), the sum up to each block, where computed. `sums`: u64 (groups + 1), before
-    each group. `points`, `spare`: u64 (n + 2), positions with their sets, `position << 32 | set`.
-    `columns`: i64 (c), the found ones. `depths`: i64 (c · TIERS), their matched blocks in row-major
-    order; only those of the first tier are written. `row`: u64 (words).
+    """Memory for one search at a time, of up to n blocks and c columns. `totals`: u64 (n), the sum
+    up to each block, where computed. `sums`: u64 (groups + 1), before each group. `points`,
+    `spare`: u64 (n + 2), positions with their sets, `position << 32 | set`. `columns`: i64 (c), the
+    found ones. `depths`: i64 (c · TIERS), their matched blocks in row-major order; only those of
+    the first tier are written. `row`: u64 (words).
     """
 
     totals: NDArray[np.uint64]
@@ -81,7 +78,7 @@ def first_key(constants: KeyConstants, local: NDArray[np.uint64]) -> np.uint64:
 def sum_of_addends(
     constants: KeyConstants, local: NDArray[np.uint64], start: int, end: int
 ) -> np.uint64:
-    """Sum of the addends of these blocks: 0.2 ns each, since a loop over a slice is vectorised."""
+    """Sum of the addends of these blocks; a loop over a slice is vectorised."""
     part, total = local[start:end], ZERO
     flip = constants.start + np.uint64(start) * constants.step
     for i in range(len(part)):

@@ -3,9 +3,8 @@
 A prompt is a sequence of *runs*: blocks with equal sets of holders. If every cache is *closed* (see
 `indexer/index.py`), sets only shrink along the prompt; two blocks with equal sets have that set
 everywhere in between. So the search probes some positions at once, since several cache misses cost
-little more than one, then some in each gap between unequal neighbours, until no gap is left. The
-count of first blocks (`indexer/blocks/block_table.py`) ends the search of a prompt in no cache. If
-a cache may not be closed, all blocks are scanned.
+little more than one, then some in each gap between unequal neighbours, until no gap is left. If a
+cache may not be closed, all blocks are scanned.
 
 Example: of 1000 blocks the first 256 are held by A and B, the others by A alone. The first round
 probes block 0, the last block of 15 groups of 64, and block 999: AB AB AB AB A … A. In the gap
@@ -53,8 +52,7 @@ from kvlane.indexer.native.intrinsics import fence, load_acquire, trailing_zeros
 
 FIRST_PROBES, PROBES_PER_GAP = 15, 7
 """Probes made at once: in the first round, if there are that many groups, and in each gap. A round
-costs about one miss, a probe a tenth of that. Prompts of 64 blocks take 2 rounds, of 1000 blocks 3,
-of 8000 blocks 4; one, if all blocks have the same holders."""
+costs about one miss, a probe a tenth of that."""
 SCAN_THRESHOLD = 24
 """Longest prompt, in blocks, that is always scanned: its lookups run at once anyway."""
 SCAN_PREFETCH = 20
@@ -76,9 +74,7 @@ def match_prefix(
 ) -> int:
     """Write the live columns that hold the first block, and their leading blocks, to
     `scratch.columns` and `scratch.depths`; returns their number, or RETRY when sets were recycled.
-
-    `local`: u64, the hashes of at least one block. `alive`: u64 (words), the live columns.
-    """
+    `local`: u64, the hashes of at least one block. `alive`: u64 (words), the live columns."""
     if is_closed and not may_have_first(table, first_key(constants, local)):
         return 0
     generation = load_acquire(sets.state, GENERATION)
@@ -109,8 +105,7 @@ def scan_blocks(
     table: BlockTable, constants: KeyConstants, local: NDArray[np.uint64], scratch: SearchScratch
 ) -> tuple[NDArray[np.uint64], int, int]:
     """Look up every block; returns the first point of each run, their number, and the position of
-    the first block without holders.
-    """
+    the first block without holders."""
     blocks, runs, last = len(local), 0, ZERO
     scratch.sums[0] = ZERO
     fill_group(constants, local, scratch, 0)
@@ -387,11 +382,9 @@ def extend_to_lower_tier(
     depth: NDArray[np.int64],
     scratch: SearchScratch,
 ) -> int:
-    """Extend the depth of each live column into a lower tier, in place.
-
-    `depth`: i64 by column. Lower tiers are not closed, so each block is looked up. Returns 0, or
-    RETRY, with invalid depths, when sets were recycled.
-    """
+    """Extend the depth of each live column (`depth`: i64 by column) into a lower tier, in place.
+    Lower tiers are not closed, so each block is looked up. Returns 0, or RETRY, with invalid
+    depths, when sets were recycled."""
     generation = load_acquire(sets.state, GENERATION)
     runs = all_runs(table, constants, local, scratch)
     for run in range(runs):

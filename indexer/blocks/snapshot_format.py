@@ -2,9 +2,8 @@
 
     magic | u32 length of the header | header, JSON | for each tier: rows, keys, positions, numbers
 
-The header has the fingerprint of the key secret, the workers with their ranks
-(`EpochTracker.serialize`), and for each tier the number of blocks and sets. The n-th rank of the
-header is column n of the rows.
+The header has the fingerprint of the key secret, the workers with their ranks, of which the n-th is
+column n of the rows (`EpochTracker.serialize`), and for each tier the number of blocks and sets.
 """
 
 from __future__ import annotations

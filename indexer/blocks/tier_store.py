@@ -42,7 +42,7 @@ from kvlane.indexer.blocks.updates import (
 from kvlane.indexer.events import EventRows
 
 MAX_STEP_SLOTS = 1 << 20
-"""Slots copied or swept at once where no request waits for it: 3-10 ns per slot."""
+"""Slots copied or swept at once where no request waits for it."""
 
 _UNREAD = 3
 """Reference count of a view without readers: the list, the loop and `sys.getrefcount` itself."""
@@ -66,8 +66,8 @@ class TierStore:
         self._views = views
         self._tier = tier
         self._outgoing: list[TierView] = []
-        """Old views that readers may still use. Freeing a large one takes milliseconds, and happens
-        where the last reference is dropped: this list keeps that out of the readers."""
+        """Old views that readers may still use; so none of these frees a large one, which takes
+        milliseconds."""
         self._swept_to = 0
 
     @property
@@ -108,10 +108,7 @@ class TierStore:
         columns: int,
     ) -> int:
         """Apply rows of this tier, all of them stored or removed; returns the rejected blocks.
-
-        `tags`: u64 (tiers), `accounts`: u64 (tiers, words), of the column's cache. `max_blocks`:
-        its limit.
-        """
+        `tags`: u64 (tiers), `accounts`: u64 (tiers, words), `max_blocks`: of the column's cache."""
         arguments: KernelTuple = column, self._tier, tags, tuple(rows), max_blocks, accounts
         refused = apply_rows(*self.view.kernel_arguments, *arguments)
         if refused == NO_ROOM:
@@ -125,9 +122,7 @@ class TierStore:
     def dump_blocks(
         self, columns: Iterable[int]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]:
-        """Keys, positions and sets of the blocks of these columns, in both parts of a growing
-        table.
-        """
+        """Keys, positions and sets of the blocks of these columns."""
         table, sets = self.view.table, self.view.sets
         chosen, most = bit_row(columns, sets.words), table.used
         keys, positions = np.empty(most, np.uint64), np.empty(most, np.uint32)
@@ -160,10 +155,8 @@ class TierStore:
         tags: Sequence[int],
     ) -> tuple[NDArray[np.uint64], bool]:
         """Add the blocks of a snapshot; returns the accounts of the added blocks by column, u64
-        (columns, words), and False, with a part of them added, for inconsistent data.
-
-        `owned`: the columns of its caches, which are empty here; `tags`: their tags.
-        """
+        (columns, words), and False, with a part of them added, for inconsistent data. `owned`: the
+        columns of its caches, which are empty here; `tags`: their tags."""
         self._make_room(len(part.keys), columns, len(part.rows))
         self._finish_growth()
         table, sets = self.view.table, self.view.sets

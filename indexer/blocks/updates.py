@@ -1,8 +1,8 @@
 """Updates of the block table: runs of blocks that are added to one cache or removed from it.
 
 The new set is looked up once per group of equal sets, and later slots are prefetched, so an update
-costs one cache line per block. An *account* sums up the blocks of one cache in one tier, their
-number and digests, by which replicas compare their state.
+costs one cache line per block. An *account* has the number of blocks of one cache in one tier, and
+the sum of their digests, by which replicas compare their state.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ BLOCK_COUNT, DIGEST_SUM, REJECTED, ACCOUNT_WORDS = range(4)
 GROW_SLOTS_PER_KEY = 16
 """Slots copied per stored key while a table grows, so that growth ends long before it is full."""
 PREFETCH_DISTANCE = 24
-"""Prefetch distance in blocks. A first store takes 5 % less than with 12 on an Intel processor; on
-an AMD one, 8 to 16 make no difference, and 4 lost a third of the throughput."""
+"""Prefetch distance in blocks."""
 
 STORED = np.uint8(EventKind.STORED)
 NO_SET_YET = -1
@@ -166,11 +165,9 @@ def update_run(
 def sweep_slots(
     table: BlockTable, sets: HolderSets, leaving: NDArray[np.uint64], at: int, steps: int
 ) -> int:
-    """Remove columns from the sets of up to `steps` slots below `at`; returns the new `at`.
-
-    `leaving`: u64 (words), the columns. From the last slot to the first, because an erase moves
-    blocks that way: none is moved past the sweep. Not while the table grows.
-    """
+    """Remove columns (`leaving`: u64, words) from the sets of up to `steps` slots below `at`;
+    returns the new `at`. From the last slot to the first, because an erase moves blocks that way.
+    Not while the table grows."""
     before, after, moved, leaves = NO_SET_YET, EMPTY_SET, 0, False
     until = max(at - steps, 0)
     while at > until:
@@ -193,9 +190,8 @@ def sweep_slots(
 
 @inlined
 def _without(sets: HolderSets, number: int, leaving: NDArray[np.uint64]) -> tuple[np.uint64, bool]:
-    """Write a set without these columns to `scratch_row`; returns its hash, and whether it had any
-    of them.
-    """
+    """Write a set without these columns to `scratch_row`; returns its hash, and whether it had
+    any."""
     hashed, leaves = sets.hashes[number], False
     for word in range(sets.words):
         bits = sets.rows[number * sets.words + word]
@@ -241,11 +237,8 @@ def dump_blocks(
     positions: NDArray[np.uint32],
     numbers: NDArray[np.uint32],
 ) -> int:
-    """Copy the blocks that any of the chosen columns holds, from slot `start` on; returns their
-    number.
-
-    The outputs have room for all of them.
-    """
+    """Copy the blocks that any of the chosen columns holds, from slot `start` on, to outputs with
+    room for all of them; returns their number."""
     size, before, wanted = 0, NO_SET_YET, False
     for at in range(start, slots.size // 2):
         key, value = load_pair(slots, 2 * at)
@@ -275,12 +268,9 @@ def load_blocks(
     accounts: NDArray[np.uint64],
 ) -> bool:
     """Add blocks with sets of `fresh` columns, which are empty yet: the inverse of `dump_blocks`.
-
     `numbers`: for each block its row in `rows`, u64 (n, words), with at least one of these columns.
-    `tags`: u64 by column. `accounts`: u64 (columns, words of an account). The caller has made room
-    for all blocks and sets. False, with a part added, for a block that occurs twice or finds no
-    slot.
-    """
+    `tags`: u64 by column. `accounts`: u64 (columns, words of an account). The caller has made room.
+    False, with a part added, for a block that occurs twice or finds no slot."""
     before, row, after, moved = NO_SET_YET, NO_SET_YET, EMPTY_SET, 0
     prefetch_first_slots(table, keys)
     for i in range(len(keys)):

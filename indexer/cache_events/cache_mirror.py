@@ -1,7 +1,7 @@
 """Mirror of one engine's cache, and of the part of it that is published.
 
-A block is identified by its *sum*, the number behind its key (`indexer/block_hashes.py`), so every
-block has one parent, the same for every engine and tier.
+A block is identified by its *sum*, the number behind its key, so every block has one parent, the
+same for every engine and tier.
 
 The published device tier is *closed*: a block is published only while its parent is. Descendants of
 an evicted block cannot serve a prompt: they are retracted with it, kept here, and published again
@@ -48,8 +48,7 @@ class CacheMirror:
         self._hash_counts: dict[tuple[Tier, int], int] = {}
         """Number of engine hashes for a block in a tier, where it is more than one."""
         self._children: dict[int, int | set[int]] = {}
-        """Blocks of the device tier, published or not, by parent, held or not. A parent nearly
-        always has one child, so only forks cost a set."""
+        """Blocks of the device tier, published or not, by parent, held or not."""
         self._published = {ROOT}
         """Blocks of the device tier, by the records in the log."""
         self._unannounced: list[list[int]] = [[] for _ in Tier]
@@ -103,8 +102,7 @@ class CacheMirror:
         return [MirrorChange(REMOVED, tier, 0, gone)] if gone else []
 
     def start_announcement(self, *, clear: bool) -> None:
-        """Start publishing all blocks again; with `clear`, for readers whose state was cleared. A
-        change in the meantime is published at once if its parent is published."""
+        """Start publishing all blocks again; with `clear`, for readers whose state was cleared."""
         if clear:
             self._published = {ROOT}
         for tier, held in zip(Tier, self._held, strict=True):

@@ -34,11 +34,9 @@ _TIERS = {
 
 
 class BlocksStored(NamedTuple):
-    """Consecutive blocks were filled; the first one continues `parent`.
-
-    `cache_salt`: may be given for a prompt's first block only; later ones inherit it and the
-    adapter. `mm_hashes`: by block, of the multimodal objects in it.
-    """
+    """Consecutive blocks were filled; the first one continues `parent`. `cache_salt`: may be given
+    for a prompt's first block only; later ones inherit it and the adapter. `mm_hashes`: by block,
+    of the multimodal objects in it."""
 
     block_hashes: Sequence[EngineHash]
     parent: EngineHash | None
@@ -95,8 +93,7 @@ def is_remote(event: BlocksStored | BlocksRemoved) -> bool:
 
 def serves_prefixes(event: BlocksStored) -> bool:
     """Whether stored blocks serve later prompts on this worker: by locality and by attention kind,
-    or by group if the kind is missing.
-    """
+    or by group if the kind is missing."""
     if is_remote(event):
         return False
     return event.kind in PREFIX_KINDS if event.kind else event.group == 0

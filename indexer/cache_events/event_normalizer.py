@@ -13,17 +13,15 @@ One cache event has a representation per step of its way from the engine to the 
     `Blocks`            streams/record_types/worker_records.py  the columns as a Kafka record
     `EventRows`         indexer/events.py                       keys, columns decoded as arrays
 
-Engine hashes are opaque: the normalizer computes the key of a block when it is stored, with its
-tokens, and keeps the engine's hash for later events. Many engine hashes can map to one key, and an
-engine may store a block several times and removes it as often: only the first and the last change
-anything for readers.
+The normalizer computes the key of a block when it is stored, with its tokens, and keeps the
+engine's hash for later events. Many engine hashes can map to one key, and an engine may store a
+block several times and removes it as often: only the first and the last change anything for
+readers.
 
-The *mirror* (`indexer/cache_events/cache_mirror.py`) equals the state of the index after every
-batch, and can be announced again at any time, with changes in between, in order. One normalizer
-serves one rank of one worker; its owner feeds it, asks when a batch is due, and takes it.
-
-Overload: more than `max_pending` blocks are dropped, and the mirror is announced again after a
-`cleared` instead, so the backlog never exceeds the size of the cache.
+The *mirror* equals the state of the index after every batch, and can be announced again at any
+time, with changes in between, in order. One normalizer serves one rank of one worker; its owner
+feeds it, asks when a batch is due, and takes it. Overload: more than `max_pending` blocks are
+dropped, and the mirror is announced again after a `cleared` instead.
 
 When events of the engine were lost, any block may have been removed. All are retracted with
 `cleared` and kept as *suspects*: one that the engine continues still exists, as do all its
@@ -133,8 +131,7 @@ class _SuspectBlock(NamedTuple):
 
 class EventNormalizer:
     """Normalizer for one rank. `mismatched_block_size`: an engine's block size other than the
-    model's `block_size`, if one was seen.
-    """
+    model's `block_size`, if one was seen."""
 
     def __init__(
         self,
@@ -164,9 +161,7 @@ class EventNormalizer:
 
     @property
     def is_announcing(self) -> bool:
-        """Whether an announcement is in progress, so that `continue_announcement` must be called
-        again.
-        """
+        """Whether `continue_announcement` must be called again."""
         return self._mirror.is_announcing
 
     def on_events(self, events: Iterable[EngineEvent], now: float) -> None:
@@ -203,9 +198,7 @@ class EventNormalizer:
         return self._pending_since + (0.0 if is_due else MAX_BATCH_DELAY_S)
 
     def take_batch(self, max_blocks: int = MAX_BATCH_BLOCKS) -> EventBatch | None:
-        """Remove and return the next batch, which the caller must publish; None if none is
-        pending.
-        """
+        """Remove and return the next batch, which the caller must publish; None without any."""
         if not self._pending:
             return None
         events = []
@@ -237,9 +230,8 @@ class EventNormalizer:
         self._mirror.start_announcement(clear=clear)
 
     def continue_announcement(self, blocks: int, now: float) -> None:
-        """Append up to `blocks` blocks of the announcement to the pending events; blocks that
-        were removed meanwhile count too.
-        """
+        """Append up to `blocks` blocks of the announcement to the pending events; blocks that were
+        removed meanwhile count too."""
         if not self._pending:
             self._pending_since = now
         self._append(self._mirror.continue_announcement(blocks))

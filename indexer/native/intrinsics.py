@@ -1,9 +1,7 @@
 """Memory intrinsics for numba: huge pages, prefetch, atomic loads and stores, fences.
 
-Numba has none of these. All take an array and an index into it, unchecked. Nothing else in the
-project uses raw memory.
-
-A *pair* is two neighbouring u64, aligned at 16 bytes, read and written in one instruction, which is
+All take an array and an index into it, unchecked. Nothing else in the project uses raw memory. A
+*pair* is two neighbouring u64, aligned at 16 bytes, read and written in one instruction, which is
 atomic on processors with AVX and from ARMv8.4 on, so no reader gets half a pair.
 """
 
@@ -33,17 +31,13 @@ _LOAD = {
     "x86_64": (f"{_AVX}movdqa ($1), $0", "=x,r,~{memory}"),
     "aarch64": ("ldr ${0:q}, [$1]", "=w,r,~{memory}"),
 }.get(platform.machine())
-"""Assembler and constraints of one load of a pair.
-
-The older encoding takes 100 ns instead of 1.3 on an Intel processor after AVX-512: it keeps the
-upper parts of registers.
-"""
+"""Assembler and constraints of one load of a pair. After AVX-512, the encoding without a v is slow
+on Intel processors: it keeps the upper parts of registers."""
 binding.initialize_native_asmparser()
 
 
 def allocate_zeros(words: int, dtype: Any = np.uint64) -> NDArray[Any]:
-    """An array of zeros, on huge pages where the system has them; its memory is not touched yet. A
-    miss in a large table takes 15-25 % less than on small pages (155-220 ns against 180-250)."""
+    """An array of zeros, on huge pages where the system has them; its memory is not touched yet."""
     size = words * np.dtype(dtype).itemsize
     if size < MIN_HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _aligned(np.zeros(size + 16, np.uint8), 16, size).view(dtype)
@@ -175,8 +169,7 @@ def store_release(_: Any, array: Any, index: Any, value: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def fence(_: Any) -> Any:
     """Acquire and release fence: no load or store moves across it, except that an earlier store may
-    become visible after a later load. A compiler barrier only on x86-64.
-    """
+    become visible after a later load. A compiler barrier only on x86-64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acq_rel")

@@ -1,13 +1,9 @@
 """XXH3 and block key kernels: inlined scalar functions, and thin loops.
 
-The formats are in `indexer/block_hashes.py`, `indexer/block_hashes.py` and `indexer/xxh3.py`, whose
-names these functions share. Inputs are u32 words, little endian: lengths are multiples of 4 bytes.
-
-In numba a u64 and a signed integer make a float, so constants and counters are np.uint64.
-
-Constant lengths unroll the loop within a block (32 tokens: 5.9 instead of 8.1 ns a block); 16
-tokens are hashed eight blocks at once (`hash_eight_rows`). Interleaving scalar blocks gains
-nothing.
+The formats are in `indexer/block_hashes.py` and `indexer/xxh3.py`, whose names these functions
+share. Inputs are u32 words, little endian: lengths are multiples of 4 bytes. In numba a u64 and a
+signed integer make a float, so constants and counters are np.uint64. Constant lengths unroll the
+loop within a block; 16 tokens are hashed eight blocks at once (`hash_eight_rows`).
 """
 
 from __future__ import annotations
@@ -149,7 +145,7 @@ def mix_four_rows(tokens: Words32, at: Word, stride: Word, keys: Any) -> Any:
 
 @inlined
 def hash_eight_rows(tokens: Words32, at: Word, stride: Word, keys: Any) -> Any:
-    """`upto_128` of eight rows of 16 words, one per SIMD lane: 2.0 instead of 3.0 ns a row."""
+    """`upto_128` of eight rows of 16 words, one per SIMD lane."""
     sums = add_pairs(
         mix_four_rows(tokens, at, stride, keys),
         mix_four_rows(tokens, at + FOUR * stride, stride, keys),
@@ -186,10 +182,9 @@ def hash_short(tokens: Words32, at: Word, size: Word, seed: Word) -> Word:
 
 @kernel(RESULTS(types.uint64), allocates=True)
 def seeded_secret(seed: Word) -> Column:
-    """The seeded secret of long rows: 24 u64, and two unaligned copies of eight of them.
-
-    The i-th stripe of a block uses eight words from word i on, the last stripe of a row those from
-    byte 121 on. Scrambling uses the last eight, the final merge those from byte 11 on.
+    """The seeded secret of long rows: 24 u64, and two unaligned copies of eight of them. The i-th
+    stripe of a block uses eight words from word i on, the last stripe of a row those from byte 121
+    on. Scrambling uses the last eight, the final merge those from byte 11 on.
     """
     keys = np.empty(KEYS, np.uint64)
     for i in range(12):
@@ -227,8 +222,7 @@ def hash_long(tokens: Words32, at: Word, size: Word, keys: Column) -> Word:
 
 @inlined
 def hash_rows_of_16(tokens: Words32, stride: Word, seed: Word, out: Column) -> None:
-    """Eight rows in vector units, and a ninth in the scalar units, which are idle meanwhile. 1.8 ns
-    a row; without the ninth row 2.0; only scalar rows 3.0. With AVX2 2.2, with SSE2 4.2."""
+    """Eight rows in vector units, and a ninth in the scalar units, which are idle meanwhile."""
     signs = mul_lanes(load_simd(SIGNS_OF_16, ZERO), broadcast(seed))
     keys = add_lanes(load_simd(KEYS_OF_16, ZERO), signs)
     rows = u64(len(out))
@@ -263,7 +257,7 @@ def hash_rows(tokens: Words32, size: Word, stride: Word, seed: Word, out: Column
 
 @kernel(types.void(HASHES, types.uint64, RESULTS))
 def chain_hashes(local: Column, seed: Word, out: Column) -> None:
-    """Sequence hashes of local hashes. Serial, so each takes the latency of a hash: 4-5 ns."""
+    """Sequence hashes of local hashes."""
     last = ZERO
     for i in range(len(local)):
         last = upto_16(last, local[i], u64(16), seed) if i else local[i]

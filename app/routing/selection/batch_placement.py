@@ -11,18 +11,15 @@ prefill of batch runs, spread over the time for which they stay.
 
 Some ranks of a pool get no batch request: the fewest, m, with which a share of at most
 `max_blocked_share` of interactive prompts finds each of them at another prompt. With a the offered
-load, the mean number of interactive prompts in computation over the last minute (`RecentPrefill`),
-that share is B(m) of Erlang's formula:
+load (`RecentPrefill`), that share is B(m) of Erlang's formula:
 
     B(0) = 1,   B(m) = a · B(m - 1) / (m + a · B(m - 1))
 
-At least one rank gets batch requests, and all of them where no interactive request came for long.
-A batch request that may go to reserved ranks alone goes there. In a pool of one rank steps stay
-below `max_only_step_ms` instead, while interactive requests come.
-The reserved ranks are those with the fastest prefill by their cards, equal ones by name: the set
-does not rotate, so their caches keep the prefixes of interactive prompts, which batch work evicts
-elsewhere within a minute. Interactive decisions of policy predictive prefer them, since the cost of
-a rank contains its batch runs (`predictive.py`). A batch request goes to another rank where
+At least one rank gets batch requests, and all of them where no interactive request came for long. A
+batch request that may go to reserved ranks alone goes there. In a pool of one rank steps stay below
+`max_only_step_ms` instead, while interactive requests come. The reserved ranks are those with the
+fastest prefill by their cards, equal ones by name: the set does not rotate, so their caches keep
+the prefixes of interactive prompts. A batch request goes to another rank where
 
     no interactive prompt is in computation, and none is planned to come
     the slowdown stays below `max_slowdown`, if interactive runs are there
@@ -30,15 +27,13 @@ a rank contains its batch runs (`predictive.py`). A batch request goes to anothe
     the cache and the engine have room
     no other such rank has much more of the request in its cache, if it was preempted
 
-A step with prefill costs as much as a thousand tokens besides the tokens, so requests begin in
-groups: a rank without a batch run in prefill takes one only if as many more fit as one step can
-compute, or a quarter of its batch runs if that is less.
+Prefill has a large constant part, so requests begin in groups (`group_size`).
 
 When an interactive request is sent to a rank, runs give way until, with it there, the first term of
 the slowdown is at most `max_slowdown`, cache and engine have room for all, and no batch prompt is
 computed at the same time as an interactive one. Runs without a first token go first, then the
-youngest: the others are nearer to their end. None stays with prompts alone, without an interactive
-decode: the first batch run would add a whole step of decode to each of their steps.
+youngest: the others are nearer to their end. None stays with prompts alone: the first batch run
+would add a whole step of decode to each of their steps.
 
 Never here: the order of batch requests (`app/routing/queueing/batch_class.py`).
 """
@@ -74,8 +69,7 @@ DEFAULT_MAX_SEQUENCES = 256
 RESUME_ELSEWHERE_MS = 60_000
 """Time for which a preempted request waits for the worker that has most of it in its cache."""
 MIN_PREFILL_LOAD = 1e-4
-"""Offered load of interactive prefill, in prompts, below which no rank is reserved: about two
-minutes after a single prompt of 60 ms."""
+"""Offered load of interactive prefill, in prompts, below which no rank is reserved."""
 MAX_GROUP_SHARE = 0.25
 """Batch requests that begin together, as a share of the batch runs of the rank."""
 
@@ -118,10 +112,8 @@ class RankWork(NamedTuple):
 
 
 def blocked_share(load: float, ranks: int) -> float:
-    """The share of prompts that find each of so many ranks at another prompt; see the module.
-
-    `load`: the mean number of prompts in computation.
-    """
+    """The share of prompts that find each of so many ranks at another prompt, B(`ranks`) above;
+    `load`: the mean number of prompts in computation."""
     share = 1.0
     for count in range(1, ranks + 1):
         share = load * share / (count + load * share)
@@ -163,10 +155,8 @@ def _token_ms(profile: EngineProfile) -> float:
 
 
 def slowdown(work: RankWork, prefill_tokens: float) -> float:
-    """By which part of themselves steps of interactive runs are longer; see the module.
-
-    `prefill_tokens`: of a batch request, in the mean.
-    """
+    """By which part of themselves steps of interactive runs are longer, as above; `prefill_tokens`:
+    of a batch request, in the mean."""
     alone_ms = work.profile.decode_ms(work.interactive_tokens())
     step_ms = work.profile.decode_ms(work.all_tokens()) - alone_ms
     if work.batch.runs and prefill_tokens:
@@ -184,9 +174,8 @@ def has_headroom(
     bounds: BatchBounds,
     count: int = 1,
 ) -> bool:
-    """Whether `count` more batch requests may go to a rank. `prefill_tokens` of the `tokens` of
-    each are not cached there.
-    """
+    """Whether `count` more batch requests may go to a rank; of the `tokens` of each,
+    `prefill_tokens` are not cached there."""
     interactive, batch = work.interactive, work.batch
     if interactive.prefill_runs or interactive.runs + batch.runs + count > max_sequences:
         return False
@@ -211,8 +200,7 @@ def _step_ms(work: RankWork, prefill_tokens: float) -> float:
 
 def group_size(work: RankWork, prefill_tokens: int, bounds: BatchBounds) -> int:
     """The number of batch requests with so many tokens of prefill that begin together on a rank:
-    about as many as a step computes, 1 where others begin already.
-    """
+    about as many as a step computes, 1 where others begin already."""
     if work.batch.prefill_runs:
         return 1
     fixed_ms = _step_ms(work, 1)
@@ -233,12 +221,9 @@ def place_batch_request(
     excluded: Collection[str] = (),
     full_workers: Collection[tuple[str, int]] = (),
 ) -> Placement | Wait | Rejection:
-    """The rank for a batch request, or Wait while none has headroom.
-
-    Of the ranks with headroom that with the least prefill is chosen, of equal ones that with the
-    least load. `state`: with the load of interactive runs; `runs`: of batch runs, with those that
-    are not read back. `awaited`: ranks that interactive requests wait for.
-    """
+    """The rank with headroom and the least prefill for a batch request, of equal ones that with the
+    least load; or Wait. `state`: with the load of interactive runs; `runs`: of batch runs, with
+    those that are not read back. `awaited`: ranks that interactive requests wait for."""
     request = prompt.request
     pool = state.pools.pool(request.model, "aggregated")
     rows = filter_eligible(
@@ -315,9 +300,7 @@ def runs_to_preempt(
     max_sequences: int = DEFAULT_MAX_SEQUENCES,
 ) -> list[BatchRunKey]:
     """The batch runs of a rank that give way to its interactive runs, in this order.
-
-    `interactive_load`: the load with the request that comes. `max_sequences`: see there.
-    """
+    `interactive_load`: the load with the request that comes."""
     if not runs or not interactive_load.runs:
         return []
     left = load_of(runs.values())

@@ -93,10 +93,8 @@ NO_MULTIPLIER: Floats = np.empty(0)
 
 
 class Reservations(NamedTuple):
-    """The reservations of the other requests in this router, in the order of their arrival: the
-    option `rows` which each is planned, -1 for none of these, and its standalone prefill in
-    `prefill_ms`.
-    """
+    """The reservations of the other requests in this router, in the order of their arrival: `rows`,
+    the option of each, -1 for none of these; `prefill_ms`, its standalone prefill."""
 
     rows: Ints
     prefill_ms: Floats
@@ -106,12 +104,11 @@ NO_RESERVATIONS = Reservations(np.empty(0, np.int64), np.empty(0))
 
 
 class Candidates(msgspec.Struct, frozen=True, gc=False):
-    """Candidates for a request with all inputs of a policy; one row each.
-
-    `hashes`: see `rank_hashes`; `curves`: see `recorded_curve`. `features`: load and speed;
-    `blocks`: leading blocks of the prompt cached on the device, and those to load from host and
-    disk; see `cost_kernels.py`. `taint_weights`: the sum of the weights of a place's preferred
-    taints. Only policies with a forecast use `reservations`.
+    """Candidates for a request with all inputs of a policy; one row each. `hashes`: see
+    `rank_hashes`; `curves`: see `recorded_curve`. `features`: load and speed; `blocks`: leading
+    blocks of the prompt cached on the device, and those to load from host and disk; see
+    `cost_kernels.py`. `taint_weights`: the sum of the weights of a place's preferred taints. Only
+    policies with a forecast use `reservations`.
     """
 
     worker_ranks: Sequence[WorkerRank]

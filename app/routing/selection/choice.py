@@ -58,10 +58,9 @@ def cost_range(costs: Costs) -> float:
 
 
 def choose(costs: Costs, tags: Words, seed: int, noise: float = 0.0) -> int | None:
-    """The index of the chosen option; None if all are excluded.
-
-    Without noise the least cost, ties by draw. With noise the probability is in proportion to
-    exp(-cost / noise): the least cost after subtracting Gumbel noise, one draw an option.
+    """The index of the chosen option; None if all are excluded. Without noise the least cost, ties
+    by draw. With noise the probability is in proportion to exp(-cost / noise): the least cost after
+    subtracting Gumbel noise, one draw an option.
     """
     if noise > 0:
         shares = random_shares(seed, tags).tolist()

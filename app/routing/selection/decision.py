@@ -36,9 +36,7 @@ from kvlane.streams.records import Candidate, CandidateRows, EndCode, HandOverCh
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
     """A place reserved for a request. `prefill_ms`: its own prefill there, with nothing beside it.
-
-    `hold_until_ms`: the time after which it is no longer held, at any load there.
-    """
+    `hold_until_ms`: the time after which it is no longer held, at any load there."""
 
     worker_rank: WorkerRank
     prefill_ms: float
@@ -62,16 +60,9 @@ NOTHING_PLANNED = PlannedReservations((), np.empty(0, np.int64), np.empty(0))
 
 class RoutingState(msgspec.Struct, frozen=True, gc=False):
     """The state of the deployment when a request is planned. `committed`: load by the ledger;
-    `unconfirmed`: load of decisions taken here and not read back. `now_ms`: broker time.
-
-    Only policy predictive uses the rest. `mean_output_tokens`: mean length of an answer;
-    `slowdown`: by worker, see `EngineProfile`. `reservations`: those of the other requests that are
-    held here. `stagger_ms`: see `TableInputs`.
-    `count_output_tokens`: whether output tokens of running requests count as load.
-    `expected_followups`, `prefill_shares`, `step_shares`, `recent_prefill`, `transfer_token_ms`:
-    see `PerformanceModel`. `batch_runs`: those by the ledger. `curves`: learned ones, by worker.
-    `routed`: prompts that count as cached already.
-    """
+    `unconfirmed`: load of decisions taken here and not read back. `now_ms`: broker time. Only
+    policy predictive uses the rest; see `PerformanceModel` and `TableInputs`. `reservations`: those
+    of the other requests that are held here. `batch_runs`: those by the ledger."""
 
     fleet: Fleet
     pools: CandidatePools
@@ -115,13 +106,11 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A place was chosen. `prefill_tokens`: tokens that the request adds to the prefill there. The
-    fields hold all inputs of the costs that are not in the request. `at_ms`: when it was decided.
-    `session_rank`: the place of the request's session, if affinity was considered.
-    `overlap_blocks`: blocks of the prompt cached at its place, in any tier. `phase`: the part of
-    the request that it is for; `choice`: whether that is all of it. `prefix_marks`: see
-    `RoutedPrefixes`.
-    """
+    """A place was chosen, with all inputs of the costs that are not in the request.
+    `prefill_tokens`: what the request adds to the prefill there. `session_rank`: the place of the
+    request's session, if affinity was considered. `overlap_blocks`: blocks of the prompt cached at
+    its place, in any tier. `phase`: the part of the request that it is for; `choice`: whether that
+    is all of it. `prefix_marks`: see `RoutedPrefixes`."""
 
     worker_rank: WorkerRank
     tokens: int
@@ -153,13 +142,9 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False):
-    """The request has to wait in this router.
-
-    `retry_at_ms`: broker time of the next try; None if only a record can help. Trying earlier or
-    later is never wrong. `reservation`: the reservation of policy predictive. `code`: the end of
-    the request if its time is up before. `needs_new_worker`: no worker that is there could ever
-    take it.
-    """
+    """The request has to wait in this router. `retry_at_ms`: broker time of the next try; None if
+    only a record can help. `reservation`: that of policy predictive. `code`: the end of the request
+    if its time is up before. `needs_new_worker`: no worker that is there could ever take it."""
 
     reason: str
     retry_at_ms: int | None = None
@@ -195,10 +180,8 @@ def forecast(
     deadline_ms: float | None,
     itl_ms: float = 0.0,
 ) -> Forecast:
-    """The forecast for a request at the chosen place. `found`: a row of `Prediction.results`.
-
-    Its turn there comes `stagger_ms` after the place is free, or after the request arrived.
-    """
+    """The forecast for a request at the chosen place. `found`: a row of `Prediction.results`. Its
+    turn there comes `stagger_ms` after the place is free, or after the request arrived."""
     until_ms = since_ms + config.predictive_weights.max_hold_ms
     if deadline_ms is not None:
         until_ms = min(until_ms, deadline_ms - found[cost_kernels.PREFILL])

@@ -46,8 +46,7 @@ MAX_RECORDED_CANDIDATES = 16
 """Number of candidates that a decision records: the best ones, and the chosen one besides."""
 
 MAX_RECORDED_RESERVATIONS = 16
-"""Reservations at a candidate up to which each is recorded, and beyond which only their
-sums: 4096 waiting requests would fill each decision with 40 KB."""
+"""Reservations at a candidate up to which each is recorded, and beyond which only their sums."""
 _NUMBER = np.dtype("<i8")
 """Little endian on the wire; kernels take no other order than the machine's."""
 

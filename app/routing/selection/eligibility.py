@@ -1,8 +1,7 @@
 """Eligibility: the hard rules on which workers may take a request, checked before any cost.
 
-A `CandidatePool` has the live places that serve a model and sent a heartbeat lately. It is made
-when the fleet changes, which is seldom; the constraints of a request, mostly none, are checked each
-time.
+A `CandidatePool` has the live places that serve a model, made when the fleet changes, which is
+seldom; the constraints of a request, mostly none, are checked each time.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ _ROLES: dict[Phase, frozenset[Role]] = {
 
 
 class CandidateRow(NamedTuple):
-    """A place in a pool. `worker_number` and `rank_count`: the worker's; see `worker_number`.
-
-    `has_known_cache`: the index has its cache, by blocks of the pool's size. `profile` and `card`:
-    its own report.
-    """
+    """A place in a pool. `worker_number` and `rank_count`: the worker's. `has_known_cache`: the
+    index has its cache, by blocks of the pool's size. `profile` and `card`: its own report."""
 
     worker_rank: WorkerRank
     cache_id: CacheId
@@ -54,14 +50,10 @@ class CandidateRow(NamedTuple):
 
 
 class CandidatePool(NamedTuple):
-    """The places for a phase of requests for one model, by name and rank, and their `workers`; its
-    prompts' block size. `table`: the places in columns.
-
-    For one version of the fleet and of its silent workers. `has_load_limits`: some cards limit the
-    load. `kinds`: of requests that the workers take. `has_transfers`: some engines transfer KV
-    caches; `has_curves`: all cards have performance curves; `has_prefill_role`, `has_decode_role`:
-    some workers have that role.
-    """
+    """The places for a phase of requests for one model, by name and rank, and their `workers`, for
+    one version of the fleet and of its silent workers. `table`: the places in columns.
+    `has_load_limits`: some cards limit the load. `kinds`: of requests that the workers take.
+    `has_transfers`: some engines transfer KV caches; `has_curves`: all cards have curves."""
 
     rows: tuple[CandidateRow, ...]
     workers: list[str]
@@ -78,11 +70,9 @@ class CandidatePool(NamedTuple):
 
 
 class NotEligible(NamedTuple):
-    """No place is eligible. `code`: the end of the request if nothing changes in its time.
-
-    `retry`: `wait`: it may change as workers come, finish or send heartbeats; `news`: only a new
-    worker could take it; `none`: it asks for the impossible.
-    """
+    """No place is eligible. `code`: the end of the request if nothing changes in its time. `retry`:
+    `wait`: it may change as workers come, finish or send heartbeats; `news`: only a new worker
+    could take it; `none`: it asks for the impossible."""
 
     reason: str
     code: EndCode
@@ -215,13 +205,11 @@ def filter_eligible(
     pin_phase: Phase | None = None,
     has_output: bool = False,
 ) -> Sequence[CandidateRow] | NotEligible:
-    """The eligible places for a phase of a request, or the reason why there is none.
-
-    Workers in `excluded`, on which it failed before, count as long as there is no other one; those
-    in `full`, with their epochs, do not. `loads`: parts of the load of places, to be added up.
-    `pin_phase`: the phase whose pinned worker counts, if another one. `has_output`: its answer has
-    tokens, which the worker continues. Without constraints: the rows of the pool as they are.
-    """
+    """The eligible places for a phase of a request, or the reason why there is none. Workers in
+    `excluded`, on which it failed before, count as long as there is no other one; those in `full`,
+    with their epochs, do not. `loads`: parts of the load of places, to be added up. `pin_phase`:
+    the phase whose pinned worker counts, if another one. `has_output`: its answer has tokens, which
+    the worker continues. Without constraints: the rows of the pool as they are."""
     hints = request.hints
     continues_guided = has_output and request.sampling.guided_decoding is not None
     if (
@@ -361,11 +349,8 @@ def _is_busy(row: CandidateRow, fleet: Fleet, loads: Sequence[ActiveLoad]) -> bo
 def _with_adapter(
     adapter: str, rows: Sequence[CandidateRow], pool: CandidatePool, loads: Sequence[ActiveLoad]
 ) -> Sequence[CandidateRow]:
-    """The places where an adapter is, or is to be loaded.
-
-    The order of loading is over all of the pool, so that wishes of one request, or a worker that is
-    full for a moment, do not change where others go.
-    """
+    """The places where an adapter is, or is to be loaded. The order of loading is over all of the
+    pool, so that wishes of one request do not change where others go."""
     configs = {row.worker_rank.worker: row.card.config for row in pool.rows}
     avoided = frozenset(configs) - {row.worker_rank.worker for row in rows}
     open_runs = sum(each.adapter_runs(adapter) for each in loads)

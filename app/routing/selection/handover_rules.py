@@ -2,11 +2,8 @@
 
 With workers of role prefill in the fleet a request has two decisions: phase `prefill`, a copy of
 the request with one token, and phase `decode`, after the end of the prefill, or beside it where its
-engine has a bootstrap endpoint. Without them, or where a hand-over does not pay, one worker gets
-all of it: phase `aggregated`.
-
-A hand-over belongs to one attempt and is used once. Every failure of it (an expired lease, a full
-decode worker, a router that crashes between the phases) begins the next attempt, whose prefill
+engine has a bootstrap endpoint. Else one worker gets all of it: phase `aggregated`. A hand-over
+belongs to one attempt and is used once: every failure of it begins the next attempt, whose prefill
 finds the prompt in a cache.
 """
 
@@ -53,13 +50,12 @@ PREFERRED_DOMAIN_WEIGHT = 1.0
 
 
 class HandOverRules(NamedTuple):
-    """When a prompt is handed over, by the settings.
-
-    A request stays whole if fewer than `min_tokens` of its prompt, and less than `min_share`, are
-    not cached at a decode worker. `is_enforced`: it is handed over always, or not served. `domain`:
-    topology domain within which caches are transferred, "" for any; `is_domain_required`: else only
-    preferred; then a prefill worker takes prompts only while its domain has a decode worker.
-    `preferred_domain`: another one, preferred within it.
+    """When a prompt is handed over, by the settings. A request stays whole if fewer than
+    `min_tokens` of its prompt, and less than `min_share`, are not cached at a decode worker.
+    `is_enforced`: it is handed over always, or not served. `domain`: topology domain within which
+    caches are transferred, "" for any; `is_domain_required`: else only preferred; then a prefill
+    worker takes prompts only while its domain has a decode worker. `preferred_domain`: another one,
+    preferred within it.
     """
 
     min_tokens: int = 2048
@@ -93,11 +89,8 @@ def first_phase(
     stays_whole: bool,
     full_workers: Collection[tuple[str, int]] = (),
 ) -> FirstPhase:
-    """The phase that a request, or the rest of one, begins with.
-
-    `stays_whole`: do not hand it over, unless enforced: it failed on a worker, possibly in the
-    transfer. `seed`, `full_workers`: as for `select_worker`.
-    """
+    """The phase that a request, or the rest of one, begins with. `stays_whole`: do not hand it
+    over, unless enforced: it failed on a worker, possibly in the transfer."""
     request = prompt.request
     has_decode_worker = state.pools.pool(request.model, "decode").rows
     if not (_can_be_split(request) and has_decode_worker):
@@ -268,10 +261,8 @@ def decode_request(
     request: Request, prefill_worker: str, transfer: bytes | BootstrapInfo, cached_tokens: int
 ) -> Request:
     """The request for a decode worker: with the opaque transfer parameters, or the room where it
-    waits for the blocks, and without credit for the blocks cached there.
-
-    `cached_tokens`: of the prompt, at the prefill worker, if it has ended.
-    """
+    waits for the blocks, and without credit for the blocks cached there. `cached_tokens`: of the
+    prompt, at the prefill worker, if it has ended."""
     override = replace(
         request.router_config_override or RouterConfigOverride(),
         overlap_score_credit=0.0,

@@ -1,9 +1,8 @@
 """LoRA adapters: the workers that serve one, and the placement of one that is not loaded yet.
 
 An adapter that no worker's card names is given to as few of the loading workers as its requests
-need: the first in an order that the adapter's name and the workers' names make (rendezvous
-hashing), so that all routers load it on the same workers, and a worker that comes or goes moves
-only its own adapters. The open requests of an adapter are in the ledger (`active_load.py`).
+need: the first by rendezvous hashing, so that all routers load it on the same workers, and a worker
+that comes or goes moves only its own adapters.
 """
 
 from __future__ import annotations
@@ -35,11 +34,8 @@ def rendezvous_order(adapter: str, workers: Sequence[str]) -> list[str]:
 def placement(
     adapter: str, configs: Mapping[str, EngineConfig], open_runs: int, unavailable: frozenset[str]
 ) -> frozenset[str]:
-    """The workers for the requests of an adapter. `open_runs`: of this adapter, on all workers.
-
-    Those that have it by their cards, and as many others as the requests need, without
-    `unavailable` ones.
-    """
+    """The workers for the requests of an adapter: those that have it by their cards, and as many
+    others as its `open_runs` need, without `unavailable` ones."""
     having = {w for w, config in configs.items() if adapter in (config.lora_names or ())}
     loading = [w for w in configs if w not in having | unavailable and configs[w].max_loras]
     homes, left = having - unavailable, open_runs

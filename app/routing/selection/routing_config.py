@@ -22,12 +22,9 @@ class DynamoWeights(NamedTuple):
 
 
 class PredictiveWeights(NamedTuple):
-    """Settings of the `predictive` policy.
-
-    `decode_weight`: the value of a millisecond of decode, summed over requests, in milliseconds
-    to a first token. `max_hold_ms`: how long a request is held at most
-    (KVLANE_MAX_QUEUE_WAIT_S).
-    """
+    """Settings of the `predictive` policy. `decode_weight`: the value of a millisecond of decode,
+    summed over requests, in milliseconds to a first token. `max_hold_ms`: how long a request is
+    held at most (KVLANE_MAX_QUEUE_WAIT_S)."""
 
     decode_weight: float = 0.01
     max_hold_ms: float = 10_000.0
@@ -54,8 +51,7 @@ class RoutingConfig(NamedTuple):
 
     @property
     def queues_for_places(self) -> bool:
-        """Whether the policy may queue requests for a busy place, so that they are planned
-        together."""
+        """Whether the policy may queue requests for a busy place, and plans them together."""
         return has_forecast(self.policy)
 
     def overridden(self, override: RouterConfigOverride | None) -> RoutingConfig:

@@ -86,13 +86,9 @@ def select_worker(
     deadline_ms: float | None = None,
     session_rank: WorkerRank | None = None,
 ) -> Decision:
-    """Decide about a phase of a request.
-
-    `dispatched_count`: how many requests this router has dispatched; `excluded`: workers on which
-    it failed; `full_workers`: full workers, with their epochs. `queued_since_ms`: when it was
-    planned first, if before; `deadline_ms`: when its time is up. `session_rank`: the place of its
-    session.
-    """
+    """Decide about a phase of a request. `dispatched_count`: how many requests this router has
+    dispatched; `excluded`: workers on which it failed; `full_workers`: with their epochs.
+    `queued_since_ms`: when it was planned first, if before. `session_rank`: that of its session."""
     request, policy = prompt.request, POLICIES[config.policy]
     pinned_phase = policy.pinned_phase(phase)
     if fault := policy.fault(request, pinned_phase):
@@ -213,11 +209,7 @@ def expected_transfer_ms(
 
 def _for_phase(config: RoutingConfig, phase: Phase, pool: CandidatePool) -> RoutingConfig:
     """The settings for a phase: among workers of role decode, decode goes to the one with the
-    shortest steps.
-
-    With the usual weight the mean is less, but the slowest steps are slower: 5 prefill and 3 decode
-    workers, conversation trace at 4 times its speed: mean ITL 22.8 for 26.6 ms, p99 33.9 for 31.4.
-    """
+    shortest steps. With the usual weight the slowest steps are slower."""
     if phase != "decode" or not pool.has_decode_role:
         return config
     weights = config.predictive_weights._replace(decode_weight=0.0)
@@ -232,11 +224,9 @@ def not_eligible(cause: NotEligible) -> Wait | Rejection:
 
 
 def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None:
-    """The place by the inputs that a decision records; None where it records none.
-
-    `session`: the request's, for policies that use it. The costs of some policies depend on values
-    that are not recorded (`RecordedPolicy.recomputes_costs`); the recorded costs are taken then.
-    """
+    """The place by the inputs that a decision records; None where it records none. `session`: the
+    request's, for policies that use it. Costs that depend on values that are not recorded are taken
+    from the record (`RecordedPolicy.recomputes_costs`)."""
     recalled = reconstruct(decision, session)
     if recalled is None:
         return None
@@ -253,9 +243,7 @@ def recompute_choice(decision: Assigned, session: str = "") -> WorkerRank | None
 
 
 def reconstruct(decision: Assigned, session: str = "") -> Reconstructed | None:
-    """The candidates of a recorded decision with their scores, by its inputs; see
-    `recompute_choice`.
-    """
+    """The candidates of a recorded decision with their scores, as for `recompute_choice`."""
     candidates, policy, params = decision.candidates, decision.policy, decision.params
     if not candidates:
         return None

@@ -1,7 +1,5 @@
-"""Active load per worker: sums over its open runs, maintained incrementally.
-
-Used by `ledger.py` for runs that are open by the ledger, by `app/lanes/context.py` for decisions
-that are not read back.
+"""Active load per worker: sums over its open runs, maintained incrementally. `ledger.py` has the
+runs that are open by the ledger, the router's queue the decisions that are not read back.
 """
 
 from __future__ import annotations
@@ -15,11 +13,10 @@ from kvlane.app.routing.state.fleet import WorkerRank
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
-    """Load of the open runs on one rank of one epoch of a worker.
-
-    `tokens`: of prompts, and of answers when they began; `prefill_tokens`: those that are neither
-    computed nor expected in the cache. `prefill_runs`: runs without a first token,
-    `prefill_since_ms`: the sum of the broker times at which they came there.
+    """Load of the open runs on one rank of one epoch of a worker. `tokens`: of prompts, and of
+    answers when they began; `prefill_tokens`: those that are neither computed nor expected in the
+    cache. `prefill_runs`: runs without a first token, `prefill_since_ms`: the sum of the broker
+    times at which they came there.
     """
 
     runs: int = 0
@@ -60,12 +57,10 @@ NO_LOAD = WorkerLoad()
 
 
 class ActiveLoad:
-    """Load by worker and epoch, and by rank.
-
-    For tables with copies in columns: `changes`, the ranks whose load changed; `by_rank`, the load
-    of ranks that have any; `last_first_token_ms`, the time of the last first token on each rank
-    since it was idle; `begun`, the load there was then: prompts that came later join a later step.
-    """
+    """Load by worker and epoch, and by rank. For tables with copies in columns: `changes`, the
+    ranks whose load changed; `by_rank`, the load of ranks that have any; `last_first_token_ms`, of
+    each rank since it was idle; `begun`, the load there was then: later prompts join a later
+    step."""
 
     def __init__(self) -> None:
         self.changes = ChangeLog[WorkerRank]()

@@ -20,11 +20,9 @@ from kvlane.app.routing.state.performance import EngineProfile
 
 
 class BatchRun(msgspec.Struct, frozen=True, gc=False):
-    """A run. `tokens` of its prompt, and of its answer when it began.
-
-    `prefill_tokens`: to be computed, 0 after its first token. `since_ms`: its begin, or the end of
-    its prefill. `is_preemptible`: whether another run can continue its answer.
-    """
+    """A run. `tokens` of its prompt, and of its answer when it began. `prefill_tokens`: to be
+    computed, 0 after its first token. `since_ms`: its begin, or the end of its prefill.
+    `is_preemptible`: whether another run can continue its answer."""
 
     id: str
     tokens: int
@@ -54,12 +52,8 @@ def load_of(runs: Collection[BatchRun]) -> WorkerLoad:
 def batch_delay_ms(
     profile: EngineProfile, batch_load: WorkerLoad, mean_output_tokens: float
 ) -> float:
-    """Expected delay of a prompt by the batch runs of its rank, in ms: a step of theirs, or 0.
-
-    Half a step is left of the one under way, and half stands for their part of the next. `kvlane
-    bench mix`, mean TTFT beside batch work to that without, by the number of steps: 1.054 with 0.5,
-    1.044 with 1, 1.049 with 1.5, 1.057 with 2.
-    """
+    """Expected delay of a prompt by the batch runs of its rank, in ms: a step of theirs, or 0. Half
+    a step is left of the one under way, and half stands for their part of the next."""
     if not batch_load.runs:
         return 0.0
     step_ms = profile.decode_ms(batch_load.tokens + batch_load.runs * mean_output_tokens / 2)

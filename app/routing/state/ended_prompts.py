@@ -3,11 +3,9 @@
 A prompt is a copy if it was appended before the end of its id, or within the dedup window after it,
 and may wait in `batch` for a week. The owner of each lane appends ended ids to `ended-ids`
 (`app/lanes/ended_ids_writer.py`), and this view has those ids; later ones come from the ledger
-(`LedgerState`), from the offset up to which the last record reaches. The topic is their own, since
-a week of the ledger is hundreds of gigabytes to read at a start. An id takes 12 bytes. The only
-copies of a request over HTTP are repeated appends, whose ids the ledger has (`EndIds`).
-
-Two ids with one digest: among 10 million ids, a new one meets one in 10^12.
+(`LedgerState`). An id takes 12 bytes. The only copies of a request over HTTP are repeated appends,
+whose ids the ledger has (`EndIds`). Two ids with one digest: among 10 million ids, a new one meets
+one in 10^12.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ BLOCK_IDS = 8192
 MAX_SAVED_IDS = 50_000
 """Ids in one record: 600 kB."""
 MAX_UNSAVED_OFFSETS = 10_000
-"""Offsets of the ledger without a record, also if no prompt has ended: a router that starts reads
-them again, in a tenth of a second."""
+"""Offsets of the ledger without a record, also if no prompt has ended: a starting router reads
+them."""
 NEVER = -1
 
 

@@ -1,11 +1,9 @@
 """KV index: the view of the cache events. Which rank of which worker caches which block, and where.
 
 Passes the content of records on to the index (`indexer/index.py`; the rules: `indexer/epochs.py`).
-Unusable records are counted and skipped: malformed columns, and keys made with another secret. The
-latter means a misconfigured process, whose cache appears empty, and is logged as an error.
-
-A `Lost` drops the blocks of its epoch. Those of a worker that left otherwise are dropped by the
-next record of its partition a day after its last one.
+Malformed columns, and keys made with another secret, are counted and skipped; the latter means a
+misconfigured process, whose cache appears empty, and is logged as an error. A `Lost` drops the
+blocks of its epoch; those of a worker that left otherwise are dropped a day after its last record.
 """
 
 from __future__ import annotations
@@ -64,10 +62,7 @@ class KvIndexView:
 
     def depths(self, local: NDArray[np.uint64]) -> MatchDepths:
         """The cached prefix of a prompt by columns (see `MatchDepths`), remembered until the next
-        event.
-
-        A waiting request is planned several times between two events: in a batch, and alone.
-        """
+        event, since a waiting request is planned several times."""
         known = self._found.get(id(local))
         if known is None:
             if len(self._found) >= MAX_CACHED_LOOKUPS:

@@ -184,9 +184,7 @@ class _LaneSnapshot(msgspec.Struct):
 
 
 class LedgerState:
-    """All lanes together; a `MaterializedView` (streams/views/view.py) over the ledger's
-    partitions.
-    """
+    """All lanes together; a `MaterializedView` (streams/views/view.py) over the ledger."""
 
     name = "load"
 

@@ -61,11 +61,9 @@ class RunId(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class RunStatus(msgspec.Struct):
-    """State of one run. `since_ms`: append time of the record that brought it there.
-
-    `place`: the worker's rank; two runs of one request never differ only in it. `tokens`: cache
-    needed. `prefill_tokens`: part not cached at assignment.
-    """
+    """State of one run. `since_ms`: append time of the record that brought it there. `place`: the
+    worker's rank; two runs of one request never differ only in it. `tokens`: cache needed.
+    `prefill_tokens`: part not cached at assignment."""
 
     state: RunState
     since_ms: int
@@ -88,10 +86,8 @@ class RunStatus(msgspec.Struct):
 
 class RequestState(msgspec.Struct):
     """The state of one request by the ledger. `ended`: the code of its end, "" before.
-
     `failure_reason`: for clients, of the last failed run with one. `stalls`: its runs without a
-    token whose engines made no step.
-    """
+    token whose engines made no step."""
 
     attempt: int = 0
     runs: dict[RunId, RunStatus] = {}
@@ -123,11 +119,8 @@ class RequestState(msgspec.Struct):
 
     @property
     def is_finished(self) -> bool:
-        """Whether no run is open and no action is due.
-
-        A prefill that was handed off is not an end: its decode is to come. A refusal beside the end
-        of a twin needs nothing: a full worker has shown nothing to readers.
-        """
+        """Whether no run is open and no action is due. A prefill that was handed off is not an end:
+        its decode is to come. A refusal beside the end of a twin needs nothing."""
         if self.ended:
             return True
         is_final = False

@@ -3,12 +3,12 @@
 The index has the blocks of a prompt only when its first cache event is read, and never those of an
 engine without events. A decision therefore records the keys of its prompt at some depths (*marks*,
 8 an octave), and prompts that begin alike are estimated by the deepest mark that they share. A mark
-counts until the first token of its run, since the events come then; without events of that cache,
-for `TIME_TO_LIVE_MS`. A run that ends without a first token leaves none.
+counts until the first token of its run; without events of that cache, for `TIME_TO_LIVE_MS`. A run
+that ends without a first token leaves none.
 
 The cached tokens that workers report correct the estimate: of engines without events none counts
 before one has reported a hit; and where less than half of the estimate was true, lately, none
-counts on that worker, until it is tried again. With events, the index has the last word.
+counts on that worker, until it is tried again.
 
 A fold of the ledger, so that routers agree and a restarted one has the same marks; besides, the
 decisions of this router that are not read back. Bounded by `MAX_MARKS`: the oldest are dropped.

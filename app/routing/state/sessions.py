@@ -3,12 +3,9 @@
 A session is bound by its first decision, and moves with any later one that went elsewhere, where
 its newest blocks are. Prefill is bound apart from the rest. The binding ends when the session is
 closed or idle for its time-out, or with the epoch of its worker. It is a preference, see
-`Policy.session_tolerance`.
-
-A session's requests are in different lanes, so the last decision of each lane is kept, and the last
-one by broker time counts: all routers with the same records agree. Idle time-outs are checked on
-lookup. Sessions idle for longer than `window_ms` are dropped, because a starting router replays no
-more.
+`Policy.session_tolerance`. A session's requests are in different lanes, so the last decision of
+each lane is kept, and the last one by broker time counts. Sessions idle for longer than `window_ms`
+are dropped, because a starting router replays no more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Silence of workers: which of them have sent no heartbeat for longer than a time-out.
 
-Silence counts from when this process read a record, by its own monotonic clock: append times may
-come from brokers whose clocks differ. So this is no part of the fleet (`fleet.py`). A silent worker
-gets no new work; `app/lanes/failure_detector.py` decides whether it is lost.
+Silence counts from when this process read a record, by its own monotonic clock, so it is no part of
+the fleet. A silent worker gets no new work; `app/lanes/failure_detector.py` decides whether it is
+lost.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ class SilentWorkers:
     def on_records(
         self, log_records: Sequence[LogRecord], now_s: float, broker_ms: int | None = None
     ) -> None:
-        """Records of the fleet were applied at `now_s`.
-
-        `broker_ms`: broker time, for records that may be old: a heartbeat counts as read when it
-        was appended. Where its broker is behind, its worker counts as silent until the next.
-        """
+        """Records of the fleet were applied at `now_s`. `broker_ms`: broker time, for records that
+        may be old: a heartbeat counts as read when it was appended."""
         for log_record in log_records:
             record = log_record.record
             if isinstance(record, Heartbeat):
