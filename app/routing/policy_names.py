@@ -14,7 +14,7 @@ PolicyName = Literal[
     "session_hash",
     "direct",
 ]
-"""Each is a module in `app/routing/selection/policies/`, in the order of docs and reports."""
+"""In the order of docs and reports."""
 QueueOrder = Literal["sjf", "fcfs", "wspt", "edf"]
 """Orders of waiting requests; see `app/routing/queueing/pending.py`."""
 Objective = Literal["first-token", "balanced", "throughput"]

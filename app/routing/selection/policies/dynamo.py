@@ -87,6 +87,3 @@ class Dynamo(Policy):
         own = untainted - decode - requests - waiting
         terms = {"waiting prefill": waiting, "own prefill": own, "decode": decode, "runs": requests}
         return terms | taint_term(candidate, terms)
-
-
-POLICY = Dynamo()

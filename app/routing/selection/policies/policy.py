@@ -1,7 +1,7 @@
 """A routing policy: the cost of each eligible place, and what records, docs and audits say of it.
 
-A policy is one module in this folder with the instance `POLICY`, which
-`app/routing/selection/policies/registry.py` imports, and its name in `app/routing/policy_names.py`.
+A policy is a class in `app/routing/selection/policies/registry.py`, or in a module that it imports,
+and a name in `app/routing/policy_names.py`.
 `eligibility.py` comes before, `choice.py` makes the choice. Candidates are columns, because a
 policy looks at every worker.
 """

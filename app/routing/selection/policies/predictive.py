@@ -194,6 +194,3 @@ class Predictive(Policy):
         if candidate.taint_weight:
             return terms | taint_term(candidate, terms)
         return terms | {LATER_TERM: candidate.cost - sum(terms.values())}
-
-
-POLICY = Predictive()
