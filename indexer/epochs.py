@@ -96,14 +96,15 @@ class _Worker(Generic[R]):
 
 
 class EpochTracker(Generic[R]):
-    """Workers by partition. `begin` creates an empty rank."""
+    """Workers by partition; the part of an index that needs no blocks. `begin` creates an empty
+    rank."""
 
     def __init__(self, begin: Callable[[CacheId], R]) -> None:
         self.counters = IndexCounters()
         self._new_rank = begin
         self._partitions: dict[int, dict[str, _Worker[R]]] = {}
 
-    def __iter__(self) -> Iterator[tuple[CacheId, R]]:
+    def caches(self) -> Iterator[tuple[CacheId, R]]:
         for partition in self._partitions:
             yield from self.caches_of(partition)
 
@@ -113,7 +114,7 @@ class EpochTracker(Generic[R]):
                 yield CacheId(worker, number), rank
 
     def find_cache(self, holder: CacheId) -> R | None:
-        return next((rank for known, rank in self if known == holder), None)
+        return next((rank for known, rank in self.caches() if known == holder), None)
 
     def advance_to(self, partition: int, holder: CacheId, epoch: int, event_id: int) -> R | None:
         """Advance to an event id, and return the rank; None for an epoch that has ended. Events
@@ -157,6 +158,25 @@ class EpochTracker(Generic[R]):
     def drop_worker(self, partition: int, worker: str) -> None:
         """Drop a worker, as if it had never published an event."""
         self._end(self._partitions.get(partition, {}).pop(worker, None))
+
+    def on_heartbeat(self, partition: int, holder: CacheId, epoch: int, last_event_id: int) -> None:
+        """Apply the last event id of a heartbeat: a missing tail is a gap too."""
+        self.advance_to(partition, holder, epoch, last_event_id + 1)
+
+    def cache_sizes(self) -> dict[CacheId, CacheSize]:
+        return {
+            holder: CacheSize(rank.tier_block_counts, rank.is_complete)
+            for holder, rank in self.caches()
+        }
+
+    def is_complete(self, holder: CacheId) -> bool:
+        """Whether all blocks of a cache were announced in the records read."""
+        rank = self.find_cache(holder)
+        return rank is not None and rank.is_complete
+
+    def block_count(self, holder: CacheId) -> int:
+        rank = self.find_cache(holder)
+        return rank.block_count if rank else 0
 
     # --- snapshots -------------------------------------------------------------------------------
 
@@ -210,45 +230,6 @@ class EpochTracker(Generic[R]):
         if known is not None:
             for rank in known.ranks.values():
                 rank.drop_blocks()
-
-
-class IndexBase(Generic[R]):
-    """Base of both indexes: the part that needs no blocks."""
-
-    def __init__(self, begin: Callable[[CacheId], R]) -> None:
-        self._epochs = EpochTracker(begin)
-
-    @property
-    def counters(self) -> IndexCounters:
-        return self._epochs.counters
-
-    def on_heartbeat(self, partition: int, holder: CacheId, epoch: int, last_event_id: int) -> None:
-        """Apply the last event id of a heartbeat: a missing tail is a gap too."""
-        self._epochs.advance_to(partition, holder, epoch, last_event_id + 1)
-
-    def end_epoch(self, partition: int, worker: str, epoch: int) -> None:
-        self._epochs.end_epoch(partition, worker, epoch)
-
-    def drop_partition(self, partition: int) -> None:
-        self._epochs.drop_partition(partition)
-
-    def drop_worker(self, partition: int, worker: str) -> None:
-        self._epochs.drop_worker(partition, worker)
-
-    def cache_sizes(self) -> dict[CacheId, CacheSize]:
-        return {
-            holder: CacheSize(rank.tier_block_counts, rank.is_complete)
-            for holder, rank in self._epochs
-        }
-
-    def is_complete(self, holder: CacheId) -> bool:
-        """Whether all blocks of a cache were announced in the records read."""
-        rank = self._epochs.find_cache(holder)
-        return rank is not None and rank.is_complete
-
-    def block_count(self, holder: CacheId) -> int:
-        rank = self._epochs.find_cache(holder)
-        return rank.block_count if rank else 0
 
 
 def cache_tag(holder: CacheId, tier: Tier) -> int:

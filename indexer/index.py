@@ -41,7 +41,7 @@ from kvlane.indexer.blocks.prefix_keys import new_scratch
 from kvlane.indexer.blocks.prefix_search import RETRY, SCAN_THRESHOLD
 from kvlane.indexer.blocks.tier_store import MAX_STEP_SLOTS, TierView, new_stores
 from kvlane.indexer.blocks.updates import ACCOUNT_WORDS, BLOCK_COUNT, DIGEST_SUM
-from kvlane.indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
+from kvlane.indexer.epochs import CacheId, CacheState, EpochTracker, Overlap, cache_tag
 from kvlane.indexer.events import (
     CLEARED,
     CacheEvent,
@@ -105,7 +105,7 @@ class _Cache(CacheState):
         self.index.retire_column(self)
 
 
-class Index(IndexBase[_Cache]):
+class Index(EpochTracker[_Cache]):
     """KV cache index: the cached prefix length of a prompt, for every cache.
 
     Args:
@@ -161,14 +161,14 @@ class Index(IndexBase[_Cache]):
     ) -> None:
         """Apply the events of one record. Raises MalformedColumns, with nothing applied."""
         rows = parse_columns(columns)
-        cache = self._epochs.advance_to(partition, holder, epoch, first_event_id)
+        cache = self.advance_to(partition, holder, epoch, first_event_id)
         if cache is None:
             self.counters.stale_events += len(rows.kinds)
             return
-        skipped = self._epochs.skip_duplicates(cache, first_event_id, len(rows.kinds))
+        skipped = self.skip_duplicates(cache, first_event_id, len(rows.kinds))
         for tier, part in _parts(columns, rows, skipped):
             if tier is None:
-                self._epochs.clear_cache(cache, complete=True)
+                self.clear_cache(cache, complete=True)
             else:
                 self._apply_rows(cache, tier, part)
         self._update_openness(cache)
@@ -263,7 +263,7 @@ class Index(IndexBase[_Cache]):
 
     def blocks_of(self, holder: CacheId, tier: Tier) -> dict[int, int]:
         """Keys in one tier of a cache with their positions, sorted by position."""
-        cache = self._epochs.find_cache(holder)
+        cache = self.find_cache(holder)
         if cache is None or cache.column == _NO_COLUMN:
             return {}
         keys, positions, _ = self._stores[tier].dump_blocks([cache.column])
@@ -274,14 +274,9 @@ class Index(IndexBase[_Cache]):
         """Hash of the contents of a partition, independent of their order: a u64."""
         return M64 & sum(
             int(account[DIGEST_SUM])
-            for _, cache in self._epochs.caches_of(partition)
+            for _, cache in self.caches_of(partition)
             for account in cache.accounts
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated memory of tables and sets; the resident part may be smaller."""
-        return sum(store.nbytes for store in self._stores)
 
     # --- columns ---------------------------------------------------------------------------------
 
@@ -359,13 +354,11 @@ class Index(IndexBase[_Cache]):
 
     def snapshot(self, partition: int) -> bytes:
         """Snapshot of a partition."""
-        caches = [cache for _, cache in self._epochs.caches_of(partition)]
+        caches = [cache for _, cache in self.caches_of(partition)]
         columns = [cache.column for cache in caches]
         held = [column for column in columns if column != _NO_COLUMN]
         tiers = [store.snapshot_part(columns, held) for store in self._stores]
-        return snapshot_format.encode_snapshot(
-            self._fingerprint, self._epochs.serialize(partition), tiers
-        )
+        return snapshot_format.encode_snapshot(self._fingerprint, self.serialize(partition), tiers)
 
     def restore(self, partition: int, data: bytes) -> None:
         """Restore a partition, the inverse of `snapshot`. Raises ValueError for another format or
@@ -374,13 +367,13 @@ class Index(IndexBase[_Cache]):
             described, parts = snapshot_format.decode_snapshot(
                 data, self._fingerprint, tiers=len(Tier)
             )
-            caches = self._epochs.deserialize(partition, described)
+            caches = self.deserialize(partition, described)
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as e:
             raise ValueError(f"inconsistent snapshot of the index: {e!r}") from e
         columns = [self._column(cache) for cache in caches]
         for tier, part in zip(Tier, parts, strict=True):
             if not self._load(tier, caches, columns, part):
-                self._epochs.drop_partition(partition)
+                self.drop_partition(partition)
                 raise ValueError("inconsistent snapshot of the index: blocks of impossible caches")
 
     def _load(

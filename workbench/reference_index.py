@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvlane.indexer.epochs import CacheId, CacheState, IndexBase, Overlap, cache_tag
+from kvlane.indexer.epochs import CacheId, CacheState, EpochTracker, Overlap, cache_tag
 from kvlane.indexer.events import CacheEvent, EventKind, Tier
 from kvlane.indexer.xxh3 import M64, MIX_1, P64_1
 
@@ -42,7 +42,7 @@ class _Rank(CacheState):
         return tuple(len(tier) for tier in self.tiers)
 
 
-class ReferenceIndex(IndexBase[_Rank]):
+class ReferenceIndex(EpochTracker[_Rank]):
     """Reference index. `fingerprint`: of the key secret, for snapshots."""
 
     def __init__(self, *, fingerprint: str = "", max_blocks: int = MAX_CACHE_BLOCKS) -> None:
@@ -58,17 +58,17 @@ class ReferenceIndex(IndexBase[_Rank]):
         first_event_id: int,
         events: Sequence[CacheEvent],
     ) -> None:
-        rank = self._epochs.advance_to(partition, holder, epoch, first_event_id)
+        rank = self.advance_to(partition, holder, epoch, first_event_id)
         if rank is None:
             self.counters.stale_events += len(events)
             return
-        for event in events[self._epochs.skip_duplicates(rank, first_event_id, len(events)) :]:
+        for event in events[self.skip_duplicates(rank, first_event_id, len(events)) :]:
             self._apply_event(rank, event)
 
     def match_prefix(self, keys: Sequence[int]) -> dict[CacheId, Overlap]:
         """Overlap of a prompt, given by its keys, with every cache that holds its first block."""
         found = {}
-        for holder, rank in self._epochs:
+        for holder, rank in self.caches():
             depth, parts = 0, []
             for tier in rank.tiers:
                 start = depth
@@ -81,13 +81,13 @@ class ReferenceIndex(IndexBase[_Rank]):
 
     def blocks_of(self, holder: CacheId, tier: Tier) -> dict[int, int]:
         """Keys in one tier of a cache with their positions; a copy."""
-        rank = self._epochs.find_cache(holder)
+        rank = self.find_cache(holder)
         return dict(rank.tiers[tier]) if rank else {}
 
     def state_hash(self, partition: int) -> int:
         """Hash of the contents of a partition, independent of their order: a u64."""
         total = 0
-        for holder, rank in self._epochs.caches_of(partition):
+        for holder, rank in self.caches_of(partition):
             for tier in Tier:
                 tag = cache_tag(holder, tier)
                 total += sum(block_digest(tag, key) for key in rank.tiers[tier])
@@ -96,10 +96,10 @@ class ReferenceIndex(IndexBase[_Rank]):
     # --- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, partition: int) -> bytes:
-        tiers = [tier for _, rank in self._epochs.caches_of(partition) for tier in rank.tiers]
+        tiers = [tier for _, rank in self.caches_of(partition) for tier in rank.tiers]
         header = {
             "fingerprint": self._fingerprint,
-            "workers": self._epochs.serialize(partition),
+            "workers": self.serialize(partition),
             "sizes": [len(tier) for tier in tiers],
         }
         keys = np.array([key for tier in tiers for key in tier], "<u8")
@@ -123,12 +123,12 @@ class ReferenceIndex(IndexBase[_Rank]):
         keys = iter(np.frombuffer(data, "<u8", entries, end).tolist())
         positions = iter(np.frombuffer(data, "<u4", entries, end + 8 * entries).tolist())
         sizes = iter(header["sizes"])
-        for rank in self._epochs.deserialize(partition, header["workers"]):
+        for rank in self.deserialize(partition, header["workers"]):
             rank.tiers = [{next(keys): next(positions) for _ in range(next(sizes))} for _ in Tier]
 
     def _apply_event(self, rank: _Rank, event: CacheEvent) -> None:
         if event.kind == EventKind.CLEARED:
-            self._epochs.clear_cache(rank, complete=True)
+            self.clear_cache(rank, complete=True)
             return
         tier = rank.tiers[event.tier]
         for index, key in enumerate(event.keys):

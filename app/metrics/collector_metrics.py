@@ -40,15 +40,12 @@ class CollectorMetrics(MetricSet):
             "kvlane_collector_unreadable_records",
             "Records that ended a reply, as they cannot be decoded; must stay 0",
         )
-        self.gauge(
-            "kvlane_collector_open_requests", "Requests that get a result and are not over"
-        ).set_function(open_requests)
-        self.gauge("kvlane_collector_lanes", "Lanes whose results are collected").set_function(
-            lanes
-        )
-        self.gauge(
-            "kvlane_collector_batch_jobs", "Batch jobs that this collector runs now"
-        ).set_function(batch_jobs)
+        for name, meaning, value in (
+            ("open_requests", "Requests that get a result and are not over", open_requests),
+            ("lanes", "Lanes whose results are collected", lanes),
+            ("batch_jobs", "Batch jobs that this collector runs now", batch_jobs),
+        ):
+            self.gauge(f"kvlane_collector_{name}", meaning).set_function(value)
         for status in RESULT_STATUSES:
             self._results.labels(status)
         for outcome in TRANSACTION_OUTCOMES:

@@ -78,15 +78,6 @@ class TierStore:
     def is_growing(self) -> bool:
         return self.view.table.is_growing
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated memory of the arrays; the resident part may be smaller."""
-        table, sets = self.view.table, self.view.sets
-        arrays = [table.slots, table.firsts, sets.rows, sets.buckets]
-        if table.is_growing:
-            arrays += [table.larger, table.larger_firsts]
-        return sum(array.nbytes for array in arrays)
-
     def _replace(self, table: BlockTable, sets: HolderSets) -> None:
         self._outgoing.append(self.view)
         self._views[self._tier] = TierView(table, sets)

@@ -50,11 +50,11 @@ async def test_prefill_is_done_with_the_first_token_and_not_with_an_empty_output
     answer = cluster.complete_with(body={"max_tokens": 200})
     await world.wait_until(lambda: any(isinstance(r, Started) for r in _ledger(world)))
     await world.sleep(2)
-    (load,) = cluster.router._ledger.active_load.loads([place])
+    load = cluster.router._ledger.active_load.load(place)
     assert load.prefill_tokens == TOKENS, "two empty outputs came"
     await world.wait_until(lambda: any(isinstance(r, PrefillDone) for r in _ledger(world)))
     await world.sleep(0.1)
-    (load,) = cluster.router._ledger.active_load.loads([place])
+    load = cluster.router._ledger.active_load.load(place)
     assert (load.runs, load.prefill_tokens) == (1, 0)
     await answer.wait_done()
 
@@ -97,7 +97,7 @@ async def test_two_ends_of_one_request_release_its_load_once(world: MemoryWorld)
     await cluster.send("DELETE", f"/v1/streams/{one.id}").wait_done()
     await world.sleep(2)
     place = WorkerRank("w1", one.epoch)
-    (load,) = cluster.router._ledger.active_load.loads([place])
+    load = cluster.router._ledger.active_load.load(place)
     assert (load.runs, load.tokens) == (1, TOKENS)
     for answer in (first, second):
         answer.disconnect()

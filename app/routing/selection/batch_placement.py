@@ -46,16 +46,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvlane.app.routing.policy_names import BATCH_POLICY
+from kvlane.app.routing.selection.candidate_table import CandidateRow
 from kvlane.app.routing.selection.candidates import NO_RESERVATIONS, expected_output_tokens
 from kvlane.app.routing.selection.choice import INELIGIBLE, choose
 from kvlane.app.routing.selection.decision import Placement, Rejection, RoutingState, Wait
 from kvlane.app.routing.selection.decision_record import record_decision
-from kvlane.app.routing.selection.eligibility import (
-    CandidatePool,
-    CandidateRow,
-    NotEligible,
-    filter_eligible,
-)
+from kvlane.app.routing.selection.eligibility import CandidatePool, NotEligible, filter_eligible
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.select import not_eligible, refreshed_table
 from kvlane.app.routing.state.active_load import WorkerLoad

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from struct import Struct
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from kvlane.app.routing.state.routed_prefixes import RoutedPrefixes
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.events import Tier
 from kvlane.indexer.index import MatchDepths
+from kvlane.streams.records import WorkerCard
 
 _LOAD = Struct(f"{cost_kernels.BUSY_MS}d")
 """The columns before `BUSY_MS`. Packing takes a third of the time of assigning to a slice."""
@@ -47,28 +48,18 @@ NO_SLOWDOWNS: Mapping[str, float] = MappingProxyType({})
 NO_CURVES: Mapping[str, PerfCurves] = MappingProxyType({})
 
 
-class CandidateSpec(Protocol):
-    """The constant properties of a candidate: a row of a pool."""
+class CandidateRow(NamedTuple):
+    """A place in a pool. `worker_number` and `rank_count`: the worker's. `has_known_cache`: the
+    index has its cache, by blocks of the pool's size. `profile` and `card`: its own report."""
 
-    @property
-    def worker_rank(self) -> WorkerRank:
-        """The rank of the worker."""
-
-    @property
-    def cache_id(self) -> CacheId:
-        """The id of its cache."""
-
-    @property
-    def profile(self) -> EngineProfile:
-        """Its speed, by the worker's card."""
-
-    @property
-    def rank_count(self) -> int:
-        """The number of ranks of its worker."""
-
-    @property
-    def has_known_cache(self) -> bool:
-        """Whether the index knows its cache, in blocks of the pool's size."""
+    worker_rank: WorkerRank
+    cache_id: CacheId
+    worker_number: str
+    taints: frozenset[str]
+    has_known_cache: bool
+    rank_count: int
+    profile: EngineProfile
+    card: WorkerCard
 
 
 class TableInputs(msgspec.Struct, frozen=True, gc=False):
@@ -130,7 +121,7 @@ def recorded_curve(profile: EngineProfile) -> tuple[float, ...]:
 class CandidateTable:
     """The candidates of one pool; the public columns are those of `Candidates`."""
 
-    def __init__(self, rows: Sequence[CandidateSpec]) -> None:
+    def __init__(self, rows: Sequence[CandidateRow]) -> None:
         self.worker_ranks = [row.worker_rank for row in rows]
         self.hashes = rank_hashes(self.worker_ranks)
         self.curves = [recorded_curve(row.profile) for row in rows]

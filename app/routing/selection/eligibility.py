@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from kvlane.app.routing.selection.candidate_table import CandidateTable
+from kvlane.app.routing.selection.candidate_table import CandidateRow, CandidateTable
 from kvlane.app.routing.selection.lora import can_serve, placement
 from kvlane.app.routing.state.active_load import ActiveLoad
 from kvlane.app.routing.state.fleet import Fleet, FleetMember, WorkerRank
-from kvlane.app.routing.state.performance import EngineProfile, profile_from_card
+from kvlane.app.routing.state.performance import profile_from_card
 from kvlane.app.routing.state.silent_workers import SilentWorkers
 from kvlane.indexer.epochs import CacheId
 from kvlane.indexer.xxh3 import xxh3
@@ -33,20 +33,6 @@ _ROLES: dict[Phase, frozenset[Role]] = {
     "prefill": frozenset({"aggregated", "prefill"}),
     "decode": frozenset({"aggregated", "decode"}),
 }
-
-
-class CandidateRow(NamedTuple):
-    """A place in a pool. `worker_number` and `rank_count`: the worker's. `has_known_cache`: the
-    index has its cache, by blocks of the pool's size. `profile` and `card`: its own report."""
-
-    worker_rank: WorkerRank
-    cache_id: CacheId
-    worker_number: str
-    taints: frozenset[str]
-    has_known_cache: bool
-    rank_count: int
-    profile: EngineProfile
-    card: WorkerCard
 
 
 class CandidatePool(NamedTuple):
@@ -342,7 +328,7 @@ def _is_busy(row: CandidateRow, fleet: Fleet, loads: Sequence[ActiveLoad]) -> bo
         return True
     if card.busy_prefill_tokens is None:
         return False
-    waiting = sum(each.loads((row.worker_rank,))[0].prefill_tokens for each in loads)
+    waiting = sum(each.load(row.worker_rank).prefill_tokens for each in loads)
     return waiting > card.busy_prefill_tokens
 
 

@@ -15,7 +15,12 @@ import numpy as np
 
 from kvlane.app.routing.policy_names import adds_load
 from kvlane.app.routing.selection import cost_kernels
-from kvlane.app.routing.selection.candidate_table import NO_ROW, CandidateTable, TableInputs
+from kvlane.app.routing.selection.candidate_table import (
+    NO_ROW,
+    CandidateRow,
+    CandidateTable,
+    TableInputs,
+)
 from kvlane.app.routing.selection.candidates import (
     MAX_WEIGHT,
     NO_RESERVATIONS,
@@ -41,12 +46,7 @@ from kvlane.app.routing.selection.decision import (
     wait_for_rank,
 )
 from kvlane.app.routing.selection.decision_record import candidates_from_record, record_decision
-from kvlane.app.routing.selection.eligibility import (
-    CandidatePool,
-    CandidateRow,
-    NotEligible,
-    filter_eligible,
-)
+from kvlane.app.routing.selection.eligibility import CandidatePool, NotEligible, filter_eligible
 from kvlane.app.routing.selection.policies.policy import Scores
 from kvlane.app.routing.selection.policies.registry import POLICIES, RECORDED
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes

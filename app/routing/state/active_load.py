@@ -4,8 +4,6 @@ runs that are open by the ledger, the router's queue the decisions that are not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from kvlane.app.routing.state.change_log import ChangeLog
@@ -85,10 +83,6 @@ class ActiveLoad:
         for rank, load in self.by_rank.items():
             found[rank.worker] = found.get(rank.worker, NO_LOAD).add(load)
         return found
-
-    def loads(self, ranks: Iterable[WorkerRank]) -> list[WorkerLoad]:
-        by_rank = self.by_rank
-        return [by_rank.get(rank, NO_LOAD) for rank in ranks]
 
     def load(self, rank: WorkerRank) -> WorkerLoad:
         return self.by_rank.get(rank, NO_LOAD)

@@ -18,9 +18,9 @@ from kvlane.app.routing.selection.batch_placement import (
     runs_to_preempt,
     slowdown,
 )
-from kvlane.app.routing.selection.candidate_table import CandidateTable
+from kvlane.app.routing.selection.candidate_table import CandidateRow, CandidateTable
 from kvlane.app.routing.selection.decision import RoutingState
-from kvlane.app.routing.selection.eligibility import CandidatePool, CandidatePools, CandidateRow
+from kvlane.app.routing.selection.eligibility import CandidatePool, CandidatePools
 from kvlane.app.routing.state.active_load import NO_LOAD, ActiveLoad, WorkerLoad
 from kvlane.app.routing.state.batch_runs import BatchRun, BatchRunKey, BatchRuns, batch_delay_ms
 from kvlane.app.routing.state.fleet import Fleet, WorkerRank
