@@ -21,7 +21,7 @@ In every router and indexer:
     blocks/snapshot_format.py  snapshot format
 
 Identity of blocks, on both sides: block_hashes.py (hashes, compatible with other systems, and keys
-that the index looks up), xxh3.py (hash function in plain Python), native/xxh3_kernels.py (in
+that the index looks up), xxh3.py (hash function of single values), native/xxh3_kernels.py (in
 compiled code).
 
 Compiled code: kernels.py (decorators and cache), precompile.py (ahead-of-time compilation),
