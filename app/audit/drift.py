@@ -29,7 +29,8 @@ MAX_ERROR_BLOCKS = 1.0
 MAX_OPEN_DECISIONS = 65_536
 """Maximum decisions kept whose runs have not ended; the oldest are dropped."""
 _WORKERS = 4096
-_COMPLETE = frozenset({"stop", "length", "handed_off"})
+COMPLETE = frozenset({"stop", "length", "handed_off"})
+"""Codes of runs whose figures count."""
 
 
 class PredictionError(msgspec.Struct, frozen=True, gc=False):
@@ -90,7 +91,7 @@ class DriftTracker:
                 self._expect(record)
         elif type(record) is Finished:
             expected = self._expected.pop(record.run_key, None)
-            if expected is not None and record.code in _COMPLETE:
+            if expected is not None and record.code in COMPLETE:
                 self._add_difference(log_record.timestamp_ms, expected, record)
 
     def _expect(self, decision: Assigned) -> None:
@@ -140,8 +141,8 @@ class DriftTracker:
         ttft_ms = [each.ttft_ms for each in found if each.ttft_ms is not None]
         return DriftSummary(
             len(found), _percentile(95, [each.blocks for each in found]), _percentile(95, ttft_ms),
-            _shares([each.ttft_share for each in found]),
-            _shares([each.itl_share for each in found]),
+            error_shares([each.ttft_share for each in found]),
+            error_shares([each.itl_share for each in found]),
         )  # fmt: skip
 
 
@@ -171,7 +172,8 @@ def error_share(predicted_ms: float, measured_ms: float | None) -> float | None:
     return abs(predicted_ms - measured_ms) / measured_ms
 
 
-def _shares(found: Sequence[float | None]) -> ErrorShares | None:
+def error_shares(found: Sequence[float | None]) -> ErrorShares | None:
+    """Percentiles of error shares; None for too few values."""
     values = [each for each in found if each is not None]
     median, p90 = _percentile(50, values), _percentile(90, values)
     return None if median is None or p90 is None else ErrorShares(median, p90)

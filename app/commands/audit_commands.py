@@ -17,6 +17,10 @@ from kvlane.app.settings import Settings
 from kvlane.streams.clock import SystemClock
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvlane.app.audit.captured_errors import CapturedErrors
+    from kvlane.app.audit.drift import ErrorShares
     from kvlane.app.audit.rebuild import RebuiltView
     from kvlane.app.audit.recompute import RecomputeReport
     from kvlane.app.audit.time_range import TimeRange
@@ -73,7 +77,7 @@ def verify_decisions(
     """Recompute routing decisions from their own records, and compare to the last bit.
 
     Prints how many have the same worker and costs, and the first that differs; exit code 1 if there
-    is one. Reads only.
+    is one. Then how wrong the predicted times were, as in `kvlane capture`. Reads only.
 
     Examples:
 
@@ -81,11 +85,18 @@ def verify_decisions(
 
     - `kvlane verify-decisions incident.jsonl.zst`: those of a capture
     """
+    from kvlane.app.audit.captured_errors import CapturedErrors
     from kvlane.app.audit.recompute import RecomputeReport
 
-    found = RecomputeReport()
-    read_lines(source, found.add_line)
+    found, errors = RecomputeReport(), CapturedErrors()
+
+    def take(line: AnyCaptureLine) -> None:
+        found.add_line(line)
+        errors.add_line(line)
+
+    read_lines(source, take)
     _show_recomputed(found)
+    show_errors(errors, screen.make_console())
     screen.write_json(json, found)
     if found.differ:
         raise typer.Exit(1)
@@ -236,21 +247,27 @@ def capture(
 
     Requests are kept for an hour, decisions for a day: older decisions have no request.
 
+    Afterwards it prints how wrong the predicted times were, by model and worker: the median and the
+    90th percentile of |predicted - measured| / measured.
+
     Examples:
 
     - `kvlane capture --from -15m --out incident.jsonl.zst`
 
     - `kvlane capture --from 2025-11-21T06:30:00Z --to 2025-11-21T06:40:00Z --out ten.jsonl.zst`
     """
+    from kvlane.app.audit.captured_errors import CapturedErrors
     from kvlane.app.audit.time_range import format_time, range_between
     from kvlane.app.traces.capture_format import CaptureTotals, created_capture
 
     period = range_between(since, until, SystemClock().wall_ms())
     last: AnyCaptureLine | None = None
+    errors = CapturedErrors()
 
     def write(line: AnyCaptureLine) -> None:
         nonlocal last
         last = line
+        errors.add_line(line)
         file.write_line(line)
 
     with created_capture(out) as file:
@@ -261,8 +278,29 @@ def capture(
         f"{out}, {out.stat().st_size / 1e6:.2f} MB: {shown}\n"
         f"from {format_time(period.from_ms)} to {format_time(period.to_ms)} UTC"
     )
+    show_errors(errors, console)
     for warning in _warnings(last):
         console.print(warning, style="yellow")
+
+
+def show_errors(errors: CapturedErrors, console: Console) -> None:
+    """Print the errors of predicted times; nothing if none was predicted."""
+    summaries = errors.summaries()
+    if not summaries:
+        return
+    table = screen.plain_table(
+        "model", "worker", "runs", "error of TTFT, median", "p90", "of ITL, median", "p90"
+    )
+    for each in summaries:
+        table.add_row(
+            screen.escape_text(each.model), screen.escape_text(each.worker) or "all",
+            str(each.runs), *_percentages(each.ttft), *_percentages(each.itl),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _percentages(of: ErrorShares | None) -> tuple[str, str]:
+    return ("-", "-") if of is None else (f"{of.median:.0%}", f"{of.p90:.0%}")
 
 
 def read_lines(source: str, take: Callable[[AnyCaptureLine], None]) -> None:
