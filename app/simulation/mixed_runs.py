@@ -18,6 +18,7 @@ from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
 from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import (
     ArrivalRate,
@@ -38,11 +39,14 @@ ALONE_S = 30.0
 
 
 class MixedRun(NamedTuple):
+    """`publishes_curves`: as in `NetworkConditions`."""
+
     workers: int
     speed: float = 1.0
     cache_chunks: int = 2048
     bounds: BatchBounds = BatchBounds()
     curves: PerfCurves = PerfCurves()
+    publishes_curves: bool = True
 
 
 class MixedMetrics(NamedTuple):
@@ -107,6 +111,7 @@ class Mix:
         limits = EngineLimits(BLOCK_TOKENS, self._run.cache_chunks * SPLIT, curves=self._run.curves)
         return new_simulator(
             arrivals, self._run.workers, limits, RoutingConfig("predictive"), 0, progress,
+            NetworkConditions(publishes_curves=self._run.publishes_curves),
             batch=None if mode is None else BatchWork(self._batch_rows, mode, bounds, BLOCK_TOKENS),
         )  # fmt: skip
 

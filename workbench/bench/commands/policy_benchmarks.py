@@ -38,8 +38,9 @@ def simulate(
 
     Round robin validates the simulation. Quick: one seed, arrivals as recorded; --full: three, also
     with arrivals spread out, Dynamo's cost at five settings, delayed events, and engines whose
-    performance is on no card: twenty minutes on two CPUs. Generated traces run without --trace,
-    too. Exit code 1 if a threshold is missed; those that need --trace are missed without it.
+    performance is on no card. Our policy and Dynamo's also run on engines of the other profiles of
+    kvlane simulate. Generated traces run without --trace, too. Exit code 1 if a threshold is
+    missed; those that need --trace are missed without it.
     """
     from workbench.bench.routing.policy_scenarios import FULL, QUICK
     from workbench.bench.routing.policy_simulation import bench_policies
@@ -105,8 +106,9 @@ def traffic(
 def disagg() -> Benchmark:
     """Prefill and decode on workers of their own, with published figures; simulated.
 
-    Needs --trace with the conversation trace. Quick: 8 workers at the recorded rate; --full: two
-    more fleets at 4 and 8 times the rate. Exit code 1 if a threshold is missed.
+    Needs --trace with the conversation trace. Free roles also on engines of the other profiles of
+    kvlane simulate. Quick: 8 workers at the recorded rate; --full: two more fleets at 4 and 8 times
+    the rate. Exit code 1 if a threshold is missed.
     """
     from workbench.bench.routing.disagg import FLEETS, QUICK, bench_disagg
 
@@ -117,8 +119,9 @@ def disagg() -> Benchmark:
 def mix() -> Benchmark:
     """Latency of a trace during endless batch work, and throughput of both; simulated.
 
-    Rows to compare: batch work without preemption, and without classes. Quick: 150 requests of the
-    trace that ships with kvlane; --full: the hour of --trace. Exit code 1 if a threshold is missed.
+    Rows to compare, on engines of each profile of kvlane simulate: batch work without preemption,
+    and without classes. Quick: 150 requests of the trace that ships with kvlane; --full: the hour
+    of --trace. Exit code 1 if a threshold is missed.
     """
     from workbench.bench.routing.mix import FULL, QUICK, bench_mix
 

@@ -9,29 +9,41 @@ With free roles each request stays whole or is handed over, whichever costs less
 that do both. Their thresholds are the figures of whole requests: by default the means must not be
 higher, and with objective throughput the slowest steps must be shorter. A generated trace with
 long prompts beside short ones has transfers that take time.
+
+Free roles are also compared on engines of each other profile. These have their curves on the cards:
+without, routers hand no prompt over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvlane.app.perf_curves import PROFILES
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import TransferSpeed
 from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import NetworkConditions
-from kvlane.app.simulation.simulation_runs import SimulationRun, result_row, run_timed
+from kvlane.app.simulation.simulation_runs import (
+    PreparedTrace,
+    SimulationRun,
+    result_row,
+    run_timed,
+)
 from kvlane.app.simulation.synthetic_traces import LONG_PROMPTS, NAME_PREFIX
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.indexer.precompile import compile_all
 from workbench.bench.bench_environment import PrintLine
 from workbench.bench.report import Report, Threshold, at_most
 from workbench.bench.routing.policy_scenarios import (
+    CONVERSATION,
+    OTHER_PROFILES,
     OWN_POLICY,
     PUBLISHED_TOLERANCE,
     REQUESTS,
     max_deviation,
+    profile_of,
 )
 from workbench.bench.routing.policy_simulation import TraceSet, published_trace
 
@@ -110,24 +122,29 @@ async def bench_disagg(
     if trace is not None:
         compile_all()
 
-    runs_of_fleet = 5
+    runs_of_fleet = 5 + 3 * len(OTHER_PROFILES)
 
     def arrived(requests: int) -> None:
         progress(requests / (runs_of_fleet * len(fleets) * REQUESTS))
 
+    def run(of: PreparedTrace | None, name: str, runs: Sequence[SimulationRun]) -> list[RunMetrics]:
+        done = [] if of is None else [run_timed(of, each, arrived) for each in runs]
+        rows.extend(
+            {"trace": name, "profile": profile_of(each.run.curves), **result_row(*each)}
+            for each in done
+        )
+        return [each.figures for each in done]
+
     for fleet in fleets:
         whole = fleet.run_of(OWN_POLICY, is_split=False)
-        runs = (fleet.run_of("round_robin"), fleet.run_of(OWN_POLICY), whole, *free_runs(whole))
-        done = [] if trace is None else [run_timed(trace, run, arrived) for run in runs]
-        rows += [result_row(*each) for each in done]
-        figures = [each.figures for each in done]
-        found += thresholds(fleet, *figures[:2])
-        found += free_thresholds(fleet.name, *figures[2:])
+        split = run(trace, CONVERSATION, (fleet.run_of("round_robin"), fleet.run_of(OWN_POLICY)))
+        found += thresholds(fleet, *split)
+        for name, runs in free_runs_by_profile(fleet.name, whole):
+            found += free_thresholds(name, *run(trace, CONVERSATION, runs))
     if trace is not None:
         long = TraceSet(trace_file)[NAME_PREFIX + LONG_PROMPTS]
-        done = [run_timed(long, run) for run in (LONG_PROMPT_RUN, *free_runs(LONG_PROMPT_RUN))]
-        rows += [{"trace": LONG_PROMPTS, **result_row(*each)} for each in done]
-        found += free_thresholds(LONG_PROMPTS, *[each.figures for each in done])
+        for name, runs in free_runs_by_profile(LONG_PROMPTS, LONG_PROMPT_RUN):
+            found += free_thresholds(name, *run(long, LONG_PROMPTS, runs))
     return Report("disagg", rows, found)
 
 
@@ -135,6 +152,16 @@ def free_runs(whole: SimulationRun) -> tuple[SimulationRun, SimulationRun]:
     """The run with free roles, by default and for steady times between tokens."""
     free = whole._replace(handover_rules=DEFAULT_RULES)
     return free, free._replace(objective="throughput")
+
+
+def free_runs_by_profile(
+    name: str, whole: SimulationRun
+) -> Iterator[tuple[str, tuple[SimulationRun, ...]]]:
+    """By a name for each profile of engines: the run of whole requests, and those of free roles."""
+    yield name, (whole, *free_runs(whole))
+    for profile in OTHER_PROFILES:
+        other = whole._replace(curves=PROFILES[profile])
+        yield f"{name}, {profile}", (other, *free_runs(other))
 
 
 def free_thresholds(

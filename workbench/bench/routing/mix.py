@@ -1,7 +1,8 @@
 """Interactive requests beside endless batch work, simulated with the shipped code.
 
-Rows: the trace alone; with batch work of a class of its own, as shipped; the same without
-preemption; and batch work without classes, as one more client with 16 requests a worker.
+Rows, for each profile of engines: the trace alone; with batch work of a class of its own, as
+shipped; the same without preemption; and batch work without classes, as one more client with 16
+requests a worker. Engines other than the published one have no curves on their cards.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvlane.app.perf_curves import PROFILES
 from kvlane.app.simulation.batch_work import MODES
 from kvlane.app.simulation.mixed_runs import (
     Mix,
@@ -47,14 +49,21 @@ async def bench_mix(
     rows = read_trace(trace or BUNDLED_TRACE)[: scale.requests]
     print_line(f"{len(rows)} requests for {scale.workers} workers, beside endless batch work")
     batch = generate_trace("offline", TraceSize(scale.batch_requests))
-    all_arrivals = len(rows) * (1 + len(MODES))
-    mix = Mix(rows, batch, MixedRun(scale.workers))
-    found = mix.compare(MODES, lambda arrivals: progress(arrivals / all_arrivals))
-    return Report("mix", [mixed_row(each) for each in found], list(thresholds(found)))
+    all_arrivals = len(rows) * (1 + len(MODES)) * len(PROFILES)
+    table: list[dict[str, object]] = []
+    checked: list[Threshold] = []
+    for profile, curves in PROFILES.items():
+        run = MixedRun(scale.workers, curves=curves, publishes_curves=profile == "published")
+        found = Mix(rows, batch, run).compare(
+            MODES, lambda arrivals: progress(arrivals / all_arrivals)
+        )
+        table += [{"profile": profile, **mixed_row(each)} for each in found]
+        checked += thresholds(profile, found)
+    return Report("mix", table, checked)
 
 
-def thresholds(found: list[MixedMetrics]) -> Iterator[Threshold]:
-    """The bars: of the row with classes, against that without batch work."""
+def thresholds(profile: str, found: list[MixedMetrics]) -> Iterator[Threshold]:
+    """The bars of a profile: of the row with classes, against that without batch work."""
     alone, mixed = found[0].requests, found[1].requests
     batch = found[1].batch
     assert batch is not None
@@ -64,7 +73,9 @@ def thresholds(found: list[MixedMetrics]) -> Iterator[Threshold]:
         ("ITL", mixed.itl_mean / alone.itl_mean, MAX_ITL),
     )
     for name, ratio, most in pairs:
-        yield at_most(f"{name} with batch work to that without", ratio, "x", most)
+        yield at_most(f"{profile}: {name} with batch work to that without", ratio, "x", most)
     share = batch.output_tokens / found[1].idle_tokens
-    yield at_least("batch tokens to those of idle capacity", share, "x", MIN_IDLE_SHARE)
-    yield at_most("tokens computed again", recomputed_share(batch), "of all", MAX_RECOMPUTED)
+    yield at_least(f"{profile}: batch tokens to those of idle capacity", share, "x", MIN_IDLE_SHARE)
+    yield at_most(
+        f"{profile}: tokens computed again", recomputed_share(batch), "of all", MAX_RECOMPUTED
+    )

@@ -7,6 +7,9 @@
     unknown     engines without a performance profile, after warm-up, and the same with one
     generated   other workloads, on which nothing was tuned
 
+Recorded, spread and generated are also simulated on engines of each other profile, which have no
+curves on their cards, with the policies that are compared.
+
 Thresholds compare means over seeds. The comparison with Dynamo's cost uses the best of its
 settings, for each figure separately.
 """
@@ -19,7 +22,7 @@ from itertools import product
 from statistics import fmean
 from typing import NamedTuple
 
-from kvlane.app.perf_curves import PerfCurves
+from kvlane.app.perf_curves import PROFILES, PerfCurves, ProfileName
 from kvlane.app.routing.selection.policies.registry import SIMULATED
 from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import DEFAULT_CONDITIONS, NetworkConditions
@@ -152,6 +155,25 @@ def generated_scenario(kind: str) -> PolicyScenario:
     return PolicyScenario(NAME_PREFIX + kind, SimulationRun("", GENERATED_WORKERS), kind)
 
 
+def with_profile(scenario: PolicyScenario, profile: ProfileName) -> PolicyScenario:
+    """The scenario with engines of a profile."""
+    if profile == "published":
+        return scenario
+    like = scenario.template._replace(
+        curves=PROFILES[profile],
+        conditions=scenario.template.conditions._replace(publishes_curves=False),
+    )
+    return scenario._replace(template=like, name=f"{scenario.name}, {profile}")
+
+
+def profile_of(curves: PerfCurves) -> str:
+    """The profile with these curves, "" for others."""
+    return next((name for name, known in PROFILES.items() if known == curves), "")
+
+
+OTHER_PROFILES: tuple[ProfileName, ...] = tuple(name for name in PROFILES if name != "published")
+
+
 def engine_scenarios(
     setup: FleetSetup, curves: PerfCurves
 ) -> tuple[PolicyScenario, PolicyScenario]:
@@ -169,20 +191,27 @@ def engine_scenarios(
 LEARNING_SETUPS = (SETUPS[0], SETUPS[2])
 
 
+def scenarios_of(
+    scale: SimulationScale, profile: ProfileName
+) -> Iterator[tuple[PolicyScenario, int]]:
+    """The scenarios on engines of a profile, without delays; the number of seeds of each."""
+    for setup in SETUPS:
+        yield with_profile(trace_scenario(setup), profile), scale.seeds
+        if scale.spread_seeds:
+            yield with_profile(trace_scenario(setup, ARRIVAL_JITTER_S), profile), scale.spread_seeds
+    for kind in TRACE_KINDS:
+        yield with_profile(generated_scenario(kind), profile), scale.generated_seeds
+
+
 def scenario_runs(scale: SimulationScale) -> list[ScenarioRun]:
     """All runs, in order, without duplicates."""
     found: list[ScenarioRun] = []
     policies = (OWN_POLICY, *scale.dynamo_policies)
-    for setup in SETUPS:
-        found += _all(trace_scenario(setup), policies, scale.seeds) + _all(
-            trace_scenario(setup), OTHER_POLICIES, 1
-        )
-        if scale.spread_seeds:
-            spread = trace_scenario(setup, ARRIVAL_JITTER_S)
-            found += _all(spread, policies, scale.spread_seeds) + _all(spread, OTHER_POLICIES, 1)
-    for kind in TRACE_KINDS:
-        found += _all(generated_scenario(kind), policies, scale.generated_seeds)
-        found += _all(generated_scenario(kind), OTHER_POLICIES, 1)
+    for of, seeds in scenarios_of(scale, "published"):
+        found += _all(of, policies, seeds) + _all(of, OTHER_POLICIES, 1)
+    for profile in OTHER_PROFILES:
+        for of, seeds in scenarios_of(scale, profile):
+            found += _all(of, policies, seeds)
     for setup, curves in product(LEARNING_SETUPS, scale.engines):
         for each in engine_scenarios(setup, curves):
             found += _all(each, (OWN_POLICY,), scale.spread_seeds)
@@ -225,7 +254,7 @@ class ThresholdChecks:
         for setup in SETUPS:
             yield self.published(setup)
         for setup in SETUPS:
-            yield from self.recorded(setup)
+            yield from self.recorded(setup, trace_scenario(setup))
         reuse = self.mean(trace_scenario(ABSOLUTE_SETUP), OWN_POLICY, "reuse")
         ttft = self.mean(trace_scenario(ABSOLUTE_SETUP), OWN_POLICY, "ttft_mean")
         yield at_most(f"{ABSOLUTE_SETUP.name}: {OWN_POLICY}, mean TTFT", ttft, "ms", TTFT_LIMIT_MS)
@@ -239,6 +268,18 @@ class ThresholdChecks:
             yield self.learned(setup, curves)
         for kind in TRACE_KINDS:
             yield from self.spread(generated_scenario(kind), 1.0)
+        for profile in OTHER_PROFILES:
+            yield from self.on_profile(profile)
+
+    def on_profile(self, profile: ProfileName) -> Iterator[Threshold]:
+        """Thresholds with engines of another profile."""
+        for setup in SETUPS:
+            yield from self.recorded(setup, with_profile(trace_scenario(setup), profile))
+            if self._form.spread_seeds:
+                spread = with_profile(trace_scenario(setup, ARRIVAL_JITTER_S), profile)
+                yield from self.spread(spread, setup.spread_e2e)
+        for kind in TRACE_KINDS:
+            yield from self.spread(with_profile(generated_scenario(kind), profile), 1.0)
 
     def published(self, setup: FleetSetup) -> Threshold:
         """Round robin compared with the published figures."""
@@ -250,11 +291,8 @@ class ThresholdChecks:
             off * 100, "%", f"<= {PUBLISHED_TOLERANCE:.0%}", off <= PUBLISHED_TOLERANCE,
         )  # fmt: skip
 
-    def recorded(
-        self, setup: FleetSetup, conditions: NetworkConditions = DEFAULT_CONDITIONS
-    ) -> Iterator[Threshold]:
+    def recorded(self, setup: FleetSetup, of: PolicyScenario) -> Iterator[Threshold]:
         """Thresholds with arrivals as recorded."""
-        of = trace_scenario(setup, 0.0, conditions)
         yield self.at_most(of, "ttft_mean", 1.0, "mean TTFT")
         yield self.at_most(of, "e2e_mean", setup.recorded_e2e, "mean E2E")
         yield self.at_most(of, "ttft_p99", 1.03, "p99 TTFT")
@@ -276,7 +314,8 @@ class ThresholdChecks:
             else (f"notices {conditions.event_delay_ms:g} ms")
         )
         spread = self.spread(trace_scenario(setup, ARRIVAL_JITTER_S, conditions), setup.spread_e2e)
-        for each in (*self.recorded(setup, conditions), *spread):
+        recorded = self.recorded(setup, trace_scenario(setup, 0.0, conditions))
+        for each in (*recorded, *spread):
             yield Threshold(
                 f"{late}, {each.name}", each.value, each.unit, each.threshold, each.passed
             )

@@ -41,6 +41,7 @@ from workbench.bench.routing.policy_scenarios import (
     ScenarioRun,
     SimulationScale,
     all_thresholds,
+    profile_of,
     scenario_runs,
 )
 from workbench.bench.routing.result_cache import ResultCache
@@ -161,6 +162,7 @@ def _traces_apart(file: Path | None) -> TraceSet:
 def _row(done: ScenarioResult) -> dict[str, object]:
     return {
         "trace": done.scenario_run.trace,
+        "profile": profile_of(done.scenario_run.run.curves),
         **result_row(done.scenario_run.run, done.figures, done.wall_s),
     }
 

@@ -14,9 +14,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlane.app.perf_curves import PROFILES, ProfileName
+from kvlane.app.perf_curves import PROFILES
 from kvlane.app.simulation.run_metrics import RunMetrics
-from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import SimulationRun
 from kvlane.app.simulation.synthetic_traces import (
     LONG_ANSWERS,
@@ -39,6 +38,7 @@ from workbench.bench.routing.policy_scenarios import (
     ScenarioRun,
     generated_scenario,
     trace_scenario,
+    with_profile,
 )
 from workbench.bench.routing.policy_simulation import TraceSet, run_all
 from workbench.bench.routing.result_cache import ResultCache
@@ -72,16 +72,6 @@ def generated_scenarios() -> list[PolicyScenario]:
     ]
     rows.append(_scenario(LONG_ANSWERS, LONG_ANSWER_RATE / base, LONG_ANSWERS))
     return [*rows, *(generated_scenario(kind) for kind in TRACE_KINDS)]
-
-
-def with_profile(scenario: PolicyScenario, profile: ProfileName) -> PolicyScenario:
-    """The scenario with engines of a profile."""
-    if profile == "published":
-        return scenario
-    like = scenario.template._replace(
-        curves=PROFILES[profile], conditions=NetworkConditions(publishes_curves=False)
-    )
-    return scenario._replace(template=like, name=f"{scenario.name}, {profile}")
 
 
 def _scenario(kind: str, speed: float, name: str) -> PolicyScenario:

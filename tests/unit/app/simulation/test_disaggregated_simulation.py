@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from kvlane.app.engine.simulated.batch import EngineLimits
+from kvlane.app.perf_curves import PROFILES
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
 from kvlane.app.simulation.run_metrics import metrics_of
@@ -23,7 +24,7 @@ from kvlane.app.simulation.trace_requests import (
 )
 from kvlane.app.traces.mooncake_trace import CHUNK_TOKENS, TraceRow
 from tests.unit.app.simulation.test_trace_replay import SIMPLE
-from workbench.bench.routing.disagg import FLEETS, free_thresholds, thresholds
+from workbench.bench.routing.disagg import FLEETS, free_runs_by_profile, free_thresholds, thresholds
 
 ENGINE = EngineLimits(CHUNK_TOKENS, 2048)
 
@@ -154,6 +155,15 @@ def test_bars_of_free_roles_are_figures_of_whole_requests() -> None:
     slower = whole._replace(ttft_mean=1.01 * whole.ttft_mean)
     failed = [each.name for each in free_thresholds("8", whole, slower, steady) if not each.passed]
     assert failed == ["8: free roles, mean TTFT to that of whole requests"]
+
+
+def test_free_roles_are_compared_on_each_profile_of_engines() -> None:
+    whole = FLEETS[0].run_of("predictive", is_split=False)
+    found = dict(free_runs_by_profile("8", whole))
+    assert [*found] == ["8", "8, h100"]
+    for runs, curves in zip(found.values(), PROFILES.values(), strict=True):
+        assert {run.curves for run in runs} == {curves}
+        assert [run.handover_rules for run in runs] == [None, DEFAULT_RULES, DEFAULT_RULES]
 
 
 def test_thresholds_are_the_published_figures() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from msgspec.structs import replace
 
+from kvlane.app.perf_curves import PROFILES
 from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.decision import Placement
-from kvlane.app.simulation.batch_work import BatchWork
+from kvlane.app.simulation.batch_work import MODES, BatchWork
 from kvlane.app.simulation.mixed_runs import Mix, MixedRun
 from kvlane.app.simulation.simulator import Simulator
 from kvlane.app.simulation.synthetic_traces import TraceSize, generate_trace
 from kvlane.app.simulation.trace_requests import trace_requests
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, read_trace
-from workbench.bench.routing.mix import thresholds
+from workbench.bench.routing.mix import MixScale, bench_mix, thresholds
 
 ROWS = read_trace(BUNDLED_TRACE)[:30]
 BATCH = generate_trace("offline", TraceSize(400))
@@ -28,9 +31,18 @@ def test_batch_work_is_preempted_and_continues_from_its_last_token() -> None:
     assert still.batch.preemptions == 0
     assert mixed.batch.finished > 50
     assert mixed.requests.itl_mean < still.requests.itl_mean
-    assert {each.name: each.passed for each in thresholds([alone, mixed])}[
-        "ITL with batch work to that without"
+    assert {each.name: each.passed for each in thresholds("here", [alone, mixed])}[
+        "here: ITL with batch work to that without"
     ]
+
+
+def test_mix_is_compared_on_each_profile_of_engines() -> None:
+    scale = MixScale(8, 200, 2)
+    report = asyncio.run(bench_mix(scale, None, lambda _: None, lambda _: None))
+    profiles = [row["profile"] for row in report.rows]
+    assert profiles == [name for name in PROFILES for _ in range(1 + len(MODES))]
+    steps_ms = {row["profile"]: row["itl_ms"] for row in report.rows if row["batch"] == "no batch"}
+    assert steps_ms["published"] != steps_ms["h100"]
 
 
 def test_every_token_of_a_request_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvlane.app.perf_curves import PROFILES
 from kvlane.app.simulation.simulation_runs import SimulationRun, UnknownPolicy, parse_policy
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, InvalidTrace, read_trace
@@ -69,7 +70,7 @@ def test_without_the_trace_its_bars_are_not_met_and_its_source_is_named(
     assert "--trace" in output[0]
     generated = [each for each in report.thresholds if "multi-turn" in each.name]
     others = [each for each in report.thresholds if each not in generated]
-    assert len(generated) == 2
+    assert len(generated) == 2 * len(PROFILES)
     assert all(math.isfinite(each.value) for each in generated)
     assert len(others) > 20
     assert all(math.isnan(each.value) and not each.passed for each in others)
@@ -98,7 +99,9 @@ def test_rows_are_of_all_policies_and_bars_of_all_fleets(tmp_path: Path) -> None
     assert off.value > 1, "it is a slice, of which nothing is published"
     assert not off.passed
     assert thresholds["16x8: speed, policy predictive"].value > 0
-    assert len([name for name in thresholds if name.startswith("64x16")]) == 5
+    assert len([name for name in thresholds if name.startswith("64x16:")]) == 5
+    assert len([name for name in thresholds if name.startswith("64x16, h100:")]) == 4
+    assert {row["profile"] for row in report.rows} == {*PROFILES}
 
 
 @pytest.mark.usefixtures("shipped_is_published")
@@ -114,7 +117,7 @@ def test_cached_results_are_reused_until_the_code_changes(
     )
     first = report_of(TINY, BUNDLED_TRACE, [], keep)
     count = len(done)
-    assert count == len(first.rows) == 4 * 5
+    assert count == len(first.rows) == 4 * 5 + 4 * 4, "the second profile has no round robin"
     again = report_of(TINY, BUNDLED_TRACE, [], keep)
     assert len(done) == count
     assert again.rows == first.rows
@@ -185,6 +188,12 @@ def test_no_run_of_the_bench_is_repeated_and_all_policies_exist() -> None:
     assert set(scenario_runs(QUICK)) <= set(found)
     for policy in {play.run.policy for play in found}:
         assert parse_policy(policy).policy == policy.partition(":")[0]
+
+
+def test_quick_form_is_less_than_twice_as_long_with_the_second_profile() -> None:
+    runs = scenario_runs(QUICK)
+    published = [each for each in runs if each.run.curves == PROFILES["published"]]
+    assert len(published) < len(runs) < 2 * len(published)
 
 
 def test_compared_policies_run_with_three_seeds() -> None:
