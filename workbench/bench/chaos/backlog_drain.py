@@ -74,7 +74,9 @@ from workbench.bench.process_group import PROCESS_KINDS, ProcessGroup
 from workbench.bench.process_usage import resident_bytes
 from workbench.bench.report import Report
 
-WORKERS = 3
+WORKERS, AGENT_WORKERS = 3, 1
+"""Requests of agents are beside kills and cut links: in the phases they would have a share of the
+throughput."""
 PROCESS_SETTINGS: dict[str, Any] = {
     "engine_speedup": ENGINE_SPEEDUP,
     "max_num_seqs": MAX_SEQS,
@@ -169,7 +171,8 @@ async def bench_backlog(
 ) -> Report:
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
     ports = {f"gateway-{n}": free_port() for n in (1, 2)}
-    parts = deployment_processes(WORKERS, ports, collectors=2)
+    agent_workers = 0 if scale.is_plain else AGENT_WORKERS
+    parts = deployment_processes(WORKERS, ports, collectors=2, agent_workers=agent_workers)
     brokers = CLUSTER_BROKERS if scale.cuts_links else 0
     if brokers:
         settings = settings.model_copy(update={"lanes": CLUSTER_LANES})
@@ -190,7 +193,7 @@ async def bench_backlog(
             load = LoadGenerator(
                 {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}, client,
                 oracle, on.clock, rate=INTERACTIVE_RATE, tokens=TOKENS, on_kafka=0,
-                rng=random.Random(scale.seed),
+                rng=random.Random(scale.seed), has_agents=agent_workers > 0,
             )  # fmt: skip
             faults: list[FaultSource] = []
             if links is not None:

@@ -33,6 +33,7 @@ from kvlane.streams.client import Client
 from kvlane.streams.records import Role
 from workbench.bench.bench_environment import BenchEnvironment, PrintLine, bench_environment
 from workbench.bench.chaos import impact
+from workbench.bench.chaos.agent_requests import AGENT_MODEL
 from workbench.bench.chaos.fault_injection import (
     BROKER_FAULTS,
     FAULT_KINDS,
@@ -50,10 +51,13 @@ CLUSTER_BROKERS = 3
 CLUSTER_LANES = 6
 """With three brokers. Followers fetch every append twice more, by partition: 32 lanes at 50
 requests/s keep two cores busy before any fault."""
-ENGINE_SETTINGS = {"engine_speedup": 0.07, "max_attempts": 10, "results": "all"}
-"""About 60 ms per token, and a quarter of a second more for a prompt in between. A worker dies
-every few seconds: one answer in some thousands meets three of them, the limit that stops a request
-which kills its workers. None does here."""
+ENGINE_SETTINGS = {
+    "engine_speedup": 0.07, "echo_itl_ms": 20, "max_attempts": 10, "results": "all",
+}  # fmt: skip
+"""About 60 ms per token, and a quarter of a second more for a prompt in between; the answers of
+agents have 300 tokens, and take as long. A worker dies every few seconds: one answer in some
+thousands meets three of them, the limit that stops a request which kills its workers. None does
+here."""
 KAFKA_REQUESTS_PER_EIGHT, BROKER_KAFKA_REQUESTS_PER_EIGHT = 1, 7
 """Number of requests in eight that are prompts on Kafka. HTTP is most of the cost of a short answer
 for gateway and client: with broker faults at 50 requests/s, two cores have no time for it."""
@@ -72,7 +76,8 @@ class ChaosScale(NamedTuple):
     """Amount of work. `rate`: requests/s; `tokens`: per answer; `limit_s`: of the whole run.
 
     `prefill_workers`: of the workers; with them the others have the role decode. `batch`: batch
-    prompts, of each eight requests.
+    prompts, of each eight requests. `agent_workers`: beside the workers; without them, and with
+    faults of brokers, there are no requests of agents.
     """
 
     kills: int = 10
@@ -84,6 +89,7 @@ class ChaosScale(NamedTuple):
     limit_s: float = float("inf")
     prefill_workers: int = 0
     batch: int = 0
+    agent_workers: int = 2
 
     @property
     def includes_brokers(self) -> bool:
@@ -154,6 +160,7 @@ async def chaos_deployment(
 ) -> AsyncIterator[ChaosDeployment]:
     """Start a deployment with `changes` to its settings, and its load. Raises BenchFailed."""
     copies = 1 if scale.includes_brokers else 2
+    agent_workers = 0 if scale.includes_brokers else scale.agent_workers
     ports = {f"gateway-{n}": free_port() for n in range(1, copies + 1)}
     processes = environment.deployment(
         deployment_processes(
@@ -162,6 +169,7 @@ async def chaos_deployment(
             preprocessors=copies,
             collectors=copies,
             prefill_workers=scale.prefill_workers,
+            agent_workers=agent_workers,
         ),
         {**ENGINE_SETTINGS, **changes},
     )
@@ -183,7 +191,7 @@ async def chaos_deployment(
                 if scale.includes_brokers
                 else KAFKA_REQUESTS_PER_EIGHT
             ),
-            batch=scale.batch,
+            batch=scale.batch, has_agents=agent_workers > 0,
         )  # fmt: skip
         watching = [
             asyncio.create_task(w) for w in (processes.restart_crashed(), witness.run(positions))
@@ -208,9 +216,10 @@ def _keep(written: Path, logs: Path) -> None:
 
 def deployment_processes(
     workers: int, ports: dict[str, int], *, preprocessors: int = 2, collectors: int = 0,
-    prefill_workers: int = 0,
+    prefill_workers: int = 0, agent_workers: int = 0,
 ) -> list[DeploymentPart]:  # fmt: skip
-    """The processes of a deployment with two routers and an indexer. `ports`: of the gateways."""
+    """The processes of a deployment with two routers and an indexer. `ports`: of the gateways.
+    `agent_workers`: beside the others, for requests of agents."""
 
     def role_of(number: int) -> Role:
         if number <= prefill_workers:
@@ -230,6 +239,10 @@ def deployment_processes(
         *(
             DeploymentPart(f"worker-{n}", "worker", {"worker_role": role_of(n)})
             for n in range(1, workers + 1)
+        ),
+        *(
+            DeploymentPart(f"agent-worker-{n}", "worker", {"engine": "echo", "model": AGENT_MODEL})
+            for n in range(1, agent_workers + 1)
         ),
         DeploymentPart("indexer-1", "indexer", {"indexer_port": free_port()}),
         *(DeploymentPart(f"preprocessor-{n}", "preprocessor") for n in range(1, preprocessors + 1)),

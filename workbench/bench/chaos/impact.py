@@ -240,6 +240,7 @@ def completed_line(
     return {
         "asked": len(conversations),
         "batch": sum(chat.is_batch for chat in conversations),
+        "agents": sum(chat.agent_content is not None for chat in conversations),
         "batch_s": round(max(batch_s, default=0.0), 1),
         "bad": bad,
         "broken": sum(chat.disconnects > 0 for chat in conversations),
@@ -253,7 +254,8 @@ def _verdict(chat: Conversation, request: ObservedRequest | None) -> str:
     if chat.verdict != "right" or request is None:
         return chat.verdict
     seen = request.transcript
-    return "right" if seen.text == chat.expected.expected.text and not seen.gaps else "wrong"
+    due = chat.expected.expected.text if chat.agent_content is None else chat.agent_content
+    return "right" if seen.text == due and not seen.gaps else "wrong"
 
 
 def chaos_report(rounds: Sequence[Mapping[str, Any]], worker_timeout_s: float) -> Report:
@@ -302,7 +304,12 @@ def _verdicts(lines: Sequence[Mapping[str, Any]]) -> list[Threshold]:
     kills = sum(len(line.get("strikes", ())) for line in lines)
     unended = sum(line.get("unended", 0) for line in lines)
     named = ("lost", "twice", "wrong")
-    thresholds = [figure("kills and stops", kills, ""), figure("asked", requests, "")]
+    agents = sum(line.get("agents", 0) for line in lines)
+    thresholds = [
+        figure("kills and stops", kills, ""),
+        figure("asked", requests, ""),
+        figure("agents of them", agents, ""),
+    ]
     if asking_s := sum(line.get("asking_s", 0) for line in lines):
         kept = sum(line.get("requests", 0) for line in lines) / asking_s
         thresholds.append(figure("asked a second", kept, ""))

@@ -3,8 +3,8 @@
 Requests are due at fixed times, independently of the answers. A client whose connection breaks
 resumes at another gateway with `GET /v1/streams/{id}` and `Last-Event-ID`; a header keeps its
 request from being cancelled. Rejected requests, and those without a response before their id is
-known, are sent again. Each answer is compared with the expected text of the engine. Never injects
-faults.
+known, are sent again. Each answer is compared with the expected text of the engine, those of agents
+with all of their parts (`agent_requests.py`). Never injects faults.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+from msgspec.structs import replace
 from openai.types.chat import ChatCompletionChunk
 
 from kvlane.app.demo.expected_answers import AnswerOracle, DemoAnswer
@@ -25,6 +26,13 @@ from kvlane.streams.clock import Clock
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import End
+from workbench.bench.chaos.agent_requests import (
+    AGENT_MODEL,
+    AGENTS_EVERY,
+    agent_request,
+    text_of_chunk,
+    text_of_delta,
+)
 
 READ_TIMEOUT_S = 12.0
 """After this silence a client closes its connection. Longer than the timeout of a worker and the
@@ -54,6 +62,8 @@ class Conversation:
     gateways: list[tuple[float, str]] = field(default_factory=list)
     """The gateways that it was read from, with start times; `VIA_KAFKA` for Kafka clients."""
     is_batch: bool = False
+    agent_content: str | None = None
+    """The content of the answer to an agent; None for other requests."""
     position: int = 0
     repeated_chunks: int = 0
     """Number of chunks that had been received before."""
@@ -91,11 +101,12 @@ class LoadGenerator:
         on_kafka: int,
         rng: random.Random,
         batch: int = 0,
+        has_agents: bool = False,
     ) -> None:
         """`gateways`: URLs by name. `tokens`: length of an answer.
 
         `on_kafka`: number of requests in eight that are prompts on Kafka. `batch`: of the others,
-        those that are batch prompts on Kafka.
+        those that are batch prompts on Kafka. `has_agents`: a third of all are agents' requests.
         """
         self._clock = clock
         self._client = client
@@ -104,6 +115,7 @@ class LoadGenerator:
         self._tokens = tokens
         self._on_kafka = on_kafka
         self._batch = batch
+        self._has_agents = has_agents
         self._rng = rng
         timeout = openai.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self._openai = {
@@ -136,10 +148,11 @@ class LoadGenerator:
             self.request_count, self.duration_s = number, self._clock.now() - began
 
     async def wait_until_served(self, timeout_s: float) -> None:
-        """Wait until all gateways serve the model. Raises TimeoutError."""
+        """Wait until all gateways serve the models. Raises TimeoutError."""
+        wanted = {"demo", *([AGENT_MODEL] if self._has_agents else [])}
         async with asyncio.timeout(timeout_s):
             for client in self._openai.values():
-                while not (await client.models.list()).data:
+                while not wanted <= {model.id for model in (await client.models.list()).data}:
                     await self._clock.sleep(RETRY_DELAY_S)
 
     async def drain(self) -> None:
@@ -157,18 +170,23 @@ class LoadGenerator:
     # --- one request -----------------------------------------------------------------------------
 
     async def _start(self, number: int) -> None:
-        text = f"Tell me of {' '.join(self._rng.choices(WORDS, k=6))}, the {number}th time."
-        body: dict[str, Any] = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": self._tokens + number % 7,
-        }
-        if number % 4 != 3:
-            body["ignore_eos"] = True
+        words = f"{' '.join(self._rng.choices(WORDS, k=6))}, the {number}th time"
         from_end = REQUEST_CYCLE - number % REQUEST_CYCLE - self._on_kafka
         is_batch = 0 < from_end <= self._batch
-        expected = await self._oracle.expect_answer("", "chat", body)
-        chat = Conversation(expected, number, is_batch=is_batch)
+        if self._has_agents and number % AGENTS_EVERY == AGENTS_EVERY - 1:
+            body, answer, content = agent_request(words)
+            expected = DemoAnswer("", answer, 0, self._clock.now())
+            chat = Conversation(expected, number, is_batch=is_batch, agent_content=content)
+        else:
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": f"Tell me of {words}."}],
+                "max_tokens": self._tokens + number % 7,
+            }
+            if number % 4 != 3:
+                body["ignore_eos"] = True
+            expected = await self._oracle.expect_answer("", "chat", body)
+            chat = Conversation(expected, number, is_batch=is_batch)
         self.conversations.append(chat)
         limit_s = BATCH_TIMEOUT_S if is_batch else REQUEST_TIMEOUT_S
         try:
@@ -194,6 +212,7 @@ class LoadGenerator:
             if not isinstance(piece, End):
                 chat.repeated_chunks += piece.index < chat.position
                 chat.position = piece.index + len(piece.token_ids)
+                piece = replace(piece, text=text_of_chunk(piece))  # noqa: PLW2901
             chat.expected.add_record(piece, self._clock.now())
 
     async def _chat(self, chat: Conversation, body: dict[str, Any]) -> None:
@@ -243,7 +262,8 @@ class LoadGenerator:
         async for chunk in stream:
             position = int(stream._decoder._last_event_id or 0)  # noqa: SLF001  it has no accessor
             for choice in chunk.choices:
-                text, reason = choice.delta.content or "", choice.finish_reason
+                text = text_of_delta(choice.delta.to_dict(), expected.id)
+                reason = choice.finish_reason
                 # The last chunk may have text only, which was held back before.
                 behind = position < chat.position + (reason is None)
                 chat.repeated_chunks += bool(text) and behind

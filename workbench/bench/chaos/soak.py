@@ -78,7 +78,7 @@ async def bench_soak(
     settings: Settings, scale: SoakScale, print_line: PrintLine, progress: Callable[[float], None]
 ) -> Report:
     """Run it; `progress` gets shares of the whole. Raises BenchFailed, BrokerUnavailable."""
-    load = ChaosScale(rate=RATE, tokens=TOKENS, workers=WORKERS)
+    load = ChaosScale(rate=RATE, tokens=TOKENS, workers=WORKERS, agent_workers=0)
     async with (
         bench_environment(settings, print_line) as on,
         chaos_deployment(on, load, None, **ENGINE_SETTINGS) as deployment,

@@ -74,6 +74,9 @@ def chaos(
     batch: Annotated[
         int, typer.Option(help="Batch prompts on Kafka, of each eight requests.", min=0, max=6)
     ] = 0,
+    agent_workers: Annotated[
+        int, typer.Option(help="Workers for a third of requests, with tools; 0: none.", min=0)
+    ] = 2,
     minutes: Annotated[float, typer.Option(help="Stop after this many minutes.")] = float("inf"),
     resume: Annotated[
         Path | None, typer.Option(help="Log of all rounds: read first, then appended to.")
@@ -100,6 +103,7 @@ def chaos(
     scale = ChaosScale(
         kills, seed=seed, kinds=kinds, rate=rate, tokens=tokens, workers=workers,
         limit_s=60 * minutes, prefill_workers=prefill_workers, batch=batch,
+        agent_workers=agent_workers,
     )  # fmt: skip
     if prefill_workers > workers - 2:
         raise typer.BadParameter(f"--prefill-workers {prefill_workers}: two workers must decode")
