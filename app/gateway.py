@@ -87,7 +87,7 @@ class Gateway:
         self._metrics.responses_in_flight.set_function(lambda: self._streams.open_streams)
         self._metrics.log_silent.set_function(lambda: self._health.broker_silence_s)
         self._metrics.caught_up.labels(fleet.name).set_function(lambda: self._registry.caught_up)
-        self._batches = BatchLog(log, ctx.clock)
+        self._batches = BatchLog(log, ctx.clock, results_retention_s=settings.results_retention_s)
         health = self._health
         probes = Probes(health.checks, self._metrics.page, lambda: health.is_alive)
         self.parts = GatewayDeps(

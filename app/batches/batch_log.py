@@ -10,9 +10,11 @@ retention is gone.
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import AnyRecord
@@ -26,7 +28,7 @@ from kvlane.streams.record_types.batch_records import (
     ResponseDeletion,
 )
 from kvlane.streams.records import LogRecord, Tombstone
-from kvlane.streams.topics import BATCH_JOBS, FILE_RETENTION_MS, partition_of
+from kvlane.streams.topics import BATCH_JOBS, DAY_MS, FILE_RETENTION_MS, partition_of
 from kvlane.streams.views.follower import Follower, OnApplied
 
 
@@ -46,11 +48,25 @@ def response_key(response_id: str) -> str:
     return f"response/{response_id}"
 
 
+class Deletion(NamedTuple):
+    """A deletion of a response. `at_ms`: the time of its record."""
+
+    at_ms: int
+    tenant: str
+
+
 class BatchView:
     name = "batch jobs"
 
-    def __init__(self, wall_ms: Callable[[], int]) -> None:
+    def __init__(self, wall_ms: Callable[[], int], deletions_ms: int = 0) -> None:
+        """`deletions_ms`: time for which deletions of responses are known; 0 where none is asked
+        for."""
         self._wall_ms = wall_ms
+        self._deletions_ms = deletions_ms
+        self._deletions: dict[int, dict[str, Deletion]] = {}
+        """By partition and id of the response, the oldest first."""
+        self._deletions_of: Counter[str] = Counter()
+        """Their numbers, by tenant."""
         self._files: dict[str, FileCard] = {}
         self._jobs: dict[str, BatchJob] = {}
         self._open: dict[int, dict[str, BatchJob]] = {}
@@ -100,7 +116,12 @@ class BatchView:
     def is_deleted(self, response_id: str) -> bool:
         """Whether a stored response was deleted."""
         self._expire()
-        return any(response_key(response_id) in seen for seen in self._seen.values())
+        return any(response_id in deletions for deletions in self._deletions.values())
+
+    def deletions(self, tenant: str) -> int:
+        """The number of deletions of responses of a tenant."""
+        self._expire()
+        return self._deletions_of[tenant]
 
     # --- the view --------------------------------------------------------------------------------
 
@@ -123,8 +144,9 @@ class BatchView:
             elif isinstance(record, BatchCancel):
                 key = cancel_key(record.id)
                 self._cancels[record.id] = record.at_s
-            elif isinstance(record, ResponseDeletion):
-                key = response_key(record.id)
+            elif isinstance(record, ResponseDeletion) and self._deletions_ms:
+                self._add_deletion(source.partition, record, log_record.timestamp_ms)
+                continue
             else:
                 continue
             seen.pop(key, None)  # a later record moves to the end
@@ -164,6 +186,20 @@ class BatchView:
         self._drop(source.partition, key)
         self._removed.add(key)
 
+    def _add_deletion(self, partition: int, record: ResponseDeletion, at_ms: int) -> None:
+        deletions = self._deletions.setdefault(partition, {})
+        if record.id not in deletions:
+            tenant = sys.intern(record.tenant)
+            deletions[record.id] = Deletion(at_ms, tenant)
+            self._deletions_of[tenant] += 1
+
+    def _forget_deletion(self, deletions: dict[str, Deletion]) -> None:
+        """Forget the oldest one."""
+        tenant = deletions.pop(next(iter(deletions))).tenant
+        self._deletions_of[tenant] -= 1
+        if not self._deletions_of[tenant]:
+            del self._deletions_of[tenant]
+
     def _counting(self, key: str) -> AnyRecord:
         return Tombstone(key=key) if key in self._removed else self._jobs[key.partition("/")[2]]
 
@@ -175,6 +211,10 @@ class BatchView:
                 key = next(iter(seen))
                 del seen[key]
                 self._drop(partition, key)
+        before_ms = self._wall_ms() - self._deletions_ms
+        for deletions in self._deletions.values():
+            while deletions and next(iter(deletions.values())).at_ms < before_ms:
+                self._forget_deletion(deletions)
 
     def _drop(self, partition: int, key: str) -> None:
         kind, _, entity_id = key.partition("/")
@@ -194,6 +234,9 @@ class BatchView:
     def forget(self, source: Partition) -> None:
         for key in self._seen.pop(source.partition, {}):
             self._drop(source.partition, key)
+        deletions = self._deletions.pop(source.partition, {})
+        while deletions:
+            self._forget_deletion(deletions)
         self._positions.pop(source, None)
 
 
@@ -201,6 +244,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 """Time limit of a write, and of reading to the end of a partition."""
+DELETION_MARGIN_MS = DAY_MS
+"""A deletion is known for so much longer than its response is kept: also its answer in `responses`
+is hidden, which is gone by then, and clocks may differ."""
 
 
 class BatchLog:
@@ -208,11 +254,22 @@ class BatchLog:
     reads to the present end of the log. They raise BrokerUnavailable, AppendFailed and
     AccessDenied."""
 
-    def __init__(self, log: Log, clock: Clock, on_applied: OnApplied | None = None) -> None:
+    def __init__(
+        self,
+        log: Log,
+        clock: Clock,
+        on_applied: OnApplied | None = None,
+        *,
+        results_retention_s: float = 0.0,
+    ) -> None:
+        """`results_retention_s`: of the topic; 0 in a process that reads no stored responses."""
+        self.responses_kept_ms = min(int(1000 * results_retention_s), FILE_RETENTION_MS)
+        """Time for which a stored response can be read."""
+        deletions_ms = self.responses_kept_ms and self.responses_kept_ms + DELETION_MARGIN_MS
         self._log = log
         self._clock = clock
         self._publisher = RecordPublisher(log, clock)
-        self.view = BatchView(clock.wall_ms)
+        self.view = BatchView(clock.wall_ms, deletions_ms)
         self.follower = Follower(log, self.view, [BATCH_JOBS], clock, on_applied=on_applied)
 
     async def file(self, file_id: str, tenant: str) -> FileCard | None:
@@ -233,8 +290,9 @@ class BatchLog:
     async def put_cancel(self, cancel: BatchCancel) -> None:
         await self.put(cancel.id, cancel_key(cancel.id), cancel)
 
-    async def delete_response(self, response_id: str) -> None:
-        await self.put(response_id, response_key(response_id), ResponseDeletion(id=response_id))
+    async def delete_response(self, response_id: str, tenant: str) -> None:
+        deletion = ResponseDeletion(id=response_id, tenant=tenant)
+        await self.put(response_id, response_key(response_id), deletion)
 
     async def is_deleted(self, response_id: str) -> bool:
         """Whether a stored response was deleted, by any process."""

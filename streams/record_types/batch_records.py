@@ -119,3 +119,4 @@ class ResponseDeletion(InternalRecord, frozen=True):
     `response/<id>`."""
 
     id: str
+    tenant: str = ""

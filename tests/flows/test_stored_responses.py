@@ -212,6 +212,19 @@ async def test_deleted_response_stays_unknown_and_later_ones_keep_their_history(
 
 
 @scenario_test
+async def test_deletions_of_a_tenant_have_a_bound(
+    world: MemoryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_responses, "MAX_DELETIONS", 1)
+    talk = await Conversation.begin(world)
+    first, second = [await talk.ask("one") for _ in range(2)]
+    assert (await talk.get(first["id"], "DELETE")).status == 200
+    refused = await talk.get(second["id"], "DELETE")
+    assert unknown(refused) == (429, "too_many_deletions")
+    assert (await talk.get(second["id"])).json["status"] == "completed"
+
+
+@scenario_test
 async def test_running_response_ends_when_it_is_deleted(world: MemoryWorld) -> None:
     talk = await Conversation.begin(world)
     begun = await talk.ask("two", background=True)

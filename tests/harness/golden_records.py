@@ -483,6 +483,10 @@ GOLDEN: list[tuple[AnyRecord, bytes]] = [
         bytes.fromhex("81a26964a66a6f622d3139"),
     ),
     (
+        b.ResponseDeletion(id="job-19", tenant="acme"),
+        bytes.fromhex("82a26964a66a6f622d3139a674656e616e74a461636d65"),
+    ),
+    (
         r.Fence(id="job-17", attempt=1, reason="lost"),
         b'{"t":"Fence","id":"job-17","attempt":1,"reason":"lost"}',
     ),

@@ -30,7 +30,7 @@ from kvlane.streams.ids import issued_ms
 from kvlane.streams.ports import POLL_S, Partition, Reader, Record
 from kvlane.streams.response_records import TurnPlace
 from kvlane.streams.responses.reply_reader import CLOCK_MARGIN_MS
-from kvlane.streams.topics import FILE_RETENTION_MS, RESULTS, partition_of
+from kvlane.streams.topics import DAY_MS, RESULTS, partition_of
 
 WAIT_S = 5.0
 """Time for the result of an answer that has ended just now."""
@@ -42,6 +42,9 @@ records. From CLOCK_MARGIN_MS before it only if there is none."""
 MAX_LOOKUPS, OF_TENANT = 64, 8
 """Lookups at a time, with a reader of the log each."""
 CARRIED_BYTES = 64 * 1024
+MAX_DELETIONS = 100_000
+"""Of a tenant, within the time for which responses are kept: each gateway knows all of them, in 25
+MB."""
 RECORDS_PER_POLL = 500
 
 
@@ -93,7 +96,7 @@ class StoredResponses:
         self._parts = parts
         self._log = parts.log
         self._clock = parts.ctx.clock
-        self._kept_ms = min(1000 * parts.settings.results_retention_s, FILE_RETENTION_MS)
+        self._kept_ms = parts.batches.responses_kept_ms
         self._slots = TenantSlots(MAX_LOOKUPS, OF_TENANT, "too many responses are being looked up")
 
     async def find(self, request_id: str, tenant: str, wait_s: float) -> StoredResponse | None:
@@ -129,8 +132,15 @@ class StoredResponses:
     async def delete(self, request_id: str, tenant: str) -> None:
         """Delete a response: it is unknown from then on, and its content expires."""
         await self.check_kept(request_id, tenant)
+        batches = self._parts.batches
+        if batches.view.deletions(tenant) >= MAX_DELETIONS:
+            message = (
+                f"{MAX_DELETIONS} responses of the tenant are deleted, which count until they have "
+                f"expired, after {self._kept_ms / DAY_MS:g} days: wait, or send store: false"
+            )
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_deletions")
         try:
-            await self._parts.batches.delete_response(request_id)
+            await batches.delete_response(request_id, tenant)
         except StreamError as e:
             raise error_of_stream(e) from e
 

@@ -81,14 +81,27 @@ def test_expired_files_are_gone_in_quiet_partitions_too() -> None:
     assert view.cancelled_s("batch_c") is None
 
 
+def deletion(response_id: str) -> ResponseDeletion:
+    return ResponseDeletion(id=response_id, tenant="acme")
+
+
 def test_response_stays_deleted_for_as_long_as_it_may_be_kept() -> None:
     now_ms = 1
-    view = applied((1, ResponseDeletion(id="r")), view=BatchView(lambda: now_ms))
-    assert (view.is_deleted("r"), view.is_deleted("s")) == (True, False)
-    now_ms = FILE_RETENTION_MS + 1
+    view = applied((1, deletion("r")), (3, deletion("s")), view=BatchView(lambda: now_ms, 100))
+    applied((1, deletion("r")), view=view)
+    assert [view.is_deleted(name) for name in "rst"] == [True, True, False]
+    assert (view.deletions("acme"), view.deletions("globex")) == (2, 0)
+    now_ms = 101
     assert view.is_deleted("r")
-    now_ms = FILE_RETENTION_MS + 2
-    assert not view.is_deleted("r")
+    now_ms = 102
+    assert (view.is_deleted("r"), view.deletions("acme")) == (False, 1)
+    view.forget(SOURCE)
+    assert (view.is_deleted("s"), view.deletions("acme")) == (False, 0)
+
+
+def test_process_without_responses_keeps_no_deletions() -> None:
+    view = applied((1, deletion("r")))
+    assert (view.is_deleted("r"), view.deletions("acme")) == (False, 0)
 
 
 def test_forgotten_partition_leaves_the_others() -> None:
