@@ -16,7 +16,7 @@ from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, Statu
 from kvlane.app.metrics.collector_metrics import CollectorMetrics
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
-from kvlane.app.preprocess.models.model_loader import ModelLoader
+from kvlane.app.preprocess.models.model import ModelLoader
 from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool

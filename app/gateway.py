@@ -29,14 +29,14 @@ from kvlane.app.http.server.http_server import (
     TlsFiles,
     UvicornServer,
     fitting_streams,
+    raise_file_limit,
 )
 from kvlane.app.http.server.probes import Probes
 from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model_loader import ModelLoader
+from kvlane.app.preprocess.models.model import ModelLoader
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.routing.state.fleet import Fleet
-from kvlane.app.runtime.open_files import raise_file_limit
 from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.streams.clock import BrokerClock

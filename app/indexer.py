@@ -12,13 +12,17 @@ from fastapi import FastAPI
 
 from kvlane.app.http.indexer_api import IndexerApi
 from kvlane.app.http.server.authentication import AccessControl
-from kvlane.app.http.server.http_server import ConnectionLimits, TlsFiles, UvicornServer
+from kvlane.app.http.server.http_server import (
+    ConnectionLimits,
+    TlsFiles,
+    UvicornServer,
+    raise_file_limit,
+)
 from kvlane.app.http.server.origin_guard import OriginGuard
 from kvlane.app.metrics.indexer_metrics import IndexerMetrics
 from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
 from kvlane.app.routing.state.fleet import Fleet
 from kvlane.app.routing.state.kv_index import KvIndexView
-from kvlane.app.runtime.open_files import raise_file_limit
 from kvlane.app.runtime.process import ProcessContext, process_app
 from kvlane.app.settings import Settings
 from kvlane.indexer.precompile import compile_all

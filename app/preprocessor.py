@@ -26,24 +26,23 @@ from opentelemetry.trace import SpanKind
 
 from kvlane.app.http.server.probes import Checks, ObservedProcess, Probes, StatusServer
 from kvlane.app.metrics.preprocessor_metrics import PreprocessorMetrics
-from kvlane.app.preprocess.cooperative_steps import run_cooperatively
 from kvlane.app.preprocess.kafka_prompts import (
     PromptRecord,
+    ResultRules,
     UnreadablePrompt,
     prompt_steps,
     to_request,
 )
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
-from kvlane.app.preprocess.models.model_loader import LOAD_RETRY_S, ModelLoader
+from kvlane.app.preprocess.models.model import LOAD_RETRY_S, ModelLoader
 from kvlane.app.preprocess.models.model_names import ModelNames
 from kvlane.app.preprocess.request_reader import (
     check_supported,
     unsupported_features,
     with_supported_features,
 )
-from kvlane.app.preprocess.result_rules import ResultRules
-from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool
+from kvlane.app.preprocess.thread_pool import ThreadPool, WorkPool, run_cooperatively
 from kvlane.app.prompts.job_order import JobOrder
 from kvlane.app.prompts.prompt_credit import BATCH_ROOM, PromptCredit
 from kvlane.app.prompts.prompt_source import (

@@ -17,12 +17,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from pydantic import BaseModel, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvlane.app.configuration.batch_settings import BatchSettings, batch_conflicts
-from kvlane.app.configuration.engine_settings import EngineSettings, engine_conflicts
-from kvlane.app.configuration.http_settings import HttpSettings, http_conflicts
-from kvlane.app.configuration.kafka_settings import KafkaSettings, kafka_conflicts
-from kvlane.app.configuration.process_settings import ProcessSettings
-from kvlane.app.configuration.request_settings import RequestSettings, request_conflicts
+from kvlane.app.configuration.kafka_settings import (
+    KafkaSettings,
+    TopicSettings,
+    kafka_conflicts,
+    topic_conflicts,
+)
+from kvlane.app.configuration.process_settings import HttpSettings, ProcessSettings, http_conflicts
+from kvlane.app.configuration.request_settings import (
+    BatchSettings,
+    RequestSettings,
+    batch_conflicts,
+    request_conflicts,
+)
 from kvlane.app.configuration.router_settings import RouterSettings
 from kvlane.app.configuration.setting_values import (
     PREFIX,
@@ -31,8 +38,12 @@ from kvlane.app.configuration.setting_values import (
     exceeds,
     variable_name,
 )
-from kvlane.app.configuration.topic_settings import TopicSettings, topic_conflicts
-from kvlane.app.configuration.worker_settings import WorkerSettings, worker_conflicts
+from kvlane.app.configuration.worker_settings import (
+    EngineSettings,
+    WorkerSettings,
+    engine_conflicts,
+    worker_conflicts,
+)
 from kvlane.streams.ids import TenantTag
 from kvlane.streams.topics import ASSIGNMENTS, BATCH, KV_EVENTS, PROMPTS, RESULTS
 

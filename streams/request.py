@@ -279,7 +279,7 @@ class Request(InternalRecord, frozen=True):
     `queued_ms`: it may wait in any queue, and its deadline counts from then. `service_class` batch:
     uses the capacity that interactive requests leave, and gives way to them. Clients publish the
     JSON form of other systems as prompts of kind `tokens`
-    (`app/preprocess/requests/preprocessed_requests.py`). `shown`: of a renewed request that has
+    (`app/preprocess/request_reader.py`). `shown`: of a renewed request that has
     begun, the answer before the attempt that the Chunk names.
     """
 

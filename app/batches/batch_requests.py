@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
 from kvlane.app.preprocess.json_limits import UNCHECKED_BYTES, json_error, parse_json
 from kvlane.app.preprocess.prompt_errors import TooLarge
+from kvlane.app.preprocess.thread_pool import Steps, run_cooperatively
 from kvlane.streams.ids import SALT_CHARS
 from kvlane.streams.prompt import MAX_CUSTOM_ID_CHARS, Prompt
 from kvlane.streams.record_types.batch_records import BatchEndpoint, BatchError, BatchJob

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvlane.app.preprocess.cooperative_steps import Steps
 from kvlane.app.preprocess.prompt_errors import TooLarge
+from kvlane.app.preprocess.thread_pool import Steps
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _ESCAPE = 6

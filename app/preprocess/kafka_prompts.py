@@ -3,19 +3,21 @@
 Every invalid prompt with an id ends in a `Refused` that names the field. A record that is no JSON
 object, or has no id, is `UnreadablePrompt`: a dead letter, and its key is answered if it can be an
 id. `read_prompt` is pure; `to_request` checks against the model and may wait for the tokenizer.
+`ResultRules` decide which prompts get a record on `results`, and where a copy of it may go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import re
+import struct
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from kvlane.app.preprocess.cooperative_steps import Steps, run_now
 from kvlane.app.preprocess.json_limits import json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.prompt_errors import (
@@ -30,12 +32,98 @@ from kvlane.app.preprocess.request_reader import prepare, read_request
 from kvlane.app.preprocess.requests import openai_requests, passthrough
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
-from kvlane.app.preprocess.result_rules import ReadHeaders, ResultRules
+from kvlane.app.preprocess.thread_pool import Steps, run_now
 from kvlane.streams import ports
 from kvlane.streams.prompt import Prompt
 from kvlane.streams.record_base import ServiceClass
 from kvlane.streams.records import MAX_ID_CHARS, Cancel, EndCode, Refused
-from kvlane.streams.request import Request, ResultOptions
+from kvlane.streams.request import ReplyAddress, Request, ResultOptions
+
+ResultScope = Literal["requested", "all", "batch"]
+
+MAX_CORRELATION_BYTES = 1024
+_TOPIC_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
+_STYLES = (("reply_to", "correlation_id"), ("kafka_replyTopic", "kafka_correlationId"))
+"""Headers with the topic and with the correlation id, by library."""
+_REPLY_PARTITION = "kafka_replyPartition"
+_PARTITION = struct.Struct(">i")
+
+ReadHeaders = Sequence[tuple[str, bytes | None]]
+
+
+class ResultRules(NamedTuple):
+    """Rules of results. A prompt names the topic of a reply in its headers, as FastStream or Spring
+    Kafka's ReplyingKafkaTemplate write them (`_STYLES`); the reply has the correlation id.
+
+    `scope`: the setting `KVLANE_RESULTS`. `reply_prefixes`: of the topics that may be written to,
+    never those of the deployment, which begin with `own_prefix`.
+    """
+
+    scope: ResultScope = "requested"
+    reply_prefixes: tuple[str, ...] = ()
+    own_prefix: str = "kvlane."
+
+    def options(self, prompt: Prompt, headers: ReadHeaders = ()) -> ResultOptions | None:
+        """The options of the result of a prompt; None if it gets no result. Raises InvalidPrompt
+        that names the header or the field."""
+        if prompt.kind == "cancel":
+            return None
+        reply = self._reply(headers)
+        is_asked = prompt.result or reply is not None
+        if self.scope == "batch" and is_asked and not prompt.batch_id:
+            field = "result" if prompt.result else "headers"
+            raise InvalidPrompt(field, "only batch jobs get results here (KVLANE_RESULTS=batch)")
+        if self.scope != "all" and not (is_asked or prompt.batch_id):
+            return None
+        return ResultOptions(
+            kind=prompt.kind,
+            metadata=msgspec.json.encode(prompt.metadata),
+            batch_id=prompt.batch_id,
+            custom_id=prompt.custom_id,
+            reply=reply,
+        )
+
+    def _reply(self, headers: ReadHeaders) -> ReplyAddress | None:
+        given = dict(headers)
+        for topic_header, correlation_header in _STYLES:
+            if topic := given.get(topic_header):
+                correlation = given.get(correlation_header)
+                return ReplyAddress(
+                    topic=self._topic(topic_header, topic),
+                    headers=_correlation(correlation_header, correlation),
+                    partition=_partition(given) if topic_header == "kafka_replyTopic" else None,
+                )
+        return None
+
+    def _topic(self, header: str, value: bytes) -> str:
+        name, field = value.decode(errors="replace"), f"headers.{header}"
+        if not _TOPIC_NAME.fullmatch(name):
+            raise InvalidPrompt(field, "is no name of a topic")
+        if not self.reply_prefixes:
+            raise InvalidPrompt(field, "no replies are allowed (KVLANE_REPLY_TOPIC_PREFIXES)")
+        if not name.startswith(self.reply_prefixes) or name.startswith(self.own_prefix):
+            raise InvalidPrompt(
+                field, "the topic is not among those allowed (KVLANE_REPLY_TOPIC_PREFIXES)"
+            )
+        return name
+
+
+def _correlation(header: str, value: bytes | None) -> tuple[tuple[str, bytes], ...]:
+    if value is None:
+        return ()
+    if len(value) > MAX_CORRELATION_BYTES:
+        raise InvalidPrompt(f"headers.{header}", f"has more than {MAX_CORRELATION_BYTES} bytes")
+    return ((header, value),)
+
+
+def _partition(headers: Mapping[str, bytes | None]) -> int | None:
+    value = headers.get(_REPLY_PARTITION)
+    if value is None:
+        return None
+    if len(value) != _PARTITION.size or (number := _PARTITION.unpack(value)[0]) < 0:
+        raise InvalidPrompt(f"headers.{_REPLY_PARTITION}", "is no number of a partition")
+    return int(number)
+
 
 _OF_RESULTS = ("kind", "result", "metadata", "batch_id", "custom_id")
 """The fields of a prompt that are about its result."""

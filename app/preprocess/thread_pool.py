@@ -1,13 +1,13 @@
-"""Bounded thread pool for work that would block the event loop.
+"""Work that would block the event loop: in a bounded pool of threads, or in steps on the loop.
 
-For work that releases the interpreter lock (tokenising, hashing, files) or is rare and short
-(templates). Starts no thread before it is needed.
+Threads are for work that releases the interpreter lock (tokenising, hashing, files) or is rare and
+short (templates); steps for other work, such as parsing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Semaphore
 from typing import Protocol, TypeVar
@@ -49,3 +49,26 @@ class ThreadPool:
     def close(self) -> None:
         """Begin nothing more; running calls are not awaited."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+Steps = Generator[None, None, T]
+"""Work that yields wherever other tasks may run."""
+
+
+async def run_cooperatively(steps: Steps[T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await asyncio.sleep(0)
+
+
+def run_now(steps: Steps[T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result

@@ -1,4 +1,4 @@
-"""The lifecycle of a process: start, supervised background tasks, stop and failure.
+"""The lifecycle of a process: logging, start, supervised background tasks, stop and failure.
 
 Every background task of a process is spawned here. An error in one ends the process (crash-only: an
 orchestrator restarts it, and the log has all its state). `run_process` is the lifecycle itself;
@@ -15,7 +15,10 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import msgspec
 
 from kvlane.app.runtime import spans
 from kvlane.app.runtime.broker_probe import BrokerProbe
@@ -267,7 +270,6 @@ def process_app(
 
 def _settings_of_environment(name: str) -> Settings:
     """The settings of a process, with its logging configured by them. Raises SystemExit."""
-    from kvlane.app.runtime.logging_setup import configure_logging
     from kvlane.app.settings import Settings, SettingsError, unknown_variables
 
     try:
@@ -280,3 +282,84 @@ def _settings_of_environment(name: str) -> Settings:
     for unknown in unknown_variables(os.environ):
         log.warning("not a setting, ignored: %s", unknown)
     return settings
+
+
+_TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+KAFKA_CLIENT_LOGGER = "aiokafka"
+REPEAT_INTERVAL_S = 10.0
+REPEAT_BURST = 3
+MAX_LINE_KINDS = 1000
+"""Most kinds of lines to count; beyond them the oldest is dropped."""
+
+
+class RepeatFilter(logging.Filter):
+    """Rate limit of repeated warnings and errors: REPEAT_BURST of a kind, then one every
+    REPEAT_INTERVAL_S, with the number of lines left out.
+
+    A kind is a logger and a message before its arguments; it starts anew after REPEAT_INTERVAL_S
+    without a line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[tuple[str, str], _RepeatState] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to write this line; may append the number of lines left out."""
+        if record.levelno < logging.WARNING:
+            return True
+        key, now = (record.name, str(record.msg)), record.created
+        kind = self._kinds.pop(key, None)
+        if kind is None or not now - REPEAT_INTERVAL_S < kind.seen_at <= now:
+            kind = _RepeatState(now)
+        self._kinds[key] = kind
+        if len(self._kinds) > MAX_LINE_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        kind.seen_at = now
+        if kind.written >= REPEAT_BURST and now < kind.written_at + REPEAT_INTERVAL_S:
+            kind.left_out += 1
+            return False
+        if kind.left_out:
+            record.msg = f"{record.msg} (and {kind.left_out} more like this)"
+        kind.written, kind.written_at, kind.left_out = kind.written + 1, now, 0
+        return True
+
+
+class _RepeatState:
+    """The state of one kind of line. Times are in seconds since the epoch."""
+
+    __slots__ = ("left_out", "seen_at", "written", "written_at")
+
+    def __init__(self, now: float) -> None:
+        self.seen_at = self.written_at = now
+        self.written = self.left_out = 0
+
+
+class JsonFormatter(logging.Formatter):
+    """Time in UTC, level, logger, message, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def configure_logging(settings: Settings) -> None:
+    """Log to stderr, as text or as one JSON object a line; of the Kafka client only warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if settings.log_json else logging.Formatter(_TEXT))
+    handler.addFilter(RepeatFilter())
+    level = logging.getLevelNamesMapping()[settings.log_level]
+    for name in ("kvlane", KAFKA_CLIENT_LOGGER):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(max(level, logging.WARNING) if name == KAFKA_CLIENT_LOGGER else level)
+        logger.propagate = False

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from kvlane.app.preprocess.models.artifacts import ArtifactStore
-from kvlane.app.preprocess.models.model import publish_folder
+from kvlane.app.preprocess.models.model import LOAD_RETRY_S, MAX_SPARE_MODELS, publish_folder
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER
-from kvlane.app.preprocess.models.model_loader import LOAD_RETRY_S, MAX_SPARE_MODELS
 from kvlane.app.preprocess.text.tokenizer import Tokenizer
 from kvlane.app.preprocess.thread_pool import InlinePool
 from kvlane.streams.codecs import unpack_tokens

@@ -24,7 +24,7 @@ from kvlane.app.http.openai.completions import parse_body
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.server.authentication import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter
-from kvlane.app.preprocess.cooperative_steps import run_cooperatively
+from kvlane.app.preprocess.thread_pool import run_cooperatively
 from kvlane.streams.record_types.batch_records import BatchCancel, BatchEndpoint, BatchJob
 
 LIST_DEFAULT, LIST_MOST = 20, 100

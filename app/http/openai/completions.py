@@ -21,7 +21,6 @@ from kvlane.app.http.openai.openai_responses import Choice, EndpointKind, Respon
 from kvlane.app.http.openai.response_writer import CompletionResponse, EncoderFactory
 from kvlane.app.http.server.authentication import Caller, caller_of
 from kvlane.app.http.server.middleware import BodyLimiter, Hold
-from kvlane.app.preprocess.cooperative_steps import Steps, run_cooperatively
 from kvlane.app.preprocess.json_limits import check_size, json_error, parse_json
 from kvlane.app.preprocess.models.byte_model import Model
 from kvlane.app.preprocess.models.model import PreparedPrompts
@@ -36,6 +35,7 @@ from kvlane.app.preprocess.request_reader import (
 from kvlane.app.preprocess.requests import openai_requests
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.passthrough import PassthroughRequest
+from kvlane.app.preprocess.thread_pool import Steps, run_cooperatively
 from kvlane.app.runtime import spans
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.request import Request, ResultOptions, StoredInput

@@ -20,7 +20,7 @@ from kvlane.app.http.api_errors import (
 )
 from kvlane.app.http.openai.openai_responses import EndpointKind
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
-from kvlane.app.preprocess.models.model_loader import ModelLoader
+from kvlane.app.preprocess.models.model import ModelLoader
 from kvlane.app.preprocess.models.model_names import quote_name, unknown_model, unsupported_kind
 from kvlane.app.preprocess.request_reader import lacking_features
 from kvlane.app.routing.state.fleet import Fleet, FleetMember

@@ -20,11 +20,10 @@ import msgspec
 from kvlane.app.http.api_errors import ApiError, error_of_stream, invalid_request
 from kvlane.app.http.openai.gateway_deps import GatewayDeps
 from kvlane.app.http.openai.passthrough_fields import JsonObject
-from kvlane.app.http.server.middleware import Hold
-from kvlane.app.http.server.tenant_slots import TenantSlots
-from kvlane.app.preprocess.cooperative_steps import run_cooperatively
+from kvlane.app.http.server.middleware import Hold, TenantSlots
 from kvlane.app.preprocess.json_limits import MAX_VALUES, parse_json
 from kvlane.app.preprocess.prompt_errors import TooLarge
+from kvlane.app.preprocess.thread_pool import run_cooperatively
 from kvlane.streams.errors import BrokerUnavailable, PositionLost, StreamError
 from kvlane.streams.ids import issued_ms
 from kvlane.streams.ports import POLL_S, Partition, Reader, Record

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import ssl
 from collections.abc import Generator
@@ -23,7 +24,6 @@ from kvlane.app.http.server.connection_table import SPARE, ConnectionTable
 from kvlane.app.http.server.http_protocol import HEAD_TIMEOUT_S, BoundedProtocol
 from kvlane.app.metrics.metric_set import MetricSet
 from kvlane.app.operator_error import OperatorError
-from kvlane.app.runtime.open_files import raise_file_limit
 from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.settings import Settings, SettingsError
 
@@ -210,3 +210,23 @@ class UvicornServer:
             self._socket.close()
         if not self._server.should_exit:
             raise RuntimeError("the HTTP server ended by itself")
+
+
+ENOUGH = 1 << 20
+"""More than a process can use; systems that have no limit refuse larger values."""
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit to the hard one, and return it. A second call changes nothing. The soft
+    limit is 1024 under systemd and in many shells, for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return ENOUGH if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS has another limit, below an infinite hard one
+        log.warning("the limit of open files stays at %d: raise it by `ulimit -n`", soft)
+        return soft
+    log.info("the limit of open files is %d instead of %d", wanted, soft)
+    return wanted

@@ -1,11 +1,14 @@
-"""Loaded model: card, tokenizer and template, to prepare prompts and to decode answers.
+"""Loaded models: card, tokenizer and template, to prepare prompts and to decode answers.
 
-Loaded from the log or from its folder. Everything that takes time runs in the pool.
+Each is loaded once, from the log or from its folder, before its first prompt; a failed load is
+retried. Everything that takes time runs in the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +19,13 @@ from kvlane.app.preprocess.prompt_errors import BadModel, InvalidPrompt, context
 from kvlane.app.preprocess.requests.answer_parsing import parsers_of, with_parsing
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest, TextOrTokens
 from kvlane.app.preprocess.text.chat_template import ChatTemplate
-from kvlane.app.preprocess.text.piece_cache import PieceCache, Scope
-from kvlane.app.preprocess.text.tokenizer import Tokenizer, TooManyTokens
+from kvlane.app.preprocess.text.tokenizer import PieceCache, Scope, Tokenizer, TooManyTokens
 from kvlane.app.preprocess.thread_pool import WorkPool
+from kvlane.app.runtime.process import ProcessContext
 from kvlane.app.text.stop_conditions import TextStream
 from kvlane.streams.clock import Clock
 from kvlane.streams.codecs import unpack_tokens
+from kvlane.streams.errors import StreamError
 from kvlane.streams.records import Artifact, ModelCard
 from kvlane.streams.request import Request
 
@@ -167,3 +171,84 @@ def _loaded(
         raise BadModel(f"{card.name}: its chat template is not UTF-8: {e}") from e
     template = None if text is None else ChatTemplate(text, clock, card.special_tokens)
     return LoadedModel(card, Tokenizer(spec, pool, pieces), template, pool)
+
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 30.0
+"""Time limit of a prompt for a loading model. The largest tokenizers take 4 s."""
+LOAD_RETRY_S = 10.0
+"""Delay before a failed load is retried."""
+MAX_SPARE_MODELS = 8
+"""Loaded models kept beyond those in use: their workers may be restarting. A large tokenizer takes
+100 MB."""
+
+
+class LoadFailed(Exception):
+    """A model could not be loaded, at this point of the clock; the cause has the reason."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__("it could not be loaded")
+        self.at = at
+
+
+class ModelLoader:
+    def __init__(self, artifacts: ArtifactStore, pool: WorkPool, ctx: ProcessContext) -> None:
+        self._artifacts = artifacts
+        self._pool = pool
+        self._ctx = ctx
+        self._pieces = PieceCache()
+        self._loads: dict[str, asyncio.Task[LoadedModel | LoadFailed]] = {}
+
+    def sync(self, cards: Iterable[ModelCard]) -> None:
+        """Start loading new models, and drop those that are not listed."""
+        wanted = {_key(card): card for card in cards}
+        for card in wanted.values():
+            self._load(card)
+        spare = [key for key, load in self._loads.items() if key not in wanted and load.done()]
+        for key in spare[: max(0, len(spare) - MAX_SPARE_MODELS)]:
+            del self._loads[key]
+
+    async def model(self, card: ModelCard) -> LoadedModel:
+        """The model of a card that names files. Raises TimeoutError after LOAD_TIMEOUT_S, BadModel,
+        StreamError."""
+        load = self._load(card)
+        if not load.done():
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await asyncio.shield(load)
+        model = load.result()
+        if not isinstance(model, LoadFailed):
+            return model
+        if isinstance(model.__cause__, StreamError):
+            raise model.__cause__
+        raise BadModel(f"{card.name}: {model}")
+
+    def _load(self, card: ModelCard) -> asyncio.Task[LoadedModel | LoadFailed]:
+        """The load of a model: under way, done, or begun now."""
+        load = self._loads.get(_key(card))
+        if load is not None and load.done():
+            model = load.result()
+            if isinstance(model, LoadFailed) and self._ctx.clock.now() - model.at >= LOAD_RETRY_S:
+                load = None
+        if load is None:
+            load = self._ctx.spawn(f"load {card.name}", self._loaded(card))
+            self._loads[_key(card)] = load
+        return load
+
+    async def _loaded(self, card: ModelCard) -> LoadedModel | LoadFailed:
+        try:
+            model = await load_model(
+                card, self._artifacts, self._pool, self._ctx.clock, self._pieces
+            )
+        except Exception as e:
+            log.exception("model %s cannot be used", card.name)
+            failed = LoadFailed(self._ctx.clock.now())
+            failed.__cause__ = e
+            return failed
+        log.info("model %s is loaded", card.name)
+        return model
+
+
+def _key(card: ModelCard) -> str:
+    """Equal checksums mean equal models under any names."""
+    return card.checksum or card.name

@@ -10,8 +10,11 @@ import msgspec.json
 from msgspec.structs import replace
 
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
-from kvlane.app.preprocess.requests.grammar_cost import cost_of_json
-from kvlane.app.preprocess.requests.guided_decoding import check_cost, guided_decoding_of
+from kvlane.app.preprocess.requests.guided_decoding import (
+    check_cost,
+    cost_of_json,
+    guided_decoding_of,
+)
 from kvlane.app.preprocess.requests.openai_requests import OpenAIRequest
 from kvlane.app.preprocess.requests.request_models import ChatBody
 from kvlane.app.text.answer_forms import CALL_FORMS, calls_form

@@ -439,9 +439,7 @@ def _media(value: Any) -> Any:
 
 
 class TokensBody(GenerationBody):
-    """A tokenised prompt. Also read from the groups of
-    `app/preprocess/requests/preprocessed_requests.py`.
-    """
+    """A tokenised prompt. `flatten` (`request_reader.py`) makes it of Dynamo's form as well."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     logprobs: int | None = Field(default=None, ge=0, le=20)

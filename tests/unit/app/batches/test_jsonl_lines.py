@@ -20,8 +20,8 @@ from kvlane.app.batches.batch_requests import (
     lines_of,
     parse_line,
 )
-from kvlane.app.preprocess.cooperative_steps import run_now
 from kvlane.app.preprocess.json_limits import MAX_PARTS, UNCHECKED_BYTES
+from kvlane.app.preprocess.thread_pool import run_now
 from kvlane.streams.record_types.batch_records import BatchError
 from tests.harness.batch_harness import CHATS, chat_line
 

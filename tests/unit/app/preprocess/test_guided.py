@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from kvlane.app.preprocess.prompt_errors import InvalidPrompt
-from kvlane.app.preprocess.requests.grammar_cost import MAX_COST, cost_of_pattern
-from kvlane.app.preprocess.requests.guided_decoding import MAX_GRAMMAR_DEPTH, guided_decoding_of
+from kvlane.app.preprocess.requests.guided_decoding import (
+    MAX_COST,
+    MAX_GRAMMAR_DEPTH,
+    cost_of_pattern,
+    guided_decoding_of,
+)
 from kvlane.app.preprocess.requests.openai_requests import read_openai
 from kvlane.streams.request import GuidedDecoding
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from kvlane.app.preprocess import json_limits
-from kvlane.app.preprocess.cooperative_steps import run_now
 from kvlane.app.preprocess.json_limits import (
     MAX_PARTS,
     MAX_REQUESTS_BYTES,
@@ -39,6 +38,7 @@ from kvlane.app.preprocess.requests.request_models import (
     PassthroughBody,
     TokensBody,
 )
+from kvlane.app.preprocess.thread_pool import run_now
 from kvlane.streams.records import Refused
 from tests.harness.body_shapes import BODY_BYTES, SHAPE_NAMES, body_shape
 

@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.app.preprocess.text import piece_cache
-from kvlane.app.preprocess.text.piece_cache import MAX_SHARES, MIN_CHARS, PieceCache, Scope, size_of
+from kvlane.app.preprocess.text import tokenizer
+from kvlane.app.preprocess.text.tokenizer import MAX_SHARES, MIN_CHARS, PieceCache, Scope, size_of
 
 MODEL = "a model"
 TOKENS = array("I", range(10))
@@ -91,5 +91,5 @@ def test_memory_is_bounded_whatever_is_put(puts: list[tuple[str, int, int]]) -> 
 
 
 def test_size_of_an_entry_covers_its_key() -> None:
-    key = piece_cache._Key(MODEL, "", "")
-    assert key.__sizeof__() + 3 * 24 <= piece_cache.ENTRY_BYTES
+    key = tokenizer._Key(MODEL, "", "")
+    assert key.__sizeof__() + 3 * 24 <= tokenizer.ENTRY_BYTES

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvlane.app.preprocess.kafka_prompts import (
     FindModel,
     PromptRecord,
+    ResultRules,
     UnreadablePrompt,
     read_prompt,
     to_request,
 )
 from kvlane.app.preprocess.models.byte_model import ByteModel, Model
 from kvlane.app.preprocess.prompt_errors import BadModel
-from kvlane.app.preprocess.result_rules import ResultRules
 from kvlane.app.text.byte_level import ASSISTANT, USER, render_chat
 from kvlane.streams import ports
 from kvlane.streams.codecs import encode, unpack_tokens

@@ -17,13 +17,15 @@ from tokenizers import models
 from kvlane.app.preprocess.models.model_folder import DEMO_MODEL_FOLDER, read_folder
 from kvlane.app.preprocess.prompt_errors import BadModel
 from kvlane.app.preprocess.text import tokenizer as tokenizer_module
-from kvlane.app.preprocess.text.piece_cache import MIN_CHARS, PieceCache, Scope
 from kvlane.app.preprocess.text.tokenizer import (
     INLINE_CHARS,
+    MIN_CHARS,
     SAMPLE_CHARS,
     SAMPLES,
     SLICE_CHARS,
     AddedTokens,
+    PieceCache,
+    Scope,
     Tokenizer,
     TooManyTokens,
 )

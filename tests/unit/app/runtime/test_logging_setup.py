@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvlane.app.runtime.logging_setup import MAX_LINE_KINDS, RepeatFilter, configure_logging
+from kvlane.app.runtime.process import MAX_LINE_KINDS, RepeatFilter, configure_logging
 from kvlane.app.settings import Settings
 
 
