@@ -53,8 +53,6 @@ REDIRECT_TIMEOUT_S = 2.0
 
 
 class Gateway:
-    """One gateway; any number of them can share an address."""
-
     def __init__(
         self,
         log: Log,

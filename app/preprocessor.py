@@ -85,7 +85,6 @@ class Preprocessor(ObservedProcess):
     def __init__(
         self, log: Log, settings: Settings, ctx: ProcessContext, pool: WorkPool | None = None
     ) -> None:
-        """`pool`: for tokenising; by default threads, with room for a whole batch."""
         self._log = log
         self._settings = settings
         self._ctx = ctx
@@ -135,7 +134,6 @@ class Preprocessor(ObservedProcess):
         }
 
     async def start(self) -> None:
-        """Return when the registry was read, against which prompts are checked."""
         await self._status.start()
         capacity = [self._reports(credit) for credit in (self._credit, self._batch_credit)]
         self._ctx.spawn("tail", self._tail.run())

@@ -70,7 +70,6 @@ AREAS: dict[str, type[BaseModel]] = {
     "HTTP, gateway and access": HttpSettings,
     "Logs, traces and local files": ProcessSettings,
 }
-"""The areas in the order in which settings are shown."""
 
 
 class TopicOptions(TypedDict):
@@ -158,7 +157,6 @@ class Settings(  # pydantic takes the fields of the last base first
         }
 
     def topic_options(self) -> TopicOptions:
-        """Arguments of `create_topics` and `describe_topics` of `streams/kafka/provision.py`."""
         return TopicOptions(
             lanes=self.lanes,
             replication=self.replication_factor,
@@ -220,7 +218,6 @@ def _role_conflicts(settings: Settings) -> Iterator[str]:
 
 
 _OF_TESTS = "TEST_"
-"""Variables of the project's tests begin so."""
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -247,7 +244,6 @@ def settings_for_writing() -> Settings:
 
 
 def _secrets() -> list[str]:
-    """The fields with a secret; each has a twin NAME_file."""
     fields = Settings.model_fields.items()
     return [name for name, field in fields if field.annotation is SecretStr]
 

@@ -3,9 +3,9 @@
     {"tenants": {"acme": {"requests_per_minute": 600}},
      "keys": [{"id": "5f3e7c96a0b1", "salt": "…", "hash": "…", "tenant": "acme", "role": "user"}]}
 
-A key is `kvl_ID_SECRET`: the id finds the entry in one look-up, the secret is 32 random bytes. The
-file holds HMAC-SHA256(salt, secret): a slow hash protects passwords that can be guessed, and would
-make requests without a key cost more than others. The comparison takes constant time.
+A key is `kvl_ID_SECRET`: the id finds the entry, the secret is 32 random bytes. The file holds
+HMAC-SHA256(salt, secret): secrets cannot be guessed, so a slow hash would protect nothing, and
+would make requests without a key cost more than others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from kvlane.streams.ids import TENANT_PATTERN
 
 PREFIX = "kvl"
 MAX_FILE_BYTES = 16 * 1024 * 1024
-"""In bytes: some 50 000 keys."""
 _ID_BYTES = 6
 _SALT_BYTES = 16
 _SECRET_BYTES = 32
@@ -49,8 +48,7 @@ class KeyFileError(OperatorError):
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of a tenant (None: no limit), and how its requests are queued and
-    cached.
+    """Limits of a tenant (None: no limit), and how its requests are queued and cached.
 
     `requests`, `tokens`: in flight, tokens of prompts and of the longest answers. `file_bytes`: of
     all its files, `batches`: not ended; both for the deployment. `queue_class`: one of
@@ -94,7 +92,6 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[ApiKey] = []
 
     def with_key(self, key: ApiKey) -> KeyFile:
-        """The file with one more key, and an entry for its tenant."""
         tenants = {key.tenant: Tenant()} | self.tenants
         return KeyFile(tenants, [*self.keys, key])
 
@@ -109,7 +106,6 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return KeyFile(self.tenants, revoked)
 
     def with_tenant(self, name: str, changes: Mapping[str, object]) -> KeyFile:
-        """The file with other limits of a tenant."""
         tenant = msgspec.structs.replace(self.tenants.get(name, Tenant()), **changes)
         return KeyFile(self.tenants | {name: tenant}, self.keys)
 
@@ -130,7 +126,6 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, token: str, now_s: float) -> ApiKey | None:
-        """The entry of a valid key; None for any other."""
         key_id, secret = _parts(token)
         key = self._keys.get(key_id, _NO_KEY)
         digest = _hash(bytes.fromhex(key.salt), secret)
@@ -141,7 +136,6 @@ class KeyRing:
 def new_key(
     tenant: str, role: KeyRole = "user", note: str = "", expires: datetime | None = None
 ) -> CreatedKey:
-    """A random key of a tenant."""
     key_id, secret = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES)
     salt = secrets.token_bytes(_SALT_BYTES)
     fields = {"id": key_id, "salt": salt.hex(), "hash": _hash(salt, secret), "tenant": tenant}

@@ -1,10 +1,10 @@
 """Limits of one tenant, requests and tokens in flight and per minute, and their use at one gateway.
 
 Pure: the clock is passed in, in seconds. A gateway counts up to its share of each limit; where
-gateways divide limits (`app/http/server/limit_sharing.py`) it holds nothing at first, else all.
-What it has used of a limit per minute comes back with time, in a minute for a whole share. Tokens
-in flight are those of prompts and of the longest answers; per minute, prompts count when they begin
-and answers when they end, so more than the share may be used.
+gateways divide limits (`app/http/server/limit_sharing.py`) it holds nothing at first, else all. A
+whole share of a limit per minute comes back in a minute. Tokens in flight are those of prompts and
+of the longest answers; per minute, prompts count when they begin and answers when they end, so more
+than the share may be used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from kvlane.app.access.key_file import Tenant
 
 MINUTE_S = 60.0
 QUOTA_RETRY_S = 1.0
-"""Retry delay while waiting for another request to end, whose time is unknown."""
 _ROUNDING = 1e-6
-"""Of what is left of a rate after a time."""
 
 LimitKind = Literal["requests", "tokens"]
 RATE_LIMIT_HEADERS = tuple(
@@ -28,7 +26,6 @@ RATE_LIMIT_HEADERS = tuple(
     for kind in get_args(LimitKind)
     for what in ("limit", "remaining", "reset")
 )
-"""OpenAI's names of the headers about rates."""
 
 
 class TenantLimit(IntEnum):
@@ -46,7 +43,7 @@ LIMIT_NAMES = (
     "requests", "readers", "tokens", "requests_per_minute", "tokens_per_minute", "file_bytes",
     "batches",
 )  # fmt: skip
-"""By `TenantLimit`, as operators set them; the last two hold over all gateways by themselves."""
+"""By `TenantLimit`, as operators set them; the last two hold over all gateways."""
 
 
 _RATES: dict[TenantLimit, LimitKind] = {
@@ -85,13 +82,11 @@ class TenantQuota:
         self.is_active = False
         """Whether anything was counted since this was last set to False."""
         self.logged_s = -math.inf
-        """When a refusal was last logged."""
         self._at_s = now_s
         self.set_limits(limits, now_s)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight."""
         return not any(self.used[limit] for limit in TenantLimit if limit not in _RATES)
 
     def set_limits(self, limits: Tenant, now_s: float) -> None:
@@ -112,7 +107,6 @@ class TenantQuota:
                 self.used[limit] = 0.0
 
     def limited(self) -> Iterator[tuple[TenantLimit, int]]:
-        """The limits that the tenant has."""
         return ((limit, most) for limit, most in self.most.items() if most is not None)
 
     def wait(self, amounts: Mapping[TenantLimit, int], sign: int) -> None:
@@ -165,7 +159,6 @@ class TenantQuota:
         return QuotaRefusal(limit, message, again_s, lacks_share)
 
     def headers(self, now_s: float) -> Iterable[tuple[str, str]]:
-        """Rate limit headers, with OpenAI's names."""
         self.settle(now_s)
         for limit, kind in _RATES.items():
             most = self.most[limit]
@@ -205,7 +198,6 @@ class QuotaLease:
         return None
 
     def release(self, now_s: float) -> None:
-        """Release everything. Idempotent."""
         quota = self.quota
         for limit, used in self._used.items():
             quota.used[limit] -= used

@@ -30,8 +30,6 @@ from kvlane.streams.topics import (
 
 
 class KafkaSettings(BaseModel):
-    """Brokers, and how a client reaches them."""
-
     bootstrap_servers: str = Field(
         "", description="Kafka brokers, host:port[,host:port]; empty: none"
     )
@@ -107,7 +105,6 @@ class KafkaSettings(BaseModel):
             )
 
     def kafka_connection(self, client_id: str) -> ConnectionOptions:
-        """How a Kafka client with this name reaches the cluster."""
         return ConnectionOptions(
             bootstrap_servers=self.bootstrap_servers,
             client_id=client_id,
@@ -127,7 +124,6 @@ class KafkaSettings(BaseModel):
 
 
 def kafka_conflicts(settings: KafkaSettings) -> Iterator[str]:
-    """The settings of the connection that do not fit together."""
     if settings.broker == "env" and not settings.bootstrap_servers:
         yield "KVLANE_BROKER=env needs KVLANE_BOOTSTRAP_SERVERS=host:port"
     protocol = f"KVLANE_SECURITY_PROTOCOL={settings.security_protocol}"
@@ -164,8 +160,6 @@ def _is_address(text: str) -> bool:
 
 
 class TopicSettings(BaseModel):
-    """Names, partitions and replicas of the topics, and the secret of block keys."""
-
     topic_prefix: str = Field(
         "kvlane.",
         pattern=r"^[A-Za-z0-9._-]*$",
@@ -232,7 +226,6 @@ class TopicSettings(BaseModel):
 
 
 def topic_conflicts(settings: TopicSettings) -> Iterator[str]:
-    """The settings of topics that do not fit together."""
     factor = settings.replication_factor
     if factor is not None and settings.min_insync_replicas > factor:
         yield exceeds(settings, "min_insync_replicas", "replication_factor")

@@ -19,8 +19,6 @@ from kvlane.app.configuration.setting_values import (
 
 
 class HttpSettings(BaseModel):
-    """HTTP ports, access to them, and gateways."""
-
     http_host: str = Field(
         "127.0.0.1", min_length=1, description="address that every process listens on"
     )
@@ -101,7 +99,6 @@ class HttpSettings(BaseModel):
 
     @property
     def allowed_origins(self) -> tuple[str, ...]:
-        """The origins of web pages that are allowed, one by one."""
         return listed(self.http_allowed_origins)
 
     @property
@@ -120,7 +117,6 @@ class HttpSettings(BaseModel):
 
 
 def http_conflicts(settings: HttpSettings) -> Iterator[str]:
-    """The settings of HTTP ports and gateways that do not fit together."""
     if settings.gateway_index >= settings.gateway_count:
         yield (
             f"KVLANE_GATEWAY_INDEX={settings.gateway_index} counts from 0 and must be below "
@@ -131,8 +127,6 @@ def http_conflicts(settings: HttpSettings) -> Iterator[str]:
 
 
 class ProcessSettings(BaseModel):
-    """Logs, spans, and folders for downloads and kernels."""
-
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], UPPER_CASE] = Field(
         "INFO", description="lowest severity that is logged"
     )

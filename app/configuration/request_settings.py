@@ -12,13 +12,11 @@ from kvlane.streams.prompt import MAX_DEADLINE_S
 from kvlane.streams.topics import BATCH, RESPONSES, TOPICS_BY_NAME
 
 _LONGEST_LIFETIME_S = (TOPICS_BY_NAME[RESPONSES].retention_ms or 0) / 2000
-"""Half the retention of the responses: below it, the part of a response that a reader has is still
-in the log when the request changes hands at its end."""
+"""Half the retention of the responses: below it, the part of a response that a reader has is in the
+log when the request changes hands at its end."""
 
 
 class RequestSettings(BaseModel):
-    """Time limits and attempts of a request, and the requests that get a result."""
-
     deadline_s: float = Field(
         600, gt=0, description="time limit of a request that sets none, in seconds"
     )
@@ -49,21 +47,16 @@ class RequestSettings(BaseModel):
 
     @property
     def reply_prefixes(self) -> tuple[str, ...]:
-        """The prefixes of topics for replies, one by one."""
         return listed(self.reply_topic_prefixes)
 
     @property
     def batch_run_limit_s(self) -> float:
-        """Time from the append of a batch request's record until it has to end, once begun.
-
-        Bounded by retention: record and shown part must be in the log when the request changes
-        hands, and a router that starts reads the ledger back so far.
-        """
+        """Time from the append of a batch request's record until it has to end, once begun. Bounded
+        by retention: record and shown part must be in the log when the request changes hands."""
         return min(2 * self.max_lifetime_s, _LONGEST_LIFETIME_S)
 
 
 def request_conflicts(settings: RequestSettings) -> Iterator[str]:
-    """The time limits of requests that do not fit together."""
     if settings.deadline_s > settings.max_lifetime_s:
         yield exceeds(settings, "deadline_s", "max_lifetime_s")
     if settings.max_lifetime_s > settings.dedup_window_s:
@@ -76,8 +69,6 @@ def request_conflicts(settings: RequestSettings) -> Iterator[str]:
 
 
 class BatchSettings(BaseModel):
-    """Retention, time limits and sizes of batch work."""
-
     batch_partitions: int = Field(
         TOPICS_BY_NAME[BATCH].partitions,
         ge=1,
@@ -127,6 +118,5 @@ class BatchSettings(BaseModel):
 
 
 def batch_conflicts(settings: BatchSettings) -> Iterator[str]:
-    """The time limits of batch prompts that do not fit together."""
     if settings.batch_max_lifetime_s > settings.batch_retention_s:
         yield exceeds(settings, "batch_max_lifetime_s", "batch_retention_s")

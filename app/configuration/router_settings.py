@@ -10,8 +10,6 @@ from kvlane.app.routing.queueing.fair_share import ClassConfig
 
 
 class RouterSettings(BaseModel):
-    """Queue and policy of a router; snapshots of an indexer."""
-
     router_id: str = Field(
         default_factory=unique_name,
         pattern=r"^[A-Za-z0-9._:-]{1,128}$",

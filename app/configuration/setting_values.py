@@ -19,12 +19,10 @@ class SettingsError(OperatorError, ValueError):
 
 
 def variable_name(field: str) -> str:
-    """The environment variable of a field."""
     return f"{PREFIX}{field.upper()}"
 
 
 def unique_name() -> str:
-    """Host name and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
@@ -46,7 +44,6 @@ ReadableFile = Annotated[Path, AfterValidator(_readable)]
 
 
 def listed(names: str) -> tuple[str, ...]:
-    """The names of a list with commas."""
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
 

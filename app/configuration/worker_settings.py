@@ -16,8 +16,6 @@ from kvlane.streams.records import Role
 
 
 class WorkerSettings(BaseModel):
-    """Identity, load and health of a worker."""
-
     worker_id: str = Field(
         default_factory=unique_name,
         pattern=r"^[A-Za-z0-9._:-]{1,128}$",
@@ -91,12 +89,10 @@ class WorkerSettings(BaseModel):
 
     @property
     def taint_names(self) -> tuple[str, ...]:
-        """The taints of a worker, one by one."""
         return listed(self.taints)
 
 
 def worker_conflicts(settings: WorkerSettings) -> Iterator[str]:
-    """The times of heartbeats that do not fit together."""
     if 2 * settings.heartbeat_interval_s > settings.worker_timeout_s:
         yield (
             f"KVLANE_WORKER_TIMEOUT_S={settings.worker_timeout_s:g} is less than two heartbeats: "
@@ -106,8 +102,6 @@ def worker_conflicts(settings: WorkerSettings) -> Iterator[str]:
 
 
 class EngineSettings(BaseModel):
-    """Engine of a worker, and its model."""
-
     engine: Literal["simulated", "echo", "vllm", "attached"] = Field(
         "simulated",
         description="engine of a worker: simulated has the timing and prefix cache of a GPU and "
@@ -269,12 +263,10 @@ class EngineSettings(BaseModel):
 
     @property
     def media_hosts(self) -> tuple[str, ...]:
-        """The hosts of `attach_media_hosts`, one by one."""
         return listed(self.attach_media_hosts)
 
     @property
     def attach_bootstrap_address(self) -> tuple[str, int] | None:
-        """Host and port of `attach_bootstrap`."""
         host, _, port = self.attach_bootstrap.rpartition(":")
         return (host, int(port)) if host else None
 
@@ -290,7 +282,6 @@ class EngineSettings(BaseModel):
 
 
 def engine_conflicts(settings: EngineSettings) -> Iterator[str]:
-    """The settings of the engine that do not fit together."""
     if settings.max_loras and settings.engine in ("vllm", "attached"):
         yield (
             f"KVLANE_MAX_LORAS={settings.max_loras} has no effect with "

@@ -1,5 +1,4 @@
-"""Errors in the form of the OpenAI API, or of Anthropic's on its paths: a status, and a body that
-names the field.
+"""Errors in the form of the OpenAI API, or of Anthropic's on its paths.
 
 The one map of codes of the log and errors of `streams` to HTTP. Of the client's data, a message
 repeats only the model's name, shortened: the rest may be private, and long.
@@ -39,7 +38,6 @@ OVERLOADED = 529
 CLIENT_LEFT = 499
 """Status of a cancelled request: neither a fault of the server nor worth a retry."""
 DEFAULT_RETRY_AFTER_S = 1.0
-"""Default of Retry-After."""
 
 _TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -89,11 +87,9 @@ class ApiError(Exception):
         }
 
     def body(self) -> bytes:
-        """The body of the response, as JSON; it is an event's data as well."""
         return msgspec.json.encode({"error": self.fields()})
 
     def message_body(self) -> bytes:
-        """The same in the form of Anthropic's API."""
         is_own = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         general = "api_error" if is_own else "invalid_request_error"
         error = {"type": _MESSAGE_TYPES.get(self.status, general), "message": self.message}
@@ -260,7 +256,6 @@ def invalid_request(
 
 
 def overloaded(message: str) -> ApiError:
-    """The error of an overloaded process, 529."""
     return ApiError(OVERLOADED, message, code="overloaded", retry_after_s=DEFAULT_RETRY_AFTER_S)
 
 

@@ -35,8 +35,7 @@ from kvlane.app.runtime.process import ProcessContext
 from kvlane.streams.views.follower import Follower
 
 READER_STALL_S = 120.0
-"""Time without a returned poll after which the reader is considered stuck: a poll takes half a
-second, and outages are waited out in steps."""
+"""Time without a returned poll after which the reader is stuck: a poll takes half a second."""
 
 
 class GatewayHealth:
@@ -54,12 +53,10 @@ class GatewayHealth:
 
     @property
     def broker_silence_s(self) -> float:
-        """Seconds since the broker last responded."""
         probe = self._ctx.broker_probe
         return 0.0 if probe is None else probe.silence_s
 
     def checks(self) -> Checks:
-        """Conditions of readiness, and the number of open streams."""
         return {
             "alive": self.is_alive,
             "registry_read": self._registry.caught_up,
@@ -177,7 +174,6 @@ class PlainRoute(APIRoute):
     """A route whose handler takes the request alone, without FastAPI's search for parameters."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
         handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
         return handler
 
@@ -194,7 +190,6 @@ class ModelsEndpoint:
         return json_response({"object": "list", "data": list(map(_model, served))})
 
     async def model(self, request: Request) -> Response:
-        """One of them. Raises ApiError."""
         served = self._parts.served_models.model(request.path_params["name"])
         form = model_of if VERSION_HEADER in request.headers else _model
         return json_response(form(served))
@@ -221,7 +216,6 @@ async def _preprocess_error(_: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such URL, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.NOT_FOUND:
         return unknown_url(request.url.path).response(error.headers)
@@ -239,10 +233,8 @@ def _methods(request: Request) -> list[str]:
 
 
 async def _left(_: Request, __: Exception) -> Response:
-    """The client disconnected while sending; the response is for the log only."""
     return ApiError(499, "the client left", code="left").response()
 
 
 async def _unforeseen(_: Request, error: Exception) -> Response:
-    """A server error, which the server logs with its traceback."""
     return error_of_stream(error).response()

@@ -1,7 +1,7 @@
 """HTTP API of an indexer: cached blocks of a prompt by worker, and contents of each cache.
 
-For external routers and operators. Hashes and keys are u64: numbers in requests, where signed ones
-mean the same bits, and decimal strings in responses, for readers without 64-bit integers.
+Hashes and keys are u64: numbers in requests, where signed ones mean the same bits, and decimal
+strings in responses, for readers without 64-bit integers.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class TokenQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """Query by the tokens of a prompt."""
-
     token_ids: list[TokenId]
     model: str = ""
     lora_name: str = ""
@@ -65,7 +63,8 @@ B = TypeVar("B", TokenQuery, HashQuery)
 
 
 class IndexerApi:
-    """The endpoints. Two followers keep `index` and `fleet` up to date."""
+    """The endpoints. Two followers keep `index` and `fleet` up to date. `seal`: that of the
+    gateways, if there are tenants."""
 
     def __init__(
         self,
@@ -81,7 +80,6 @@ class IndexerApi:
         access: AccessControl,
         seal: TenantTag | None,
     ) -> None:
-        """`seal`: that of the gateways, if there are tenants."""
         self._index = index
         self._fleet = fleet
         self._metrics = metrics
@@ -138,7 +136,6 @@ class IndexerApi:
         return answer
 
     async def workers(self) -> Response:
-        """The live workers, and the number of known blocks in each of their caches."""
         sizes = {(h.worker, h.rank): size for h, size in self._index.cache_sizes().items()}
         rows = []
         for worker, member in sorted(self._fleet.live_members()):

@@ -1,7 +1,7 @@
 """Limits on JSON bodies and on the requests made from them, and errors of malformed ones.
 
-A parser takes time and memory for each object, list, string and number, so they are counted before
-parsing: first as upper bounds, with brackets and commas in strings; only above a limit without.
+A parser takes time and memory for each value, so they are counted before parsing: first as upper
+bounds, with brackets and commas in strings; only above a limit without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from kvlane.app.preprocess.thread_pool import Steps
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _ESCAPE = 6
-"""Bytes of an escape."""
 _POSITION = re.compile(r"surrogate.*\(byte (\d+)\)")
 
 
@@ -68,16 +67,14 @@ def _lone_at_end(body: bytes) -> int | None:
 UNCHECKED_BYTES = 64 * 1024
 """Shorter bodies are not counted: parsing and validation take a few milliseconds."""
 MAX_PARTS = 2**16
-"""Objects, lists and strings in a body, the names of fields among them: some 0.3 us each."""
+"""Objects, lists and strings in a body, the names of fields among them."""
 MAX_VALUES = 2**19
-"""Values in all lists and objects together, mostly token ids: 0.04 us each."""
+"""Values in all lists and objects together, mostly token ids."""
 MAX_RENDERED_VALUES = 2**17
-"""The same of a chat that a template is given, which may write them as JSON: 0.25 us each, in one
-call that holds the interpreter lock."""
+"""The same of a chat, whose template may write them as JSON in one call."""
 MAX_DIGITS = 100
 """Digits of one number: the time to parse an integer grows with their square."""
 MAX_PROMPT_TOKENS = 2**20
-"""Tokens of a prompt, given or made from a text."""
 MAX_REQUESTS_BYTES = 32 * 1024 * 1024
 """Bytes of all requests made from one body: four times the limit of a single one."""
 
@@ -94,16 +91,16 @@ class ParsedJson(NamedTuple):
 
 
 def parse_json(text: bytes) -> Steps[ParsedJson]:
-    """A JSON text within the bounds, made in steps of some 40 ms at most for 8 MiB. Raises
-    TooLarge, and DecodeError, UnicodeDecodeError or RecursionError for invalid JSON."""
+    """A JSON text within the bounds, made in short steps. Raises TooLarge, and DecodeError,
+    UnicodeDecodeError or RecursionError for invalid JSON."""
     text = without_mark(text)
     values = yield from _values(text)
     return ParsedJson(msgspec.json.decode(text), values)
 
 
 def without_mark(text: bytes) -> bytes:
-    """The text with spaces for a byte order mark at its start, which some systems write before
-    UTF-8: positions in errors stay those of the text that was sent."""
+    """The text with spaces for a byte order mark at its start: positions in errors stay the
+    same."""
     return b"   " + text[3:] if text.startswith(codecs.BOM_UTF8) else text
 
 

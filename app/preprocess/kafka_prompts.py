@@ -44,7 +44,6 @@ ResultScope = Literal["requested", "all", "batch"]
 MAX_CORRELATION_BYTES = 1024
 _TOPIC_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 _STYLES = (("reply_to", "correlation_id"), ("kafka_replyTopic", "kafka_correlationId"))
-"""Headers with the topic and with the correlation id, by library."""
 _REPLY_PARTITION = "kafka_replyPartition"
 _PARTITION = struct.Struct(">i")
 
@@ -126,13 +125,11 @@ def _partition(headers: Mapping[str, bytes | None]) -> int | None:
 
 
 _OF_RESULTS = ("kind", "result", "metadata", "batch_id", "custom_id")
-"""The fields of a prompt that are about its result."""
 
 FindModel = Callable[[str], Awaitable[Model]]
 """The model of a name; raises InvalidPrompt, BadModel, TimeoutError."""
 NO_REPLIES = ResultRules()
 IsPassthrough = Callable[[object], bool]
-"""Whether bodies are forwarded unchanged to the model of a name."""
 
 
 class UnreadablePrompt(NamedTuple):

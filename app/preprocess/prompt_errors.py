@@ -1,15 +1,4 @@
-"""Errors of prompts and models.
-
-One tree:
-
-    PreprocessError
-    ├── InvalidPrompt         the client's doing: names the field
-    │   ├── TooLarge              … or would become more than is taken at a time
-    │   └── ContextExceeded       … or does not fit into the model's context
-    ├── PreprocessorOverloaded  more work waits than this process takes on
-    └── BadModel              the model's files cannot be used
-        └── ArtifactUnavailable   … or are not, or not whole, in the log
-"""
+"""Errors of prompts and models."""
 
 from __future__ import annotations
 
@@ -18,7 +7,6 @@ from pydantic import ValidationError
 from kvlane.app.operator_error import OperatorError
 
 NAMED_PROBLEMS = 3
-"""Wrong fields that an error names at most."""
 LONGEST_MESSAGE = 1000
 LONGEST_NAME = 40
 """Characters of a name that a client made up, such as a key of `logit_bias`, in an error."""
@@ -38,15 +26,15 @@ class InvalidPrompt(PreprocessError):
 
 
 class TooLarge(InvalidPrompt):
-    """A prompt would become more tokens than are accepted at a time. Ask for less, or in parts."""
+    """A prompt would become more tokens than are accepted at a time."""
 
 
 class ContextExceeded(InvalidPrompt):
-    """Prompt and answer are longer than the model's context. Shorten either."""
+    """Prompt and answer are longer than the model's context."""
 
 
 class UnknownModel(InvalidPrompt):
-    """No model of the deployment has the name. Name another one."""
+    """No model of the deployment has the name."""
 
 
 def context_error(field: str, most: int, context: int | None) -> InvalidPrompt:
@@ -58,7 +46,7 @@ def context_error(field: str, most: int, context: int | None) -> InvalidPrompt:
 
 
 class PreprocessorOverloaded(PreprocessError):
-    """Too many prompts are being prepared. Try again shortly, or add a process."""
+    """Too many prompts are being prepared."""
 
 
 class BadModel(PreprocessError):

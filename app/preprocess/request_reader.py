@@ -3,8 +3,7 @@
     fields, headers ──read_request──► OpenAIRequest or PassthroughRequest ──prepare──► `Request`s
 
 A body is turned into tokens (`openai_requests.py`), or forwarded unchanged to the server behind the
-engine (`passthrough.py`). Both are checked for fields that only servers may set
-(`unsupported_fields.py`), and for features that the engines of their model would ignore.
+engine (`passthrough.py`).
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ def read_request(
     values: int = 0,
 ) -> OpenAIRequest | PassthroughRequest:
     """Check a body. `as_is`: its model takes bodies unchanged. `values`: as counted by
-    `parse_json`.
-
-    Raises InvalidPrompt that names the field or the header.
-    """
+    `parse_json`. Raises InvalidPrompt that names the field or the header."""
     try:
         refuse_reserved(fields)
         if kind == "tokens":
@@ -113,8 +109,8 @@ def unsupported_features(fleet: Fleet, model: str) -> Mapping[str, str]:
 def with_supported_features(
     requests: Sequence[Request], unsupported: Collection[str]
 ) -> tuple[Request, ...]:
-    """The requests of a checked body, without the parsing of their answers where a worker cannot
-    do it, and without the form of strict calls."""
+    """The requests of a checked body, without the parsing of answers and the form of strict calls
+    where a worker lacks them."""
     if ANSWER_PARSING_FEATURE in unsupported:
         requests = [replace(request, parsing=None) for request in requests]
     if GUIDED_DECODING_FEATURE in unsupported:
@@ -130,8 +126,7 @@ def with_supported_features(
 def check_supported(
     request: OpenAIRequest | PassthroughRequest, unsupported: Mapping[str, str]
 ) -> None:
-    """Raises InvalidPrompt that names the first field that asks for such a feature. `unsupported`:
-    as `lacking_features` gives them."""
+    """Raises InvalidPrompt that names the first field that asks for an unsupported feature."""
     if isinstance(request, PassthroughRequest):
         return
     calls, engine = enforced_calls(request), unsupported.get(GUIDED_DECODING_FEATURE)

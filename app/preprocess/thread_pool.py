@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 
 class WorkPool(Protocol):
-    """Somewhere to run blocking work."""
-
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, or its error. Raises PreprocessorOverloaded before it has begun."""
 

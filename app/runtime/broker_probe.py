@@ -1,7 +1,7 @@
 """A broker health probe: checks every second whether Kafka answers this process.
 
-Without answers the process is not ready and rejects requests. It asks for the end of one partition
-after the other, a few at a time: one hanging broker or one leader election is no outage.
+It asks for the end of one partition after the other, a few at a time: one hanging broker or one
+leader election is no outage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ PROBE_INTERVAL_S = 1.0
 MAX_PENDING_PROBES = 8
 """Pending calls at most. One to a hanging broker waits for up to three time-outs."""
 LOGGED_SILENCE_S = 2.5
-"""Time without an answer that is logged; normally an answer takes milliseconds."""
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[Any]]
 
@@ -44,7 +43,6 @@ class BrokerProbe:
 
     @property
     def silence_s(self) -> float:
-        """Time since the last answer, in seconds."""
         return self._clock.now() - self._answered_at
 
     @property
@@ -62,7 +60,6 @@ class BrokerProbe:
                 self._limits.discard(limit)
 
     async def run(self) -> None:
-        """Probe every PROBE_INTERVAL_S until cancelled."""
         partitions = await self._log.partitions(RESPONSES)
         number = 0
         while True:

@@ -1,8 +1,7 @@
 """The lifecycle of a process: logging, start, supervised background tasks, stop and failure.
 
-Every background task of a process is spawned here. An error in one ends the process (crash-only: an
-orchestrator restarts it, and the log has all its state). `run_process` is the lifecycle itself;
-`faststream_app` the application that `faststream run` starts.
+An error in a background task ends the process (crash-only: an orchestrator restarts it, and the log
+has all its state).
 """
 
 from __future__ import annotations
@@ -36,18 +35,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.001
-"""Switch interval of the interpreter. By default 5 ms: that long the event loop would wait for a
-thread that prepares prompts, and a thread that reads the index for one that updates it."""
+"""Switch interval of the interpreter: the default of 5 ms delays the event loop beside threads."""
 
 COLLECTION_THRESHOLD = 30_000
 """Objects that a process makes beyond those that it frees before the youngest are searched for
-garbage. Those of the requests in flight come and go by the thousand, without circles: with 5000,
-searches took 5 to 8 % of a router with 4096 waiting requests, in pauses of up to 140 ms."""
+garbage. Those of requests in flight come and go by the thousand, without circles."""
 
 
 class ProcessContext:
-    """The context of a process: its clock, its random numbers, and its tasks."""
-
     def __init__(
         self, name: str, clock: Clock | None = None, rng: random.Random | None = None
     ) -> None:
@@ -67,7 +62,6 @@ class ProcessContext:
 
     @property
     def broker_answers(self) -> bool:
-        """Whether the broker answers; True without a probe."""
         return self.broker_probe is None or self.broker_probe.is_answering
 
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -78,7 +72,6 @@ class ProcessContext:
         return task
 
     def fail(self, error: BaseException) -> None:
-        """End the process with this error; only the first one counts."""
         future = self._failed()
         if not future.done():
             if isinstance(error, CorrectableError):
@@ -132,11 +125,9 @@ async def run_process(
     stop: Callable[[], Coroutine[Any, Any, None]],
     stop_requested: asyncio.Event,
 ) -> None:
-    """Run a process: start it, wait until `stop_requested` is set or a task fails, stop it.
-
-    An error in any task ends it at once; `stop_requested` interrupts a start; `stop` is called only
-    after a complete start. No task is left when this returns. Raises the error.
-    """
+    """Run a process until `stop_requested` is set or a task fails. An error in any task ends it at
+    once; `stop_requested` interrupts a start; `stop` is called only after a complete start. No task
+    is left when this returns. Raises the error."""
     failing = asyncio.ensure_future(ctx.wait_for_failure())
     halt = (failing, asyncio.ensure_future(stop_requested.wait()))
     log.info("%s starts", ctx.name)
@@ -159,8 +150,8 @@ async def run_process(
 
 
 def tune_interpreter() -> None:
-    """Tune the interpreter for short pauses, once a process has started. A garbage collection would
-    walk all modules now and then, and block the loop for 50 ms."""
+    """Tune the interpreter for short pauses, once a process has started: a garbage collection would
+    walk all modules now and then, and block the loop."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])
@@ -192,8 +183,7 @@ def faststream_app(
 
     SIGTERM and SIGINT stop the process gracefully, or interrupt its start; an error is logged and
     ends it with code 1. A process that `subscribes` is built at once, and the application is that
-    of its broker. Another one has its own connection to Kafka; FastStream cannot run without a
-    broker, so the application has one that declares the topics of answers.
+    of its broker. Any other has a broker that declares the topics of answers only.
     """
     from faststream import FastStream
 
@@ -291,23 +281,17 @@ KAFKA_CLIENT_LOGGER = "aiokafka"
 REPEAT_INTERVAL_S = 10.0
 REPEAT_BURST = 3
 MAX_LINE_KINDS = 1000
-"""Most kinds of lines to count; beyond them the oldest is dropped."""
 
 
 class RepeatFilter(logging.Filter):
-    """Rate limit of repeated warnings and errors: REPEAT_BURST of a kind, then one every
-    REPEAT_INTERVAL_S, with the number of lines left out.
-
-    A kind is a logger and a message before its arguments; it starts anew after REPEAT_INTERVAL_S
-    without a line.
-    """
+    """Rate limit of warnings and errors: REPEAT_BURST of a kind, then one every REPEAT_INTERVAL_S,
+    with the number of lines left out. A kind is a logger and a message before its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kinds: dict[tuple[str, str], _RepeatState] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write this line; may append the number of lines left out."""
         if record.levelno < logging.WARNING:
             return True
         key, now = (record.name, str(record.msg)), record.created
@@ -328,8 +312,6 @@ class RepeatFilter(logging.Filter):
 
 
 class _RepeatState:
-    """The state of one kind of line. Times are in seconds since the epoch."""
-
     __slots__ = ("left_out", "seen_at", "written", "written_at")
 
     def __init__(self, now: float) -> None:
@@ -338,8 +320,6 @@ class _RepeatState:
 
 
 class JsonFormatter(logging.Formatter):
-    """Time in UTC, level, logger, message, and the traceback if there is one."""
-
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),

@@ -7,9 +7,8 @@
                 │                            that of its prefill
                 └─ engine.generate           its `traceparent` goes to the engine, for vLLM's spans
 
-A request without a `traceparent` makes no spans. The ids of the spans of an attempt follow from the
-id of the request and the attempt: routers and workers can name them as parent or link, and no
-record holds them.
+The ids of the spans of an attempt follow from the id of the request and the attempt: routers and
+workers can name them as parent or link, and no record holds them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kvlane.app.settings import Settings
 
 TRACEPARENT = "traceparent"
-"""HTTP header, and header of records of `prompts`: the W3C Trace Context."""
 NO_SPAN: Span = trace.INVALID_SPAN
 EXPORT_TIMEOUT_S = 5.0
 ROUTE, RUN = "route", "run"
@@ -44,21 +42,19 @@ DECODE_ROUTE, DECODE_RUN = "decode route", "decode run"
 
 provider: TracerProvider | None = None
 tracer: trace.Tracer | None = None
-"""Those of this process; None: it makes no spans."""
+"""That of this process; without one, and without a `traceparent`, there are no spans."""
 _chosen_id: ContextVar[int] = ContextVar("chosen_id", default=0)
 _FORMAT = TraceContextTextMapPropagator()
 
 
 class SpansUnavailable(OperatorError):
-    """The packages that export spans are missing."""
-
     correction = f"{install_hint('traces')}, or unset KVLANE_TRACE_ENDPOINT."
 
 
 @contextmanager
 def exported(settings: Settings, process: str) -> Iterator[None]:
-    """Export the spans of this process, if there is a receiver; those that wait, at the end. Spans
-    beyond the exporter's queue of 2048 are dropped. Raises SpansUnavailable."""
+    """Export the spans of this process, if there is a receiver; spans beyond the exporter's queue
+    are dropped. Raises SpansUnavailable."""
     global provider, tracer  # noqa: PLW0603 - one for the process, as the packages have it
     if not settings.trace_endpoint:
         yield
@@ -111,7 +107,6 @@ def valid_traceparent(text: str | bytes | None) -> str:
 
 
 def start_first_span(name: str, received: str, kind: SpanKind) -> Span:
-    """The first span of a request, below that of the client if `received` is not empty."""
     if tracer is None:
         return NO_SPAN
     parent = _below(_parse(received)) if received else Context()
@@ -127,7 +122,7 @@ def set_error(span: Span, code: str, *, is_server_error: bool) -> None:
 
 def traceparent_of(span: Span, received: str = "") -> str:
     """The trace context for the next process: "" if the request is not sampled. Without a provider
-    in this process: the `received` one, if that is sampled."""
+    here: the `received` one, if that is sampled."""
     context = span.get_span_context()
     if isinstance(span, NonRecordingSpan) and received:
         context = _parse(received)
@@ -145,12 +140,9 @@ def start_span(
     below: str = "",
     own_id: str = "",
 ) -> Span:
-    """A span of an attempt of a request that has a `traceparent`.
-
-    `below`: ROUTE or RUN of the same attempt, else the first span is its parent. `own_id`: ROUTE or
-    RUN, for a span that others refer to. A RUN is linked to that of the attempt before, a
-    DECODE_RUN to that of its ended prefill.
-    """
+    """A span of an attempt of a request that has a `traceparent`. `below`: ROUTE or RUN of the same
+    attempt, else the first span is its parent. `own_id`: for a span that others refer to. A RUN is
+    linked to that of the attempt before, a DECODE_RUN to that of its ended prefill."""
     if tracer is None:
         return NO_SPAN
     first = _parse(request.traceparent)
@@ -173,12 +165,10 @@ def start_span(
 
 
 def route_of(phase: Phase) -> str:
-    """The id of the span of the decision about a phase."""
     return DECODE_ROUTE if phase == "decode" else ROUTE
 
 
 def run_of(phase: Phase) -> str:
-    """The id of the span of the run of a phase."""
     return DECODE_RUN if phase == "decode" else RUN
 
 

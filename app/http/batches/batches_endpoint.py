@@ -1,5 +1,4 @@
-"""Endpoints of OpenAI's Batch API: create, retrieve, list, cancel (work:
-`app/batches/job_runner.py`).
+"""Endpoints of OpenAI's Batch API (work: `app/batches/job_runner.py`).
 
 A job belongs to the tenant whose key created it; for others it does not exist.
 """
@@ -58,7 +57,6 @@ class BatchesEndpoint:
         """Batches that are being created, by tenant."""
 
     async def create(self, request: Request) -> Response:
-        """Create a batch. Raises ApiError."""
         caller = caller_of(request)
         await caller.count_request()
         async with self._bodies.read(request) as body:
@@ -96,7 +94,6 @@ class BatchesEndpoint:
         return list_response(objects, has_more=has_more)
 
     async def retrieve(self, request: Request) -> Response:
-        """One batch. Raises ApiError."""
         return self._response(await self._job(request))
 
     async def cancel(self, request: Request) -> Response:
@@ -126,7 +123,6 @@ class BatchesEndpoint:
         return json_response(batch_object(job, self._batches))
 
     def _window_s(self, window: str) -> int:
-        """Length of a completion window in seconds. Raises ApiError."""
         most_s = int(self._parts.settings.batch_max_lifetime_s)
         match = _WINDOW.fullmatch(window)
         length_s = int(match[1]) * _UNIT_S[match[2]] if match else 0
@@ -137,8 +133,8 @@ class BatchesEndpoint:
 
     @contextmanager
     def _creation(self, caller: Caller) -> Iterator[None]:
-        """Count a batch that is being created. Raises ApiError beyond the limit of the tenant. The
-        log decides about those that other gateways create at the same time: see `most_open`."""
+        """Count a batch that is being created. Raises ApiError beyond the limit of the tenant. Of
+        those that several gateways create at a time, the log decides: see `most_open`."""
         limit, tenant = caller.terms.batches, caller.tenant
         opened = sum(not job.has_ended for job in self._batches.view.jobs(tenant))
         if limit is not None and opened + self._creating[tenant] >= limit:
@@ -178,7 +174,6 @@ def _new_batch(fields: dict[str, Any]) -> NewBatch:
 
 
 def batch_object(job: BatchJob, batches: BatchLog) -> dict[str, Any]:
-    """A batch in OpenAI's form."""
     cancelled_s = batches.view.cancelled_s(job.id)
     status: str = job.status
     if cancelled_s is not None and not job.has_ended:

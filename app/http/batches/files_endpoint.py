@@ -1,7 +1,6 @@
-"""Endpoints of OpenAI's Files API: upload, list, retrieve, download, delete.
+"""Endpoints of OpenAI's Files API. Content passes through in pieces.
 
-A file belongs to the tenant whose key uploaded it; for others it does not exist. Content passes
-through in pieces.
+A file belongs to the tenant whose key uploaded it; for others it does not exist.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from kvlane.streams.record_types.batch_records import FileCard, FilePurpose
 from kvlane.streams.topics import FILE_RETENTION_MS
 
 MAX_TRANSFERS = 16
-"""Uploads and downloads at a time, of some megabytes of memory each; more are refused. A tenant has
-half of them at most."""
+"""Uploads and downloads at a time, of some megabytes each; a tenant has half of them at most."""
 LIST_DEFAULT, LIST_MOST = 1000, 10_000
 MAX_NAME_CHARS = 255
 PURPOSE: FilePurpose = "batch"
 _JSONL = "application/jsonl"
 Counted = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
-"""Passes pieces of an upload on, and counts them."""
 
 
 class FilesEndpoint:
@@ -44,11 +41,9 @@ class FilesEndpoint:
             MAX_TRANSFERS, MAX_TRANSFERS // 2, "too many files are being transferred"
         )
         self._arriving: dict[str, dict[object, int]] = {}
-        """Bytes of the uploads under way by tenant, in the order of their beginning: as announced,
-        or as arrived."""
+        """Bytes of the uploads under way by tenant, oldest first: as announced, or as arrived."""
 
     async def create(self, request: Request) -> Response:
-        """Upload a file. Raises ApiError."""
         caller = caller_of(request)
         await caller.count_request()
         most_bytes = self._room(caller)
@@ -70,7 +65,6 @@ class FilesEndpoint:
         return list_response([file_object(card) for card in page], has_more=has_more)
 
     async def retrieve(self, request: Request) -> Response:
-        """One file. Raises ApiError."""
         return json_response(file_object(await self._card(request)))
 
     async def content(self, request: Request) -> Response:
@@ -91,7 +85,6 @@ class FilesEndpoint:
         )
 
     async def delete(self, request: Request) -> Response:
-        """Delete a file. Raises ApiError."""
         card = await self._card(request)
         self._check_unused(card)
         with translated():
@@ -137,7 +130,6 @@ class FilesEndpoint:
         return f"file-{self._parts.entity_ids.new()}"
 
     def _used(self, caller: Caller) -> int:
-        """Bytes of the files of a tenant."""
         return sum(card.size for card in self._batches.view.files(caller.tenant))
 
     def _room(self, caller: Caller) -> int:
@@ -205,13 +197,11 @@ def _quota_error(caller: Caller, limit: int) -> ApiError:
 
 
 def _check_purpose(fields: Mapping[str, str]) -> None:
-    """Raises ApiError."""
     if fields.get("purpose") != PURPOSE:
         raise invalid_request("purpose: batch is the one purpose of files", "purpose")
 
 
 def file_object(card: FileCard) -> dict[str, Any]:
-    """A file in OpenAI's form."""
     return {
         "id": card.id, "object": "file", "bytes": card.size, "created_at": card.created_s,
         "expires_at": card.created_s + FILE_RETENTION_MS // 1000, "filename": card.filename,

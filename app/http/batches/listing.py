@@ -38,7 +38,6 @@ def page_of(
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Errors of the log as errors of the API."""
     try:
         yield
     except StreamError as e:
@@ -60,8 +59,7 @@ def json_response(body: object) -> Response:
 
 
 def limit_of(query: QueryParams, default: int, most: int) -> tuple[int, bool]:
-    """The number of objects of a page by `limit`, and whether its `order` is ascending. Raises
-    ApiError."""
+    """The number of objects of a page, and whether its order is ascending. Raises ApiError."""
     order = query.get("order")
     if order not in (None, "asc", "desc"):
         raise invalid_request("order: asc or desc", "order")

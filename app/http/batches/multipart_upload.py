@@ -25,17 +25,12 @@ BUFFER_BYTES = 64 * 1024
 MAX_FIELD_BYTES = 8 * 1024
 MAX_FIELDS = 20
 STALL_TIMEOUT_S = 30.0
-"""Time limit for the next bytes of a body."""
 UPLOAD_TIMEOUT_S = 3600.0
-"""Time limit for a body: 200 MB at half a Mbit/s."""
 FILE_FIELD = "file"
 _BROKEN = (ValueError, AssertionError, RuntimeError, LookupError, HttpProcessingError)
-"""Errors of aiohttp for bodies that are no multipart."""
 
 
 class UploadedFile:
-    """The file of a multipart body: its name, and its content as it arrives."""
-
     def __init__(self, filename: str, part: aiohttp.BodyPartReader, most_bytes: int) -> None:
         self.filename = filename
         self._part = part
@@ -55,8 +50,6 @@ class UploadedFile:
 
 
 class MultipartBody:
-    """Fields and file of a request, in the order in which they arrive."""
-
     def __init__(self, reader: aiohttp.MultipartReader, most_bytes: int) -> None:
         self._reader = reader
         self._most_bytes = most_bytes
@@ -147,7 +140,6 @@ class _FlowControl(BaseProtocol):
 
     @property
     def connected(self) -> bool:
-        """True: the server watches the connection."""
         return True
 
     def pause_reading(self) -> None:

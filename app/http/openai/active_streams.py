@@ -3,8 +3,8 @@
     body ──► ReplyReader subscribes ──► Request → requests ──► Reply: pieces, until the end
     disconnect ──► Cancel → requests, unless the request is over or may run on
 
-One reader for all replies of the process. Owns ids (which fall into the lanes that this gateway
-reads), and the bound of answers under way: beyond it requests are refused at once.
+Owns the one reader of replies, ids (which fall into the lanes that this gateway reads), and the
+bound of answers under way: beyond it requests are refused at once.
 """
 
 from __future__ import annotations
@@ -40,17 +40,14 @@ log = logging.getLogger(__name__)
 PUBLISH_TIMEOUT_S = 10.0
 """Time limit for publishing: long enough for a leader election, not for an outage."""
 MAX_SEND_BYTES = 8 * 1024 * 1024
-"""Bytes in flight while several requests of one body are published."""
 CANCEL_TIMEOUT_S = 60.0
 """Time limit for publishing a Cancel; after it the request runs to its end unread."""
 
 
 class BrokerTimeClock:
-    """A clock whose wall time is the broker's, so that ids of gateways can be compared.
-
-    Before the first append or response it is this machine's, but not earlier than the newest record
-    of the registry.
-    """
+    """A clock whose wall time is the broker's, so that ids of gateways can be compared. Before the
+    first append or response it is this machine's, but not earlier than the newest record of the
+    registry."""
 
     def __init__(
         self, clock: Clock, broker_clock: BrokerClock, registry_clock: BrokerClock
@@ -62,7 +59,6 @@ class BrokerTimeClock:
         self.sleep = clock.sleep
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970."""
         if present_ms := self._broker_clock.now_ms():
             return present_ms
         return max(self._clock.wall_ms(), self._registry_clock.now_ms())
@@ -79,8 +75,8 @@ class ActiveStreams:
         registry_clock: BrokerClock,
         rng: random.Random | None = None,
     ) -> None:
-        """Without `rng`, ids are drawn so that they cannot be guessed. `registry_clock` observes
-        the records of the registry, also old ones."""
+        """Without `rng`, ids cannot be guessed. `registry_clock` observes all records of the
+        registry."""
         self._log = kafka
         self._settings = settings
         self._ctx = ctx
@@ -95,12 +91,9 @@ class ActiveStreams:
         self._idle.set()
         self._cancels: set[asyncio.Task[None]] = set()
         self.open_streams = 0
-        """Number of open streams."""
         self.is_stopping = False
-        """Whether new requests are refused."""
 
     async def start(self) -> None:
-        """Begin to read the lanes of this gateway's share."""
         self._lanes = await self._log.partitions(RESPONSES)
         lanes = [lane for lane in range(self._lanes) if self._reads(lane)]
         self._replies = ReplyReader(
@@ -111,7 +104,6 @@ class ActiveStreams:
         await retry_while_unavailable(self._clock, lambda: self._replies.pin(lanes))
 
     async def wait_idle(self, within_s: float) -> bool:
-        """Wait until no stream is open; False on timeout."""
         try:
             async with asyncio.timeout(within_s):
                 await self._idle.wait()
@@ -129,19 +121,15 @@ class ActiveStreams:
     # --- one request -----------------------------------------------------------------------------
 
     def new_id(self, tenant: str, *, is_stored: bool = False) -> str:
-        """A sealed id whose lane this gateway reads: as many draws as there are gateways, on
-        average."""
+        """A sealed id whose lane this gateway reads: as many draws as gateways, on average."""
         while True:
             request_id = self.seal.tagged(self._ids.new(), tenant, is_stored=is_stored)
             if self._settings.gateway_count == 1 or self._reads(lane_of(request_id, self._lanes)):
                 return request_id
 
     def check_id(self, request_id: str, tenant: str) -> None:
-        """Raises ApiError, 404, when the stream of this id is not this tenant's.
-
-        Ids of clients of Kafka are readable here as long as there is no secret: then all clients of
-        this gateway are one tenant.
-        """
+        """Raises ApiError, 404, when the stream of this id is not this tenant's. Without a secret
+        all clients of this gateway are one tenant, and may read the streams of clients of Kafka."""
         if self.seal.matches(request_id, tenant):
             return
         if has_tenant_tag(request_id) or self._settings.stream_secret:
@@ -149,15 +137,14 @@ class ActiveStreams:
 
     @property
     def now_ms(self) -> int:
-        """The time by which ids have their age: the broker's clock or this gateway's. The one that
-        makes ids younger, since the first ids of a gateway have the time of its own."""
+        """The time by which ids have their age: of the broker's clock and this gateway's the
+        earlier one, since the first ids of a gateway have the time of its own."""
         wall_ms = self._clock.wall_ms()
         broker_ms = self._broker_clock.now_ms() or self._registry_clock.now_ms()
         return min(broker_ms or wall_ms, wall_ms)
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the reader last returned from a poll."""
         return self._clock.now() - self._replies.polled_at
 
     def check_capacity(self, answers: int) -> None:
@@ -184,7 +171,6 @@ class ActiveStreams:
             raise _failure(e) or e from e
 
     def _limit(self) -> AbstractAsyncContextManager[object]:
-        """A time-out; it comes at once when the log falls silent."""
         probe = self._ctx.broker_probe
         return (
             asyncio.timeout(PUBLISH_TIMEOUT_S)
@@ -199,7 +185,6 @@ class ActiveStreams:
         self._idle.clear()
 
     def release(self, answers: int) -> None:
-        """Count answers that were entered and are over."""
         self.open_streams -= answers
         if not self.open_streams:
             self._idle.set()
@@ -246,11 +231,9 @@ class ActiveStreams:
     async def attach(
         self, request_id: str, *, begun: bool, after: int, may_begin_s: float
     ) -> Reply:
-        """The reply of any request, from its beginning. Raises ApiError.
-
-        `begun`: the client has some of it already; `may_begin_s`: for how long it may still begin.
-        It fails when the log has nothing of a request that has begun, or cannot begin any more.
-        """
+        """The reply of any request, from its beginning. Raises ApiError. `begun`: the client has
+        some of it; `may_begin_s`: time in which it may still begin. It fails when the log has
+        nothing of a request that has begun, or cannot begin any more."""
         async with self._answering():
             return await self._replies.attach(
                 request_id, begun=begun, after=after, may_begin_s=may_begin_s
@@ -260,8 +243,8 @@ class ActiveStreams:
         self._replies.detach(reply)
 
     def cancel(self, request_id: str, reason: str) -> None:
-        """Ask for the end of a request, in the background. Bound: as many as there may be answers.
-        Beyond it (in an outage) requests run on, unread."""
+        """Ask for the end of a request, in the background. Bound: as many as there may be answers;
+        beyond it (in an outage) requests run on, unread."""
         if len(self._cancels) >= self._settings.http_max_streams:
             log.warning("%s keeps running: too many Cancels wait for Kafka", request_id)
             return
@@ -290,7 +273,6 @@ class ActiveStreams:
 
 
 def _failure(error: BaseException) -> ApiError | None:
-    """The HTTP error for a failed operation on the log; None for other exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, StreamError):

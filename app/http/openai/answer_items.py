@@ -2,10 +2,9 @@
 
     pieces ──► AnswerItems ──ItemChange: begin, text, end──► events of an endpoint
 
-The endpoints for messages and responses describe an answer as such a list. An event of theirs has a
-number: that of the event before it and one more, or for text one more for each of its characters.
-So numbers follow from the answer alone, not from the pieces in which it arrives, and a reader that
-resumes after any number gets the rest, also within a text.
+An event has the number of the one before it and one more, or for text one more for each of its
+characters. So numbers follow from the answer alone, not from its pieces, and a reader that resumes
+after any number gets the rest, also within a text.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ ItemKind = Literal["text", "reasoning", "call"]
 
 
 class AnswerItem:
-    """One item. `call_id` and `name` are those of a call."""
-
     def __init__(self, kind: ItemKind, index: int, call_id: str = "", name: str = "") -> None:
         self.kind = kind
         self.index = index
@@ -75,7 +72,6 @@ class AnswerItems:
         yield from self._add_text("text", piece.text[done:])
 
     def end(self) -> Iterator[ItemChange]:
-        """The end of the last item."""
         if self._open is not None:
             ended, self._open = self._open, None
             yield ItemChange("end", ended)
@@ -144,7 +140,6 @@ class ItemEncoder:
         self._number = 0
         self._has_begun = False
         self.is_ending = False
-        """Whether the items have ended."""
 
     def add(self, index: int, piece: ReplyPiece) -> None:
         self.encode(index, piece)
@@ -166,7 +161,6 @@ class ItemEncoder:
         return events
 
     def encode_held(self) -> bytes:
-        """As `AnswerEncoder.encode_held`; no text is held."""
         return b""
 
     def encode_ending(self) -> bytes:
@@ -197,7 +191,6 @@ class ItemEncoder:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning, of those of the answer."""
         details = (self.usage.details or {}).get("completion_tokens_details")
         return int((details or {}).get("reasoning_tokens") or 0)
 

@@ -41,32 +41,28 @@ from kvlane.streams.ids import issued_ms
 from kvlane.streams.request import Request, ResultOptions, StoredInput
 
 DETACH_HEADER = "x-kvlane-detach"
-"""Header: with the value true, a request continues after its client disconnects."""
 
 
 class ReadBody(NamedTuple):
-    """The fields of a body in OpenAI's form, and the encoder for the form of its answer."""
+    """The fields of a body in OpenAI's form, and the encoder of its answer. `is_background`: the
+    answer continues without its client, and a response without a stream is sent at once. `values`:
+    those of an added history, as `parse_json` counts them."""
 
     fields: dict[str, Any]
     encoder: EncoderFactory = EventEncoder
     is_background: bool = False
-    """The answer continues without its client, and a response without a stream is sent at once."""
     stored: StoredInput | None = None
     values: int = 0
-    """Those of an added history, as `parse_json` counts them."""
 
 
 BodyReader = Callable[[dict[str, Any], Hold], Awaitable[ReadBody]]
 
 
 async def read_as_sent(fields: dict[str, Any], _: Hold) -> ReadBody:
-    """The reader of bodies in OpenAI's form."""
     return ReadBody(fields)
 
 
 class PreparedBody(NamedTuple):
-    """A checked body and its requests, without ids."""
-
     parsed: OpenAIRequest | PassthroughRequest
     prompts: PreparedPrompts
     model: Model
@@ -74,8 +70,6 @@ class PreparedBody(NamedTuple):
 
 
 class Completions:
-    """Handlers of the generation endpoints."""
-
     def __init__(self, parts: GatewayDeps) -> None:
         self._parts = parts
         self._bodies = BodyLimiter(parts.settings.http_max_body_bytes)
@@ -87,14 +81,12 @@ class Completions:
         return await self.answer("completion", request)
 
     async def create_embeddings(self, request: HttpRequest) -> Response:
-        """Embed texts."""
         return await self.answer("embedding", request)
 
     async def answer(
         self, kind: EndpointKind, request: HttpRequest, read: BodyReader = read_as_sent
     ) -> Response:
-        """Answer a request. `kind`: that of its body once it is read. Raises ApiError and
-        PreprocessError."""
+        """Answer a request; `kind`: that of its body. Raises ApiError and PreprocessError."""
         received = spans.valid_traceparent(request.headers.get(spans.TRACEPARENT))
         span = spans.start_first_span("gateway.request", received, SpanKind.SERVER)
         try:
@@ -207,7 +199,6 @@ class Completions:
         prompts: PreparedPrompts,
         stored: StoredInput | None,
     ) -> Sequence[Request]:
-        """The requests, each with a result if all get one or it is a stored response."""
         is_wanted = self._parts.settings.results == "all" or stored is not None
         if not is_wanted or prompts.requests[0].is_query:
             return prompts.requests
@@ -246,7 +237,7 @@ def created_s(request_id: str) -> int:
 
 
 def parse_body(body: bytes) -> Steps[tuple[dict[str, Any], int]]:
-    """The fields of a body, and the number of values in them (`ParsedJson`). Raises ApiError for a
+    """The fields of a body, and the number of their values (`ParsedJson`). Raises ApiError for a
     body that is no JSON object, TooLarge for one above the limits."""
     try:
         fields, values = yield from parse_json(body)

@@ -1,7 +1,7 @@
 """Encoder of the server-sent events of one response, from the pieces of its answers. Pure.
 
-Owns the choices and the token times of the response. Its task and the reader of the log both use
-it, one at a time (`app/http/openai/response_writer.py`).
+Its task and the reader of the log both use it, one at a time
+(`app/http/openai/response_writer.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from kvlane.streams.records import Chunk
 
 MEDIA_TYPE = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream."""
 KEEP_ALIVE = b": keep-alive\n"
 """A comment, which clients ignore; proxies see that the connection is in use. No empty line: after
 an event with a position, OpenAI's client takes that for an event without data, and fails."""
@@ -35,7 +34,6 @@ def encode_event(data: bytes, position: int | None = None) -> bytes:
 
 
 def encode_error(body: bytes) -> bytes:
-    """An error event, for responses whose status was already sent."""
     return b"data: %b\n\n" % body
 
 
@@ -43,9 +41,8 @@ class ResponseOptions(NamedTuple):
     """Options of a response. `ids`: of its requests, URL-quoted; `n` successive share a prompt.
 
     `is_resumed`: existing streams are resumed, each after its position of `from_tokens`.
-    `reads_to_end`: the stream is read to its end after a disconnect, since it counts towards limits
-    until then.
-    `interval`: tokens of an event of text, at least.
+    `reads_to_end`: the stream counts towards limits, and is read, to its end. `interval`: tokens of
+    an event of text, at least. `is_background`: the response has the beginning of the answer alone.
     """
 
     header: ResponseHeader
@@ -58,14 +55,12 @@ class ResponseOptions(NamedTuple):
     reads_to_end: bool = False
     interval: int = 1
     is_background: bool = False
-    """The response has the beginning of the answer alone."""
 
 
 class AnswerEncoder(Protocol):
     """The events and the whole of one response, in the form of its endpoint."""
 
     keep_alive: bytes
-    """Sent in pauses."""
 
     def add(self, index: int, piece: ReplyPiece) -> None:
         """Add a piece to its choice. Raises ApiError for a failed piece."""
@@ -108,7 +103,6 @@ class EventEncoder:
         self._set_header(options.header)
 
     def add(self, index: int, piece: ReplyPiece) -> None:
-        """Add a piece to its choice. Raises ApiError for a failed piece."""
         if (failure := error_of_piece(piece)) is not None:
             raise failure
         if isinstance(piece, Chunk) and piece.model and not self.header.model:
@@ -169,7 +163,6 @@ class EventEncoder:
         return f"from={','.join(map(str, read))}" + ("" if kind == "chat" else f"&form={kind}")
 
     def _set_header(self, header: ResponseHeader) -> None:
-        """Set the fields of later objects: a resuming client does not name the model."""
         self.header = header
         with_usage = self._options.include_usage
         numbers = range(len(self.choices) if self._options.stream else 0)
@@ -215,7 +208,7 @@ class EventEncoder:
 
 
 class _HeldText:
-    """Text of a choice that is not in an event yet, because an interval is incomplete."""
+    """Text of a choice that is in no event yet, because an interval is incomplete."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -228,7 +221,6 @@ class _HeldText:
         return self.take() if self._tokens >= interval else ""
 
     def take(self) -> str:
-        """The held text, which is held no more."""
         text = "".join(self._parts)
         self._parts.clear()
         self._tokens = 0

@@ -21,8 +21,6 @@ DEADLINE_MARGIN_S = 30.0
 
 
 class GatewayDeps(NamedTuple):
-    """Made by `app/gateway.py`."""
-
     settings: Settings
     ctx: ProcessContext
     streams: ActiveStreams

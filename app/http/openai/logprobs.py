@@ -1,8 +1,4 @@
-"""Log probabilities in the two forms of the OpenAI API, for chats and for completions.
-
-Pure functions from tokens and `LogProb`s to values for JSON; the text of a token comes from the
-model.
-"""
+"""Log probabilities in the two forms of the OpenAI API, for chats and for completions. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ class TokenText(NamedTuple):
     as_ids: bool = False
 
     def text(self, token_id: int, bytes_prefix: str = "") -> str:
-        """A token by itself. One that is no text, such as half a letter, has the form
-        `\\xf0\\x9f`, after `bytes_prefix`: in completions that is `bytes:`."""
+        """A token by itself. One that is no text has the form `\\xf0\\x9f`, after
+        `bytes_prefix`."""
         if self.as_ids:
             return f"token_id:{token_id}"
         content = self.bytes_of(token_id)
@@ -44,10 +40,7 @@ def tokens_with_offsets(
     piece: Chunk, offset: int, spelling: TokenText
 ) -> tuple[list[TokenLogprobs], int]:
     """The tokens of a piece with log probabilities, and the offset of the next token. `offset`: of
-    the first one.
-
-    A worker of an older version does not count the characters: then those of each token by itself.
-    """
+    the first. Workers of older versions do not count characters: those of each token count."""
     counts: Iterable[int] = piece.token_chars
     if len(piece.token_chars) != len(piece.token_ids):
         texts = (spelling.bytes_of(token_id) for token_id in piece.token_ids)
@@ -83,8 +76,8 @@ _BYTES = "bytes:"
 
 
 def _top(ranked: Sequence[LogProb], spelling: TokenText) -> JsonObject | None:
-    """The most likely tokens, and the token itself, which may be none of them; None without any
-    probability. Of tokens with the same text the first one counts."""
+    """The most likely tokens, and the token itself; None without any probability. Of tokens with
+    the same text the first one counts."""
     if not ranked:
         return None
     top: JsonObject = {}

@@ -1,8 +1,4 @@
-"""Merged replies: the pieces of several answers as one sequence, in order of arrival.
-
-Reserves, subscribes and releases the streams of an HTTP request, and cancels the unfinished ones
-unless it is detached. Independent of the form of responses.
-"""
+"""Merged replies: the pieces of several answers as one sequence, in order of arrival."""
 
 from __future__ import annotations
 
@@ -38,7 +34,6 @@ class MergedReplies:
 
     @property
     def has_more(self) -> bool:
-        """Whether a reply has not ended."""
         return bool(self._open)
 
     @property
@@ -81,8 +76,7 @@ class MergedReplies:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     def _pumped(self) -> asyncio.Queue[tuple[int, list[ReplyPiece] | Exception]]:
-        """The queue of pieces of all replies. Bound: one batch of each reply. While it is full,
-        pieces wait in their replies, merged."""
+        """The queue of pieces of all replies. Bound: one batch of each reply."""
         if self._queue is None:
             self._queue = asyncio.Queue(len(self.replies))
             self._pumps = [
@@ -108,7 +102,6 @@ class MergedReplies:
 
 
 def is_last(piece: ReplyPiece) -> bool:
-    """Whether nothing follows it."""
     return isinstance(piece, End) or piece.finish_reason is not None
 
 

@@ -1,8 +1,4 @@
-"""OpenAI response objects, built from the visible pieces of one answer or several.
-
-Pure: pieces (`Chunk`, `End`) in, objects ready for JSON out. Failed pieces are mapped in
-`app/http/api_errors.py`.
-"""
+"""OpenAI response objects, built from the visible pieces of one answer or several. Pure."""
 
 from __future__ import annotations
 
@@ -25,12 +21,10 @@ _OBJECTS: dict[EndpointKind, str] = {
 _CHUNK_OBJECTS = _OBJECTS | {"chat": "chat.completion.chunk"}
 _encode = msgspec.json.Encoder().encode
 _CHARS_PER_TOKEN = 4
-"""Of usual text; other languages and code have fewer."""
 _OF_PROMPT = "prompt_tokens_details"
 _TEXT = "\x00"
 """Placeholder for the text of a sample chunk; it cannot occur after the text."""
 _REASONS = {"eos": "stop"}
-"""Finish reasons with another name in the OpenAI API; all others are forwarded."""
 
 
 class ResponseHeader(NamedTuple):
@@ -58,29 +52,24 @@ class Choice:
         probabilities are requested."""
         self.echoed_text = before
         self.shown_tokens = 0
-        """Number of tokens shown so far."""
         self.position = 0
         """Position to resume from, see `streams/responses/transcript.py`."""
         self._reading = Position()
         self.has_started = False
         self.finish_reason: str | None = None
         self.dry_run_result: DryRunResult | None = None
-        """Result of a dry run."""
         self._prompt_tokens = prompt_tokens
         self._usage: Usage | None = None
         self._keep = keep
         self.spelling = spelling
-        """The text of tokens, if log probabilities are requested."""
         self._log_probs: list[TokenLogprobs] = []
         """Log probabilities of the kept tokens; without `keep`, those of the last piece."""
         self._offset = len(before)
-        """Characters of the text that are complete with the tokens so far."""
         self._parts: list[str] = []
         self._passthrough: list[PassthroughDelta] = []
 
     @property
     def text(self) -> str:
-        """The echoed prompt and the kept text."""
         return self.echoed_text + "".join(self._parts)
 
     @property
@@ -99,7 +88,7 @@ class Choice:
 
     @property
     def known_tokens(self) -> int | None:
-        """Number of tokens so far; of an answer without token ids the reported count, if any."""
+        """Number of tokens so far; without token ids the reported count, if any."""
         if self.shown_tokens:
             return self.shown_tokens
         usage = self.usage
@@ -109,7 +98,6 @@ class Choice:
 
     @property
     def timed_tokens(self) -> int:
-        """Number of tokens so far; the position in an answer without token ids."""
         return self.shown_tokens or self.position
 
     @property
@@ -119,7 +107,6 @@ class Choice:
         return -(-self.position // _CHARS_PER_TOKEN) if known is None else known
 
     def add(self, piece: Chunk | End) -> None:
-        """Add the next piece, in order."""
         if not self._keep:
             self._passthrough.clear()
         if piece.usage is not None:
@@ -139,8 +126,7 @@ class Choice:
                 self._take_log_probs(piece)
 
     def rest_of(self, piece: Chunk, position: int) -> Chunk | None:
-        """The part of the next piece behind a position, to be added; None if nothing is behind it.
-        The part before it counts from now on as added."""
+        """The part of the next piece behind a position; the part before it counts as added."""
         rest = rest_after(piece, self._reading.end_of(piece), position)
         if rest is not None:
             self._reading.skip_known(piece, rest)
@@ -199,8 +185,8 @@ def chunk(
 
 
 class ChunkEncoder:
-    """Encoder of the chunks of one choice: the result of `chunk` as JSON. All chunks but the first
-    and the last differ only in their text, so the rest is encoded once."""
+    """Encoder of the chunks of one choice, as `chunk` makes them. All but the first and the last
+    differ only in their text, so the rest is encoded once."""
 
     def __init__(self, header: ResponseHeader, index: int, *, with_usage: bool) -> None:
         self._header = header
@@ -213,7 +199,6 @@ class ChunkEncoder:
         self._before, _, self._after = _encode(sample).rpartition(_encode(_TEXT))
 
     def encode_text(self, text: str) -> bytes:
-        """The chunk for text that is neither first nor last."""
         return self._before + _encode(text) + self._after
 
     def encode(self, choice: Choice, piece: Chunk | End) -> bytes | None:
@@ -246,7 +231,6 @@ def full_response(header: ResponseHeader, choices: Sequence[Choice], n: int = 1)
 
 
 def _embedded(header: ResponseHeader, choice: Choice) -> JsonObject:
-    """Response to a request for embeddings, whose content is passthrough fields only."""
     passthrough, counts = choice.passthrough or PassthroughDelta(), usage([choice])
     more: JsonObject = {"model": header.model}
     names = ("prompt_tokens", "total_tokens")
@@ -257,8 +241,8 @@ def _embedded(header: ResponseHeader, choice: Choice) -> JsonObject:
 
 
 def usage(choices: Sequence[Choice], n: int = 1) -> JsonObject:
-    """Token counts summed over choices; `n` successive choices share a prompt. A count that is
-    unknown for one of them is left out, and so is a total with it."""
+    """Token counts summed over choices; `n` successive choices share a prompt. Counts that are
+    unknown for one of them are left out."""
     found = [choice.usage for choice in choices]
     answers = [counts for counts in found if counts is not None]
     if len(answers) < len(found):

@@ -14,21 +14,17 @@ from msgspec.structs import replace
 from kvlane.streams.records import Chunk, PassthroughDelta
 
 JsonObject = dict[str, Any]
-"""An object of JSON, decoded or to be encoded."""
 
 _REPLACED_FIELDS = frozenset({"type", "role", "index"})
 """Strings that are replaced by later ones instead of being concatenated."""
 _REPEATED_FIELDS = frozenset({"id", "name"})
-"""Strings that some servers send in pieces, and others whole in every delta: a string that equals
-all of it so far adds nothing."""
+"""Strings that some servers send in pieces, and others whole in every delta."""
 
 
 def split_chunk(piece: Chunk) -> Iterator[Chunk]:
-    """Split a chunk into parts with at most one aside each, in their order.
-
-    An aside about the text that follows it, such as log probabilities, stays with that text. The
-    last part carries the fields of the whole.
-    """
+    """Split a chunk into parts with at most one aside each. An aside about the text that follows
+    it, such as log probabilities, stays with that text; the last part has the fields of the
+    whole."""
     if not piece.data:
         yield piece
         return
@@ -121,14 +117,13 @@ def _listed(name: str, items: Sequence[Any]) -> list[Any]:
 
 
 def _call_id(item: Any) -> Hashable:
-    """The id of a tool call as a key that is no index; None without one."""
     found = item.get("id") if isinstance(item, dict) else None
     return ("id", found) if found and isinstance(found, str) else None
 
 
 def _has_name(item: Any) -> bool:
-    """True for a part of a tool call with the name of a function, which begins a call. A part
-    without index, id and name continues the last call."""
+    """True for a part of a tool call that begins it; one without index, id and name continues the
+    last."""
     function = item.get("function") if isinstance(item, dict) else None
     return not isinstance(function, dict) or bool(function.get("name"))
 
@@ -163,7 +158,6 @@ def _without_index(item: Any) -> Any:
 
 
 def merge_deltas(*deltas: PassthroughDelta) -> PassthroughDelta:
-    """Merge successive asides."""
     event: JsonObject = {}
     for each in deltas:
         event |= each.event

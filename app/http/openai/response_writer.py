@@ -1,14 +1,13 @@
 """HTTP responses of completions: server-sent events while tokens arrive, or one JSON object.
 
-The first piece decides the status. A later failure is an error event in the form of the endpoint: a
-stream never ends without an event. Comments during pauses keep proxies from closing the connection.
+The first piece decides the status; a later failure is an event. Comments during pauses keep proxies
+from closing the connection.
 
     reader of the log ──piece──► sink: event ──► socket            while the task waits, and
                          └─────► task: events ──► ASGI ──► socket  if the sink leaves the piece
 
 The task sends the head, the first event, the last one, and all that a full socket has delayed.
-Between them the reader writes each event to the socket, if the server offers that
-(`app/http/server/exchange.py`).
+Between them the reader writes each event to the socket (`app/http/server/exchange.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
 """Pause that proxies and clients tolerate. A stream without a piece for this long starts with
-status 200; later failures are events."""
+status 200."""
 ID_HEADER = "x-kvlane-id"
 """Header with the URL-quoted ids of the streams of a response, separated by commas."""
 FLUSH_TIMEOUT_S = 15.0
@@ -81,8 +80,8 @@ class CompletionResponse(Response):
         *,
         encoder: EncoderFactory = EventEncoder,
     ) -> None:
-        """`within_s`: time limit of the response; `began_at`: arrival of the request. `span`: ends
-        with the response. `encoder`: that of the form of the endpoint."""
+        """`within_s`: time limit of the response; `began_at`: arrival of the request. `span` ends
+        with it."""
         super().__init__()
         self._span = span
         self._options = options
@@ -96,7 +95,6 @@ class CompletionResponse(Response):
         self._events = encoder(options, choices, self._paces)
         self._writer: BodyWriter | None = None
         self._outcome = "left"
-        """The outcome of an answer without a finish reason."""
         self._sent_at = clock.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,7 +135,6 @@ class CompletionResponse(Response):
                         pace.report(self._metrics, choice.timed_tokens, tokens or 0)
 
     async def _send_beginning(self, replies: MergedReplies, send: Send) -> None:
-        """The answer before its first piece. It is read to its end if it counts until then."""
         await self._send_object(send)
         if self._options.reads_to_end:
             with suppress(ApiError):  # the client asks for the reason
@@ -192,7 +189,6 @@ class CompletionResponse(Response):
         await self._send(send, b"", more=False)
 
     def _encode(self, index: int, pieces: Sequence[ReplyPiece]) -> tuple[bytes, ApiError | None]:
-        """The events for pieces, and the failure after them."""
         events = b""
         try:
             for piece in pieces:
@@ -202,7 +198,6 @@ class CompletionResponse(Response):
         return events, None
 
     def _fill_silence(self, since: float) -> bytes:
-        """Bytes to send when a wait timed out; nothing if the sink has sent events."""
         return (
             b"" if self._sent_at > since else self._events.encode_held() or self._events.keep_alive
         )
@@ -220,11 +215,8 @@ class CompletionResponse(Response):
     async def _take(
         self, replies: MergedReplies, timeout_s: float, sink: PieceSink | None = None
     ) -> tuple[int, list[ReplyPiece]]:
-        """The next pieces of a choice.
-
-        Raises TimeoutError when none comes in time, ApiError when they cannot be had or none came
-        in the time of the whole.
-        """
+        """The next pieces of a choice. Raises TimeoutError when none comes in time, ApiError when
+        they cannot be had or none came in the time of the whole."""
         try:
             return await replies.next_pieces(timeout_s, sink)
         except TimeoutError:
@@ -235,7 +227,6 @@ class CompletionResponse(Response):
             raise self._broken(e, replies) from e
 
     def _broken(self, error: Exception, replies: MergedReplies) -> ApiError:
-        """The HTTP error for a failed read."""
         if not isinstance(error, StreamError):
             log.error("reading %s failed", self._options.ids, exc_info=error)
         elif isinstance(error, LogClosed) and self._options.stream:
@@ -248,7 +239,6 @@ class CompletionResponse(Response):
 
     @property
     def _quiet_left_s(self) -> float:
-        """Time until a comment is due, or the response itself."""
         return max(0.0, min(self._sent_at + KEEP_ALIVE_S - self._clock.now(), self._left_s))
 
     @property
@@ -267,7 +257,6 @@ class CompletionResponse(Response):
 async def run_until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, None], within_s: float
 ) -> None:
-    """Run work until it is done, its client disconnects, or the time limit is reached."""
     loop, limit, is_over = asyncio.get_running_loop(), asyncio.timeout(within_s), False
 
     def end(departed: asyncio.Task[None]) -> None:

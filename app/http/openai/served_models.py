@@ -1,7 +1,6 @@
 """Models that are served, and their tokenizers and templates, for one gateway.
 
-A model is served while the registry has the card of a worker for it; whether workers are busy or
-draining is left to the routers.
+A model is served while the registry has the card of a worker for it, busy or not.
 """
 
 from __future__ import annotations
@@ -31,15 +30,12 @@ from kvlane.streams.records import LogRecord, ModelCard, WorkerCard
 from kvlane.streams.topics import REGISTRY
 
 MAX_KNOWN_NAMES = 10_000
-"""Names of models that had a worker before; more than any registry has."""
 
 
 class ServedModel(NamedTuple):
-    """A model with a live worker. `created`: seconds since 1970 of its oldest worker's card.
-
-    `card` is the model's own, if it has one; the context is the shortest of its workers;
-    `unsupported`: the features that one or more of them lack, with an engine's name.
-    """
+    """A model with a live worker. `created`: seconds since 1970 of its oldest worker's card;
+    `context_length`: the shortest of its workers; `unsupported`: the features that one or more of
+    them lack, with an engine's name."""
 
     name: str
     created: int
@@ -70,15 +66,11 @@ class ServedModels:
             self._known.pop(next(iter(self._known)))
 
     def models(self) -> list[ServedModel]:
-        """All of them, by name."""
         return list(self._present().values())
 
     def model(self, name: str) -> ServedModel:
-        """The model of this name. Raises ApiError, 404 for an unknown model.
-
-        503 for one that had a worker before, and for any name without a single worker: its workers
-        may be starting.
-        """
+        """The model of this name. Raises ApiError: 404 for an unknown model, 503 for one that had a
+        worker before, and for any name without a single worker: its workers may be starting."""
         models = self._present()
         if name in models:
             return models[name]
@@ -100,7 +92,6 @@ class ServedModels:
         return "tokens" if card is None else card.kind
 
     def _present(self) -> dict[str, ServedModel]:
-        """The models by name, as of the last record of the registry."""
         position = self._fleet.position(Partition(REGISTRY, 0))
         if position is None or position != self._as_of:
             members: dict[str, list[FleetMember]] = {}
@@ -131,8 +122,6 @@ def _served(name: str, members: Sequence[FleetMember], card: ModelCard | None) -
 
 
 class ModelCatalog:
-    """Models ready to prepare prompts, each loaded once."""
-
     def __init__(self, served: ServedModels, loader: ModelLoader) -> None:
         self._served = served
         self._loader = loader

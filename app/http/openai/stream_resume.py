@@ -1,7 +1,7 @@
 """Endpoints for existing streams: resume reading after a broken connection, or cancel.
 
 Any gateway can serve them: the id shows the tenant of the stream. The URL names the form of the
-response, since the log of an answer does not hold the kind of its request.
+response, since the log of an answer does not hold it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from kvlane.streams.records import MAX_ID_CHARS
 from kvlane.streams.responses.reply_reader import may_begin
 
 UNDATED_START_S = 5.0
-"""Time within which a request must start whose id has no timestamp."""
 
 
 class ResumedForm(NamedTuple):
@@ -46,8 +45,6 @@ _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
 class StreamResume:
-    """Handlers of `/v1/streams/{id}`."""
-
     def __init__(self, parts: GatewayDeps, item_forms: Mapping[str, EncoderFactory]) -> None:
         """`item_forms`: encoders of the forms whose positions are not those of the log."""
         self._parts = parts
@@ -122,7 +119,6 @@ class StreamResume:
         )
 
     def header_of(self, request_id: str, kind: EndpointKind) -> ResponseHeader:
-        """The head of the objects of an existing stream, whose model its first record names."""
         issued = issued_ms(request_id)
         created_ms = self._parts.ctx.clock.wall_ms() if issued is None else issued
         return ResponseHeader(kind, request_id, "", created_ms // 1000)
@@ -141,7 +137,6 @@ class StreamResume:
         return ResumedReply(request_id, begun, after, may_begin_s)
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a stream; it ends shortly after. Raises ApiError."""
         request_id = self.id_of(request)
         await self._parts.streams.cancel_now(request_id, "its client cancelled it")
         answer = {"id": request_id, "object": "stream", "status": "cancelling"}

@@ -3,8 +3,8 @@
     Authorization: Bearer kvl_… ──► ApiKeyStore ──► Caller (tenant, role, lease) ──► endpoint
     x-api-key: kvl_…      ─────────────┘
 
-A request is refused from its head alone. The passed-on value has neither header, so no log line and
-no record can hold a key. Gateways divide the limits (`limit_sharing.py`).
+A request is refused from its head alone, and passed on without its key, so no log line and no
+record can hold one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from kvlane.streams.ports import Log
 log = logging.getLogger(__name__)
 
 KEY_FILE_POLL_S = 1.0
-"""Poll period of the key file, and the delay of a revocation."""
 REFUSAL_LOG_S = 60.0
-"""Least time between two lines about refusals of a tenant."""
 AUTHORIZATION = b"authorization"
 API_KEY = b"x-api-key"
 """The header of Anthropic's clients; Authorization counts more."""
@@ -62,7 +60,6 @@ class ApiKeyStore:
         return len(self._ring)
 
     def find(self, token: str) -> ApiKey | None:
-        """The entry of a valid key."""
         return self._ring.find(token, self._clock.wall_ms() / 1000)
 
     def tenant(self, name: str) -> Tenant:
@@ -71,7 +68,6 @@ class ApiKeyStore:
 
     @property
     def has_limits(self) -> bool:
-        """Whether a tenant has a limit that is counted here."""
         tenants = self._ring.tenants.values()
         return any(any(TenantQuota(each, 0.0).limited()) for each in tenants)
 
@@ -129,7 +125,6 @@ class Caller:
         self.tenant = tenant
         self.role = role
         self.terms = terms or Tenant()
-        """Limits of the tenant, and how its requests are queued and cached."""
         self._lease = lease
         self._clock = clock
         self._sharing = sharing
@@ -211,7 +206,7 @@ class Caller:
 
     def with_tenant(self, request: prepared.Request, seal: TenantTag) -> prepared.Request:
         """The request as its tenant's: with its cache salt, its sessions and its class. Raises
-        ApiError, 403, for a class that is not the tenant's."""
+        ApiError, 403, for the class of others."""
         tenant, terms, hints = self.tenant, self.terms, request.hints
         if not tenant:
             return request
@@ -231,14 +226,12 @@ class Caller:
         return replace(request, tenant=tenant, cache_salt=salt, hints=hints)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer: the limits by the minute, and the rest of each."""
         if self._lease is None or self._clock is None:
             return []
         limits = self._lease.quota.headers(self._clock.now())
         return [(name.encode(), value.encode()) for name, value in limits]
 
     def release(self) -> None:
-        """The exchange is over."""
         if self._lease is not None and self._clock is not None:
             self._lease.release(self._clock.now())
             if self._sharing is not None:
@@ -264,9 +257,7 @@ class AccessControl:
         self._settings = settings
         self._ctx = ctx
         self.store = ApiKeyStore(settings, ctx.clock) if settings.api_keys_file else None
-        """None: there are no keys."""
         self.sharing: LimitSharing | None = None
-        """None: the limits are those of this process."""
         self._refusals: Counter | None = None
 
     def share_limits(self, kafka: Log, broker_clock: BrokerClock) -> None:
@@ -276,7 +267,6 @@ class AccessControl:
             self.sharing = LimitSharing(kafka, self._ctx, broker_clock)
 
     def count_refusals(self, counter: Counter) -> None:
-        """Count the requests beyond a limit, by its name. To be called before `start`."""
         self._refusals = counter
         for name in LIMIT_NAMES:
             counter.labels(name)
@@ -330,7 +320,6 @@ class Authentication:
         self._needs = needs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or forward it without its key."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -368,7 +357,6 @@ def _token(scope: Scope) -> str:
 
 
 def _most_tokens(request: prepared.Request, context: int) -> int:
-    """Tokens of a prompt and of its longest answer."""
     prompt = request.prompt_tokens
     if request.kind == "embedding":
         return prompt

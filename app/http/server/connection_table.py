@@ -1,8 +1,8 @@
 """The table of open connections of one HTTP server.
 
 Bound: `most` connections, and SPARE beyond. A new one beyond `most` takes the place of the one that
-has waited longest without a request, so a client that opens connections and sends nothing loses
-these alone. If all have a request, it gets a spare place, on which only probes are answered.
+has waited longest without a request. If all have a request, it gets a spare place, on which only
+probes are answered.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from kvlane.app.metrics.metric_set import MetricSet
 log = logging.getLogger(__name__)
 
 SPARE = 32
-"""Places for probes while all others have a request."""
 HEAD_BYTES = 64 * 1024
-"""Limit of the heads of the requests that wait on a connection: several times what clients and
-proxies send."""
+"""Limit of the heads that wait on a connection: several times what clients and proxies send."""
 LEAST_HEAD_BYTES = 16 * 1024
 """That limit with many connections: twice what most servers take."""
 ALL_HEADS_BYTES = 64 * 1024 * 1024
@@ -40,14 +38,12 @@ class ConnectionTable:
     def __init__(
         self, most: int, time: Callable[[], float], metrics: MetricSet | None = None
     ) -> None:
-        """`most`: connections; `time`: the clock of the event loop, in seconds."""
         self._most = most
         self._time = time
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
         """Those without a request, by the time at which they began to wait."""
         self._spare: dict[Connection, None] = {}
-        """Those for probes only, by age."""
         self._log_at = 0.0
         self._overflow = None if metrics is None else metrics.http_overflow
         if metrics is not None:
@@ -58,7 +54,6 @@ class ConnectionTable:
 
     @property
     def head_bytes(self) -> int:
-        """The limit of the heads on a connection, by the number of connections."""
         share = ALL_HEADS_BYTES // max(1, len(self))
         return max(LEAST_HEAD_BYTES, min(HEAD_BYTES, share))
 
@@ -77,12 +72,10 @@ class ConnectionTable:
         return False
 
     def wait(self, connection: Connection) -> None:
-        """The connection waits for a request."""
         if connection in self._open:
             self._waiting[connection] = None
 
     def begin(self, connection: Connection) -> None:
-        """A request of the connection has begun."""
         self._waiting.pop(connection, None)
 
     def remove(self, connection: Connection) -> None:
@@ -91,7 +84,6 @@ class ConnectionTable:
         self._spare.pop(connection, None)
 
     def expire(self) -> None:
-        """End the connections whose time limits are over."""
         now = self._time()
         for connection in (*self._open, *self._spare):
             connection.expire(now)

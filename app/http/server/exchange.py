@@ -1,12 +1,10 @@
 """One HTTP request and its response: uvicorn's, with the end of the connection by RFC 9112.
 
-Owns the framing of the response. A connection that is closed with unread bytes is reset, and its
-client loses the response; so an exchange only says that its connection ends (`closes`), and
-`http_protocol.py` ends it.
+A connection that is closed with unread bytes is reset, and its client loses the response; so an
+exchange only says that its connection ends (`closes`), and `http_protocol.py` ends it.
 
-A `BodyWriter`, which `http_protocol.py` offers in the scope of each request, writes a part of the
-body by a call, without middleware and coroutines; the bytes are the same. Head and end of a
-response are sent by ASGI.
+A `BodyWriter` in the scope of each request writes a part of the body by a call, without middleware
+and coroutines; the bytes are the same. Head and end of a response are sent by ASGI.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ _EXTENSION = "kvlane.body_writer"
 
 
 class BodyWriter:
-    """The body of one response of uvicorn's."""
-
     def __init__(self, exchange: Exchange) -> None:
         self._cycle = exchange
 
@@ -40,9 +36,8 @@ class BodyWriter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a part may be written now. Otherwise ASGI's `send` handles it: it waits
-        for a full socket, drops data for a disconnected client, or raises.
-        """
+        """Whether a part may be written now. Otherwise ASGI's `send` handles it: it waits for a
+        full socket, drops data for a disconnected client, or raises."""
         cycle = self._cycle
         return not (
             cycle.flow.write_paused
@@ -74,8 +69,6 @@ class Exchange(RequestResponseCycle):
     """The end of the connection is the end of the body (HTTP/1.0 without a length)."""
 
     async def run_asgi(self, app: ASGI3Application) -> None:
-        """Call the application. Cancelled, at the end of the process, it leaves no traceback."""
-
         async def answer(
             scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
         ) -> None:
@@ -99,7 +92,6 @@ class Exchange(RequestResponseCycle):
             await super().send(message)
 
     def disconnect(self) -> None:
-        """The client left, or sent something that is no request: the application has to end."""
         if not self.response_complete:
             self.disconnected = True
         self.message_event.set()

@@ -1,21 +1,19 @@
 """uvicorn's HTTP protocol with bounds on everything that a client sends, or does not send.
 
-- Bytes: a head, a trailer section and the frame of a chunk have the same limit, as have the heads
-  of all requests that wait. Trailers are dropped. Bodies are bounded by `middleware.py`.
+- Bytes: a head, a trailer section, the frame of a chunk and the heads that wait have one limit.
+  Trailers are dropped. Bodies are bounded by `middleware.py`.
 - Time: a connection has a deadline while it waits for a head, is idle, or ends, and another one
   while its client reads nothing. The time of a body is bounded by its endpoint.
-- Number: `app/http/server/connection_table.py` bounds connections.
 - Order: an error of the client is answered behind the requests before it, and nothing is read
   behind it. A response before the end of its request ends the connection.
 - End: after the last response only the sending side is closed, and input is dropped until the
   client closes too (RFC 9112, 9.6). The kernel resets a connection that is closed with unread
-  input, and its client would lose the response: also input that is still under way counts.
+  input, and its client would lose the response.
 - A request for an upgrade is served without it (RFC 9110, 7.8).
 
-The FIN of a client that closes its sending side (`shutdown(SHUT_WR)`, `nc -N`) is that of a client
-that is gone. Only a write shows which: a closed connection answers it with a reset, which is a
-disconnect. So an interim response, which every client of HTTP/1.1 has to skip, is written when the
-answer has not begun.
+A client that closes its sending side (`shutdown(SHUT_WR)`, `nc -N`) looks like one that is gone
+until a write is answered with a reset. So an interim response, which every client of HTTP/1.1 has
+to skip, is written when the answer has not begun.
 """
 
 from __future__ import annotations
@@ -35,22 +33,17 @@ from kvlane.app.http.server.connection_table import ConnectionTable
 from kvlane.app.http.server.exchange import BodyWriter, Exchange
 
 REQUEST_BYTES = 4096
-"""Memory of a request without its head."""
 FIELD_BYTES = 128
-"""Memory of a header field without its name and value."""
 HEAD_TIMEOUT_S = 20.0
 """Time limit for a head, from the opening of the connection or from its first byte."""
 CLOSE_TIMEOUT_S = 10.0
-"""Time for a client to read the last response, and to send the rest of its request, before its
-connection is reset: 8 MiB at 7 Mbit/s."""
+"""Time for a client to read the last response and to send the rest of its request."""
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Bytes of a request that are read and dropped after its response."""
 WRITE_TIMEOUT_S = 60.0
-"""Time for a client to read 48 KiB of a response once all buffers are full."""
+"""Time for a client to read a part of a response once all buffers are full."""
 PROBES = frozenset({"/livez", "/readyz", "/metrics"})
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 RESET_POLL_S = 0.1
-"""Interval of checks of a half-closed connection for a reset."""
 
 
 class _BadRequest(Exception):
@@ -83,13 +76,11 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- connection -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Enter the table, and start the time limit of the first head."""
         super().connection_made(transport)
         self._deadline = self.loop.time() + HEAD_TIMEOUT_S
         self._is_spare = not self._table.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Leave the table, and end the application of the request."""
         self._table.remove(self)
         if self._reset_check is not None:
             self._reset_check.cancel()
@@ -117,17 +108,14 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def pause_writing(self) -> None:
-        """The client has a limited time to read."""
         self._write_deadline = self.loop.time() + WRITE_TIMEOUT_S
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has read."""
         self._write_deadline = math.inf
         super().resume_writing()
 
     def expire(self, now: float) -> None:
-        """End the connection if one of its time limits is over."""
         is_closing = self.transport.is_closing()
         if now >= self._write_deadline or (now >= self._deadline and (is_closing or self._drops)):
             self.abort()
@@ -138,7 +126,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._deadline = now + CLOSE_TIMEOUT_S
 
     def abort(self) -> None:
-        """End the connection at once."""
         self.transport.abort()
 
     # --- input ------------------------------------------------------------------------------------
@@ -167,8 +154,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse("the head, a trailer or a chunk extension is too large")
 
     def _parse(self, data: bytes) -> None:
-        """Parse data. A request for an upgrade is parsed again without it: the parser takes what
-        follows for another protocol."""
+        """Parse data; again without its upgrade, if a request asks for one: the parser takes the
+        rest for another protocol."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -186,7 +173,6 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         self._is_in_head = True
         if not self.pipeline:
             self._held = 0
@@ -195,7 +181,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._hold(REQUEST_BYTES)
 
     def on_url(self, url: bytes) -> None:
-        """A part of the URL."""
         self._hold(len(url))
         super().on_url(url)
 
@@ -234,12 +219,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answer(exchange, app)
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
         self._pending = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The next head may begin."""
         if not self.parser.should_upgrade():
             self._is_in_body, self._pending = False, 0
             super().on_message_complete()
@@ -306,7 +289,6 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _answer(self, exchange: Exchange, app: ASGIApp) -> None:
-        """Call the application after the requests before."""
         if self._is_busy:
             self.pipeline.appendleft((exchange, app))  # type: ignore[arg-type]
             return
@@ -316,7 +298,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_asgi_task(exchange, app)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
-        """Begin the next response, wait for the next request, or end the connection."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
@@ -332,7 +313,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._table.wait(self)
 
     def _end(self, now: float) -> None:
-        """End the connection after its last response."""
         assert self._running is not None
         has_unread = self._drops or self._running.more_body or self.pipeline
         self._deadline = now + CLOSE_TIMEOUT_S

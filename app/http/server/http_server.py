@@ -33,9 +33,8 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75.0
 SHUTDOWN_TIMEOUT_S = 5.0
 OTHER_FILES = 256
-"""Descriptors for everything but HTTP: Kafka, files, the status ports of a standalone process."""
+"""Descriptors for everything but HTTP: Kafka, files, status ports."""
 FEW_CONNECTIONS = 64
-"""Connections of a port for probes."""
 MANY_CONNECTIONS = 1024
 """Connections of another port, or twice its streams if that is more: as many may be idle."""
 
@@ -70,8 +69,6 @@ def fitting_streams(settings: Settings) -> Settings:
 
 
 class CannotListen(OperatorError):
-    """Another process uses the port, or this machine lacks the address."""
-
     correction = (
         "`ss -ltnp` lists the processes that listen. Change the variable that the message names; a "
         "second deployment on one machine needs another value of each port."
@@ -79,8 +76,6 @@ class CannotListen(OperatorError):
 
 
 class TlsFiles(NamedTuple):
-    """Certificate and private key, PEM files."""
-
     certificate: Path
     key: Path
 
@@ -102,8 +97,6 @@ class TlsFiles(NamedTuple):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with the bounds of its connections."""
-
     def __init__(
         self, config: uvicorn.Config, limits: ConnectionLimits, metrics: MetricSet | None
     ) -> None:
@@ -146,8 +139,8 @@ class UvicornServer:
         *, tls: TlsFiles | None = None, metrics: MetricSet | None = None,
         limits: ConnectionLimits | None = None, keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:  # fmt: skip
-        """`port` 0 takes any free one; it is the value of `setting`. `limits`: for probes only
-        without."""
+        """`port` 0 takes any free one; it is the value of `setting`. Without `limits`: for probes
+        only."""
         self._tls = tls
         self._host, self._port = host, port
         self._setting = setting
@@ -172,7 +165,6 @@ class UvicornServer:
         )
 
     async def start(self) -> None:
-        """Listen. Raises CannotListen."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             self._socket = socket.create_server(
@@ -217,8 +209,8 @@ ENOUGH = 1 << 20
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit to the hard one, and return it. A second call changes nothing. The soft
-    limit is 1024 under systemd and in many shells, for programs that use select()."""
+    """Raise the soft limit of open files to the hard one, and return it. The soft limit is 1024 in
+    many systems, for programs that use select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

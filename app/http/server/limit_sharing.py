@@ -7,9 +7,8 @@ in full. So shares together never exceed a limit, whatever each gateway has read
 than the limit is wanted, each gateway lowers its claim to what it uses.
 
 A gateway has one record under way at a time, and increases no share of it before it has read the
-record. Claims are renewed; one that is not lapses after `CLAIM_TTL_S` for all others. Its gateway
-keeps that share and gets no more: without Kafka it starts no requests. Tenants without requests
-cost no records.
+record. A claim that is not renewed lapses after `CLAIM_TTL_S` for all others; its gateway keeps
+that share and gets no more. Tenants without requests cost no records.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ CLAIM_TTL_S = 15.0
 RENEWAL_S = 5.0
 """Between two records of a claim: 10 s without a leader of the topic let no claim lapse."""
 SHARE_WAIT_S = 1.0
-"""Wait of a request for shares of other gateways. They take two appends and reads, some 10 ms."""
+"""Wait of a request for shares of other gateways, which take two appends and reads."""
 READ_BACK_S = 10.0
 """Wait for a record of its own; past it the claims are written again."""
 RETRY_S = 1.0
@@ -71,9 +70,7 @@ class LimitSharing:
         self._follower = Follower(log, self, [_SOURCE], ctx.clock, start=self._recent)
         self._position: int | None = None
         self._numbers: dict[str, int] = {}
-        """Of the last record of each gateway."""
         self._claims: dict[str, dict[str, _Claim]] = {}
-        """By tenant, then by gateway."""
         self._quotas: dict[str, TenantQuota] = {}
         """Of the tenants with a claim of this gateway, or with requests that wait for one."""
         self._number = 0
@@ -85,7 +82,6 @@ class LimitSharing:
         """Set when a tenant may use more, if requests wait for that."""
 
     def start(self) -> None:
-        """Follow the claims. Idempotent."""
         if not self._gateway:
             self._gateway = f"{self._ctx.name}-{self._ctx.rng.getrandbits(64):016x}"
             self._ctx.spawn("limit claims", self._follower.run())
@@ -125,7 +121,6 @@ class LimitSharing:
                 self._check(tenant)
 
     def released(self, tenant: str) -> None:
-        """A request of the tenant has ended and is counted."""
         quota = self._quotas.get(tenant)
         if quota is None:
             return
@@ -187,7 +182,6 @@ class LimitSharing:
             self._due[tenant] = None
 
     def _next_claims(self) -> dict[str, _Claim]:
-        """The claims to write now."""
         found: dict[str, _Claim] = {}
         while self._due and len(found) < TENANTS_PER_RECORD:
             tenant = next(iter(self._due))
@@ -297,7 +291,6 @@ class LimitSharing:
         return await self._log.offset_at(source.topic, source.partition, max(0, int(since_ms)))
 
     def position(self, source: Partition) -> int | None:  # noqa: ARG002
-        """Offset that it has read to; None at first."""
         return self._position
 
     def forget(self, source: Partition) -> None:  # noqa: ARG002

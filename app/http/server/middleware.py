@@ -19,15 +19,12 @@ from kvlane.app.metrics.gateway_metrics import GatewayMetrics
 
 REQUEST_ID = b"x-request-id"
 SHORT_REQUEST_ID = b"request-id"
-"""Its name in Anthropic's API."""
 STREAM_ID = b"x-kvlane-id"
 _REPEATABLE = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 """Client ids that are echoed: at most 128 printable ASCII characters."""
 
 MAX_BODIES = 32
-"""Number of bodies of the largest size, or more smaller ones, in memory at a time."""
 BODY_TIMEOUT_S = 30.0
-"""Time limit for a request body: 8 MiB at 2 Mbit/s."""
 
 _PATHS = {
     "/v1/chat/completions": "chat",
@@ -50,11 +47,8 @@ _STATUSES = (
 
 
 class RequestIdMiddleware:
-    """ASGI middleware: sets `x-request-id` and counts responses by endpoint and status.
-
-    The id: the client's own if printable; else that of the answer's stream, for `kvlane explain`;
-    else a new one.
-    """
+    """ASGI middleware: sets `x-request-id` and counts responses by endpoint and status. The id: the
+    client's own if printable; else that of the answer's stream; else a new one."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -96,7 +90,6 @@ class RequestIdMiddleware:
 
 
 def _request_id(given: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The id of a response with these headers. `given`: the client's id, or empty."""
     if _REPEATABLE.fullmatch(given):
         return given
     stream_id = next((value for name, value in headers if name == STREAM_ID), b"")
@@ -125,11 +118,9 @@ class BodyLimiter:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[HeldBody, None]:
-        """The body; it counts until the context is left.
-
-        Raises ApiError: 415 if it is no JSON or compressed, 413 with both sizes, 408 when it does
-        not come, 529 for too many; ClientDisconnect.
-        """
+        """The body; it counts until the context is left. Raises ApiError: 415 if it is no JSON or
+        compressed, 413 with both sizes, 408 when it does not come, 529 for too many;
+        ClientDisconnect."""
         check_content_type(request)
         check_content_encoding(request)
         held = bytearray()
@@ -177,8 +168,8 @@ class BodyLimiter:
 
 
 def check_content_type(request: Request) -> None:
-    """Raises ApiError, 415, unless the body is JSON: browsers send JSON to other sites only after a
-    CORS preflight, other types without one."""
+    """Raises ApiError, 415, unless the body is JSON, which browsers send to other sites only after
+    a CORS preflight."""
     given = request.headers.get("content-type")
     if given is not None and given.partition(";")[0].strip().lower() == "application/json":
         return
@@ -203,14 +194,13 @@ def check_content_encoding(request: Request) -> None:
 
 
 def _announced(request: Request) -> int:
-    """Content-Length of a request; 0 if absent."""
     length = request.headers.get("content-length", "")
     return int(length) if length.isdecimal() and len(length) < 20 else 0
 
 
 class TenantSlots:
-    """At most `most` pieces of work at a time, `of_tenant` of them for one tenant; more are refused
-    with the message `refusal`."""
+    """At most `most` pieces of work at a time, `of_tenant` of them for one tenant; others are
+    refused."""
 
     def __init__(self, most: int, of_tenant: int, refusal: str) -> None:
         self._most = most

@@ -1,9 +1,9 @@
 """Protection against cross-site requests: browsers reach any address, loopback too.
 
-Two checks, by headers that a page cannot set. `Origin`, the page's server, must be this one or one
-of `KVLANE_HTTP_ALLOWED_ORIGINS`. `Host`, the server that the browser looked up, must be on loopback
-an address or a local name, else a page could point a name of its own there (DNS rebinding) and read
-the answers. Programs send no `Origin`, and the `Host` of their base URL.
+`Origin`, the page's server, must be this one or one of `KVLANE_HTTP_ALLOWED_ORIGINS`. `Host`, the
+server that the browser looked up, must be on loopback an address or a local name, else a page could
+point a name of its own there (DNS rebinding). Programs send no `Origin`, and the `Host` of their
+base URL.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ class OriginGuard:
     """ASGI middleware: answers 403 to requests from pages of other origins."""
 
     def __init__(self, app: ASGIApp, *, host: str, origins: Sequence[str]) -> None:
-        """`host`: the address that the server listens on; `origins`: pages that are allowed."""
         self._rules = OriginRules(host, origins)
         self._app = _with_cors(app, origins) if origins else app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or respond with 403."""
         if scope["type"] == "http" and (wrong := self._rules.violation(_headers(scope))):
             await wrong.response()(scope, receive, send)
         else:
@@ -93,7 +91,6 @@ class OriginRules:
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application with CORS headers for these origins."""
     return CORSMiddleware(
         app,
         allow_origins=[origin.lower() for origin in origins],

@@ -1,7 +1,4 @@
-"""Health and metrics endpoints: /livez, /readyz, /metrics.
-
-`Probes` adds them to an HTTP application; `StatusServer` has them alone, on `KVLANE_STATUS_PORT`.
-"""
+"""Health and metrics endpoints: /livez, /readyz, /metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ Checks = Mapping[str, bool | int]
 
 
 def catch_up_checks(followers: Mapping[str, Follower]) -> Checks:
-    """Whether each follower has caught up since the start, and its remaining lag."""
     read = {f"{name}_read": follower.caught_up for name, follower in followers.items()}
     return read | {
         f"{name}_left": follower.remaining_offsets for name, follower in followers.items()
@@ -49,7 +45,6 @@ class Probes:
         self._is_alive = is_alive
 
     def add_to(self, api: Starlette) -> None:
-        """Add the endpoints to an application."""
         for path, handler in (
             ("/livez", self.livez),
             ("/readyz", self.readyz),
@@ -71,8 +66,8 @@ class Probes:
 
 
 class StatusServer:
-    """HTTP server for probes only. `http` is its application; without a port there is no server.
-    Raises SettingsError, KeyFileError as `AccessControl` and `TlsFiles` do."""
+    """HTTP server for probes only, on `KVLANE_STATUS_PORT`; without a port there is none. Raises
+    SettingsError, KeyFileError as `AccessControl` and `TlsFiles` do."""
 
     def __init__(
         self, settings: Settings, ctx: ProcessContext, probes: Probes, metrics: MetricSet
@@ -97,7 +92,6 @@ class StatusServer:
 
     @property
     def url(self) -> str:
-        """The address. Only after `start`, and with a port."""
         assert self._server is not None
         return self._server.url
 

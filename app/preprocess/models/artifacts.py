@@ -1,9 +1,8 @@
 """Model artifacts in the log: tokenizers and templates, in parts, by checksum.
 
-A worker publishes the files of its model before it announces the model. A file's parts lie in one
-partition of `artifacts`, under `<sha256>/<part>`, written once. Where a part is damaged, the last
-record under its key counts, so writing again heals it. A folder caches files by checksum, verified
-at each read.
+A file's parts lie in one partition of `artifacts`, under `<sha256>/<part>`, written once. Where a
+part is damaged, the last record under its key counts, so writing again heals it. A folder caches
+files by checksum, verified at each read.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvlane.streams.topics import ARTIFACTS, partition_of
 log = logging.getLogger(__name__)
 
 MAX_ARTIFACT_BYTES = 128 * 1024 * 1024
-"""Tokenizers have 2 to 35 MB. A card that names a larger file is wrong, not to be obeyed."""
+"""Tokenizers have 2 to 35 MB. A card that names a larger file is wrong."""
 ARTIFACT_TIMEOUT_S = 60.0
 
 _PART = b"ArtifactPart"
@@ -60,7 +59,7 @@ class ArtifactStore:
 
     async def publish(self, content: bytes) -> Artifact:
         """Put a file into the log, unless it is there; repeated until acknowledged. Raises BadModel
-        for a file above 128 MiB, BrokerUnavailable."""
+        for a file above MAX_ARTIFACT_BYTES, BrokerUnavailable."""
         if len(content) > MAX_ARTIFACT_BYTES:
             raise BadModel(f"a file of {len(content)} bytes: {MAX_ARTIFACT_BYTES} is the most")
         digest = await self._pool.run(lambda: sha256(content).hexdigest())
@@ -98,7 +97,6 @@ class ArtifactStore:
         return Partition(ARTIFACTS, partition_of(artifact.sha256.encode(), count))
 
     async def _from_log(self, artifact: Artifact) -> bytes:
-        """Raises ArtifactUnavailable."""
         parts: dict[int, bytes] = {}
         needed, damaged = part_count(artifact), False
         async with aclosing(self._records(await self._source(artifact), artifact)) as records:
@@ -140,7 +138,6 @@ class ArtifactStore:
     # --- the folder ---
 
     def _from_folder(self, artifact: Artifact) -> bytes | None:
-        """The content of its file, if the checksum is right; runs in the pool."""
         if self._folder is None:
             return None
         path = self._folder / artifact.sha256
@@ -169,7 +166,6 @@ class ArtifactStore:
 
 
 def part_count(artifact: Artifact) -> int:
-    """Number of records of an artifact; an empty file has one."""
     return max(-(-artifact.size // PART_BYTES), 1)
 
 

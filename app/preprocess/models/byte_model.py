@@ -1,7 +1,5 @@
-"""Model without files whose tokens are the bytes of UTF-8 (`app/text/byte_level.py`).
-
-The echo engine serves it. Owns also `Model`, the protocol of all models.
-"""
+"""Model without files whose tokens are the bytes of UTF-8; and `Model`, the protocol of all
+models."""
 
 from __future__ import annotations
 
@@ -52,11 +50,9 @@ class ByteModel:
         self.card = ModelCard(name=name, context_length=context_length)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """As `Model.token_bytes`; markers stand for nothing."""
         return bytes([token_id]) if token_id < 256 else b""
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
-        """As `Model.text_stream`. Markers have no text."""
         return TextStream(
             ByteLevelDetokenizer(_VOCABULARY),
             request.stop,
@@ -66,7 +62,6 @@ class ByteModel:
         )
 
     async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:  # noqa: ARG002
-        """As `Model.prepare`; has no cache."""
         if isinstance(request.body, TokensBody) and request.body.multi_modal_data:
             raise InvalidPrompt("multi_modal_data", "this model takes text only")
         try:

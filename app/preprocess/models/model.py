@@ -39,8 +39,6 @@ class PreparedPrompts(NamedTuple):
 
 
 class LoadedModel:
-    """One model, ready for use."""
-
     def __init__(
         self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, pool: WorkPool
     ) -> None:
@@ -51,8 +49,6 @@ class LoadedModel:
         self._pool = pool
 
     async def prepare(self, request: OpenAIRequest, tenant: str = "") -> PreparedPrompts:
-        """The requests for a body. Raises InvalidPrompt, PreprocessorOverloaded. `tenant`: whose
-        pieces of text the tokenizer may find again; "" for those without one."""
         scope = Scope(tenant, request.cache_salt)
         if request.is_short:
             prompts = request.prompts(self._template)
@@ -72,7 +68,6 @@ class LoadedModel:
         return self.tokenizer.bytes_of(token_id)
 
     def text_stream(self, request: Request, taken: Sequence[int] = ()) -> TextStream:
-        """The decoder of a request's answer into visible text. `taken`: tokens that are out."""
         shown = request.output.skip_special_tokens is False
         return TextStream(
             self.tokenizer.detokenizer(unpack_tokens(request.token_ids), skip_special=not shown),
@@ -143,7 +138,6 @@ async def publish_files(
     context_length: int | None = None,
     block_size: int | None = None,
 ) -> ModelCard:
-    """As `publish_folder`, of a folder that is read already."""
     tokenizer = await artifacts.publish(model.tokenizer)
     template: Artifact | None = None
     if model.template is not None:
@@ -176,12 +170,10 @@ def _loaded(
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 30.0
-"""Time limit of a prompt for a loading model. The largest tokenizers take 4 s."""
+"""Time limit of a prompt for a loading model."""
 LOAD_RETRY_S = 10.0
-"""Delay before a failed load is retried."""
 MAX_SPARE_MODELS = 8
-"""Loaded models kept beyond those in use: their workers may be restarting. A large tokenizer takes
-100 MB."""
+"""Loaded models kept beyond those in use: their workers may be restarting."""
 
 
 class LoadFailed(Exception):
@@ -201,7 +193,6 @@ class ModelLoader:
         self._loads: dict[str, asyncio.Task[LoadedModel | LoadFailed]] = {}
 
     def sync(self, cards: Iterable[ModelCard]) -> None:
-        """Start loading new models, and drop those that are not listed."""
         wanted = {_key(card): card for card in cards}
         for card in wanted.values():
             self._load(card)

@@ -29,8 +29,6 @@ DEMO_MODEL_FOLDER = Path(str(files("kvlane.app"))) / "data" / "demo-model"
 
 
 class _GenerationConfig(msgspec.Struct):
-    """Of generation_config.json."""
-
     eos_token_id: int | list[int] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -115,7 +113,6 @@ def card_of(
 
 
 def checksum_of(card: ModelCard) -> str:
-    """SHA-256, in hex, over all of a card except its name and its checksum."""
     content = msgspec.structs.replace(card, name="", checksum="")
     return sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
@@ -147,8 +144,8 @@ def _special_tokens(named: dict[str, Any]) -> dict[str, str]:
 
 
 def _template(folder: Path, named: dict[str, Any]) -> str | None:
-    """The chat template. Of several ones by name that which is called default, or the only one;
-    with tools that which is called tool_use, where there is one."""
+    """The chat template: of several by name the default or only one; with tools that of
+    tool_use."""
     templates: dict[str, str] = {}
     of_media = _read(folder / "chat_template.json", dict[str, Any])
     for given in (named.get("chat_template"), of_media.get("chat_template", of_media or None)):

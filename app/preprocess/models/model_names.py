@@ -1,7 +1,6 @@
 """Models that prompts may name, from the registry: those with files, and those with workers.
 
-A model stays known when its workers leave, and routers queue prompts for it: by its own card, or
-those of its workers, which are remembered.
+A model stays known when its workers leave, and routers queue prompts for it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from kvlane.streams.record_base import ModelKind
 from kvlane.streams.records import ModelCard, WorkerCard
 
 MAX_LISTED_NAMES = 5
-"""Names that an error lists at most."""
 MAX_SHOWN_CHARS = 64
-"""Characters of a name in an error; longer ones are cut."""
 MAX_DEPARTED_MODELS = 1000
-"""Bound of models without files whose workers have left; the oldest are dropped."""
+"""Models without files whose workers have left; the oldest are dropped."""
 
 
 def unsupported_kind(name: str, takes: ModelKind, kind: str) -> str:
@@ -32,7 +29,6 @@ def unsupported_kind(name: str, takes: ModelKind, kind: str) -> str:
 
 
 def unknown_model(name: str, available: Iterable[str]) -> str:
-    """The error message for a model name that the deployment does not have."""
     return f"the model {quote_name(name)} does not exist; available: {_listed(available)}"
 
 
@@ -41,7 +37,6 @@ def quote_name(name: str) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first names, and a sign if there are more."""
     first = list(islice(names, MAX_LISTED_NAMES + 1))
     shown = [name[:MAX_SHOWN_CHARS] for name in first[:MAX_LISTED_NAMES]] + ["…"] * (
         len(first) > MAX_LISTED_NAMES

@@ -1,5 +1,4 @@
-"""The parsing that a chat asks for, and the form of its calls, by its tools and by the parsers of
-its model. Pure."""
+"""The parsing that a chat asks for, and the form of its calls. Pure."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ def enforced_calls(request: OpenAIRequest) -> str:
 
 
 def _strict_field(request: OpenAIRequest) -> str:
-    """The first field by which a chat asks for arguments by their schema; "" for none. It is
-    honoured where it can be: client libraries set it in all tools."""
+    """The first field by which a chat asks for arguments by their schema; "" for none. Client
+    libraries set it in all tools, so it is honoured where it can be."""
     body = request.body
     if not isinstance(body, ChatBody) or request.tool_choice != "auto":
         return ""
@@ -82,7 +81,6 @@ def _strict_field(request: OpenAIRequest) -> str:
 
 
 def _calls_form(request: OpenAIRequest, parsers: ModelParsers) -> GuidedDecoding | None:
-    """The form of an answer by its enforced calls, if there are any. Raises InvalidPrompt."""
     enforced, known = enforced_calls(request), CALL_FORMS.get(parsers.tools)
     if enforced and known is None:
         raise InvalidPrompt(enforced, "the form of this model's calls is not known: use auto")
@@ -103,8 +101,7 @@ def _calls_form(request: OpenAIRequest, parsers: ModelParsers) -> GuidedDecoding
 def parsing_of(
     request: OpenAIRequest, parsers: ModelParsers, prompt: str | None
 ) -> AnswerParsing | None:
-    """The parsing of the answers to a prompt; None for plain text. Raises InvalidPrompt. `prompt`:
-    its text, if it is known."""
+    """The parsing of the answers to a prompt; None for plain text. Raises InvalidPrompt."""
     body = request.body
     if not isinstance(body, ChatBody):
         return None

@@ -21,7 +21,6 @@ from kvlane.streams.record_base import JsonText
 from kvlane.streams.request import GuidedDecoding
 
 MAX_GRAMMAR_DEPTH = 500
-"""Brackets inside brackets: the parsers of grammars are recursive."""
 
 FORWARDED = {
     "response_format": "json", "guided_json": "json", "guided_regex": "regex",
@@ -29,7 +28,7 @@ FORWARDED = {
     "structural_tag": "json", "json_schema": "json", "json": "json", "regex": "regex",
     "choice": "choice", "grammar": "grammar", "ebnf": "grammar", "tools": "json",
 }  # fmt: skip
-"""Fields that prescribe a form to one of the servers that bodies are forwarded to, or within
+"""Fields that prescribe a form to a server that bodies are forwarded to, also within
 `structured_outputs`; and how their costs are estimated."""
 
 _BRACKETS = re.compile(r"[()\[\]{}]")
@@ -176,7 +175,6 @@ _BRANCH = 20
 """An alternative, a group, a class, a field of a schema, in addition to its characters."""
 _ESCAPE = 4
 _CLASS = 3
-"""A class that is repeated."""
 _REPEATED = 20
 """A character that is repeated: each repetition may be the last one."""
 _CHOSEN = 4
@@ -187,7 +185,6 @@ _UNICODE_CLASS = 1000
 _MAX_GROUPS = 500
 """Groups inside groups: the parsers of patterns are recursive."""
 _UNREAD = frozenset({"$comment", "default", "description", "examples", "title"})
-"""Keys of a schema without effect on the form."""
 _QUANTIFIER = re.compile(
     r"\{\s{0,9}(\d++)\s{0,9}(?:,\s{0,9}(\d*+)\s{0,9})?\}|~\s{0,9}(\d++)(?:\s{0,9}\.\.\s{0,9}(\d++))?"
 )
@@ -201,8 +198,7 @@ def cost_of_choices(choices: Iterable[str]) -> int:
 
 def cost_of_pattern(pattern: str, *, is_grammar: bool = False) -> int:
     """Of a regular expression; or of a grammar in EBNF or for Lark, in which a quantifier is taken
-    to repeat all of its alternative: its parts are words there, not characters. Groups that are
-    nested too deeply cost too much."""
+    to repeat all of its alternative. Groups that are nested too deeply cost too much."""
     outer: list[int] = []
     total = last = at = 0
     while total <= MAX_COST and (found := _SPECIAL.search(pattern, at)) is not None:
@@ -232,7 +228,7 @@ def cost_of_pattern(pattern: str, *, is_grammar: bool = False) -> int:
 
 def _part(pattern: str, at: int, last: int) -> tuple[int, int]:
     """Length and cost of what begins with a special character; `last`: the cost of what precedes
-    it, which a quantifier repeats. A brace that is no quantifier has length 1."""
+    it, which a quantifier repeats."""
     size, cost = 1, _BRANCH
     match pattern[at]:
         case "{" | "~":

@@ -4,8 +4,7 @@
 
 `read_openai` checks a body independently of the model; `OpenAIRequest.prompts` renders the chat;
 `app/preprocess/models/model.py` tokenises; `OpenAIRequest.requests` combines tokens, options and
-the model's card: one request for each prompt, without an id, for each of the `n` answers
-(`nth_request`).
+the model's card.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ from kvlane.streams.request import OutputOptions, Request, SamplingOptions, Stop
 
 TokenizedKind = Literal["chat", "completion", "tokens"]
 TextOrTokens = str | Sequence[int]
-"""A text, or the tokens of one."""
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -67,17 +65,14 @@ _FIELDS: dict[type[GenerationBody], str] = {
 }
 SHORT_MESSAGES = 8
 SHORT_CHARS = 2000
-"""A chat of this size is rendered in .02 to .16 ms. A thread would contend with the event loop for
-the interpreter lock."""
+"""Bound of a chat that is rendered on the loop, where a thread would contend for the
+interpreter."""
 NO_EFFORT = "is not supported: the chat template of this model has no such variable"
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Options with a default in the model's card."""
 
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Options shared by tokenised and forwarded requests."""
-
     body: GenerationBody | PassthroughBody
     ext: NvExt
 
@@ -100,20 +95,16 @@ class RoutingOptions:
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the counts of tokens."""
         options = self.body.stream_options
         return bool(options and options.include_usage)
 
     @property
     def stream_interval(self) -> int:
-        """Tokens of an event of a stream, at least."""
         return self.ext.stream_interval or 1
 
 
 @dataclass(frozen=True)
 class OpenAIRequest(RoutingOptions):
-    """A valid OpenAI request whose prompt is tokenised here."""
-
     body: GenerationBody
     messages: Sequence[Mapping[str, Any]] = ()
     """Messages of a chat, unchanged; the body has checked them."""
@@ -157,8 +148,8 @@ class OpenAIRequest(RoutingOptions):
         return sum(len(v) if isinstance(v, str) else SHORT_CHARS + 1 for v in values) <= SHORT_CHARS
 
     def prompts(self, template: ChatTemplate | None) -> list[TextOrTokens]:
-        """The prompts, rendered but not tokenised; may take as long as the template is allowed.
-        Raises InvalidPrompt."""
+        """The prompts, not tokenised; may take as long as the template is allowed. Raises
+        InvalidPrompt."""
         if self.ext.token_data is not None:
             return [self.ext.token_data]
         if isinstance(self.body, TokensBody):
@@ -258,7 +249,6 @@ class OpenAIRequest(RoutingOptions):
         )
 
     def _sampling(self, card: ModelCard) -> SamplingOptions:
-        """Options of the request, with the defaults of the model."""
         body = self.body
         given = {name: getattr(body, name) for name in _DEFAULTS}
         if self.ext.greed_sampling:

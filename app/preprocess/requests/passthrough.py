@@ -2,13 +2,8 @@
 
     fields, headers ──read_passthrough──► PassthroughRequest ──► `Request`s, each with a body
 
-Only the fields that routing and the response need are read. Removed are `nvext`, which is for
-routers; `n` and all but one of several prompts, since each answer is a request of its own;
-`stream`, since engines always stream; `request_id`, which several requests would share; and
-`priority`, which `nvext` has.
-
-The tokens of the prompt are estimated from the size of the body, one for each BYTES_PER_TOKEN, and
-MEDIA_ITEM_TOKENS for each long run of base64; the request carries the estimate.
+Only the fields that routing and the response need are read. Removed are `_TAKEN_OUT`, and all but
+one of several prompts, since each answer is a request of its own and engines always stream.
 """
 
 from __future__ import annotations
@@ -33,7 +28,6 @@ from kvlane.streams.request import OpenAiBody, Request, SamplingOptions, StopCon
 BYTES_PER_TOKEN = 4
 """For JSON with English text; other languages have more tokens per byte, code fewer."""
 MEDIA_ITEM_TOKENS = 1000
-"""An image of usual size, or some 40 s of speech."""
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=_-]").match
 _CLASSES = bytes(_BASE64(bytes([byte])) is not None for byte in range(256))
 _MEDIUM = b"\x01" * 1024
@@ -61,7 +55,6 @@ class PassthroughRequest(RoutingOptions):
 
     @property
     def echo(self) -> bool:
-        """False: the engine itself echoes the prompt."""
         return False
 
     @property
@@ -127,7 +120,8 @@ def read_passthrough(
 
 
 def estimate_tokens(body: bytes) -> int:
-    """Estimated number of prompt tokens in a body, see the module docstring."""
+    """Estimated number of prompt tokens in a body: one for each BYTES_PER_TOKEN, and
+    MEDIA_ITEM_TOKENS for each long run of base64."""
     classes = body.translate(_CLASSES)  # a regular expression takes ten times as long
     text, media, end = len(body), 0, 0
     while (begin := classes.find(_MEDIUM, end)) >= 0:

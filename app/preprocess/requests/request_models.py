@@ -1,8 +1,8 @@
-"""Pydantic models of request bodies: chats, completions, tokens, embeddings, and the few fields
-that are read of forwarded bodies.
+"""Pydantic models of request bodies: names, types and bounds of the OpenAI API and of vLLM's
+additions.
 
-Owns names, types and bounds of the OpenAI API and of vLLM's additions. Unknown fields are ignored
-(known ones that are not honoured: `unsupported_fields.py`), wrong types are refused by name.
+Unknown fields are ignored (known ones that are not honoured: `unsupported_fields.py`), wrong types
+are refused by name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ Media = dict[str, tuple[MultimodalData, ...]]
 
 
 def parse_media(value: Any) -> Media:
-    """Parse the object. Raises ValueError, msgspec.ValidationError."""
     items = msgspec.convert(value, dict[str, list[dict[str, Any]]])
     return {part: tuple(map(_item, listed)) for part, listed in items.items()}
 
@@ -76,17 +75,14 @@ MAX_CHOICES = 128
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1000
 MAX_INPUTS = 2048
-"""Texts in one request for embeddings, as with OpenAI."""
 MAX_MESSAGES = 10_000
 MAX_CONTENT_PARTS = 10_000
 PARTS_LIST = Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)
-"""Parts of one message."""
 MAX_DOCUMENTS = 10_000
 MAX_LOGIT_BIASES = 8192
 MAX_ALLOWED_TOKENS = 2**18
 """Entries of `allowed_token_ids`; the size of the largest vocabularies."""
 MAX_GRAMMAR_CHARS = 2**20
-"""Characters of a schema, a grammar or a regular expression."""
 
 I63 = 2**63 - 1
 
@@ -98,7 +94,6 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _listed(value: Any) -> Any:
-    """One string as a list of one."""
     if not isinstance(value, str | list):
         raise PydanticCustomError("strings", "must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
@@ -159,16 +154,12 @@ class StreamOptions(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """A named JSON schema."""
-
     model_config = STRICT_MODEL
 
     form: Object | None = Field(default=None, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """The required form of an answer."""
-
     model_config = STRICT_MODEL
 
     type: Literal["text", "json_object", "json_schema"]
@@ -190,8 +181,6 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """Fields shared by all bodies that request text."""
-
     model_config = STRICT_MODEL
 
     model: Text = ""
@@ -264,8 +253,6 @@ class TextPart(BaseModel):
 
 
 class RefusalPart(BaseModel):
-    """A part of an earlier answer that refused."""
-
     model_config = STRICT_MODEL
 
     type: Literal["refusal"]
@@ -278,8 +265,6 @@ def _part(value: Any, _: ValidatorFunctionWrapHandler) -> TextPart | RefusalPart
 
 
 class CalledFunction(BaseModel):
-    """The function of a tool call."""
-
     model_config = STRICT_MODEL
 
     name: str
@@ -287,8 +272,6 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A tool call of an earlier answer."""
-
     model_config = STRICT_MODEL
 
     function: CalledFunction
@@ -371,8 +354,6 @@ class Message(BaseModel):
 
 
 class Function(BaseModel):
-    """A function that the model may call."""
-
     model_config = STRICT_MODEL
 
     name: Name
@@ -382,8 +363,6 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """Something that the model may use."""
-
     model_config = STRICT_MODEL
 
     type: Literal["function"]
@@ -391,8 +370,6 @@ class Tool(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    """The OpenAI chat request."""
-
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
@@ -409,7 +386,6 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
 
     def max_tokens_field(self) -> tuple[str, int | None]:
-        """The newer name of the limit wins."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return super().max_tokens_field()
@@ -431,7 +407,6 @@ class CompletionBody(GenerationBody):
 
 
 def _media(value: Any) -> Any:
-    """Images and the like by type of part, as preprocessed requests have them."""
     try:
         return None if value is None else parse_media(value)
     except (msgspec.MsgspecError, ValueError) as e:
@@ -456,8 +431,6 @@ class TokensBody(GenerationBody):
 
 
 class PassthroughBody(BaseModel):
-    """The fields that are read of a forwarded body."""
-
     model_config = STRICT_MODEL
 
     model: Text = ""

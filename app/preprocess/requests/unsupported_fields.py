@@ -1,13 +1,11 @@
 """Refused fields: those that change answers and are not honoured, and those reserved for servers.
 
 A body in which such a field asks for something is refused, so that no client gets another answer
-than it asked for; null and values that ask for nothing pass. Fields that change no answer (`user`,
-`metadata`, `store` and other labels) are ignored, and so are names of neither API. Forwarded bodies
-are checked by their server.
+than it asked for. Fields that change no answer (`user`, `metadata`, `store` and other labels) are
+ignored, and so are names of neither API. Forwarded bodies are checked by their server.
 
 A client that names the engine which a KV cache is fetched from could read the prompts of others. So
-reserved fields are refused in every body, at its top and in each object whose content reaches the
-engine, at any depth. Pure.
+reserved fields are refused in every body, at any depth of the objects that reach the engine. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ RESERVED = (
 )  # fmt: skip
 """Names of vLLM, SGLang and TensorRT-LLM, and of preprocessed requests."""
 _PASSED_ON = ("nvext", "extra_args", "vllm_xargs", "extra_body")
-"""Objects of a body that become arguments of the engine."""
 
 
 def refuse_reserved(fields: Mapping[str, Any], path: str = "") -> None:
@@ -89,9 +86,7 @@ OF_CHATS: Mapping[str, Unsupported] = {
     "add_special_tokens": _OFF,  # a chat template writes them
     "echo": _OFF,
 }
-"""Fields that completions alone honour."""
 OF_COMPLETIONS: Mapping[str, Unsupported] = {"include_reasoning": Unsupported((True,))}
-"""Fields that chats alone honour."""
 
 
 def refuse_unsupported(

@@ -1,12 +1,9 @@
 """Chat template of a model: renders the messages of a chat to the text of a prompt.
 
-Jinja in its sandbox, with the conventions of Hugging Face: `messages`, `tools`, `documents`,
-`add_generation_prompt`, the special tokens by name, `raise_exception`, `strftime_now` (in UTC, by
-the injected clock), `tojson` that leaves HTML alone, `{% break %}` and `{% generation %}`.
-
-A rendering that takes too long or too much memory is aborted (`template_sandbox.py`). Errors are
-reported to the client, whose messages determine the path. Messages are normalised first, as in vLLM
-(`_worded`): templates and clients differ in their shapes.
+Jinja in its sandbox (`template_sandbox.py`), with the conventions of Hugging Face: `messages`,
+`tools`, `documents`, `add_generation_prompt`, the special tokens by name, `raise_exception`,
+`strftime_now` (in UTC, by the injected clock), `tojson` that leaves HTML alone, `{% break %}` and
+`{% generation %}`. Messages are normalised first, as in vLLM (`_worded`).
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ class ChatTemplate:
         timeout_s: float = RENDER_TIMEOUT_S,
         cpu_time: Callable[[], float] = thread_time,
     ) -> None:
-        """`special_tokens`: by the names that templates use: bos_token, eos_token and so on."""
         self.source = source
         self._clock = clock
         self._timeout_s = timeout_s
@@ -105,7 +101,6 @@ class ChatTemplate:
 
 
 def _environment(clock: Clock) -> TemplateSandbox:
-    """The sandbox with the functions that templates of Hugging Face expect."""
     environment = TemplateSandbox([_GenerationTag, loopcontrols])
     environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
@@ -127,20 +122,17 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The text between the two tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Shape(NamedTuple):
-    """The input that a template takes, by its syntax."""
+    """The input that a template takes, by its syntax: it loops over the `parts` of a content, takes
+    content that is a text, has a role developer."""
 
     parts: bool
-    """It loops over the parts of a content."""
     texts: bool
-    """It takes content that is a text."""
     developer: bool
-    """It has a role developer."""
 
 
 def _shape_of(syntax: nodes.Template) -> _Shape:
@@ -204,7 +196,6 @@ def _message(message: ChatMessage, number: int, shape: _Shape) -> dict[str, Any]
 
 
 def _content(content: Any, shape: _Shape) -> Any:
-    """A text or parts, whichever the template takes."""
     if isinstance(content, list) and shape.parts:
         return [_text_part(part) for part in content]
     if isinstance(content, list):
@@ -221,8 +212,7 @@ def _text_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _call_id(number: int) -> str:
-    """Id of a call that came without one, of the message at this place. Some models demand nine
-    letters and digits."""
+    """Id of a call that came without one. Some models demand nine letters and digits."""
     return f"call{number:05d}"
 
 

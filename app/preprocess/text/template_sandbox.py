@@ -1,11 +1,10 @@
 """Jinja sandbox of chat templates: bounds on the rounds, the time and the memory of a rendering.
 
-Jinja's sandbox bounds no sizes. Here each operation that makes a value (filters, methods,
-operators, slices, texts of blocks and macros, conversions to text) is checked before it runs and
-counted after it. The size of a result is estimated from its operands: by default the product of
-their sizes, with numbers as factors; the tables below name the operations with a smaller result.
-Loops and macros count their rounds. Templates are compiled under the same bounds, since Jinja
-computes constants then.
+Each operation that makes a value (filters, methods, operators, slices, texts of blocks and macros,
+conversions to text) is checked before it runs and counted after it. The size of a result is
+estimated from its operands: by default the product of their sizes, with numbers as factors; the
+tables below name the operations with a smaller result. Loops and macros count their rounds.
+Templates are compiled under the same bounds, since Jinja computes constants then.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from kvlane.streams.clock import Clock
 
 RENDER_TIMEOUT_S = 2.0
 MAX_LOOP_ROUNDS = 1_000_000
-"""Bounds of one rendering. A chat of 1000 messages takes some 10 000 rounds and 20 ms."""
+"""Bound of one rendering; a chat of 1000 messages takes some 10 000."""
 MAX_RENDERED_CHARS = 32 * 1024 * 1024
 """Characters that a rendering may make; the prompt of a request is shorter by far."""
 MAX_VALUE_SIZE = 64 * 1024 * 1024
-"""Estimated characters and items of one value. A body has 8 MiB, and a character of it becomes six
-in an escape."""
+"""Estimated characters and items of one value, above a body whose every character is escaped."""
 MAX_MADE_BYTES = 256 * 1024 * 1024
 """Bytes of all values that a rendering makes, kept or not."""
 MAX_ITEMS = 1_000_000
@@ -46,7 +44,6 @@ MAX_FORMAT_WIDTH = 9999
 
 _ITEM_BYTES = 64  # of a small object in a list
 _ESCAPED = 6
-"""Characters for one, of escapes in JSON and HTML."""
 
 _BY_REFERENCE = frozenset({
     "attr", "count", "d", "default", "endswith", "find", "first", "float", "get", "index", "int",
@@ -64,7 +61,6 @@ _AS_LONG = frozenset({
 _TO_LIST = frozenset({"groupby", "list", "sort", "unique"})
 """Those that make a list of the characters of a text."""
 _AS_TEXT = frozenset({"e", "encode", "escape", "forceescape", "string", "urlencode"})
-"""Those that escape."""
 _REMOVED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters for web pages, which take much more time and memory than their results say."""
 _SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))
@@ -121,7 +117,6 @@ class RenderBudget:
             )
 
     def bounded(self, pieces: Iterator[str]) -> Iterator[str]:
-        """The pieces of a rendering, as long as they are short enough together."""
         length = 0
         for piece in pieces:
             length += len(piece)
@@ -183,7 +178,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     # --- called by templates ---
 
     def spend(self) -> str:
-        """Called by every round of a loop or macro; writes nothing."""
         _current.get().spend()
         return ""
 
@@ -202,7 +196,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _made(made, is_new=isinstance(owner, str))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator that can make a large value of small ones."""
         size = _size_of_operation(operator, left, right)
         if size > MAX_VALUE_SIZE:
             _check(size, f"operator {operator}")
@@ -216,13 +209,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return wrapped
 
     def concat(self, pieces: Iterable[str]) -> Any:
-        """The text of a block or a macro."""
         pieces = list(pieces)
         _check(sum(map(len, pieces)), "block")
         return _made("".join(pieces))
 
     def joined(self, *values: Any) -> Any:
-        """The operator ~."""
         return _made(str_join(map(self.as_text, values)))
 
     def sliced(self, value: Any, *bounds: Any) -> Any:
@@ -234,8 +225,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def nested(self, value: Any) -> Any:
-        """A list with others in it. It may hold one of them many times: all work on it counts
-        them each time."""
+        """A list with others in it, which counts one that it holds many times each time."""
         size_of(value)
         return _made(value)
 
@@ -247,9 +237,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 _PLAIN = (str, bytes, int, float, list, tuple, dict, set, frozenset, type)
 _SMALL = frozenset({str, int, float, bool, type(None), list, tuple, dict})
-"""Types of operands that are no iterators."""
 _OF_JINJA = ("_loop_vars", "_block_vars")
-"""Arguments that Jinja's compiler adds to calls."""
 _LISTS = (list, tuple, set, frozenset)
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 
@@ -319,8 +307,8 @@ class _Checks(NodeTransformer):
 
 
 def size_of(value: Any) -> int:
-    """Characters and items of a value, with all in it. Raises SecurityError for too many items.
-    What a list holds twice counts twice: as text it is written twice."""
+    """Characters and items of a value, with all in it; a part that is held twice counts twice.
+    Raises SecurityError for too many items."""
     if isinstance(value, str | bytes):
         return len(value)
     size = items = 0
@@ -351,7 +339,6 @@ def _check(size: int, what: str) -> None:
 
 
 def _made(value: Any, *, is_new: bool = False) -> Any:
-    """Count a value, as `RenderBudget.count`."""
     _current.get().count(value, is_new=is_new)
     return value
 
@@ -359,8 +346,7 @@ def _made(value: Any, *, is_new: bool = False) -> Any:
 def _listed(
     name: str, args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The operands of a filter or method, with iterators as lists, after their sizes were checked.
-    Raises SecurityError."""
+    """The operands of a filter or method, with iterators as lists, of checked sizes."""
     operands = [_as_list(value) for value in args]
     named = {key: _as_list(value) for key, value in options.items()}
     if operands and name not in _BY_REFERENCE:
@@ -383,7 +369,6 @@ def _as_list(value: Any) -> Any:
 def _size_of_result(  # noqa: C901 - a table
     name: str, operands: Sequence[Any], named: Mapping[str, Any]
 ) -> int:
-    """The size of what a filter or method makes of these operands, or more."""
     values = [*operands, *named.values()]
     size = _ESCAPED * _product(values)
     match name, values:

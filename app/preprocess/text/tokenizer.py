@@ -1,9 +1,9 @@
 """Tokenizer of one model: the `tokenizers` library, run off the event loop.
 
-Owns the cutting of texts into pieces. Added tokens (`<|user|>` and their kind) are borders that no
-other token crosses: the text between two is tokenised by itself, and long pieces are looked up the
-next time (`PieceCache`). Where a tokenizer does not work that way, texts are tokenised whole. A
-text with far more characters than the limit has tokens is counted in slices before.
+Added tokens (`<|user|>` and their kind) are borders that no other token crosses: the text between
+two is tokenised by itself, and long pieces are looked up the next time (`PieceCache`). Where a
+tokenizer does not work that way, texts are tokenised whole. A text with far more characters than
+the limit has tokens is counted in slices before.
 """
 
 from __future__ import annotations
@@ -30,29 +30,26 @@ from kvlane.app.text.detokenize import (
 )
 
 INLINE_CHARS = 1000
-"""Shorter texts are tokenised on the loop: it takes less than a millisecond, a thread 0.1 ms."""
+"""Shorter texts are tokenised on the loop."""
 SLICE_CHARS = 32 * 1024
 SLICE_TOKENS = 256
 """Extra tokens of a text that is cut in two, at most: a word, or a run of spaces."""
 WINDOW_CHARS = 64 * 1024
 """Borders are sought in so much text at a time: a search holds the interpreter lock."""
 USUAL_CHARS = 8
-"""Characters of a token, at most: English has 4 to 5, code 3. Only long runs of spaces and the like
-have more."""
+"""Characters of a token, at most: only long runs of spaces and the like have more."""
 SAMPLES, SAMPLE_CHARS = 16, 256
 """Size of the sample by which the tokens of a text with more characters are estimated."""
 CACHE_BYTES = 64 * 1024 * 1024
 MIN_CHARS = 256
 """Shorter pieces of text are tokenised again each time: that is as quick as the cache."""
 MAX_SHARES = 256
-"""Tenants with a share; the one without a request for the longest time loses its share to a new
-one."""
+"""Tenants with a share; a new one takes that of the tenant whose last request is the oldest."""
 ENTRY_BYTES = 256
-"""Memory of an entry without its text and tokens: its key, and its place in two tables."""
 
 
 class Scope(NamedTuple):
-    """The requests that may find each other's pieces. "" for all without a tenant, or a salt."""
+    """Requests that may find each other's pieces. "" for all without a tenant, or a salt."""
 
     tenant: str = ""
     salt: str = ""
@@ -68,25 +65,26 @@ class _Key(NamedTuple):
 
 
 class _Share:
-    """The pieces of one tenant, the least recently used one first."""
-
     def __init__(self) -> None:
         self.bytes = 0
         self.pieces: OrderedDict[_Key, array[int]] = OrderedDict()
 
     def evict(self) -> int:
-        """Remove the least recently used piece; returns its size."""
         size = size_of(*_entry(self.pieces.popitem(last=False)))
         self.bytes -= size
         return size
 
 
 class PieceCache:
-    """Tokens of pieces of text, by model and scope."""
+    """Tokens of long pieces of text, for all models and tenants of a process.
+
+    A piece is found again only in its `Scope`: the time that a prompt takes says nothing about the
+    prompts of others. When the cache is full, the tenant with the largest share loses its least
+    recently used piece.
+    """
 
     def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
         self.bytes = 0
-        """Memory of all entries, by `size_of`."""
         self._most_bytes = most_bytes
         self._shares: OrderedDict[str, _Share] = OrderedDict()
 
@@ -102,7 +100,6 @@ class PieceCache:
         return tokens
 
     def put(self, model: Hashable, scope: Scope, text: str, tokens: array[int]) -> None:
-        """Keep the tokens of a piece, if it is long enough to be worth it."""
         size = size_of(text, tokens)
         if len(text) < MIN_CHARS or size > self._most_bytes:
             return
@@ -122,7 +119,6 @@ class PieceCache:
 
 
 def size_of(text: str, tokens: array[int]) -> int:
-    """Memory of an entry, in bytes."""
     return text.__sizeof__() + tokens.__sizeof__() + ENTRY_BYTES
 
 
@@ -135,8 +131,7 @@ class Tokenizer:
     """One model's tokenizer. Everything but `encode` is quick and may be called on the loop."""
 
     def __init__(self, spec: bytes, pool: WorkPool, pieces: PieceCache | None = None) -> None:
-        """`spec`: a tokenizer.json. `pieces`: the cache of the process; by default one of its own.
-        Raises BadModel when it is none; takes 0.1 s for a MB."""
+        """`spec`: a tokenizer.json. `pieces`: by default a cache of its own. Raises BadModel."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(spec)
         except Exception as e:  # the library raises no narrower one
@@ -150,10 +145,8 @@ class Tokenizer:
             resize(0)  # the library keeps words of all texts: their time would tell of others
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(number for number, token in added.items() if token.special)
-        """Ids of the special tokens."""
         tokens = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary_size = max(tokens.values(), default=-1) + 1
-        """All ids are below it; the added tokens are counted."""
         fields: dict[str, Any] = json.loads(spec)
         self._borders = _borders(fields)
         is_byte_level = (fields.get("decoder") or {}).get("type") == "ByteLevel"
@@ -169,10 +162,9 @@ class Tokenizer:
     ) -> Sequence[int]:
         """The tokens of a text. Special tokens in it count as such.
 
-        `add_special_tokens`: with those around any text, as for completions; chat templates write
-        them out. `scope`: of the cache. A text that clearly has more than `most` tokens is not read
-        to its end. Raises UnicodeEncodeError for lone surrogates, TooManyTokens and
-        PreprocessorOverloaded.
+        `add_special_tokens`: with those around any text, as for completions. `scope`: of the cache.
+        A text that clearly has more than `most` tokens is not read to its end. Raises
+        UnicodeEncodeError for lone surrogates, TooManyTokens and PreprocessorOverloaded.
         """
         text.encode()  # the library would raise a TypeError
         if add_special_tokens or self._borders is None:
@@ -201,7 +193,6 @@ class Tokenizer:
         return await self._pool.run(lambda: _pieces(text, borders))
 
     def encode_now(self, text: str) -> Sequence[int]:
-        """As `encode` without special tokens, for a short text: on the loop, past the cache."""
         return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     async def _encode(
@@ -234,11 +225,9 @@ class Tokenizer:
         return await self._pool.run(work)
 
     def _check_length(self, text: str, most: int) -> None:
-        """Raise TooManyTokens for a text with many more tokens than `most`.
-
-        Of an unusually long text a sample is tokenised, from places that a client cannot foresee
-        (Python's hash has a secret); one that seems too long is counted in slices until it is.
-        """
+        """Raise TooManyTokens for a text with many more tokens than `most`. Of an unusually long
+        text a sample is tokenised, from places that a client cannot foresee (Python's hash has a
+        secret); one that seems too long is counted in slices until it is."""
         if len(text) <= max(USUAL_CHARS * most, SLICE_CHARS):
             return
         stride = len(text) // SAMPLES
@@ -278,8 +267,6 @@ class Tokenizer:
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than `most`."""
-
     def __init__(self, most: int) -> None:
         super().__init__(f"has more than {most} tokens")
         self.most = most
@@ -307,8 +294,7 @@ class AddedTokens:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """The pattern of the longest of some texts, which are sorted: their common beginning
-    stands in it once."""
+    """The pattern of the longest of some sorted texts: their common beginning stands in it once."""
     patterns = []
     for _, begun_alike in groupby(texts, key=lambda text: text[0]):
         group = list(begun_alike)
@@ -330,8 +316,7 @@ def _common_prefix(first: str, last: str) -> str:
 
 def _pieces(text: str, borders: AddedTokens) -> list[str]:
     """A text in pieces that are tokenised by themselves: long ones between two borders, and the
-    texts between those.
-    """
+    rest."""
     cuts = [0]
     last = 0
     for begin, end in borders.find(text):
