@@ -25,8 +25,8 @@ from kvlane.app.simulation.counterfactual import (
     recorded_metrics,
     simulate_recorded,
 )
-from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions
+from kvlane.app.simulation.simulation_runs import RunMetrics, metrics_of
 from kvlane.indexer.precompile import compile_all
 
 WIDTH_IN = 9.0

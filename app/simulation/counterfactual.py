@@ -23,9 +23,8 @@ from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.routing.selection.prompt_hashes import PromptHashes
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.state.performance import profile_from_card
-from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
 from kvlane.app.simulation.simulated_router import DEFAULT_CONDITIONS, NetworkConditions
-from kvlane.app.simulation.simulation_runs import parse_policy
+from kvlane.app.simulation.simulation_runs import RunMetrics, metrics_of, parse_policy
 from kvlane.app.simulation.simulator import new_simulator, worker_names
 from kvlane.app.simulation.trace_requests import (
     SIMULATION_SECRET,

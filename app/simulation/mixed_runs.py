@@ -17,8 +17,8 @@ from kvlane.app.perf_curves import PerfCurves
 from kvlane.app.routing.selection.batch_placement import BatchBounds
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.simulation.batch_work import BatchCounts, BatchMode, BatchWork
-from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions
+from kvlane.app.simulation.simulation_runs import RunMetrics, metrics_of
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import (
     ArrivalRate,

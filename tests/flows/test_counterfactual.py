@@ -17,7 +17,7 @@ from kvlane.app.simulation.counterfactual import (
     recorded_metrics,
     simulate_recorded,
 )
-from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
+from kvlane.app.simulation.simulation_runs import RunMetrics, metrics_of
 from kvlane.app.traces.capture_format import (
     AnyCaptureLine,
     CapturedDecision,

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvlane.app.perf_curves import PerfCurves
-from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import NetworkConditions
-from kvlane.app.simulation.simulation_runs import SimulationRun
+from kvlane.app.simulation.simulation_runs import RunMetrics, SimulationRun
 from kvlane.app.simulation.synthetic_traces import NAME_PREFIX, SHORT_PROMPTS, TraceSize
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from kvlane.indexer.precompile import compile_all

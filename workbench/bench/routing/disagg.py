@@ -23,10 +23,10 @@ from typing import NamedTuple
 from kvlane.app.perf_curves import PROFILES
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import TransferSpeed
-from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import NetworkConditions
 from kvlane.app.simulation.simulation_runs import (
     PreparedTrace,
+    RunMetrics,
     SimulationRun,
     result_row,
     run_timed,

@@ -24,9 +24,8 @@ from typing import NamedTuple
 
 from kvlane.app.perf_curves import PROFILES, PerfCurves, ProfileName
 from kvlane.app.routing.selection.policies.registry import SIMULATED
-from kvlane.app.simulation.run_metrics import RunMetrics
 from kvlane.app.simulation.simulated_router import DEFAULT_CONDITIONS, NetworkConditions
-from kvlane.app.simulation.simulation_runs import SimulationRun
+from kvlane.app.simulation.simulation_runs import RunMetrics, SimulationRun
 from kvlane.app.simulation.synthetic_traces import NAME_PREFIX
 from kvlane.app.simulation.trace_requests import ArrivalRate
 from workbench.bench.report import Threshold, at_least, at_most

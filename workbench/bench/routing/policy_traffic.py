@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvlane.app.perf_curves import PROFILES
-from kvlane.app.simulation.run_metrics import RunMetrics
-from kvlane.app.simulation.simulation_runs import SimulationRun
+from kvlane.app.simulation.simulation_runs import RunMetrics, SimulationRun
 from kvlane.app.simulation.synthetic_traces import (
     LONG_ANSWERS,
     NAME_PREFIX,

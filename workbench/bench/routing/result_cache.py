@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulation_runs import RunMetrics
 from workbench.bench.bench_environment import BenchFailed
 from workbench.bench.routing.policy_scenarios import ScenarioResult, ScenarioRun
 

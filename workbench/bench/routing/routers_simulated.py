@@ -14,9 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlane.app.simulation.run_metrics import RunMetrics, metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions
-from kvlane.app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_requests
+from kvlane.app.simulation.simulation_runs import (
+    PreparedTrace,
+    RunMetrics,
+    SimulationRun,
+    metrics_of,
+    run_requests,
+)
 from kvlane.app.simulation.trace_requests import ArrivalRate, SimulatedRequest
 from kvlane.app.traces.mooncake_trace import read_trace
 from kvlane.indexer.precompile import compile_all

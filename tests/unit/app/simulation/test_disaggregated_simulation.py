@@ -13,8 +13,8 @@ from kvlane.app.engine.simulated.batch import EngineLimits
 from kvlane.app.perf_curves import PROFILES
 from kvlane.app.routing.selection.handover_rules import DEFAULT_RULES
 from kvlane.app.routing.selection.routing_config import RoutingConfig, TransferSpeed
-from kvlane.app.simulation.run_metrics import metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions
+from kvlane.app.simulation.simulation_runs import metrics_of
 from kvlane.app.simulation.simulator import Simulator, new_simulator
 from kvlane.app.simulation.trace_requests import (
     ArrivalRate,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from kvlane.app.routing.policy_names import QueueOrder
-from kvlane.app.simulation.run_metrics import RunMetrics
-from kvlane.app.simulation.simulation_runs import PreparedTrace, SimulationRun, run_metrics
+from kvlane.app.simulation.simulation_runs import (
+    PreparedTrace,
+    RunMetrics,
+    SimulationRun,
+    run_metrics,
+)
 from kvlane.app.traces.mooncake_trace import TraceRow
 
 TARGETS_MS = (400.0, 4000.0)

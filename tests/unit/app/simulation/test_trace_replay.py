@@ -17,13 +17,13 @@ from kvlane.app.routing.selection.decision import Decision, Rejection, Wait
 from kvlane.app.routing.selection.routing_config import RoutingConfig
 from kvlane.app.routing.selection.select import select_worker
 from kvlane.app.simulation import simulated_worker
-from kvlane.app.simulation.run_metrics import metrics_of
 from kvlane.app.simulation.simulated_router import NetworkConditions, SimulationFailed
 from kvlane.app.simulation.simulated_worker import SimulatedWorker
 from kvlane.app.simulation.simulation_runs import (
     SIMULATED,
     PreparedTrace,
     SimulationRun,
+    metrics_of,
     run_requests,
 )
 from kvlane.app.simulation.simulator import Simulator, new_simulator

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from kvlane.app.simulation.run_metrics import RunMetrics
+from kvlane.app.simulation.simulation_runs import RunMetrics
 from kvlane.app.simulation.trace_requests import SimulatedRequest, trace_requests
 from kvlane.app.traces.mooncake_trace import BUNDLED_TRACE, TraceRow
 from workbench.bench.routing.routers_simulated import (
